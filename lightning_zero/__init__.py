@@ -1,0 +1,37 @@
+"""ZeRO stages 1, 2 and 3 for unchanged LightningModules: ``Trainer(strategy="zero3")``.
+
+Importing this package registers the strategy names; everything heavier is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_zero.registry import register_strategies
+
+if TYPE_CHECKING:
+    from lightning_zero.config import OffloadConfig, ZeroConfig
+    from lightning_zero.strategy import ZeroStrategy
+
+__version__ = "0.1.0"
+__all__ = ["OffloadConfig", "ZeroConfig", "ZeroStrategy", "__version__"]
+
+_LAZY = {
+    "OffloadConfig": "lightning_zero.config",
+    "ZeroConfig": "lightning_zero.config",
+    "ZeroStrategy": "lightning_zero.strategy",
+}
+
+register_strategies()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

@@ -1,0 +1,28 @@
+"""The names that ``Trainer(strategy=...)`` takes once this package is imported. Floor 5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+NAMES: dict[str, dict[str, Any]] = {f"zero{stage}": {"stage": stage, "engine": "fsdp2"} for stage in (1, 2, 3)}
+"""Registered name -> the fields of ``ZeroConfig`` it stands for."""
+
+
+def register_strategies() -> None:
+    """Registers every name whose engine is built; safe to call again (Lightning has no entry point for strategies)."""
+    for name, settings in NAMES.items():
+        StrategyRegistry.register(
+            name,
+            _make_strategy,  # the class is imported on first use, not with the package
+            description="ZeRO " + ", ".join(f"{key} {value}" for key, value in settings.items()),
+            override=True,
+            **settings,
+        )
+
+
+def _make_strategy(**settings: Any) -> Any:
+    from lightning_zero.strategy import ZeroStrategy
+
+    return ZeroStrategy(**settings)
