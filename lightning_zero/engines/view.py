@@ -1,0 +1,200 @@
+"""User code sees whole tensors: what happens when a hook or a step touches a sharded parameter. Floor 2.
+
+A sharded parameter is a ``DTensor``. Its own dispatch answers ``p.norm().item()`` with *this rank's* norm, refuses
+``plain + p`` and knows only part of the operators, so code written for DDP would fail or, worse, be silently wrong.
+While a :class:`WholeView` is active, every torch function that meets a ``DTensor``
+
+- **reads** it whole: the shards are gathered (a collective, so all ranks must make the call), differentiably where a
+  gradient is wanted: it is averaged over the ranks, as DDP averages gradients;
+- **writes** it back: an in-place function runs on the shards where it is element-wise, else on the gathered tensor,
+  whose shards are then stored;
+- **views** of it are read-only, because a write to a gathered copy would be lost: torch raises on the attempt.
+
+Plain tensors, that is all of an ordinary forward, pass with one check per argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.overrides import TorchFunctionMode
+
+_METADATA = frozenset(
+    "size dim ndimension numel nelement stride element_size storage_offset is_floating_point is_complex is_contiguous"
+    " is_signed is_inference get_device data_ptr register_hook register_post_accumulate_grad_hook retain_grad detach"
+    " requires_grad_ __len__ __hash__ __repr__ __str__ __format__ is_same_size is_tensor is_storage _is_view"
+    " untyped_storage storage has_names type_as_metadata backward".split()
+)
+_VIEWS = frozenset(
+    "view view_as reshape reshape_as flatten unflatten ravel t transpose swapaxes swapdims permute movedim moveaxis"
+    " adjoint narrow select unbind split chunk tensor_split hsplit vsplit dsplit squeeze unsqueeze expand expand_as"
+    " diagonal unfold __getitem__ as_strided alias positive real imag contiguous to".split()
+)
+_VIEW_PROPERTIES = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
+_ELEMENTWISE = frozenset(
+    "add_ sub_ mul_ div_ neg_ abs_ clamp_ clamp_min_ clamp_max_ clip_ zero_ fill_ copy_ lerp_ addcmul_ addcdiv_"
+    " nan_to_num_ sign_ sqrt_ square_ pow_ exp_ log_ __iadd__ __isub__ __imul__ __itruediv__"
+    " _foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_zero_ _foreach_lerp_ _foreach_clamp_min_"
+    " _foreach_clamp_max_ _foreach_copy_".split()
+)
+_SPECIAL_IN_PLACE = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"))
+_SETTERS = {Tensor.data.__set__: "data", Tensor.grad.__set__: "grad"}
+
+
+class WholeView(TorchFunctionMode):
+    """Lets code written for whole tensors work on sharded ones; see the module's text."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _any_sharded(args) and not (kwargs and _any_sharded(kwargs.values())):
+            return func(*args, **kwargs)
+        name = func.__name__
+        if func in _SETTERS:
+            return _assign(_SETTERS[func], *args)
+        if name == "__get__":
+            return func(*args) if func not in _VIEW_PROPERTIES else func(read_only(args[0]))
+        if name in _METADATA or name in ("__set__", "__delete__"):
+            return func(*args, **kwargs)
+        if _is_in_place(name) and _any_sharded(args[:1]):
+            return _write(func, name, args, kwargs)
+        if name.endswith("_like"):
+            return func(torch.empty_like(_stand_in(args[0])), *args[1:], **kwargs)
+        read = read_only if name in _VIEWS else whole
+        return func(*_map(read, args), **{key: _map(read, [value])[0] for key, value in kwargs.items()})
+
+
+def whole(tensor: DTensor) -> Tensor:
+    """The full tensor behind ``tensor``, on every rank (collective); its gradient is averaged over the ranks."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return tensor.full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)
+    return tensor.detach().full_tensor()
+
+
+def read_only(tensor: DTensor) -> Tensor:
+    """As :func:`whole`; where no gradient is wanted, torch raises on an in-place write to the result or its views."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return whole(tensor)
+    with torch.inference_mode():
+        return tensor.detach().full_tensor().clone()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a ``DTensor``, sharing its memory; other tensors as they are.
+
+    ``_local_tensor`` is private; the public ``to_local()`` is recorded by autograd and ten times slower.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(value: Tensor, like: DTensor) -> DTensor:
+    """``value``, the same on every rank, laid out as ``like`` without communication."""
+    value = value.detach().to(device=local(like).device, dtype=like.dtype)
+    return distribute_tensor(value.expand(like.shape), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _any_sharded(values: Any) -> bool:
+    for value in values:
+        if isinstance(value, DTensor):
+            return True
+        if isinstance(value, (list, tuple)) and any(isinstance(v, DTensor) for v in value):
+            return True
+    return False
+
+
+def _map(fn: Callable[[DTensor], Tensor], values: Sequence[Any]) -> list[Any]:
+    def one(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return fn(value)
+        if type(value) in (list, tuple) and _any_sharded(value):
+            return type(value)(one(v) for v in value)
+        return value
+
+    return [one(v) for v in values]
+
+
+def _is_in_place(name: str) -> bool:
+    return name in _SPECIAL_IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").to(local(tensor).device)
+
+
+def _assign(attribute: str, target: Tensor, value: Tensor | None) -> None:
+    """``p.data = x`` and ``p.grad = x``, where either may be sharded."""
+    if isinstance(target, DTensor) and value is not None and not isinstance(value, DTensor):
+        if value.shape != target.shape:
+            raise ValueError(
+                f"assigning a tensor of shape {tuple(value.shape)} to .{attribute} of a sharded parameter of shape"
+                f" {tuple(target.shape)}: shapes must agree during a run; change the module before the run starts."
+            )
+        value = shard_like(value, target)
+    elif not isinstance(target, DTensor) and isinstance(value, DTensor):
+        value = whole(value.detach())
+    if attribute == "data" and isinstance(target, DTensor):
+        assert isinstance(value, DTensor)
+        with torch.no_grad():  # into the engine's own buffer: it gathers from there
+            local(target.detach()).copy_(local(value))
+    else:
+        setattr(target, attribute, value)
+
+
+def _write(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    targets = list(target) if isinstance(target, (list, tuple)) else [target]
+    if torch.is_grad_enabled() and any(t.requires_grad and t.is_leaf for t in targets):
+        raise RuntimeError(
+            f"a leaf Variable that requires grad is being used in an in-place operation ({name}): write to a parameter"
+            " under torch.no_grad() or through .data."
+        )
+    with torch.no_grad():
+        on_shards = name in _ELEMENTWISE and _fits_shards(targets, args[1:], kwargs)
+        if on_shards:
+            like = targets[0]
+            func(*_to_local(args, like), **{key: _to_local([value], like)[0] for key, value in kwargs.items()})
+        else:
+            gathered = [whole(t) if isinstance(t, DTensor) else t for t in targets]
+            first = type(target)(gathered) if isinstance(target, (list, tuple)) else gathered[0]
+            func(first, *_map(whole, args[1:]), **{key: _map(whole, [value])[0] for key, value in kwargs.items()})
+            for t, new in zip(targets, gathered, strict=True):
+                if isinstance(t, DTensor):
+                    local(t).copy_(local(shard_like(new, t)))
+    return target
+
+
+def _fits_shards(targets: list[Tensor], others: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an element-wise function can run shard by shard: the other tensors are scalars or laid out alike."""
+    shapes = {t.shape for t in targets}
+
+    def fits(value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return len(value) == len(targets) and all(
+                not isinstance(v, Tensor)
+                or v.dim() == 0
+                or (isinstance(v, DTensor) and isinstance(t, DTensor) and v.placements == t.placements)
+                for v, t in zip(value, targets, strict=True)
+            )
+        if isinstance(value, DTensor):
+            return len(targets) == 1 and value.shape in shapes and value.placements == targets[0].placements  # type: ignore[attr-defined]
+        return not isinstance(value, Tensor) or value.dim() == 0 or (len(targets) == 1 and value.shape in shapes)
+
+    return all(map(fits, others)) and all(map(fits, kwargs.values()))
+
+
+def _to_local(values: Sequence[Any], like: Tensor) -> list[Any]:
+    def one(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return local(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(local(v) if isinstance(v, Tensor) else v for v in value)
+        if isinstance(value, Tensor) and value.dim() > 0 and isinstance(like, DTensor):
+            return local(shard_like(value, like))
+        return value
+
+    return [one(v) for v in values]

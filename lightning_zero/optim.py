@@ -1,0 +1,210 @@
+"""The optimizer's step on this rank's shards. Floor 2.
+
+Users' optimizers always hold the module's own parameters, ``DTensor`` shards during a run. For the length of one step
+they are handed stand-ins:
+
+- an *element-wise* optimizer (SGD, Adam, AdamW, ...) updates every element from that element's own history, so it
+  steps on the local shards directly: no communication, no ``DTensor`` dispatch;
+- any other (Muon, Adafactor, LBFGS, LAMB, ...) looks across elements, so it steps on whole tensors: parameters,
+  gradients and states are gathered, every rank computes the same step, and the shards are stored again.
+
+Either way ``optimizer.state`` holds, between steps, one ``DTensor`` per state tensor that has its parameter's shape.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_zero.engines.view import local, shard_like
+
+KNOWN_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in "SGD Adam AdamW NAdam RAdam Adamax Adadelta Adagrad RMSprop Rprop ASGD".split()
+)
+
+
+class ShardedStep:
+    """Steps one optimizer; see the module's text."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.elementwise = is_elementwise(optimizer)
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+        """Whether the optimizer evaluates its closure itself, perhaps several times (LBFGS)."""
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """One ``optimizer.step``; ``closure`` is evaluated first, or by the optimizer where it insists (LBFGS)."""
+        if not self.needs_closure:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            with self.stand_ins():
+                result = self.optimizer.step(**kwargs)
+            return loss if result is None else result
+        assert closure is not None
+        with torch._C.DisableTorchFunction(), self.stand_ins() as swap:
+            return self.optimizer.step(closure=swap.around(closure), **kwargs)
+
+    @contextmanager
+    def stand_ins(self) -> Iterator[_Swap]:
+        """The optimizer holds tensors it can step on; what it did to them is stored on leaving."""
+        with torch._C.DisableTorchFunction():  # our own work on shards needs no translation for user code
+            swap = _LocalSwap(self.optimizer) if self.elementwise else _WholeSwap(self.optimizer)
+            try:
+                yield swap
+            finally:
+                swap.undo()
+
+
+class _Swap:
+    """Replaces the sharded parameters of an optimizer and their states, and brings both back."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.state: defaultdict[Tensor, Any] = optimizer.state  # what users see
+        self.pairs: list[tuple[DTensor, Tensor]] = []
+        for group in optimizer.param_groups:
+            params = group["params"]
+            for i, p in enumerate(params):
+                if isinstance(p, DTensor):
+                    stand_in = self.stand_in(p)
+                    self.pairs.append((p, stand_in))
+                    params[i] = stand_in  # in place: LBFGS keeps the list itself
+        own = {p for p, _ in self.pairs}
+        optimizer.state = defaultdict(dict, {key: value for key, value in self.state.items() if key not in own})
+        for p, stand_in in self.pairs:
+            if p in self.state:
+                optimizer.state[stand_in] = {k: self.enter(p, v) for k, v in self.state[p].items()}
+
+    def undo(self) -> None:
+        back = {id(stand_in): p for p, stand_in in self.pairs}
+        for group in self.optimizer.param_groups:
+            params = group["params"]
+            for i, stand_in in enumerate(params):
+                params[i] = back.get(id(stand_in), stand_in)
+        stepped, self.optimizer.state = self.optimizer.state, self.state
+        for p, stand_in in self.pairs:
+            self.store(p, stand_in)
+            stand_in.grad = None
+            new = stepped.pop(stand_in, None)
+            if new is not None:
+                seen = self.state[p]
+                for key, value in new.items():
+                    seen[key] = self.leave(p, value, seen.get(key))
+        self.state.update(stepped)
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """``closure`` as the optimizer should call it while it holds stand-ins."""
+        raise NotImplementedError  # pragma: no cover - every optimizer that insists on a closure is not element-wise
+
+    def stand_in(self, p: DTensor) -> Tensor: ...
+    def store(self, p: DTensor, stand_in: Tensor) -> None: ...
+    def enter(self, p: DTensor, value: Any) -> Any: ...
+    def leave(self, p: DTensor, value: Any, seen: Any) -> Any: ...
+
+
+class _LocalSwap(_Swap):
+    """Stand-ins are the local shards themselves."""
+
+    def stand_in(self, p: DTensor) -> Tensor:
+        shard = local(p)
+        shard.grad = None if p.grad is None else local(p.grad)
+        return shard
+
+    def store(self, p: DTensor, stand_in: Tensor) -> None:
+        pass  # stepped in place
+
+    def enter(self, p: DTensor, value: Any) -> Any:
+        return local(value) if isinstance(value, Tensor) else value
+
+    def leave(self, p: DTensor, value: Any, seen: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != local(p).shape:
+            return value
+        if isinstance(seen, DTensor) and local(seen) is value:
+            return seen
+        return DTensor.from_local(
+            value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+
+
+class _WholeSwap(_Swap):
+    """Stand-ins are whole tensors, the same on every rank."""
+
+    def stand_in(self, p: DTensor) -> Tensor:
+        full = p.detach().full_tensor()
+        full.requires_grad_(p.requires_grad)
+        full.grad = None if p.grad is None else p.grad.full_tensor()
+        return full
+
+    def store(self, p: DTensor, stand_in: Tensor) -> None:
+        with torch.no_grad():
+            local(p).copy_(local(shard_like(stand_in, p)))
+
+    def enter(self, p: DTensor, value: Any) -> Any:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    def leave(self, p: DTensor, value: Any, seen: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == p.shape:
+            sharded = shard_like(value, p)
+            if isinstance(seen, DTensor) and seen.dtype == sharded.dtype:
+                local(seen).copy_(local(sharded))
+                return seen
+            return sharded
+        return value
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            for p, stand_in in self.pairs:
+                self.store(p, stand_in)
+            loss = closure()
+            for p, stand_in in self.pairs:
+                stand_in.grad = None if p.grad is None else p.grad.full_tensor()
+            return loss
+
+        return evaluate
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether stepping on parts of a parameter equals stepping on the whole of it.
+
+    Known for PyTorch's own; others are tried out: three steps on small random parameters, whole and cut in two, must
+    agree to the last bit. An optimizer that cannot be tried counts as not element-wise, which is always right.
+    """
+    if type(optimizer) in KNOWN_ELEMENTWISE:
+        return True
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return False
+    try:
+        return _tried_elementwise(optimizer)
+    except Exception:  # whatever a third-party constructor raises only means that it can't be tried
+        return False
+
+
+def _tried_elementwise(optimizer: Optimizer) -> bool:
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    settings = {k: v for k, v in optimizer.defaults.items() if k in accepted}
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(6, 4, generator=generator), torch.randn(5, generator=generator)]
+    parts = [part.clone() for w in whole for part in w.chunk(2)]
+    with torch._C.DisableTorchFunction():
+        tried = [type(optimizer)([t.requires_grad_() for t in tensors], **settings) for tensors in (whole, parts)]
+        for _ in range(3):
+            grads = [torch.randn(w.shape, generator=generator) for w in whole]
+            for tensors, values in ((whole, grads), (parts, [part for g in grads for part in g.chunk(2)])):
+                for t, value in zip(tensors, values, strict=True):
+                    t.grad = value.clone()
+            for each in tried:
+                each.step()
+        rejoined = [torch.cat(parts[:2]), torch.cat(parts[2:])]
+        return all(torch.equal(a, b) for a, b in zip(whole, rejoined, strict=True))
