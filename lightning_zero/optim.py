@@ -57,10 +57,15 @@ class ShardedStep:
             return self.optimizer.step(closure=swap.around(closure), **kwargs)
 
     @contextmanager
-    def stand_ins(self) -> Iterator[_Swap]:
-        """The optimizer holds tensors it can step on; what it did to them is stored on leaving."""
+    def stand_ins(self, on_shards: bool | None = None) -> Iterator[_Swap]:
+        """The optimizer holds tensors it can step on; what it did to them is stored on leaving.
+
+        Args:
+            on_shards: Local shards (``True``) or whole tensors (``False``); by default what the optimizer needs.
+        """
+        on_shards = self.elementwise if on_shards is None else on_shards
         with torch._C.DisableTorchFunction():  # our own work on shards needs no translation for user code
-            swap = _LocalSwap(self.optimizer) if self.elementwise else _WholeSwap(self.optimizer)
+            swap = _LocalSwap(self.optimizer) if on_shards else _WholeSwap(self.optimizer)
             try:
                 yield swap
             finally:

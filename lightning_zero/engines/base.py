@@ -1,0 +1,113 @@
+"""What an engine owes the strategy, and the one table of what each engine can do. Floor 2."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import ZeroConfig
+from lightning_zero.precision import DtypePolicy
+
+CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
+    # setting -> engine -> the values it takes
+    "stage": {"fsdp2": (1, 2, 3)},
+    "accelerator": {"fsdp2": ("cpu", "cuda", "xpu", "hpu")},
+}
+"""What an engine cannot do stands here and nowhere else."""
+
+
+def require(setting: str, value: Any, engine: str) -> None:
+    """Raises ``ValueError`` naming the setting, its value and who can, unless ``engine`` takes ``value``."""
+    if value in CAPABILITIES[setting][engine]:
+        return
+    others = [name for name, values in CAPABILITIES[setting].items() if value in values]
+    repair = (
+        f"use engine={others[0]!r}" if others else f"use one of {', '.join(map(str, CAPABILITIES[setting][engine]))}"
+    )
+    raise ValueError(f"{setting}={value!r} is not possible with engine={engine!r}: {repair}.")
+
+
+class Engine(ABC):
+    """Shards one module over the ranks, runs its steps, and makes it whole again.
+
+    The strategy calls, in this order: :meth:`shard`; then for every batch :meth:`run` and, where a gradient is wanted,
+    :meth:`backward` (under :meth:`no_sync` for all but the last micro-batch of a window) and :meth:`step`; at the end
+    :meth:`restore`. All methods are collective: every rank calls them in the same order.
+    """
+
+    def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
+        self.config = config
+        self.device = device
+        self.dtypes = dtypes
+
+    @property
+    @abstractmethod
+    def root(self) -> nn.Module:
+        """The module whose call runs a step; holds the user's module."""
+
+    @abstractmethod
+    def shard(self, module: nn.Module) -> None:
+        """Gives every rank rank 0's parameters and buffers, then only its share of the parameters."""
+
+    @abstractmethod
+    def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls ``module.<method>`` with whole parameters wherever it needs them."""
+
+    @abstractmethod
+    def backward(self, run_backward: Callable[[], None]) -> None:
+        """Calls ``run_backward`` and leaves averaged gradients on the shards, unless under :meth:`no_sync`."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Marks the micro-batches before the last one of an accumulation window."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Puts the shards back onto the module, so that reads and writes of user code are true."""
+
+    @abstractmethod
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """``optimizer.step`` on what this rank holds."""
+
+    @abstractmethod
+    def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> AbstractContextManager[Any]:
+        """``optimizer`` holds plain tensors it can work on: local shards, or whole ones if it needs those."""
+
+    @abstractmethod
+    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+        """Scales all gradients of ``optimizer`` so that their joint 2-norm is at most ``max_norm``; returns the norm
+        before, 0-dim."""
+
+    @abstractmethod
+    def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
+        """Limits every gradient element of ``optimizer`` to ``[-clip_value, clip_value]``."""
+
+    @abstractmethod
+    def any_rank(self, flag: Tensor) -> None:
+        """Element-wise maximum of ``flag`` over the ranks, in place."""
+
+    @abstractmethod
+    def full_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """``module.state_dict()`` with whole tensors on the CPU."""
+
+    @abstractmethod
+    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """``optimizer.state_dict()`` in PyTorch's own form with whole tensors on the CPU."""
+
+    @abstractmethod
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Loads a whole ``optimizer.state_dict()``, each rank keeping its shards."""
+
+    @abstractmethod
+    def check_parameters(self) -> None:
+        """Raises ``ValueError`` when the module's parameters are no longer those that were sharded."""
+
+    @abstractmethod
+    def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
+        """The module is an ordinary one again, with whole parameters if ``whole``; optimizers hold them."""

@@ -1,0 +1,476 @@
+"""ZeRO on PyTorch's own ``torch.distributed.fsdp.fully_shard``. Floor 3.
+
+[Tensors]
+- *original parameter*: the ``nn.Parameter`` the user made. Kept, emptied, for the length of a run, so that the very
+  object is back on the module afterwards.
+- *sharded parameter*: ``DTensor`` on the module between steps and in every hook; what optimizers hold. Each rank owns
+  ``ceil(rows / N)`` rows of dim 0.
+- *gathered parameter*: plain, whole, on the module only inside a step, owned by ``fully_shard``.
+- *replicated parameter*: plain and whole on every rank all the time, because it cannot be split (see ``units``).
+
+[Plan of one optimizer step, A micro-batches]
+
+    stage   gather             reduce (gradients)     gathered parameters are dropped
+    1       once               after the last one     after the last backward
+    2       once               after each             after the last backward
+    3       forward, backward  after each             after each use (the root unit's: after each backward)
+
+Between micro-batches stages 1 and 2 stay gathered only if no user hook looks at the module there (``keep_gathered``).
+
+[What DDP does that ``fully_shard`` alone does not]
+- *Unused parameters.* A rank without a gradient where another has one would send a shorter message. Every reduction
+  therefore covers all trainable parameters of its unit, zeros where there is nothing; afterwards the ranks agree (one
+  small all-reduce) which parameters nobody used, and their gradients become ``None`` again.
+- *Units that only some ranks ran.* On the CPU, stages 1 and 2 gather everything up front and agree before backward
+  whether all ranks ran the same units; if not, this backward reduces at its end, in fixed order. At stage 3 (and at
+  1 and 2 on an accelerator) all ranks must run the same units.
+- *Late gradients.* A parameter used outside its unit's forward (a penalty over ``parameters()``) receives its gradient
+  after its unit was reduced; a second reduction adds it.
+- *Rank 0's values.* Parameters and buffers are broadcast before sharding, buffers again at each synchronized forward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_zero.collectives import all_reduce_mean, broadcast_coalesced
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engines import fsdp2_private as private
+from lightning_zero.engines.base import Engine
+from lightning_zero.engines.view import local, shard_like, whole
+from lightning_zero.optim import ShardedStep
+from lightning_zero.precision import DtypePolicy
+from lightning_zero.units import UnitPlan, plan_units
+
+
+class _Root(nn.Module):
+    """Calls any method of the user's module; the root unit's hooks hang here, so the module itself stays untouched."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module, method)(*args, **kwargs)
+
+
+class Fsdp2Engine(Engine):
+    """See the module's text for the plan and :class:`~lightning_zero.engines.base.Engine` for the contract."""
+
+    def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
+        super().__init__(config, device, dtypes)
+        self.keep_gathered = False
+        """Whether stages 1 and 2 may stay gathered between micro-batches."""
+        self.automatic = True
+        """Whether one call of :meth:`run` is one forward (else the user runs forwards and backwards inside)."""
+        self._sync = True
+        self._sync_buffers_next = True
+        self._in_step = False
+        self._raw_state_dict = False
+        self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
+        self._handles: list[Any] = []
+
+    # -- sharding ------------------------------------------------------------------------------------------------
+
+    @property
+    def root(self) -> nn.Module:
+        return self._root
+
+    @property
+    def plan(self) -> UnitPlan:
+        """Where every parameter went; the parameters in it are the originals."""
+        return self._plan
+
+    def shard(self, module: nn.Module) -> None:
+        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        # autocast keeps BatchNorm in fp32, and its kernels refuse low-precision weights beside fp32 statistics
+        keep_whole = (nn.modules.batchnorm._BatchNorm,) if self.dtypes.is_mixed else ()
+        self._plan = plan_units(module, self.config.units, self.config.min_unit_numel, keep_whole)
+        broadcast_coalesced([*module.parameters(), *module.buffers()])
+        self.module = module
+        self._root = _Root(module)
+        self._originals: dict[Tensor, nn.Parameter] = {}
+        self._replicated = list(self._plan.replicated.values())
+        self._shard_units()
+        self._follow_backward()
+        self._follow_forward()
+        self._order = {p: i for i, p in enumerate([*self._originals, *self._replicated])}
+        self._start_window()
+
+    def _shard_units(self) -> None:
+        stage = self.config.stage
+        policy = MixedPrecisionPolicy(
+            param_dtype=self.dtypes.param_dtype, reduce_dtype=self.dtypes.reduce_dtype, cast_forward_inputs=False
+        )
+        everything = set(self.module.parameters())
+        self.unit_modules: list[FSDPModule] = []
+        for unit in self._plan.units:
+            is_root = unit.module is self.module
+            target = self._root if is_root else unit.module
+            mine = dict(unit.parameters)
+            fully_shard(
+                target,
+                mesh=self.mesh,
+                mp_policy=policy,
+                reshard_after_forward=stage == 3 and not is_root,  # the root is needed again at once
+                ignored_params=everything - set(mine.values()),
+            )
+            assert isinstance(target, FSDPModule)
+            sharded = dict(self.module.named_parameters())
+            for name, original in mine.items():
+                self._originals[sharded[name]] = original
+                original.data = original.data.new_empty(0)  # the shards are all that is kept
+            # Dropping them inside a backward would pull saved tensors from under uses outside the unit's forward.
+            target.set_reshard_after_backward(stage == 3, recurse=False)
+            self.unit_modules.append(target)
+        private.init_now(self._root)
+        self._groups = [g for unit in self.unit_modules for g in private.groups(unit)]
+        self._root_groups = private.groups(self._root)
+
+    def check_parameters(self) -> None:
+        known = {*self._originals, *self._replicated}
+        for name, p in self.module.named_parameters():
+            if p not in known:
+                raise ValueError(
+                    f"parameter {name!r} was replaced or added after the strategy set the module up, so it would"
+                    " neither be sharded nor reduced: create it in __init__ or configure_model, or write into the"
+                    " existing one under torch.no_grad()."
+                )
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def _follow_forward(self) -> None:
+        """Root parameters are gathered for any forward that needs them, also outside a step."""
+        for index, unit in enumerate(self.unit_modules[:-1]):
+            assert isinstance(unit, nn.Module)
+            self._handles.append(unit.register_forward_pre_hook(self._unit_hook(index, unit), prepend=True))
+        owners = {m for g in self._root_groups for _, places in private.registrations(g) for m, _ in places}
+        for owner in owners:
+            self._handles.append(owner.register_forward_pre_hook(self._gather_root, prepend=True))
+        for entry in (self.module, *self.module.children()):
+            self._handles.append(entry.register_forward_hook(self._after_entry))
+        self._handles.append(self.module.register_state_dict_post_hook(lambda *args: self._whole_state_dict(*args)))
+
+    def _unit_hook(self, index: int, unit: Any) -> Callable[..., None]:
+        def before_forward(*unused: Any) -> None:
+            self._ran[index] = 1
+            if torch.is_inference_mode_enabled():  # storage made here could never be trained on
+                with torch.inference_mode(False):
+                    unit.unshard()
+
+        return before_forward
+
+    def _gather_root(self, *unused: Any) -> None:
+        for group in self._root_groups:
+            if not private.is_gathered(group):
+                with torch.inference_mode(False):
+                    self._root.unshard()  # type: ignore[operator]
+            elif not self.automatic:
+                private.follow_requires_grad(group)
+
+    def _after_entry(self, *unused: Any) -> None:
+        if not self._in_step and not torch.is_grad_enabled():
+            self.settle()
+
+    def _whole_state_dict(self, module: nn.Module, state: dict[str, Any], *unused: Any) -> None:
+        if not self._raw_state_dict:
+            for name, value in state.items():
+                if isinstance(value, DTensor):
+                    state[name] = whole(value.detach())
+
+    def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self._broadcast_buffers()
+        self._ran = [0] * (len(self.unit_modules) - 1)
+        self._in_step = True
+        wants_grad = torch.is_grad_enabled()
+        try:
+            with torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
+                if not self.automatic and torch.is_grad_enabled():
+                    # Units and the root are gathered as they are used, after toggle_optimizer had its say.
+                    output = getattr(self.module, method)(*args, **kwargs)
+                else:
+                    if self._gathers_up_front:
+                        for unit in self.unit_modules:
+                            unit.unshard()
+                    output = self._root(method, *args, **kwargs)
+        finally:
+            self._in_step = False
+        if not torch.is_grad_enabled() or output is None or not self.automatic:
+            self.settle()
+        return output
+
+    @property
+    def _gathers_up_front(self) -> bool:
+        return self.config.stage < 3 and self.device.type == "cpu"
+
+    def _broadcast_buffers(self) -> None:
+        """DDP's rule: once before each forward that follows a synchronized training forward."""
+        if self._sync_buffers_next and self.config.broadcast_buffers:
+            broadcast_coalesced(list(self.module.buffers()))
+        self._sync_buffers_next = torch.is_grad_enabled() and self._sync
+
+    def settle(self) -> None:
+        for unit in self.unit_modules:
+            unit.reshard()
+        private.forget_forwards(self._root)
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def _follow_backward(self) -> None:
+        for group in self._groups:
+            private.before_reduce(group, self._before_reduce)
+
+    def _start_window(self) -> None:
+        """A window is what lies between two agreements on unused parameters."""
+        self._used: set[Tensor] = set()
+        self._zeroed: list[Tensor] = []
+        self._ran = [0] * (len(self.unit_modules) - 1)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._sync = False
+        if self.config.stage == 1:
+            self._root.set_requires_gradient_sync(False)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            self._sync = True
+            self._root.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+    def backward(self, run_backward: Callable[[], None]) -> None:
+        with torch._C.DisableTorchFunction():
+            deferred = self._ranks_ran_different_units()
+            if deferred:
+                self._root.set_requires_gradient_sync(False)  # type: ignore[operator]
+            self._reduced: set[int] = set()
+            run_backward()
+            if deferred:
+                self._root.set_requires_gradient_sync(True)  # type: ignore[operator]
+            self._after_backward(deferred)
+
+    def _ranks_ran_different_units(self) -> bool:
+        if not (self._sync and self._gathers_up_front and self.automatic and self.config.find_unused_parameters):
+            return False
+        ran = torch.tensor(self._ran, dtype=torch.int32)
+        if ran.numel() == 0 or self.mesh.size() == 1:
+            return False
+        dist.all_reduce(ran)
+        return bool(((ran > 0) & (ran < self.mesh.size())).any())  # on the CPU: no device waits
+
+    def _before_reduce(self, group: private.Group) -> bool:
+        """Completes the gradients of a group that is about to be reduced."""
+        if group.reduce_grads:
+            params = private.trainable(group)
+            if group in self._root_groups or any(private.has_grad(p) for p in params):
+                self._complete(params)
+                self._reduced.add(id(group))
+        return True
+
+    def _complete(self, params: list[private.ShardedParam]) -> None:
+        for p in params:
+            if private.has_grad(p):
+                self._used.add(p.sharded_param)
+            else:
+                if p.sharded_param.grad is None:
+                    self._zeroed.append(p.sharded_param)
+                private.zero_grad(p)
+
+    def _after_backward(self, deferred: bool) -> None:
+        stage_reduces = self._sync or self.config.stage > 1
+        for group in self._groups if stage_reduces else ():
+            params = private.trainable(group)
+            late = any(private.has_grad(p) for p in params)
+            missed = group in self._root_groups and id(group) not in self._reduced
+            if params and (late or missed or deferred):
+                self._complete(params)
+                private.reduce_now(group)
+        if self._sync or not self.keep_gathered:
+            self.settle()
+        if self._sync:
+            self._reduce_replicated()
+            self._agree_on_unused()
+            self._start_window()
+
+    def _reduce_replicated(self) -> None:
+        trainable = [p for p in self._replicated if p.requires_grad]
+        for p in trainable:
+            if p.grad is None:
+                self._zeroed.append(p)
+                p.grad = torch.zeros_like(p)
+            else:
+                self._used.add(p)
+        grads = [p.grad for p in trainable if p.grad is not None]
+        if grads:
+            all_reduce_mean(grads)
+
+    def _agree_on_unused(self) -> None:
+        if not self.config.find_unused_parameters:
+            return
+        used = torch.zeros(len(self._order), dtype=torch.uint8)
+        if self._used:
+            used[[self._order[p] for p in self._used]] = 1
+        if self.mesh.size() > 1:
+            dist.all_reduce(used, dist.ReduceOp.MAX)
+        if self._zeroed:
+            for p, is_used in zip(self._zeroed, used[[self._order[p] for p in self._zeroed]].tolist(), strict=True):
+                if not is_used:
+                    p.grad = None
+
+    # -- optimizer -----------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        return self._sharded_step(optimizer).step(self._closure(closure), **kwargs)
+
+    def _closure(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            result = None if closure is None else closure()
+            # Gradients of a plain loss.backward() under manual optimization, and gathered copies of old values.
+            if any(private.has_grad(p) for g in self._groups for p in private.trainable(g)):
+                self._reduced = set()
+                with torch._C.DisableTorchFunction():
+                    self._after_backward(deferred=False)
+            self.settle()
+            return result
+
+        return evaluate
+
+    def _sharded_step(self, optimizer: Optimizer) -> ShardedStep:
+        if optimizer not in self._steps:
+            self._steps[optimizer] = ShardedStep(optimizer)
+        return self._steps[optimizer]
+
+    def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Any:
+        return self._sharded_step(optimizer).stand_ins(on_shards)
+
+    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            shards = [local(p.grad) for p in params if isinstance(p, DTensor)]
+            wholes = [p.grad for p in params if not isinstance(p, DTensor)]
+            squared = _sum_of_squares(shards, self.device)
+            if self.mesh.size() > 1:
+                dist.all_reduce(squared)
+            norm = (squared + _sum_of_squares(wholes, self.device)).sqrt()
+            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
+            for grads in _by_dtype(shards + wholes):
+                torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+            return norm
+
+    def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            params = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+            for grads in _by_dtype([local(p.grad) for p in params]):
+                torch._foreach_clamp_min_(grads, -clip_value)
+                torch._foreach_clamp_max_(grads, clip_value)
+
+    def any_rank(self, flag: Tensor) -> None:
+        if self.mesh.size() > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+
+    # -- whole state ---------------------------------------------------------------------------------------------
+
+    def full_state_dict(self, state: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            if state is None:
+                self._raw_state_dict = True
+                try:
+                    state = self.module.state_dict()
+                finally:
+                    self._raw_state_dict = False
+            return {name: _whole_cpu(value) for name, value in state.items()}
+
+    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            return _map_tensors(_whole_cpu, optimizer.state_dict())
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+
+        def lay_out(index: int, value: Any) -> Any:
+            p = params[index]
+            if isinstance(p, DTensor) and isinstance(value, Tensor) and value.dim() and value.shape == p.shape:
+                return shard_like(value, p)
+            return value
+
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            per_param = {
+                index: {key: lay_out(index, value) for key, value in values.items()}
+                for index, values in state["state"].items()
+            }
+            optimizer.load_state_dict({**state, "state": per_param})
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the whole parameters."""
+        return sum(p.numel() * p.element_size() for p in self._originals)
+
+    def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            self.settle()
+            if not whole:
+                return
+            for group in self._groups:
+                for sharded, places in list(private.registrations(group)):
+                    original = self._originals[sharded]
+                    assert isinstance(sharded, DTensor)
+                    original.data = sharded.full_tensor().to("cpu")
+                    original.requires_grad_(sharded.requires_grad)
+                    for module, name in places:
+                        setattr(module, name, original)
+            for handle in self._handles:
+                handle.remove()
+            for unit in self.unit_modules:
+                assert isinstance(unit, nn.Module)
+                private.undo(unit)
+            for optimizer in optimizers:
+                self._hand_back(optimizer)
+
+    def _hand_back(self, optimizer: Optimizer) -> None:
+        """The optimizer holds the module's own parameters again; its states stay shards until they are saved."""
+        for group in optimizer.param_groups:
+            group["params"] = [self._originals.get(p, p) for p in group["params"]]
+        for sharded, original in self._originals.items():
+            if sharded in optimizer.state:
+                optimizer.state[original] = optimizer.state.pop(sharded)
+
+
+def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+    tensors = [t for t in tensors if t.numel()]
+    if not tensors:
+        return torch.zeros((), device=device)
+    norms = torch._foreach_norm(tensors)
+    return torch.stack([n.float() if n.dtype.itemsize < 4 else n for n in norms]).square().sum()
+
+
+def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors:
+        groups.setdefault(t.dtype, []).append(t)
+    return list(groups.values())
+
+
+def _whole_cpu(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _map_tensors(fn, v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_tensors(fn, v) for v in value)
+    return fn(value)

@@ -1,0 +1,127 @@
+"""Every private part of ``fully_shard`` that we touch, and nothing else. Floor 3.
+
+``fully_shard`` has no undo, no public way to know its groups and none to act before a group's reduction. What follows
+was read in torch 2.11-2.13; ``tests/unit/test_fsdp2_private.py`` tells when it moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import _composable_state
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.fsdp import FSDPModule
+
+Group = Any  # torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup
+ShardedParam = Any  # torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam
+
+
+def init_now(root: nn.Module) -> None:
+    """Makes ``root`` the root of all units below it; left alone, whichever module runs first would become one."""
+    _state(root)._lazy_init()
+
+
+def groups(module: nn.Module) -> list[Group]:
+    """The parameter groups of one unit: one, or none when the unit holds no parameters."""
+    state = _state(module)
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.12
+
+
+def before_reduce(group: Group, action: Callable[[Group], bool]) -> None:
+    """Calls ``action(group)`` whenever the group's part of a backward ends, before its gradients are reduced.
+
+    The reduction is left out when ``action`` returns False.
+    """
+    original = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        if action(group):
+            original(*unused)
+
+    group.post_backward = post_backward
+
+
+def reduce_now(group: Group) -> None:
+    """Reduces the gradients lying on the group's whole parameters, outside autograd's own schedule."""
+    type(group).post_backward(group)
+    group.finalize_backward()
+    group._training_state = type(group._training_state).IDLE
+
+
+def trainable(group: Group) -> list[ShardedParam]:
+    """The group's parameters that take part in a backward on this rank."""
+    return [p for p in group.fsdp_params if p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")]
+
+
+def has_grad(p: ShardedParam) -> bool:
+    """Whether an unreduced gradient lies on the whole parameter."""
+    return p._unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None
+
+
+def zero_grad(p: ShardedParam) -> None:
+    """Puts zeros where a reduction needs something to add."""
+    p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+
+
+def follow_requires_grad(group: Group) -> None:
+    """``toggle_optimizer`` acts on the shards; parameters that are gathered right now must follow."""
+    for p in group.fsdp_params:
+        if hasattr(p, "_unsharded_param") and p._unsharded_param.requires_grad != p.sharded_param.requires_grad:
+            p._unsharded_param.requires_grad_(p.sharded_param.requires_grad)
+
+
+def is_gathered(group: Group) -> bool:
+    return bool(group.is_unsharded)
+
+
+def forget_forwards(root: nn.Module) -> None:
+    """Drops what forwards without backward have recorded for prefetching; nothing else ever clears it."""
+    state = _state(root)
+    state._comm_ctx.post_forward_order.clear()
+    state._state_ctx.iter_forward_root = None
+    for each in state._state_ctx.all_states:
+        each._training_state = type(each._training_state).IDLE
+        for module in each._modules:
+            for group in groups(module):
+                group._post_forward_indices.clear()
+
+
+def registrations(group: Group) -> Iterator[tuple[Tensor, list[tuple[nn.Module, str]]]]:
+    """Each sharded parameter with every (module, attribute) it is registered under."""
+    for p in group.fsdp_params:
+        info = p._module_info
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        yield p.sharded_param, [(info.module, info.param_name), *shared]
+
+
+def undo(module: nn.Module) -> None:
+    """Takes ``fully_shard`` off one unit: hooks, class and state. Its parameters stay as they are registered."""
+    state = _state(module)
+    for group in groups(module):
+        for handles in (
+            group._module_to_pre_save_state_dict_hook_handle,
+            group._module_to_pre_load_state_dict_hook_handle,
+        ):
+            for handle in handles.values():
+                handle.remove()
+        for p in group.fsdp_params:
+            p._post_load_hook_handle.remove()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    for inner in module.modules():
+        inner.__dict__.pop("_is_fsdp_managed_module", None)
+        inner.__dict__.pop("_fsdp_use_orig_params", None)
+    module.__class__ = type(module).__mro__[2]  # [FSDP<Orig>, FSDPModule, Orig, ...]
+    for key in (STATE_KEY, REGISTRY_KEY):
+        module.__dict__.pop(key, None)
+    _composable_state._module_state_mapping.pop(module, None)
+
+
+def _state(module: nn.Module) -> Any:
+    assert isinstance(module, FSDPModule)
+    return module._get_fsdp_state()

@@ -1,0 +1,311 @@
+"""``ZeroStrategy``: Lightning's contract on top of an engine. Floor 4.
+
+It is a :class:`~lightning.pytorch.strategies.DDPStrategy` to Lightning (launching, ranks, reductions, samplers, sync
+BatchNorm, the compile allow-list), because to users it is DDP that stores everything once. What differs is below.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import Callback
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.base import Engine, require
+from lightning_zero.engines.view import WholeView
+from lightning_zero.precision import DtypePolicy, adapt_precision
+
+_BETWEEN_MICRO_BATCHES = ("on_after_backward", "on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
+"""Hooks that can look at the module after one micro-batch and before the next."""
+
+
+class ZeroStrategy(DDPStrategy):
+    """Trains any LightningModule under ZeRO stage 1, 2 or 3.
+
+    Args:
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for Lightning's own
+            strategies; the Trainer sets them.
+        **settings: The fields of :class:`~lightning_zero.config.ZeroConfig`.
+
+    Raises:
+        ValueError: For an unknown or impossible setting, naming it, its value and the repair.
+    """
+
+    strategy_name = "zero"
+
+    def __init__(
+        self,
+        stage: int = 3,
+        engine: str = "fsdp2",
+        *,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Precision | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = ZeroConfig.from_kwargs(stage=stage, engine=engine, **settings)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=self.config.process_group_backend,
+            timeout=timedelta(seconds=self.config.timeout_seconds),
+        )
+        self.engine: Engine | None = None
+        """What shards the module; ``None`` outside a run."""
+        self._view: WholeView | None = None
+        self._loops: list[tuple[Any, bool]] = []
+
+    # -- what Lightning asks of a strategy by its type ------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Makes Lightning inject a DistributedSampler and honour ``sync_dist``."""
+        return True
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = adapt_precision(plugin)
+
+    def _configure_launcher(self) -> None:
+        require("accelerator", self.root_device.type, self.config.engine)
+        super()._configure_launcher()
+
+    def _get_process_group_backend(self) -> str:
+        # Small agreements are made between hosts' CPUs, so that no step waits for the device.
+        default = "gloo" if self.root_device.type == "cpu" else f"cpu:gloo,{super()._get_process_group_backend()}"
+        if self.root_device.type == "cuda":
+            default = "cpu:gloo,cuda:nccl"
+        return self.config.process_group_backend or default
+
+    # -- set-up and end ------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._end_engine(whole=True)  # a module left sharded by after_fit="sharded"
+        self.model = self.lightning_module
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if fitting:
+            self._reset_optimizers_and_schedulers()
+        if fitting or self.config.stage == 3:
+            self._start_engine(trainer)
+        else:  # nothing to shard without gradients and optimizer states
+            _sync_module_states(self.model)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _start_engine(self, trainer: Any) -> None:
+        module = self.lightning_module
+        assert module is not None
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and not any(p.requires_grad for p in module.parameters()):
+            raise ValueError(
+                f"{type(module).__name__} has no trainable parameter, so there is nothing to optimize or shard: build"
+                " the layers in __init__ or configure_model, or use validate/test/predict."
+            )
+        plugin = self.precision_plugin
+        dtypes = plugin.dtype_policy() if hasattr(plugin, "dtype_policy") else DtypePolicy()
+        engine = _make_engine(self.config, self.root_device, dtypes)
+        engine.shard(module)
+        engine.automatic = module.automatic_optimization  # type: ignore[attr-defined]
+        engine.keep_gathered = not _user_looks_between_micro_batches(trainer, module)  # type: ignore[attr-defined]
+        self.engine = engine
+        self.model = engine.root
+        if hasattr(plugin, "engine"):
+            plugin.engine = engine
+        self._switch_off_inference_mode(trainer)
+        self._view = WholeView()
+        self._view.__enter__()
+        if self.world_size == 1:
+            rank_zero_info(f"ZeRO stage {self.config.stage} on one process: nothing is shared out, memory is as usual.")
+
+    def _switch_off_inference_mode(self, trainer: Any) -> None:
+        """A module that ran under inference mode can't be trained afterwards; Lightning knows this of FSDP only."""
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            self._loops.append((loop, loop.inference_mode))
+            loop.inference_mode = False
+
+    def teardown(self) -> None:
+        for loop, inference_mode in self._loops:
+            loop.inference_mode = inference_mode
+        self._loops.clear()
+        if self._view is not None:
+            self._view.__exit__(None, None, None)
+            self._view = None
+        if self.engine is None:
+            super().teardown()
+            return
+        self._end_engine(whole=self._whole_after_fit())
+        module = self.lightning_module
+        if module is not None and self.engine is None:
+            self.model = self._layer_sync.revert(module) if self._layer_sync else module
+            module.cpu()
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _end_engine(self, whole: bool) -> None:
+        if self.engine is None:
+            return
+        self.engine.restore(whole, [getattr(o, "_optimizer", o) for o in self.optimizers])
+        if whole:
+            self._ended = self.engine
+            self.engine = None
+            if hasattr(self.precision_plugin, "engine"):
+                self.precision_plugin.engine = None
+
+    def _whole_after_fit(self) -> bool:
+        """Whether every process of a host can hold the whole module; all ranks answer alike."""
+        if self.config.after_fit != "auto":
+            return self.config.after_fit == "whole"
+        assert self.engine is not None
+        need = self.engine.whole_bytes * self.num_processes  # type: ignore[attr-defined]
+        fits = torch.tensor(int(need < 0.8 * _available_host_bytes()))
+        if dist.is_initialized() and self.world_size > 1:
+            dist.all_reduce(fits, dist.ReduceOp.MIN)
+        if not fits:
+            rank_zero_info(
+                f"after_fit='auto': the module stays sharded, its whole parameters ({need / 2**30:.1f} GiB for the"
+                " processes of one host) do not fit into host memory."
+            )
+        return bool(fits)
+
+    def on_train_start(self) -> None:
+        if self.engine is not None:
+            self.engine.check_parameters()
+
+    def on_exception(self, exception: BaseException) -> None:
+        text = str(exception)
+        hint = ""
+        if "mixed torch.Tensor and DTensor" in text:
+            hint = "A sharded parameter met a plain tensor where it was not gathered"
+        elif "Inplace update to inference tensor" in text:
+            hint = "A view of a sharded parameter is read-only: write to the parameter itself"
+        if hint and hasattr(exception, "add_note"):
+            exception.add_note(f"{hint}. ZeroStrategy(units=[]) gathers the whole module for the length of a step.")
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _step(self, name: str, context: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with context:
+            if self.engine is None:
+                return getattr(self.lightning_module, name)(*args, **kwargs)
+            return self.engine.run(name, *args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("validation_step", self.precision_plugin.val_step_context(), *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("test_step", self.precision_plugin.test_step_context(), *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step("predict_step", self.precision_plugin.predict_step_context(), *args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        if self.engine is None:
+            yield
+        else:
+            with self.engine.no_sync():
+                yield
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self.engine is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        plugin, module = self.precision_plugin, self.lightning_module
+        assert module is not None
+        loss = plugin.pre_backward(closure_loss, module)
+        # The engine completes the gradients before post_backward lets hooks see them.
+        self.engine.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
+        return plugin.post_backward(loss, module)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        return Strategy.optimizer_step(self, optimizer, closure, model, **kwargs)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole module's state on the CPU, in its own names, on every rank (collective)."""
+        if self.engine is None:
+            return super().lightning_module_state_dict()
+        return self.engine.full_state_dict()  # type: ignore[call-arg]
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """``optimizer.state_dict()`` with whole tensors, as DDP would have it (collective)."""
+        engine = self.engine or getattr(self, "_ended", None)
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if engine is None:
+            return super().optimizer_state(optimizer)
+        return engine.full_optimizer_state(optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self.engine is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            self.engine.load_optimizer_state(getattr(optimizer, "_optimizer", optimizer), state)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Names are registered by ``lightning_zero.registry``, not by Lightning's scan of its own strategies."""
+
+
+def _make_engine(config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> Engine:
+    from lightning_zero.engines.fsdp2 import Fsdp2Engine  # imported with the first run, not with the package
+
+    return Fsdp2Engine(config, device, dtypes)
+
+
+def _user_looks_between_micro_batches(trainer: Any, module: nn.Module) -> bool:
+    """Whether a hook outside Lightning itself runs after one micro-batch and before the next."""
+    if any(is_overridden(hook, module) for hook in _BETWEEN_MICRO_BATCHES):
+        return True
+    foreign = [c for c in trainer.callbacks if not type(c).__module__.startswith(("lightning.", "lightning_zero."))]
+    return any(is_overridden(hook, c, parent=Callback) for c in foreign for hook in _BETWEEN_MICRO_BATCHES)
+
+
+def _available_host_bytes() -> int:
+    try:
+        with open("/proc/meminfo") as lines:
+            kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        return kib * 1024
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
