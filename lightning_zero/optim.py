@@ -14,6 +14,7 @@ Either way ``optimizer.state`` holds, between steps, one ``DTensor`` per state t
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zero.engines.view import local, shard_like
+from lightning_zero.engines.view import gathered, local, shard_like
 
 KNOWN_ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -49,11 +50,11 @@ class ShardedStep:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            with self.stand_ins():
+            with self.stand_ins(), torch._C.DisableTorchFunction():
                 result = self.optimizer.step(**kwargs)
             return loss if result is None else result
         assert closure is not None
-        with torch._C.DisableTorchFunction(), self.stand_ins() as swap:
+        with self.stand_ins() as swap:
             return self.optimizer.step(closure=swap.around(closure), **kwargs)
 
     @contextmanager
@@ -66,38 +67,35 @@ class ShardedStep:
         on_shards = self.elementwise if on_shards is None else on_shards
         with torch._C.DisableTorchFunction():  # our own work on shards needs no translation for user code
             swap = _LocalSwap(self.optimizer) if on_shards else _WholeSwap(self.optimizer)
-            try:
-                yield swap
-            finally:
+        try:
+            yield swap
+        finally:
+            with torch._C.DisableTorchFunction():
                 swap.undo()
 
 
-class _Swap:
+class _Swap(ABC):
     """Replaces the sharded parameters of an optimizer and their states, and brings both back."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.state: defaultdict[Tensor, Any] = optimizer.state  # what users see
-        self.pairs: list[tuple[DTensor, Tensor]] = []
-        for group in optimizer.param_groups:
-            params = group["params"]
-            for i, p in enumerate(params):
-                if isinstance(p, DTensor):
-                    stand_in = self.stand_in(p)
-                    self.pairs.append((p, stand_in))
-                    params[i] = stand_in  # in place: LBFGS keeps the list itself
-        own = {p for p, _ in self.pairs}
+        sharded = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+        self.pairs = [(p, self.stand_in(p)) for p in sharded]
+        self.hold({id(p): stand_in for p, stand_in in self.pairs})
+        own = set(sharded)
         optimizer.state = defaultdict(dict, {key: value for key, value in self.state.items() if key not in own})
         for p, stand_in in self.pairs:
             if p in self.state:
                 optimizer.state[stand_in] = {k: self.enter(p, v) for k, v in self.state[p].items()}
 
-    def undo(self) -> None:
-        back = {id(stand_in): p for p, stand_in in self.pairs}
+    def hold(self, instead: dict[int, Tensor]) -> None:
+        """Exchanges parameters of the optimizer by identity, in place: LBFGS keeps the list itself."""
         for group in self.optimizer.param_groups:
-            params = group["params"]
-            for i, stand_in in enumerate(params):
-                params[i] = back.get(id(stand_in), stand_in)
+            group["params"][:] = [instead.get(id(p), p) for p in group["params"]]
+
+    def undo(self) -> None:
+        self.hold({id(stand_in): p for p, stand_in in self.pairs})
         stepped, self.optimizer.state = self.optimizer.state, self.state
         for p, stand_in in self.pairs:
             self.store(p, stand_in)
@@ -111,12 +109,23 @@ class _Swap:
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """``closure`` as the optimizer should call it while it holds stand-ins."""
-        raise NotImplementedError  # pragma: no cover - every optimizer that insists on a closure is not element-wise
+        raise AssertionError("an optimizer that insists on its closure is never element-wise")
 
-    def stand_in(self, p: DTensor) -> Tensor: ...
-    def store(self, p: DTensor, stand_in: Tensor) -> None: ...
-    def enter(self, p: DTensor, value: Any) -> Any: ...
-    def leave(self, p: DTensor, value: Any, seen: Any) -> Any: ...
+    @abstractmethod
+    def stand_in(self, p: DTensor) -> Tensor:
+        """What the optimizer holds instead of ``p``, with its gradient."""
+
+    @abstractmethod
+    def store(self, p: DTensor, stand_in: Tensor) -> None:
+        """Writes the stand-in's values into ``p``."""
+
+    @abstractmethod
+    def enter(self, p: DTensor, value: Any) -> Any:
+        """A state value of ``p`` as the optimizer expects it beside the stand-in."""
+
+    @abstractmethod
+    def leave(self, p: DTensor, value: Any, seen: Any) -> Any:
+        """The way back; ``seen`` is what users saw under this key before the step."""
 
 
 class _LocalSwap(_Swap):
@@ -138,18 +147,16 @@ class _LocalSwap(_Swap):
             return value
         if isinstance(seen, DTensor) and local(seen) is value:
             return seen
-        return DTensor.from_local(
-            value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
+        return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 class _WholeSwap(_Swap):
     """Stand-ins are whole tensors, the same on every rank."""
 
     def stand_in(self, p: DTensor) -> Tensor:
-        full = p.detach().full_tensor()
+        full = gathered(p)
         full.requires_grad_(p.requires_grad)
-        full.grad = None if p.grad is None else p.grad.full_tensor()
+        full.grad = None if p.grad is None else gathered(p.grad)
         return full
 
     def store(self, p: DTensor, stand_in: Tensor) -> None:
@@ -157,7 +164,7 @@ class _WholeSwap(_Swap):
             local(p).copy_(local(shard_like(stand_in, p)))
 
     def enter(self, p: DTensor, value: Any) -> Any:
-        return value.full_tensor() if isinstance(value, DTensor) else value
+        return gathered(value) if isinstance(value, DTensor) else value
 
     def leave(self, p: DTensor, value: Any, seen: Any) -> Any:
         if isinstance(value, Tensor) and value.dim() > 0 and value.shape == p.shape:
@@ -170,11 +177,15 @@ class _WholeSwap(_Swap):
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
-            for p, stand_in in self.pairs:
-                self.store(p, stand_in)
+            with torch._C.DisableTorchFunction():
+                for p, stand_in in self.pairs:
+                    self.store(p, stand_in)
+                self.hold({id(stand_in): p for p, stand_in in self.pairs})
             loss = closure()
-            for p, stand_in in self.pairs:
-                stand_in.grad = None if p.grad is None else p.grad.full_tensor()
+            with torch._C.DisableTorchFunction():
+                self.hold({id(p): stand_in for p, stand_in in self.pairs})
+                for p, stand_in in self.pairs:
+                    stand_in.grad = None if p.grad is None else gathered(p.grad)
             return loss
 
         return evaluate

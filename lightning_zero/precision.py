@@ -157,7 +157,7 @@ def adapt_precision(plugin: Precision | None) -> Precision | None:
     if type(plugin) is HalfPrecision:
         return ZeroHalfPrecision(plugin.precision)
     if type(plugin) is MixedPrecision:
-        return ZeroMixedPrecision(plugin.precision, plugin.device, plugin.scaler)
+        return ZeroMixedPrecision(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[arg-type]
     raise ValueError(
         f"precision plugin {type(plugin).__name__} is not known to work on shards: use precision='32-true', '64-true',"
         " 'bf16-true', '16-true', 'bf16-mixed' or '16-mixed'."

@@ -71,6 +71,7 @@ class ZeroStrategy(DDPStrategy):
         )
         self.engine: Engine | None = None
         """What shards the module; ``None`` outside a run."""
+        self._ended: Engine | None = None  # knows the optimizers' shards after the run
         self._view: WholeView | None = None
         self._loops: list[tuple[Any, bool]] = []
 
@@ -103,25 +104,28 @@ class ZeroStrategy(DDPStrategy):
     # -- set-up and end ------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
+        module = self.lightning_module
         assert self.accelerator is not None
-        assert self.model is not None
+        assert module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._end_engine(whole=True)  # a module left sharded by after_fit="sharded"
-        self.model = self.lightning_module
         if fitting and self._layer_sync:
-            self.model = self._layer_sync.apply(self.model)
-        self.precision_plugin.convert_module(self.model)
+            module = self._layer_sync.apply(module)
+        self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         if fitting:
             self._reset_optimizers_and_schedulers()
         if fitting or self.config.stage == 3:
             self._start_engine(trainer)
         else:  # nothing to shard without gradients and optimizer states
-            _sync_module_states(self.model)
+            _sync_module_states(module)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        if self.engine is not None:  # after configure_optimizers: states made there are shards, like their parameters
+            self._view = WholeView()
+            self._view.__enter__()
 
     def _start_engine(self, trainer: Any) -> None:
         module = self.lightning_module
@@ -136,15 +140,13 @@ class ZeroStrategy(DDPStrategy):
         dtypes = plugin.dtype_policy() if hasattr(plugin, "dtype_policy") else DtypePolicy()
         engine = _make_engine(self.config, self.root_device, dtypes)
         engine.shard(module)
-        engine.automatic = module.automatic_optimization  # type: ignore[attr-defined]
-        engine.keep_gathered = not _user_looks_between_micro_batches(trainer, module)  # type: ignore[attr-defined]
+        engine.automatic = module.automatic_optimization
+        engine.keep_gathered = not _user_looks_between_micro_batches(trainer, module)
         self.engine = engine
         self.model = engine.root
         if hasattr(plugin, "engine"):
             plugin.engine = engine
         self._switch_off_inference_mode(trainer)
-        self._view = WholeView()
-        self._view.__enter__()
         if self.world_size == 1:
             rank_zero_info(f"ZeRO stage {self.config.stage} on one process: nothing is shared out, memory is as usual.")
 
@@ -191,7 +193,7 @@ class ZeroStrategy(DDPStrategy):
         if self.config.after_fit != "auto":
             return self.config.after_fit == "whole"
         assert self.engine is not None
-        need = self.engine.whole_bytes * self.num_processes  # type: ignore[attr-defined]
+        need = self.engine.whole_bytes * self.num_processes
         fits = torch.tensor(int(need < 0.8 * _available_host_bytes()))
         if dist.is_initialized() and self.world_size > 1:
             dist.all_reduce(fits, dist.ReduceOp.MIN)
@@ -264,11 +266,11 @@ class ZeroStrategy(DDPStrategy):
         """The whole module's state on the CPU, in its own names, on every rank (collective)."""
         if self.engine is None:
             return super().lightning_module_state_dict()
-        return self.engine.full_state_dict()  # type: ignore[call-arg]
+        return self.engine.full_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` with whole tensors, as DDP would have it (collective)."""
-        engine = self.engine or getattr(self, "_ended", None)
+        engine = self.engine or self._ended
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if engine is None:
             return super().optimizer_state(optimizer)
@@ -280,6 +282,10 @@ class ZeroStrategy(DDPStrategy):
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self.engine.load_optimizer_state(getattr(optimizer, "_optimizer", optimizer), state)
+
+    def units_table(self) -> str:
+        """What is gathered together during the current run: unit, class, tensors, elements, bytes."""
+        return self.engine.units_table if self.engine is not None else "no run is in progress"
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -307,5 +313,3 @@ def _available_host_bytes() -> int:
         return kib * 1024
     except (OSError, StopIteration):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-

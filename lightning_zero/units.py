@@ -16,7 +16,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+STACKS = (nn.ModuleList, nn.Sequential)
+"""Containers whose children follow each other. Those of a ``ModuleDict`` are mostly alternatives (a head per task), of
+which ranks may take different ones: they stay with the unit around them."""
 ROOT = "(root)"
 
 
@@ -107,7 +109,7 @@ def plan_units(
 
 
 def _automatic(module: nn.Module, min_unit_numel: int) -> Iterator[nn.Module]:
-    """Repeated blocks: what Hugging Face models name in ``_no_split_modules``, and the children of containers."""
+    """Repeated blocks: what Hugging Face models name in ``_no_split_modules``, and the children of lists."""
     no_split = {name for m in module.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
     seen: set[nn.Module] = set()
 
@@ -117,7 +119,7 @@ def _automatic(module: nn.Module, min_unit_numel: int) -> Iterator[nn.Module]:
         kinds = Counter(type(c) for c in children)
         for child in children:
             named = type(child).__name__ in no_split
-            block = isinstance(parent, CONTAINERS) and (kinds[type(child)] > 1 or not _has_stack(child))
+            block = isinstance(parent, STACKS) and (kinds[type(child)] > 1 or not _has_stack(child))
             if (
                 (named or (block and not _has_own_methods(child)))
                 and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
@@ -133,7 +135,7 @@ def _automatic(module: nn.Module, min_unit_numel: int) -> Iterator[nn.Module]:
 def _has_stack(module: nn.Module) -> bool:
     """Whether blocks are repeated somewhere inside: two children of one class, themselves with children."""
     for inner in module.modules():
-        if isinstance(inner, CONTAINERS):
+        if isinstance(inner, STACKS):
             kinds = Counter(type(c) for c in inner.children() if next(c.children(), None) is not None)
             if any(n > 1 for n in kinds.values()):
                 return True

@@ -45,6 +45,12 @@ class Engine(ABC):
         self.config = config
         self.device = device
         self.dtypes = dtypes
+        self.keep_gathered = False
+        """Whether parameters may stay whole between micro-batches: no user hook looks at the module there."""
+        self.automatic = True
+        """Whether one :meth:`run` is one forward (else the user runs forwards and backwards inside it)."""
+        self.units_table = ""
+        """What is gathered together, as text."""
 
     @property
     @abstractmethod
@@ -93,8 +99,13 @@ class Engine(ABC):
         """Element-wise maximum of ``flag`` over the ranks, in place."""
 
     @abstractmethod
-    def full_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def full_state_dict(self) -> dict[str, Any]:
         """``module.state_dict()`` with whole tensors on the CPU."""
+
+    @property
+    @abstractmethod
+    def whole_bytes(self) -> int:
+        """Bytes of the module's whole parameters."""
 
     @abstractmethod
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -23,7 +23,7 @@ Between micro-batches stages 1 and 2 stay gathered only if no user hook looks at
   small all-reduce) which parameters nobody used, and their gradients become ``None`` again.
 - *Units that only some ranks ran.* On the CPU, stages 1 and 2 gather everything up front and agree before backward
   whether all ranks ran the same units; if not, this backward reduces at its end, in fixed order. At stage 3 (and at
-  1 and 2 on an accelerator) all ranks must run the same units.
+  1 and 2 on an accelerator) all ranks must run the same units, and an error before the optimizer's step says if not.
 - *Late gradients.* A parameter used outside its unit's forward (a penalty over ``parameters()``) receives its gradient
   after its unit was reduced; a second reduction adds it.
 - *Rank 0's values.* Parameters and buffers are broadcast before sharding, buffers again at each synchronized forward.
@@ -34,13 +34,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -48,7 +49,7 @@ from lightning_zero.collectives import all_reduce_mean, broadcast_coalesced
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines import fsdp2_private as private
 from lightning_zero.engines.base import Engine
-from lightning_zero.engines.view import local, shard_like, whole
+from lightning_zero.engines.view import gathered, local, shard_like
 from lightning_zero.optim import ShardedStep
 from lightning_zero.precision import DtypePolicy
 from lightning_zero.units import UnitPlan, plan_units
@@ -70,10 +71,6 @@ class Fsdp2Engine(Engine):
 
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         super().__init__(config, device, dtypes)
-        self.keep_gathered = False
-        """Whether stages 1 and 2 may stay gathered between micro-batches."""
-        self.automatic = True
-        """Whether one call of :meth:`run` is one forward (else the user runs forwards and backwards inside)."""
         self._sync = True
         self._sync_buffers_next = True
         self._in_step = False
@@ -87,16 +84,12 @@ class Fsdp2Engine(Engine):
     def root(self) -> nn.Module:
         return self._root
 
-    @property
-    def plan(self) -> UnitPlan:
-        """Where every parameter went; the parameters in it are the originals."""
-        return self._plan
-
     def shard(self, module: nn.Module) -> None:
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         # autocast keeps BatchNorm in fp32, and its kernels refuse low-precision weights beside fp32 statistics
         keep_whole = (nn.modules.batchnorm._BatchNorm,) if self.dtypes.is_mixed else ()
-        self._plan = plan_units(module, self.config.units, self.config.min_unit_numel, keep_whole)
+        self._plan: UnitPlan = plan_units(module, self.config.units, self.config.min_unit_numel, keep_whole)
+        self.units_table = self._plan.table()
         broadcast_coalesced([*module.parameters(), *module.buffers()])
         self.module = module
         self._root = _Root(module)
@@ -105,6 +98,12 @@ class Fsdp2Engine(Engine):
         self._shard_units()
         self._follow_backward()
         self._follow_forward()
+        # A group of its own, so that an agreement never meets an engine's collective
+        self._agreement = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.timeout_seconds))
+            if self.mesh.size() > 1 and self.config.find_unused_parameters
+            else None
+        )
         self._order = {p: i for i, p in enumerate([*self._originals, *self._replicated])}
         self._start_window()
 
@@ -114,10 +113,10 @@ class Fsdp2Engine(Engine):
             param_dtype=self.dtypes.param_dtype, reduce_dtype=self.dtypes.reduce_dtype, cast_forward_inputs=False
         )
         everything = set(self.module.parameters())
-        self.unit_modules: list[FSDPModule] = []
+        self.unit_modules: list[Any] = []  # each an nn.Module and an FSDPModule; the root last
         for unit in self._plan.units:
             is_root = unit.module is self.module
-            target = self._root if is_root else unit.module
+            target: Any = self._root if is_root else unit.module
             mine = dict(unit.parameters)
             fully_shard(
                 target,
@@ -126,7 +125,6 @@ class Fsdp2Engine(Engine):
                 reshard_after_forward=stage == 3 and not is_root,  # the root is needed again at once
                 ignored_params=everything - set(mine.values()),
             )
-            assert isinstance(target, FSDPModule)
             sharded = dict(self.module.named_parameters())
             for name, original in mine.items():
                 self._originals[sharded[name]] = original
@@ -153,7 +151,6 @@ class Fsdp2Engine(Engine):
     def _follow_forward(self) -> None:
         """Root parameters are gathered for any forward that needs them, also outside a step."""
         for index, unit in enumerate(self.unit_modules[:-1]):
-            assert isinstance(unit, nn.Module)
             self._handles.append(unit.register_forward_pre_hook(self._unit_hook(index, unit), prepend=True))
         owners = {m for g in self._root_groups for _, places in private.registrations(g) for m, _ in places}
         for owner in owners:
@@ -187,11 +184,10 @@ class Fsdp2Engine(Engine):
         if not self._raw_state_dict:
             for name, value in state.items():
                 if isinstance(value, DTensor):
-                    state[name] = whole(value.detach())
+                    state[name] = gathered(value)
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self._broadcast_buffers()
-        self._ran = [0] * (len(self.unit_modules) - 1)
         self._in_step = True
         wants_grad = torch.is_grad_enabled()
         try:
@@ -232,10 +228,10 @@ class Fsdp2Engine(Engine):
             private.before_reduce(group, self._before_reduce)
 
     def _start_window(self) -> None:
-        """A window is what lies between two agreements on unused parameters."""
+        """A window is what lies between two agreements."""
         self._used: set[Tensor] = set()
         self._zeroed: list[Tensor] = []
-        self._ran = [0] * (len(self.unit_modules) - 1)
+        self._ran = [0] * (len(self.unit_modules) - 1)  # 1 for each unit that ran on this rank, the root left out
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -260,13 +256,11 @@ class Fsdp2Engine(Engine):
             self._after_backward(deferred)
 
     def _ranks_ran_different_units(self) -> bool:
-        if not (self._sync and self._gathers_up_front and self.automatic and self.config.find_unused_parameters):
+        if not (self._sync and self._gathers_up_front and self.automatic and self._agreement and self._ran):
             return False
         ran = torch.tensor(self._ran, dtype=torch.int32)
-        if ran.numel() == 0 or self.mesh.size() == 1:
-            return False
-        dist.all_reduce(ran)
-        return bool(((ran > 0) & (ran < self.mesh.size())).any())  # on the CPU: no device waits
+        dist.all_reduce(ran, group=self._agreement)
+        return bool(((ran > 0) & (ran < self.mesh.size())).any())
 
     def _before_reduce(self, group: private.Group) -> bool:
         """Completes the gradients of a group that is about to be reduced."""
@@ -315,17 +309,34 @@ class Fsdp2Engine(Engine):
             all_reduce_mean(grads)
 
     def _agree_on_unused(self) -> None:
+        """One message on the CPU: which units this rank ran, which parameters it used."""
         if not self.config.find_unused_parameters:
             return
-        used = torch.zeros(len(self._order), dtype=torch.uint8)
+        used = torch.zeros(len(self._order), dtype=torch.int32)
         if self._used:
             used[[self._order[p] for p in self._used]] = 1
-        if self.mesh.size() > 1:
-            dist.all_reduce(used, dist.ReduceOp.MAX)
+        votes = torch.cat([torch.tensor(self._ran, dtype=torch.int32), used])
+        if self._agreement:
+            dist.all_reduce(votes, group=self._agreement)
+        ran, used = votes.split([len(self._ran), len(self._order)])
+        if not self._gathers_up_front:
+            self._require_same_units(ran)
         if self._zeroed:
-            for p, is_used in zip(self._zeroed, used[[self._order[p] for p in self._zeroed]].tolist(), strict=True):
-                if not is_used:
+            for p, count in zip(self._zeroed, used[[self._order[p] for p in self._zeroed]].tolist(), strict=True):
+                if not count:
                     p.grad = None
+
+    def _require_same_units(self, ran: Tensor) -> None:
+        partly = ((ran > 0) & (ran < self.mesh.size())).nonzero().flatten().tolist()
+        if partly:
+            names = [self._plan.units[i].name for i in partly]
+            others = [u.name for u in self._plan.units[:-1] if u.name not in names]
+            raise ValueError(
+                f"stage={self.config.stage}: the units {', '.join(map(repr, names))} ran on some ranks only, so ranks"
+                " gathered different parameters and this step's gradients are wrong. Run them on every rank, or keep"
+                f" them out of the units, as units={others!r} does"
+                + (", or use stage=2." if self.device.type == "cpu" else ".")
+            )
 
     # -- optimizer -----------------------------------------------------------------------------------------------
 
@@ -369,10 +380,10 @@ class Fsdp2Engine(Engine):
 
     def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            params = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-            for grads in _by_dtype([local(p.grad) for p in params]):
-                torch._foreach_clamp_min_(grads, -clip_value)
-                torch._foreach_clamp_max_(grads, clip_value)
+            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            for shards in _by_dtype([local(grad) for grad in grads]):
+                torch._foreach_clamp_min_(shards, -clip_value)
+                torch._foreach_clamp_max_(shards, clip_value)
 
     def any_rank(self, flag: Tensor) -> None:
         if self.mesh.size() > 1:
@@ -380,14 +391,13 @@ class Fsdp2Engine(Engine):
 
     # -- whole state ---------------------------------------------------------------------------------------------
 
-    def full_state_dict(self, state: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def full_state_dict(self) -> dict[str, Any]:
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            if state is None:
-                self._raw_state_dict = True
-                try:
-                    state = self.module.state_dict()
-                finally:
-                    self._raw_state_dict = False
+            self._raw_state_dict = True
+            try:
+                state = self.module.state_dict()
+            finally:
+                self._raw_state_dict = False
             return {name: _whole_cpu(value) for name, value in state.items()}
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -414,7 +424,6 @@ class Fsdp2Engine(Engine):
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of the whole parameters."""
         return sum(p.numel() * p.element_size() for p in self._originals)
 
     def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
@@ -426,14 +435,15 @@ class Fsdp2Engine(Engine):
                 for sharded, places in list(private.registrations(group)):
                     original = self._originals[sharded]
                     assert isinstance(sharded, DTensor)
-                    original.data = sharded.full_tensor().to("cpu")
+                    original.data = gathered(sharded).to("cpu")
                     original.requires_grad_(sharded.requires_grad)
                     for module, name in places:
                         setattr(module, name, original)
             for handle in self._handles:
                 handle.remove()
+            if self._agreement:
+                dist.destroy_process_group(self._agreement)
             for unit in self.unit_modules:
-                assert isinstance(unit, nn.Module)
                 private.undo(unit)
             for optimizer in optimizers:
                 self._hand_back(optimizer)
@@ -464,7 +474,7 @@ def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
 
 def _whole_cpu(value: Any) -> Any:
     if isinstance(value, DTensor):
-        value = value.full_tensor()
+        value = gathered(value)
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 

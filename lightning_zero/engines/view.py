@@ -32,7 +32,7 @@ _METADATA = frozenset(
 _VIEWS = frozenset(
     "view view_as reshape reshape_as flatten unflatten ravel t transpose swapaxes swapdims permute movedim moveaxis"
     " adjoint narrow select unbind split chunk tensor_split hsplit vsplit dsplit squeeze unsqueeze expand expand_as"
-    " diagonal unfold __getitem__ as_strided alias positive real imag contiguous to".split()
+    " diagonal unfold __getitem__ as_strided alias positive real imag contiguous".split()
 )
 _VIEW_PROPERTIES = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
 _ELEMENTWISE = frozenset(
@@ -42,7 +42,7 @@ _ELEMENTWISE = frozenset(
     " _foreach_clamp_max_ _foreach_copy_".split()
 )
 _SPECIAL_IN_PLACE = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"))
-_SETTERS = {Tensor.data.__set__: "data", Tensor.grad.__set__: "grad"}
+_SETTERS: dict[Any, str] = {getattr(Tensor, name).__set__: name for name in ("data", "grad")}
 
 
 class WholeView(TorchFunctionMode):
@@ -61,8 +61,11 @@ class WholeView(TorchFunctionMode):
             return func(*args) if func not in _VIEW_PROPERTIES else func(read_only(args[0]))
         if name in _METADATA or name in ("__set__", "__delete__"):
             return func(*args, **kwargs)
-        if _is_in_place(name) and _any_sharded(args[:1]):
-            return _write(func, name, args, kwargs)
+        if _is_in_place(name):
+            if not args:  # torch.nn.init passes its tensor by name
+                args, kwargs = list(kwargs.values())[:1], dict(list(kwargs.items())[1:])
+            if _any_sharded(args[:1]):
+                return _write(func, name, args, kwargs)
         if name.endswith("_like"):
             return func(torch.empty_like(_stand_in(args[0])), *args[1:], **kwargs)
         read = read_only if name in _VIEWS else whole
@@ -73,7 +76,7 @@ def whole(tensor: DTensor) -> Tensor:
     """The full tensor behind ``tensor``, on every rank (collective); its gradient is averaged over the ranks."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         return tensor.full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)
-    return tensor.detach().full_tensor()
+    return gathered(tensor)
 
 
 def read_only(tensor: DTensor) -> Tensor:
@@ -81,7 +84,14 @@ def read_only(tensor: DTensor) -> Tensor:
     if torch.is_grad_enabled() and tensor.requires_grad:
         return whole(tensor)
     with torch.inference_mode():
-        return tensor.detach().full_tensor().clone()
+        return gathered(tensor).clone()
+
+
+@torch.no_grad()
+def gathered(tensor: Tensor) -> Tensor:
+    """The values of a ``DTensor`` as one plain tensor on every rank (collective), outside autograd; other tensors as
+    they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -136,7 +146,7 @@ def _assign(attribute: str, target: Tensor, value: Tensor | None) -> None:
             )
         value = shard_like(value, target)
     elif not isinstance(target, DTensor) and isinstance(value, DTensor):
-        value = whole(value.detach())
+        value = gathered(value)
     if attribute == "data" and isinstance(target, DTensor):
         assert isinstance(value, DTensor)
         with torch.no_grad():  # into the engine's own buffer: it gathers from there
