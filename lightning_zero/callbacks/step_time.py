@@ -1,0 +1,32 @@
+"""How long an optimizer step takes. Floor 5."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class StepTime(Callback):
+    """Logs ``step_seconds`` to the progress bar and the loggers: the wall-clock time of one optimizer step, its
+    micro-batches and the loading of their data included, as rank 0 sees it."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._since = 0.0
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step = -1  # what lies between two epochs (validation, checkpoints) is no step
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            return  # a micro-batch that only accumulated
+        now = time.perf_counter()
+        if self._step >= 0:
+            seconds = (now - self._since) / (trainer.global_step - self._step)
+            pl_module.log("step_seconds", seconds, prog_bar=True, rank_zero_only=True)
+        self._step, self._since = trainer.global_step, now
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._step = -1

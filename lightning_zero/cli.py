@@ -1,0 +1,194 @@
+"""The command ``lightning-zero``. Floor 5.
+
+The first word is the command, everything after it Hydra's. Lightning starts the other processes of a run by executing
+``sys.argv`` again, which is therefore left as the user typed it, with ``hydra.run.dir`` pinned to this run's folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lightning_zero
+
+COMMANDS = {
+    "fit": "train a LightningModule",
+    "validate": "run its validation data through it",
+    "test": "run its test data through it",
+    "predict": "run its predict data through it and store the results, one file per rank",
+}
+_CHILD_EXIT_SECONDS = 60.0
+"""How long rank 0 waits, after its own end, for the processes it started."""
+
+
+def main() -> None:
+    """Entry point; exits with 0, with 2 where the command line or the config is wrong, with 1 where the run failed."""
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in COMMANDS:
+        _run_hydra(arguments[0], arguments[1:])
+        return
+    parser = argparse.ArgumentParser(
+        prog="lightning-zero",
+        description="Trains any LightningModule under ZeRO stage 1, 2 or 3.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n"
+        "  lightning-zero fit experiment=main_job\n"
+        "  lightning-zero fit strategy=zero2 trainer.devices=2 trainer.max_steps=100\n"
+        "  lightning-zero fit --help        every group, its choices and the config they make\n"
+        "  lightning-zero fit --cfg job     the config alone",
+    )
+    parser.add_argument("--version", action="version", version=f"lightning-zero {lightning_zero.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, text in COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    parser.parse_args(arguments)  # --help, --version, or an error: no command was given
+
+
+def _run_hydra(command: str, arguments: list[str]) -> None:
+    import hydra  # half a second that --help does not need
+
+    typed, fell_back = sys.argv, "HYDRA_FULL_ERROR" not in os.environ
+
+    @hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf", config_name="config")
+    def app(cfg: Any) -> None:
+        sys.argv = typed
+        run_command(command, cfg)
+
+    sys.argv = [typed[0], *arguments]
+    # Hydra would print a shortened traceback and exit; with this it raises, and what is shown is decided here.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    try:
+        with _user_errors_in_one_line(arguments):
+            app()
+    finally:
+        sys.argv = typed
+        if fell_back:
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+
+
+def run_command(command: str, cfg: Any) -> None:
+    """Runs ``command`` (a name in :data:`COMMANDS`) as ``cfg`` says, inside a Hydra job."""
+    from hydra.core.hydra_config import HydraConfig
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+    from lightning.pytorch import seed_everything
+
+    from lightning_zero.hydra_config import ConfigError, check_launcher, make_object, make_trainer
+
+    run_folder = Path(HydraConfig.get().runtime.output_dir)
+    check_launcher(cfg)
+    trainer = make_trainer(cfg, default_root_dir=str(run_folder))
+    launches = trainer.num_devices > 1 and not trainer.strategy.cluster_environment.creates_processes_externally
+    if HydraConfig.get().mode.name == "MULTIRUN" and launches:
+        raise ConfigError("--multirun: processes started by Lightning would sweep again; use trainer.devices=1.")
+    if cfg.seed is not None:
+        seed_everything(cfg.seed, workers=True, verbose=False)
+    module = make_object(cfg, "model")
+    data = make_object(cfg, "data")
+    if module is None:
+        raise ConfigError("model is empty: give one, as model=gpt or model=custom model._target_=my_module.MyClass")
+    _put_checkpoints_in(run_folder, trainer)
+    rank_zero_only(_save_resolved)(cfg, run_folder)
+    with _children_end_with_us(trainer):
+        results = _call(trainer, command, module, data, cfg.ckpt_path)
+    if command == "predict":
+        path = run_folder / f"predictions-rank{trainer.global_rank}.pt"
+        torch.save(results, path)
+        print(f"predictions: {path}", flush=True)
+    rank_zero_only(print)(f"run folder: {run_folder}", flush=True)
+
+
+def _call(trainer: Any, command: str, module: Any, data: Any, ckpt_path: str | None) -> Any:
+    from lightning.pytorch import LightningDataModule
+
+    function: Callable[..., Any] = getattr(trainer, command)
+    if data is None or isinstance(data, LightningDataModule):
+        return function(module, datamodule=data, ckpt_path=ckpt_path)
+    return function(module, data, ckpt_path=ckpt_path)
+
+
+def _put_checkpoints_in(run_folder: Path, trainer: Any) -> None:
+    for callback in trainer.checkpoint_callbacks:
+        if getattr(callback, "dirpath", "") is None:
+            callback.dirpath = str(run_folder / "checkpoints")
+
+
+def _save_resolved(cfg: Any, run_folder: Path) -> None:
+    from omegaconf import OmegaConf
+
+    run_folder.mkdir(parents=True, exist_ok=True)
+    (run_folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
+
+
+# -- the end of a run ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _children_end_with_us(trainer: Any) -> Iterator[None]:
+    """No process that Lightning started outlives this one, and none fails unnoticed."""
+    try:
+        yield
+    except BaseException:
+        for process in _children(trainer):
+            process.kill()
+        raise
+    failed = []
+    for process in _children(trainer):
+        try:
+            code = process.wait(timeout=_CHILD_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = "no end after " + f"{_CHILD_EXIT_SECONDS:.0f} s"
+        if code:
+            failed.append(f"process {process.pid}: {code}")
+    if failed:
+        raise RuntimeError(f"The run is done on rank 0, but other ranks failed: {', '.join(failed)}.")
+
+
+def _children(trainer: Any) -> list[subprocess.Popen[Any]]:
+    return list(getattr(trainer.strategy.launcher, "procs", []))
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _user_errors_in_one_line(arguments: list[str]) -> Iterator[None]:
+    """What a user can repair on the command line ends in one message and status 2; the rest keeps its traceback."""
+    from hydra.errors import HydraException
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from lightning_zero.hydra_config import ConfigError
+
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, ConfigError) as error:
+        _exit_with(_explain(error, arguments))
+    except MisconfigurationException as error:
+        _exit_with(str(error))
+
+
+def _exit_with(message: str) -> None:
+    sys.stderr.write(f"lightning-zero: error: {message.strip()}\n")
+    sys.stderr.flush()
+    sys.exit(2)
+
+
+def _explain(error: BaseException, arguments: list[str]) -> str:
+    """The message of ``error`` with, where one is known, the override that would have worked."""
+    lines = [str(error)]
+    if error.__cause__ is not None and str(error.__cause__) not in str(error):
+        lines.append(str(error.__cause__))
+    text = "\n".join(
+        line for line in "\n".join(lines).splitlines() if not re.match(r"\s*(full_key|object_type|reference_type)", line)
+    )
+    return text

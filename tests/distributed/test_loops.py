@@ -1,0 +1,569 @@
+"""Everything around training: other loops, a second run, what the module is afterwards, refusals.
+
+The functions named ``_...`` run on every rank and return plain values; the tests compare them with DDP's or with what
+must hold on every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+from tests.helpers import zoo
+from tests.helpers.ranks import outcome
+from tests.helpers.zoo import KINDS, Zoo, make_module, make_trainer
+
+STAGES = (1, 2, 3)
+TOLERANCE = 1e-5  # the order of sums over ranks, as in test_parity
+
+
+def _loader(shuffle: bool = False, num_items: int = zoo.NUM_ITEMS) -> DataLoader:
+    return DataLoader(zoo.RandomDataset(num_items), batch_size=zoo.BATCH, shuffle=shuffle)
+
+
+def _strategy(stage: int, **settings: Any) -> dict[str, Any]:
+    return {"stage": stage, **zoo.BLOCKS, **settings}
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def _close(value: Any, reference: Any) -> bool:
+    """Nested numbers and tensors agree within the tolerance."""
+    if isinstance(reference, dict):
+        return value.keys() == reference.keys() and all(_close(value[k], reference[k]) for k in reference)
+    if isinstance(reference, (list, tuple)):
+        return len(value) == len(reference) and all(map(_close, value, reference))
+    if isinstance(reference, Tensor):
+        return zoo._relative(value, reference) <= TOLERANCE
+    if isinstance(reference, float):
+        return value == pytest.approx(reference, rel=TOLERANCE)
+    return value == reference
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Validation, test and prediction: before, during, after and without fit
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class TwoLoaders(Zoo):
+    """Two validation loaders, a test and a predict step, batch-dependent buffers."""
+
+    def build(self) -> None:
+        super().build()
+        self.register_buffer("num_validated", torch.tensor(0.0))
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.num_validated += 1
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert not torch.is_grad_enabled()
+        return self(batch[0])
+
+
+def _loops_in_order(strategy: Any, order: list[str], inference_mode: bool, different_seeds: bool) -> dict[str, Any]:
+    """Runs the named loops on one module with one Trainer and collects what each gave."""
+    torch.manual_seed(5 + (1000 * int(os.environ["RANK"]) if different_seeds else 0))
+    module = TwoLoaders()
+    trainer = make_trainer(strategy, inference_mode=inference_mode)
+    seen: dict[str, Any] = {}
+    for index, loop in enumerate(order):
+        if inference_mode:  # Lightning switches it off under gloo by itself: put it back on
+            for inner in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+                inner.inference_mode = True
+            trainer.fit_loop.epoch_loop.val_loop.inference_mode = True
+        if loop == "fit":
+            trainer.fit(module, _loader(), [_loader(num_items=12), _loader(num_items=20)])
+            seen[f"{index} fit"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            trainer.fit_loop.max_epochs += 2
+        elif loop == "predict":
+            seen[f"{index} predict"] = torch.cat(trainer.predict(module, _loader()))
+        else:
+            run = getattr(trainer, loop)
+            loaders: Any = [_loader(num_items=12), _loader(num_items=20)] if loop == "validate" else _loader()
+            seen[f"{index} {loop}"] = [{k: float(v) for k, v in r.items()} for r in run(module, loaders, verbose=False)]
+    seen["weights"] = _weights(module)
+    seen["losses"] = list(module.losses)
+    return seen
+
+
+ORDERS = {
+    "before_and_after_fit": ["validate", "test", "predict", "fit", "validate", "test", "predict"],
+    "without_fit": ["predict", "validate", "test"],
+    "between_two_fits": ["fit", "predict", "fit", "validate"],
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_loops_give_what_ddp_gives(stage: int, order: str, ranks2) -> None:
+    different = order == "before_and_after_fit"
+    reference = ranks2(_loops_in_order, "ddp", ORDERS[order], False, different)
+    results = ranks2(_loops_in_order, _strategy(stage), ORDERS[order], False, different)
+    for result, expected in zip(results, reference, strict=True):
+        for key in expected:
+            assert _close(result[key], expected[key]), key
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_forced_inference_mode_does_not_break_training(stage: int, world_size: int, ranks) -> None:
+    """Lightning switches inference_mode off under gloo; with NCCL it stays on, and so it does here."""
+    order = ["predict", "fit", "predict", "validate", "fit"]
+    reference = ranks(_loops_in_order, "ddp", order, False, False, world_size=world_size)
+    results = ranks(_loops_in_order, _strategy(stage), order, True, False, world_size=world_size)
+    for result, expected in zip(results, reference, strict=True):
+        for key in expected:
+            assert _close(result[key], expected[key]), key
+
+
+def _sanity_and_fast_dev_run(strategy: Any) -> list[Any]:
+    seen: list[Any] = []
+    for options in ({"num_sanity_val_steps": 2}, {"fast_dev_run": True}, {"fast_dev_run": 3}):
+        torch.manual_seed(5)
+        module = TwoLoaders()
+        trainer = make_trainer(strategy, **options)
+        trainer.fit(module, _loader(), [_loader(num_items=12), _loader(num_items=20)])
+        seen.append(
+            (list(module.losses), _weights(module), float(trainer.callback_metrics["val_loss/dataloader_idx_1"]))
+        )
+    return seen
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_sanity_checking_and_fast_dev_run(stage: int, ranks2) -> None:
+    for result, expected in zip(
+        ranks2(_sanity_and_fast_dev_run, _strategy(stage)), ranks2(_sanity_and_fast_dev_run, "ddp"), strict=True
+    ):
+        assert _close(result, expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class SeesItems(Zoo):
+    """Remembers which items it trained and validated on."""
+
+    def build(self) -> None:
+        super().build()
+        self.trained: list[float] = []
+        self.validated: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trained += batch[0][:, 0].tolist()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated += batch[0][:, 0].tolist()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return batch[0][:, 0]
+
+
+def _items(strategy: Any) -> dict[str, Any]:
+    torch.manual_seed(5)
+    module = SeesItems()
+    trainer = make_trainer(strategy, max_epochs=1, num_sanity_val_steps=0)
+    trainer.fit(module, _loader(shuffle=True), _loader())
+    sampler = trainer.train_dataloader.sampler
+    predicted = torch.cat(trainer.predict(module, _loader())).tolist()
+    return {
+        "sampler": type(sampler).__name__,
+        "replicas": (sampler.num_replicas, sampler.rank) if isinstance(sampler, DistributedSampler) else None,
+        "trained": module.trained,
+        "validated": module.validated,
+        "predicted": predicted,
+        "kwargs": trainer.distributed_sampler_kwargs,
+    }
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_distributed_sampler_is_injected(stage: int, ranks2) -> None:
+    results = ranks2(_items, _strategy(stage))
+    assert results == ranks2(_items, "ddp")
+    assert [r["replicas"] for r in results] == [(2, 0), (2, 1)]
+    everything = {zoo.RandomDataset()[i][0][0].item() for i in range(zoo.NUM_ITEMS)}
+    assert {x for r in results for x in r["trained"]} == everything
+    assert not set(results[0]["trained"]) & set(results[1]["trained"])  # 44 items: no padding at two ranks
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several runs in one process
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _fit_in_turn(strategies: list[Any], reuse: bool) -> dict[str, Any]:
+    """Fits one module under one strategy after the other (``reuse``: each with a fresh optimizer, as Trainer does)."""
+    module = make_module("adam")
+    for strategy in strategies:
+        if not reuse:
+            module = make_module("adam")
+        make_trainer(strategy, max_epochs=1, limit_val_batches=0).fit(module, _loader())
+    return {"losses": list(module.losses), "weights": _weights(module)}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        [_strategy(3), _strategy(3)],
+        [_strategy(3), "ddp"],
+        ["ddp", _strategy(3), _strategy(2)],
+        [_strategy(1), _strategy(2), _strategy(3), "ddp"],
+        [{"stage": 3}, _strategy(3, units=["Block"]), _strategy(3, units=[])],
+    ],
+    ids=str,
+)
+def test_second_fit_also_under_another_strategy(strategies: list[Any], ranks2) -> None:
+    reference = ranks2(_fit_in_turn, ["ddp"] * len(strategies), True)
+    for result, expected in zip(ranks2(_fit_in_turn, strategies, True), reference, strict=True):
+        assert _close(result, expected)
+
+
+def _sharded_between() -> dict[str, Any]:
+    module = make_module("adam")
+    seen: dict[str, Any] = {}
+    make_trainer(_strategy(3, after_fit="sharded"), max_epochs=1, limit_val_batches=0).fit(module, _loader())
+    seen["sharded"] = sum(isinstance(p, DTensor) for p in module.parameters())
+    make_trainer(_strategy(3, after_fit="whole"), max_epochs=1, limit_val_batches=0).fit(module, _loader())
+    seen["sharded_later"] = sum(isinstance(p, DTensor) for p in module.parameters())
+    seen["run"] = {"losses": list(module.losses), "weights": _weights(module)}  # type: ignore[arg-type]
+    return seen
+
+
+def test_after_fit_sharded_keeps_shards_and_a_later_run_goes_on_from_them(ranks2) -> None:
+    reference = ranks2(_fit_in_turn, ["ddp", "ddp"], True)
+    for result, expected in zip(ranks2(_sharded_between), reference, strict=True):
+        assert result["sharded"] > 0
+        assert result["sharded_later"] == 0
+        assert _close(result["run"], expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# After fit the module is an ordinary module
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _ordinary_afterwards(strategy: Any, name: str) -> dict[str, Any]:
+    module = make_module(name, different_seeds=True)
+    classes = {n: type(m) for n, m in module.named_modules()}
+    keys = list(module.state_dict())
+    originals = dict(module.named_parameters())
+    requires_grad = {n: p.requires_grad for n, p in originals.items()}
+    dtypes = {n: (p.dtype, p.shape) for n, p in originals.items()}
+    hooks = _num_hooks(module)
+    make_trainer(strategy, max_epochs=1, limit_val_batches=0).fit(module, DataLoader(KINDS[name].dataset(), zoo.BATCH))
+    parameters = dict(module.named_parameters())
+    seen: dict[str, Any] = {
+        "classes": classes == {n: type(m) for n, m in module.named_modules()},
+        "keys": keys == list(module.state_dict()),
+        "plain": all(type(p) is nn.Parameter for p in parameters.values()),
+        "same_objects": all(parameters[n] is p for n, p in originals.items()),
+        "requires_grad": requires_grad == {n: p.requires_grad for n, p in parameters.items()},
+        "dtypes": dtypes == {n: (p.dtype, p.shape) for n, p in parameters.items()},
+        "hooks": hooks == _num_hooks(module),
+        "weights": _weights(module),
+    }
+    if int(os.environ["RANK"]) == 1:  # one rank alone: anything collective in here would hang
+        module.eval()
+        x, y = torch.utils.data.default_collate([KINDS[name].dataset()[i] for i in range(3)])
+        first = module.loss((x, y))
+        copied = copy.deepcopy(module)
+        seen["deepcopy"] = torch.equal(copied.loss((x, y)), first)
+        buffer = io.BytesIO()
+        torch.save(module.state_dict(), buffer)
+        buffer.seek(0)
+        fresh = KINDS[name].module()
+        fresh.configure_model()
+        fresh.load_state_dict(torch.load(buffer))
+        fresh.eval()
+        seen["state_dict"] = torch.equal(fresh.loss((x, y)), first)
+        module.trainer = None
+        module.options = {}  # the kind's own lambdas, which no pickle takes
+        seen["pickle"] = torch.equal(pickle.loads(pickle.dumps(module)).loss((x, y)), first)
+        with torch.no_grad():
+            for p in module.parameters():
+                p.add_(1.0)
+        seen["writable"] = not torch.equal(module.loss((x, y)), first)
+        module.train()
+        loss = module.loss((x, y))
+        loss.backward()
+        grads = [p.grad for p in module.parameters() if p.requires_grad and p.numel()]
+        seen["trainable"] = all(g is not None and type(g) is Tensor for g in grads)
+        torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1).step()
+    return seen
+
+
+def _num_hooks(module: nn.Module) -> int:
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
+    return sum(len(getattr(m, name)) for m in module.modules() for name in names)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["adam", "tied_blocks", "odd_parameters_together", "gru", "frozen", "keyword_blocks"])
+def test_afterwards_the_module_is_ordinary_on_every_rank(stage: int, name: str, ranks2) -> None:
+    results = ranks2(_ordinary_afterwards, _strategy(stage, after_fit="whole"), name)
+    reference = ranks2(_ordinary_afterwards, "ddp", name)
+    for result, expected in zip(results, reference, strict=True):
+        assert result.keys() == expected.keys()
+        assert _close(result["weights"], expected["weights"])
+        assert [key for key, value in result.items() if value is False] == []
+
+
+def _optimizer_holds_parameters(strategy: Any) -> dict[str, bool]:
+    """During a run and after it, the optimizer users see holds the module's own parameters."""
+    seen: dict[str, bool] = {}
+
+    class Looks(Zoo):
+        def look(self, when: str) -> None:
+            held = {id(p) for group in self.trainer.optimizers[0].param_groups for p in group["params"]}
+            ok = held == {id(p) for p in self.parameters()}
+            seen[when] = seen.get(when, True) and ok
+
+        def on_train_start(self) -> None:
+            self.look("train_start")
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.look("batch_end")
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.look("before_step")
+
+        def on_train_epoch_end(self) -> None:
+            self.look("epoch_end")
+
+    module = Looks()
+    trainer = make_trainer(strategy)
+    trainer.fit(module, _loader())
+    module.look("after")
+    return seen
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_optimizer_always_holds_the_modules_own_parameters(stage: int, ranks2) -> None:
+    for seen in ranks2(_optimizer_holds_parameters, _strategy(stage)):
+        assert seen == dict.fromkeys(("train_start", "before_step", "batch_end", "epoch_end", "after"), True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints around a run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _fit_and_save(strategy: Any, name: str, path: str, resume: str | None, max_epochs: int) -> dict[str, Any]:
+    module = make_module(name, different_seeds=True)
+    trainer = make_trainer(strategy, max_epochs=max_epochs, limit_val_batches=0, **KINDS[name].trainer)
+    trainer.fit(module, _loader(), ckpt_path=resume)
+    trainer.save_checkpoint(path)
+    return {"losses": list(module.losses), "weights": _weights(module)}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "name", ["adamw_for_loop", "parameter_groups", "gan", "odd_parameters_together", "sgd_momentum"]
+)
+def test_checkpoint_after_fit_is_complete_and_plain_ddp_resumes_from_it(
+    stage: int, name: str, ranks2, tmp_path: Path
+) -> None:
+    ours, ddps = str(tmp_path / "ours.ckpt"), str(tmp_path / "ddp.ckpt")
+    ddp = KINDS[name].reference
+    ranks2(_fit_and_save, _strategy(stage), name, ours, None, 1)
+    ranks2(_fit_and_save, ddp, name, ddps, None, 1)
+    result = torch.load(ours, weights_only=False)
+    expected = torch.load(ddps, weights_only=False)
+    assert result.keys() == expected.keys()
+    assert _close(result["state_dict"], expected["state_dict"])
+    assert _close(_comparable(result["optimizer_states"]), _comparable(expected["optimizer_states"]))
+    assert Path(ours).is_file()
+    straight = ranks2(_fit_and_save, ddp, name, ddps, None, 2)
+    resumed_by_ddp = ranks2(_fit_and_save, ddp, name, str(tmp_path / "again.ckpt"), ours, 2)
+    resumed_by_us = ranks2(_fit_and_save, _strategy(stage), name, str(tmp_path / "us.ckpt"), ours, 2)
+    for rank in range(2):
+        half = len(straight[rank]["losses"]) // 2
+        for resumed in (resumed_by_ddp, resumed_by_us):
+            assert _close(resumed[rank]["losses"], straight[rank]["losses"][half:])
+            assert _close(resumed[rank]["weights"], straight[rank]["weights"])
+
+
+def _comparable(states: list[dict[str, Any]]) -> list[Any]:
+    """Optimizer states without the choices of kernel (``fused`` and the like), step counts as numbers."""
+    settings = ("params", "lr", "weight_decay", "betas")
+    return [
+        [
+            {
+                index: {key: float(value) if key == "step" else value for key, value in entry.items()}
+                for index, entry in state["state"].items()
+            },
+            [{key: value for key, value in group.items() if key in settings} for group in state["param_groups"]],
+        ]
+        for state in states
+    ]
+
+
+def test_load_from_checkpoint_reads_what_a_run_saved(ranks2, tmp_path: Path) -> None:
+    path = str(tmp_path / "plain.ckpt")
+    results = ranks2(_fit_and_save, _strategy(3), "sgd_momentum", path, None, 1)
+    module = Zoo.load_from_checkpoint(path, weights_only=False)
+    assert _close(_weights(module), results[0]["weights"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rank 0 wins
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _values_at_each_forward(strategy: Any) -> dict[str, Any]:
+    """The buffers each training forward begins with, and the parameters at the start."""
+    seen: dict[str, Any] = {"buffers": []}
+
+    class Looks(zoo.Bare):
+        def on_train_start(self) -> None:
+            seen["start"] = {n: zoo._whole(p) for n, p in self.named_parameters()}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen["buffers"].append({n: b.detach().clone() for n, b in self.named_buffers()})
+            return super().training_step(batch, batch_idx)
+
+    torch.manual_seed(100 + int(os.environ["RANK"]))
+    module = Looks()
+    own = {n: p.detach().clone() for n, p in module.named_parameters()}
+    make_trainer(strategy, max_epochs=1, limit_val_batches=0).fit(module, _loader())
+    return seen | {"own": own}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_rank_0_wins(stage: int, ranks2) -> None:
+    first, second = ranks2(_values_at_each_forward, _strategy(stage))
+    ddp = ranks2(_values_at_each_forward, "ddp")
+    assert not _close(first["own"], second["own"])  # the ranks really began apart
+    assert _close(first["start"], first["own"])
+    assert _close(second["start"], first["own"])
+    assert _close(first["buffers"], second["buffers"])
+    assert _close(second["buffers"], ddp[1]["buffers"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input: the same clear error on every rank, before training, never a hang
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class NothingToTrain(Zoo):
+    def build(self) -> None:
+        self.net = zoo.Net().requires_grad_(False)
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+class ReplacesParameter(Zoo):
+    def on_fit_start(self) -> None:
+        self.net.head.weight = nn.Parameter(torch.zeros(zoo.WIDTH, zoo.WIDTH))
+
+
+class AddsLayer(Zoo):
+    def on_train_start(self) -> None:
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(2, 2)
+
+
+class ReplacesLayerInConfigureOptimizers(Zoo):
+    def configure_optimizers(self) -> Any:
+        self.net.head = nn.Linear(zoo.WIDTH, zoo.WIDTH)
+        return super().configure_optimizers()
+
+
+def _fit_badly(strategy: Any, module: type[Zoo], options: dict[str, Any]) -> list[float]:
+    made = module()
+    try:
+        make_trainer(strategy, **options).fit(made, _loader())
+    finally:
+        assert made.losses == [], "an error before training, please"
+    return made.losses
+
+
+@pytest.mark.parametrize(
+    ("strategy", "module", "options", "parts"),
+    [
+        ({"stage": 4}, Zoo, {}, ["stage=4", "1, 2, 3"]),
+        ({"stage": 3, "engine": "horovod"}, Zoo, {}, ["engine='horovod'", "'fsdp2'"]),
+        ({"stage": 3, "offload": "nvme"}, Zoo, {}, ["offload='nvme'", "fsdp2", "zero3_nvme"]),
+        ({"stage": 3, "stages": 2}, Zoo, {}, ["stages=2", "'stage'"]),
+        ({"stage": 3, "units": ["Blok*"]}, Zoo, {}, ["units=", "Blok*", "Block"]),
+        ({"stage": 1, "units": ["net.blocks.7"]}, Zoo, {}, ["units=", "net.blocks.7"]),
+        ({"stage": 2, "units": ["net.blocks"]}, Zoo, {}, ["units=", "net.blocks", "containers"]),
+        ({"stage": 3, "process_group_backend": "carrier_pigeon"}, Zoo, {}, ["process_group_backend='carrier_pigeon'"]),
+        ({"stage": 3}, NothingToTrain, {}, ["NothingToTrain", "no trainable parameter"]),
+        ({"stage": 1}, NothingToTrain, {}, ["NothingToTrain", "no trainable parameter"]),
+        ({"stage": 3}, ReplacesParameter, {}, ["net.head.weight", "replaced"]),
+        ({"stage": 1}, ReplacesParameter, {}, ["net.head.weight", "replaced"]),
+        ({"stage": 2}, AddsLayer, {}, ["late.weight", "added"]),
+        ({"stage": 3}, ReplacesLayerInConfigureOptimizers, {}, ["net.head.weight", "replaced"]),
+        ({"stage": 3}, Zoo, {"accelerator": "mps"}, ["mps"]),
+        ({"stage": 3}, Zoo, {"accelerator": "cuda"}, ["cuda"]),
+        ("zero3_nvme_", Zoo, {}, ["zero3_nvme_"]),
+        ("zero4", Zoo, {}, ["zero4"]),
+    ],
+    ids=str,
+)
+def test_bad_input_is_refused_on_every_rank(
+    strategy: Any, module: type[Zoo], options: dict[str, Any], parts: list[str], ranks2
+) -> None:
+    for error, text in ranks2(outcome, _fit_badly, strategy, module, options, timeout_seconds=30):
+        assert error in ("ValueError", "MisconfigurationException"), text
+        for part in parts:
+            assert part.lower() in text.lower(), text
+
+
+def _root_device_of_another_kind(kind: str) -> None:
+    """What the Trainer does once it has found an accelerator of this kind, without having one."""
+    from lightning_zero import ZeroStrategy
+
+    strategy = ZeroStrategy(stage=3)
+    strategy.parallel_devices = [torch.device(kind, 0)]
+    strategy._configure_launcher()
+
+
+@pytest.mark.parametrize("kind", ["xla", "mps", "meta"])
+def test_accelerators_that_cannot_are_refused(kind: str, ranks1) -> None:
+    error, text = ranks1(outcome, _root_device_of_another_kind, kind)[0]
+    assert error in ("ValueError", "MisconfigurationException"), (error, text)
+    assert kind in text
+
+
+def _messages_of_one_rank() -> list[str]:
+    import logging
+
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler = Keep(level=logging.INFO)
+    for name in ("lightning.fabric", "lightning.pytorch", "lightning_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).setLevel(logging.INFO)
+    trainer = make_trainer({"stage": 3})
+    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+    trainer.fit(make_module("sgd_momentum"), _loader())
+    return messages
+
+
+def test_one_rank_works_and_says_that_nothing_is_shared_out(ranks1) -> None:
+    assert any("nothing is shared out" in message for message in ranks1(_messages_of_one_rank)[0])

@@ -1,0 +1,155 @@
+"""The harness itself: a failing rank is named and shown, a hang ends, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from tests.helpers.ranks import RankError, RankPool, run_ranks
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool() as pool:
+        yield pool
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _facts() -> dict[str, str]:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS")
+    return {name: os.environ[name] for name in names} | {"pid": str(os.getpid())}
+
+
+def _reduce_ranks() -> tuple[float, float]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor(float(_rank() + 1))
+    dist.all_reduce(total)
+    return total.item(), torch.rand(()).item()
+
+
+def _raise_on_one(failing: int) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    if _rank() == failing:
+        raise LookupError("the very rank that failed")
+    dist.barrier()  # the others wait for the one that never comes
+
+
+def _hang_on_one(hanging: int) -> None:
+    if _rank() == hanging:
+        time.sleep(3600)
+
+
+def _die() -> None:
+    if _rank() == 1:
+        print("last words", flush=True)
+        os._exit(7)
+    time.sleep(3600)
+
+
+def _soil() -> None:
+    import torch
+
+    os.environ["SOILED"] = "1"
+    torch.manual_seed(12345)
+    torch.set_default_dtype(torch.float64)
+
+
+def _spawn_child_and_hang() -> None:
+    import subprocess
+
+    subprocess.Popen(["sleep", "3599.25"])
+    time.sleep(3600)
+
+
+def _soiled() -> tuple[bool, str, int]:
+    import torch
+
+    return "SOILED" in os.environ, str(torch.get_default_dtype()), torch.initial_seed()
+
+
+def _gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_ranks_see_what_torchrun_would_set(pool):
+    facts = pool.run(_facts, world_size=2)
+    assert [f["RANK"] for f in facts] == ["0", "1"] == [f["LOCAL_RANK"] for f in facts]
+    assert {f["WORLD_SIZE"] for f in facts} == {"2"}
+    assert {f["OMP_NUM_THREADS"] for f in facts} == {"1"}
+    assert len({f["MASTER_PORT"] for f in facts}) == 1
+    assert len({f["pid"] for f in facts}) == 2
+
+
+def test_workers_are_kept_and_every_job_has_its_own_port_and_process_group(pool):
+    before, after = pool.run(_facts, world_size=2), pool.run(_facts, world_size=2)
+    assert [f["pid"] for f in before] == [f["pid"] for f in after]
+    assert before[0]["MASTER_PORT"] != after[0]["MASTER_PORT"]
+    first, second = pool.run(_reduce_ranks, world_size=2), pool.run(_reduce_ranks, world_size=2)
+    assert first == second  # also the random numbers
+    assert [total for total, _ in first] == [3.0, 3.0]
+    assert [total for total, _ in pool.run(_reduce_ranks, world_size=1)] == [1.0]
+
+
+def test_environment_seed_and_default_dtype_are_restored(pool):
+    pool.run(_soil, world_size=1)
+    soiled, dtype, seed = pool.run(_soiled, world_size=1)[0]
+    assert (soiled, dtype, seed) == (False, "torch.float32", 0)
+    assert "SOILED" not in os.environ
+    assert "LOCAL_RANK" not in os.environ
+
+
+def test_failing_rank_is_named_with_its_traceback_and_the_pool_recovers(pool):
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        pool.run(_raise_on_one, 1, world_size=2, timeout_seconds=60)
+    assert time.monotonic() - started < 30
+    assert caught.value.failures[0].rank == 1
+    assert caught.value.failures[0].kind == "LookupError"
+    assert "rank 1 of 2 failed in _raise_on_one" in str(caught.value)
+    assert 'raise LookupError("the very rank that failed")' in str(caught.value)
+    assert [total for total, _ in pool.run(_reduce_ranks, world_size=2)] == [3.0, 3.0]
+
+
+def test_hang_ends_within_its_limit_and_shows_the_stack(pool):
+    pool.run(_facts, world_size=2)  # starting workers is not part of the limit
+    pids, started = pool.pids[:2], time.monotonic()
+    with pytest.raises(RankError, match="took longer than 1") as caught:
+        pool.run(_hang_on_one, 1, world_size=2, timeout_seconds=1)
+    assert time.monotonic() - started < 10
+    assert [f.rank for f in caught.value.failures] == [1]
+    assert "_hang_on_one" in caught.value.failures[0].text  # faulthandler's stack
+    assert all(map(_gone, pids))
+
+
+def test_dead_rank_is_named_with_its_exit_code_and_output(pool):
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed") as caught:
+        pool.run(_die, world_size=2, timeout_seconds=60)
+    assert "exit code 7" in str(caught.value)
+    assert "last words" in str(caught.value)
+
+
+def test_children_of_a_killed_rank_are_killed_too(pool):
+    import subprocess
+
+    with pytest.raises(RankError, match="took longer"):
+        pool.run(_spawn_child_and_hang, world_size=1, timeout_seconds=1)
+    assert subprocess.run(["pgrep", "-f", "sleep 3599.25"], capture_output=True, check=False).returncode != 0
+
+
+def test_one_shot_leaves_no_process():
+    facts = run_ranks(_facts, 2)
+    assert all(_gone(int(f["pid"])) for f in facts)

@@ -1,0 +1,1435 @@
+"""One small LightningModule of every kind that has to train unchanged, and the run that compares strategies.
+
+``KINDS`` is the table: a name, how to make the module, what the Trainer needs, how close to DDP it has to come and why
+not closer. ``train`` runs one of them on the calling rank (see :mod:`tests.helpers.ranks`) and returns what a user
+could observe: losses step by step, logged metrics, final weights. ``difference`` compares two such results.
+
+Every module is float32 unless it says otherwise, has a few thousand parameters and takes milliseconds per step. All
+randomness comes from a seed or from an item's index. ``units`` gather block by block (``BLOCKS``), so that "small" does
+not mean "a single unit".
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+WIDTH = 8
+BATCH = 4
+NUM_ITEMS = 44
+"""Divisible neither by 3 ranks nor, at 2, by the batch: the sampler pads and the last batch is short."""
+BLOCKS = {"min_unit_numel": 1}
+"""Settings under which every repeated block is its own unit."""
+WHOLE: dict[str, Any] = {}
+"""Settings under which a module this small is one unit."""
+SUM_ORDER = "averaging over ranks rounds in another order than DDP's all-reduce"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class RandomDataset(Dataset):
+    """``(x, y)``, both (WIDTH,), a pure function of the index."""
+
+    def __init__(self, num_items: int = NUM_ITEMS, width: int = WIDTH, outputs: int = WIDTH) -> None:
+        self.num_items, self.width, self.outputs = num_items, width, outputs
+
+    def __len__(self) -> int:
+        return self.num_items
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1000 + index)
+        x = torch.randn(self.width, generator=generator)
+        return x, torch.sin(3 * x[: self.outputs].flip(0)) + 0.1 * torch.randn(self.outputs, generator=generator)
+
+
+class TokenDataset(Dataset):
+    """``(tokens, next tokens)``, both (6,), of a vocabulary of 13."""
+
+    def __len__(self) -> int:
+        return NUM_ITEMS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(13, (7,), generator=torch.Generator().manual_seed(1000 + index))
+        return tokens[:-1], tokens[1:]
+
+
+class ImageDataset(Dataset):
+    """``(image (3, 6, 6), target (WIDTH,))``."""
+
+    def __len__(self) -> int:
+        return NUM_ITEMS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1000 + index)
+        return torch.randn(3, 6, 6, generator=generator), torch.randn(WIDTH, generator=generator)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Building blocks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """(B, width) -> (B, width), a pre-norm residual block."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = 2 * WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Stem, repeated blocks, head: (B, WIDTH) -> (B, WIDTH)."""
+
+    def __init__(self, make_block: Callable[[], nn.Module] = Block, num_blocks: int = 3, width: int = WIDTH) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, width)
+        self.blocks = nn.ModuleList(make_block() for _ in range(num_blocks))
+        self.head = nn.Linear(width, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Zoo(L.LightningModule):
+    """An ordinary LightningModule that also remembers its losses (``losses``) and whatever else a kind wants compared
+    (``extra``)."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.extra: dict[str, Tensor] = {}
+        self.options = options
+        self.build()
+
+    def build(self) -> None:
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self(x), y)
+
+    def record(self, loss: Tensor) -> Tensor:
+        self.losses.append(loss.item())
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.record(self.loss(batch))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        make = self.options.get("optimizer", lambda parameters: SGD(parameters, lr=0.05, momentum=0.9))
+        return make(self.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizers nobody has heard of
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Lion(Optimizer):
+    """Element-wise, third-party style: reads and writes ``p`` in place, tensor by tensor (arXiv:2302.06675)."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                update = torch.tanh(1e3 * (0.9 * state["momentum"] + 0.1 * p.grad))  # sign(), made continuous
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+                state["momentum"].lerp_(p.grad, 0.01)
+        return loss
+
+
+class Lamb(Optimizer):
+    """Not element-wise: each tensor's step is scaled by norms of the whole tensor (arXiv:1904.00962)."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.999)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+                state["step"] += 1
+                state["m"].lerp_(p.grad, 1 - beta1)
+                state["v"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                m = state["m"] / (1 - beta1 ** state["step"])
+                v = state["v"] / (1 - beta2 ** state["step"])
+                update = m / (v.sqrt() + 1e-4) + 0.01 * p
+                ratio = (p.norm() / update.norm()).item() if p.norm().item() > 0 else 1.0
+                p.add_(update, alpha=-group["lr"] * ratio)
+        return loss
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizer set-up, schedulers, steps
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Groups(Zoo):
+    """Weights decay, norms and biases do not, the head learns faster."""
+
+    def configure_optimizers(self) -> Any:
+        head = [p for n, p in self.named_parameters() if "head" in n]
+        decay = [p for n, p in self.named_parameters() if "head" not in n and p.ndim > 1]
+        rest = [p for n, p in self.named_parameters() if "head" not in n and p.ndim <= 1]
+        return AdamW(
+            [
+                {"params": decay, "weight_decay": 0.3},
+                {"params": rest, "weight_decay": 0.0},
+                {"params": head, "lr": 1e-2, "betas": (0.8, 0.95)},
+            ],
+            lr=3e-3,
+            eps=1e-4,
+        )
+
+
+class Scheduled(Zoo):
+    """``options["scheduler"]``: optimizer -> what Lightning calls lr_scheduler_config."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, on_epoch=True, sync_dist=True)
+        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": self.options["scheduler"](optimizer)}
+
+
+def step_scheduler(optimizer: Optimizer) -> dict[str, Any]:
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return {"scheduler": schedule, "interval": "step"}
+
+
+def epoch_scheduler(optimizer: Optimizer) -> dict[str, Any]:
+    return {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.3), "interval": "epoch"}
+
+
+def plateau_scheduler(optimizer: Optimizer) -> dict[str, Any]:
+    # The loss would have to fall by 90 %: every epoch counts as a plateau, whatever the last digit.
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=0.9)
+    return {"scheduler": schedule, "monitor": "train_loss"}
+
+
+class Warmup(Zoo):
+    """Overrides ``optimizer_step`` and ``optimizer_zero_grad``."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * min(1.0, (self.trainer.global_step + 1) / 4)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class ConfiguredClipping(Zoo):
+    """Overrides ``configure_gradient_clipping`` in both ways users do."""
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        if self.options["by_hand"]:
+            norm = nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+            self.extra[f"norm_{self.trainer.global_step}"] = _whole(norm)
+        else:
+            limit = 0.05 if self.trainer.global_step % 2 else 0.5
+            self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
+
+
+class ReturnsNone(Zoo):
+    """Skips every third batch, after its forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 3 == 1 else loss
+
+
+class ReturnsDict(Zoo):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "seen": batch[0].detach()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert set(outputs) == {"loss", "seen"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Manual optimization
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Manual(Zoo):
+    """Accumulates two batches by hand, clips, skips a backward now and then, returns nothing."""
+
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.record(self.loss(batch))
+        if self.options.get("skips") and batch_idx % 3 == 1:
+            return
+        self.manual_backward(loss / 2)
+        if (batch_idx + 1) % self.options.get("every", 1) == 0:
+            if self.options.get("clip"):
+                self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class TwoBackwards(Zoo):
+    """Two forwards and two backwards before one step, then the scheduler by hand."""
+
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        optimizer.zero_grad()
+        self.manual_backward(self.record(self.loss(batch)))
+        self.manual_backward(0.3 * self.record(self.loss((batch[0] + 1, batch[1]))))
+        optimizer.step()
+        scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Adam(self.parameters(), lr=1e-2, eps=1e-4)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class SplitOptimizers(Zoo):
+    """Matrices of the blocks under Muon, everything else under AdamW, both stepped by hand."""
+
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        muon, adamw = self.optimizers()
+        self.manual_backward(self.record(self.loss(batch)))
+        for optimizer in (muon, adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        hidden = [p for n, p in self.named_parameters() if p.ndim == 2 and "blocks" in n]
+        rest = [p for n, p in self.named_parameters() if not (p.ndim == 2 and "blocks" in n)]
+        return torch.optim.Muon(hidden, lr=0.02, weight_decay=0.1), AdamW(rest, lr=3e-3, eps=1e-4)
+
+
+class Matrices(Zoo):
+    """Only matrices, so that Muon alone can train it, automatically."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon(self.parameters(), lr=0.02, weight_decay=0.1)
+
+
+class Gan(Zoo):
+    """Two networks, two optimizers, ``toggle_optimizer``, the discriminator used twice per step."""
+
+    def build(self) -> None:
+        self.automatic_optimization = False
+        if self.options["tiny"]:
+            self.generator: nn.Module = nn.Linear(WIDTH, WIDTH)
+            self.discriminator: nn.Module = nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, 1))
+        else:
+            self.generator, self.discriminator = Net(), nn.Sequential(Net(), nn.Linear(WIDTH, 1))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.generator(z)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, z = batch
+        optimizer_g, optimizer_d = self.optimizers()
+
+        self.toggle_optimizer(optimizer_g)
+        loss = self.record(F.softplus(-self.discriminator(self(z))).mean())
+        self.manual_backward(loss)
+        optimizer_g.step()
+        optimizer_g.zero_grad()
+        self.untoggle_optimizer(optimizer_g)
+
+        self.toggle_optimizer(optimizer_d)
+        fake = self(z).detach()
+        loss = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake)).mean()
+        self.manual_backward(self.record(loss))
+        optimizer_d.step()
+        optimizer_d.zero_grad()
+        self.untoggle_optimizer(optimizer_d)
+
+    def configure_optimizers(self) -> Any:
+        return (
+            Adam(self.generator.parameters(), lr=1e-2, betas=(0.5, 0.9), eps=1e-4),
+            SGD(self.discriminator.parameters(), lr=0.05, momentum=0.9),
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parameters: frozen, unused, tied, bare, odd
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Frozen(Zoo):
+    """A frozen block, a frozen bias in another, a frozen stem."""
+
+    def build(self) -> None:
+        self.net = Net()
+        self.net.blocks[1].requires_grad_(False)
+        self.net.blocks[0].up.bias.requires_grad_(False)
+        self.net.stem.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.3, eps=1e-4)
+
+
+class FrozenInOptimizer(Frozen):
+    """As ``Frozen``, but the optimizer is given everything, as most people do."""
+
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.parameters(), lr=1e-2, weight_decay=0.3, eps=1e-4)
+
+
+class SpareBlock(Block):
+    """Has a layer it never uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+
+class Unused(Zoo):
+    """Layers no rank uses: in a unit, a unit as a whole, at the root. Weight decay must leave them alone."""
+
+    def build(self) -> None:
+        self.net = Net(SpareBlock)
+        self.spare_blocks = nn.ModuleList(Block() for _ in range(2))
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.parameters(), lr=1e-2, weight_decay=0.5, eps=1e-4)
+
+
+class UsedInTurn(Zoo):
+    """Every rank uses the same block, another one at each step: Adam's state and decay wait for a block's turn."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        turn = len(self.losses) % len(self.net.blocks)
+        return F.mse_loss(self.net.head(self.net.blocks[turn](self.net.stem(x))), y)
+
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.parameters(), lr=1e-2, weight_decay=0.5, eps=1e-4)
+
+
+class BranchingBlock(Block):
+    """Which of its two layers is used depends on the data, so ranks differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + (self.left(x) if _odd_rank() else self.right(x))
+
+
+class UsedOnSomeRanks(Zoo):
+    """``where``: inside one unit, a head at the root, whole blocks (as many on each rank, or one fewer on some)."""
+
+    def build(self) -> None:
+        self.net = Net(BranchingBlock if self.options["where"] == "unit" else Block)
+        self.heads = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in ("even", "odd", "never")})
+        self.tail = nn.Parameter(torch.ones(WIDTH))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        if self.options["where"] in ("blocks", "fewer_blocks"):
+            net = self.net
+            skipped = 1 if _odd_rank() else (2 if self.options["where"] == "blocks" else None)
+            x = net.stem(x)
+            for index, block in enumerate(net.blocks):
+                if index != skipped:
+                    x = block(x)
+            return F.mse_loss(net.head(x), y)
+        x = self.net(x)
+        if self.options["where"] == "heads":
+            x = self.heads["odd"](x) if _odd_rank() else self.heads["even"](x) * self.tail
+        return F.mse_loss(x, y)
+
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.parameters(), lr=1e-2, weight_decay=0.5, eps=1e-4)
+
+
+class TiedLanguageModel(Zoo):
+    """The embedding is the head."""
+
+    def build(self) -> None:
+        self.embedding = nn.Embedding(13, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 13, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, targets = batch
+        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+
+
+class TiedBlocks(Zoo):
+    """Two blocks share a layer, a third shares only a bias with the head."""
+
+    def build(self) -> None:
+        self.net = Net()
+        self.net.blocks[2].up = self.net.blocks[0].up
+        self.net.blocks[1].down.bias = self.net.head.bias
+
+
+class Bare(Zoo):
+    """Parameters and buffers directly on the LightningModule, one buffer updated in each step."""
+
+    def build(self) -> None:
+        self.net = Net()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+        self.register_buffer("offset", torch.randn(WIDTH))
+        self.register_buffer("running", torch.zeros(WIDTH))
+        self.register_buffer("num_seen", torch.tensor(0))
+        self.register_buffer("scratch", torch.randn(WIDTH), persistent=False)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        self.running.lerp_(x.mean(0), 0.1)  # a different value on every rank: rank 0's is the one that counts
+        self.num_seen += len(x)
+        return F.mse_loss(self.net(x + self.running + self.offset + self.scratch) @ self.matrix * self.scale, y)
+
+
+class OddBlock(Block):
+    """A block with one parameter of a shape that few expect; ``odd`` chooses it."""
+
+    def __init__(self, odd: str) -> None:
+        super().__init__()
+        self.odd = odd
+        make: dict[str, Callable[[], Any]] = {
+            "zero_dim": lambda: nn.Parameter(torch.tensor(0.7)),
+            "one_element": lambda: nn.Parameter(torch.rand(1)),
+            "empty": lambda: nn.Parameter(torch.zeros(0, WIDTH)),
+            "non_contiguous": lambda: nn.Parameter(torch.randn(2 * WIDTH, WIDTH).t()[:, ::2] / 3),
+            "float64": lambda: nn.Parameter(torch.rand(WIDTH, dtype=torch.float64)),
+        }
+        self.extra = make[odd]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.odd == "empty":
+            return x + self.extra.sum()
+        if self.odd == "non_contiguous":
+            return x + x @ self.extra
+        return x * self.extra.to(x.dtype)
+
+
+class Odd(Zoo):
+    """``odd``: one kind of odd parameter in every block, or all of them, and again at the root."""
+
+    def build(self) -> None:
+        kinds = self.options["odd"]
+        self.net = Net()
+        self.net.blocks = nn.ModuleList(OddBlock(kind) for kind in kinds for _ in range(2))
+        self.root = OddBlock(kinds[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.root(self.net(x))
+
+
+class Indivisible(Zoo):
+    """No dimension divides by 2, 3 or 4; some are smaller than the number of ranks."""
+
+    def build(self) -> None:
+        self.net = Net(lambda: Block(7, 5), width=7)
+        self.thin = nn.Linear(WIDTH, 1)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.thin(batch[0]).square().mean()
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, channels: int = 5) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.relu(self.norm(self.conv(x)))
+
+
+class Images(Zoo):
+    """Convolutions and BatchNorm, with running statistics that differ from rank to rank."""
+
+    def build(self) -> None:
+        self.stem = nn.Conv2d(3, 5, 3)
+        self.blocks = nn.Sequential(ConvBlock(), ConvBlock())
+        self.head = nn.Linear(5, WIDTH)
+        if self.options.get("channels_last"):
+            self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.options.get("channels_last"):
+            x = x.to(memory_format=torch.channels_last)
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Architectures
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class GruBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(WIDTH, WIDTH, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gru(x)[0]
+
+
+class Recurrent(Zoo):
+    def build(self) -> None:
+        self.embedding = nn.Embedding(13, WIDTH)
+        self.blocks = nn.ModuleList(GruBlock() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 13)
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, targets = batch
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+class Transformer(Zoo):
+    """``nn.MultiheadAttention`` reads ``out_proj.weight`` without calling ``out_proj``."""
+
+    def build(self) -> None:
+        self.embedding = nn.Embedding(13, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=self.options.get("dropout", 0.0), batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 13)
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, targets = batch
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        x = self.encoder(self.embedding(tokens), mask=mask, is_causal=True)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+class Autoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(WIDTH, 5)
+        self.encoder_blocks = nn.ModuleList(Block(5, 7) for _ in range(2))
+        self.decoder_blocks = nn.ModuleList(Block(5, 7) for _ in range(2))
+        self.up = nn.Linear(5, WIDTH)
+
+    def encode(self, x: Tensor) -> Tensor:
+        x = self.down(x)
+        for block in self.encoder_blocks:
+            x = block(x)
+        return x
+
+    def decode(self, z: Tensor) -> Tensor:
+        for block in self.decoder_blocks:
+            z = block(z)
+        return self.up(z)
+
+
+class OtherMethods(Zoo):
+    """A submodule used through ``encode`` and ``decode``; it has no ``forward``."""
+
+    def build(self) -> None:
+        self.model = Autoencoder()
+
+    def loss(self, batch: Any) -> Tensor:
+        x, _ = batch
+        return F.mse_loss(self.model.decode(self.model.encode(x)), x)
+
+
+class CodecBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.forth = nn.Linear(WIDTH, WIDTH)
+        self.back = nn.Linear(WIDTH, WIDTH)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.forth(x))
+
+    def decode(self, x: Tensor) -> Tensor:
+        return x - torch.tanh(self.back(x))
+
+
+class BlockMethods(Zoo):
+    """The repeated blocks themselves are never called, only their methods."""
+
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(CodecBlock() for _ in range(3))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        z = x
+        for block in self.blocks:
+            z = block.encode(z)
+        for block in reversed(self.blocks):
+            z = block.decode(z)
+        return F.mse_loss(z, y)
+
+
+class WeightsRead(Zoo):
+    """Weights of a block read from outside it, before and after its forward."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        first, last = self.net.blocks[0], self.net.blocks[-1]
+        x = F.linear(x, last.down.weight.mean(1, keepdim=True).expand(-1, WIDTH) / 4)
+        return F.mse_loss(F.linear(F.linear(self(x), first.up.weight, first.up.bias), first.down.weight), y)
+
+
+class Nested(Zoo):
+    """Containers in containers."""
+
+    def build(self) -> None:
+        towers = {
+            name: nn.ModuleList(nn.Sequential(Block(), nn.Sequential(Block(), nn.ReLU())) for _ in range(2))
+            for name in ("left", "right")
+        }
+        self.towers = nn.ModuleDict(towers)
+        self.scales = nn.ParameterDict({name: nn.Parameter(torch.rand(WIDTH)) for name in towers})
+        self.shifts = nn.ParameterList(nn.Parameter(torch.rand(WIDTH)) for _ in towers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for (name, tower), shift in zip(self.towers.items(), self.shifts, strict=True):
+            branch = x
+            for stage in tower:
+                branch = stage(branch)
+            out = out + branch * self.scales[name] + shift
+        return out
+
+
+class LateBuilt(Zoo):
+    """Built in ``configure_model``, wholly or half."""
+
+    def build(self) -> None:
+        self.net = None
+        if self.options["half"]:
+            self.entry = nn.Linear(WIDTH, WIDTH)
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.entry(x) if self.options["half"] else x)
+
+
+class CalledTwice(Zoo):
+    """Blocks shared by use: each is called twice per forward, and the whole network twice per step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net.stem(x)
+        for _ in range(2):
+            for block in self.net.blocks:
+                x = block(x)
+        return self.net.head(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self(x), y) + 0.1 * F.mse_loss(self(-x), -y)
+
+
+class Checkpointed(Zoo):
+    """Activation checkpointing around each block, with dropout inside."""
+
+    def build(self) -> None:
+        self.net = Net(lambda: nn.Sequential(Block(), nn.Dropout(0.2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net.stem(x)
+        for block in self.net.blocks:
+            x = checkpoint(block, x, use_reentrant=self.options["reentrant"])
+        return self.net.head(x)
+
+
+class Dropout(Zoo):
+    def build(self) -> None:
+        self.net = Net(lambda: nn.Sequential(Block(), nn.Dropout(0.3)))
+
+
+class Parametrized(Zoo):
+    """Weight norm and spectral norm: the weight is computed from other parameters and buffers at each use."""
+
+    def build(self) -> None:
+        from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+        self.net = Net()
+        for block in self.net.blocks:
+            weight_norm(block.up)
+            spectral_norm(block.down)
+
+
+class OutputDict(Zoo):
+    """Blocks that return dataclass-like dicts and take keyword arguments."""
+
+    class _Block(Block):
+        def forward(self, *, hidden: Tensor, gain: float = 1.0) -> dict[str, Any]:  # type: ignore[override]
+            return {"hidden": super().forward(hidden) * gain, "gain": gain}
+
+    def build(self) -> None:
+        self.net = Net(self._Block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"hidden": self.net.stem(x)}
+        for block in self.net.blocks:
+            state = {"hidden": block(hidden=state["hidden"], gain=0.9)["hidden"]}
+        return self.net.head(state["hidden"])
+
+
+class NoGradForward(Zoo):
+    """A target computed by the same network under ``no_grad``, before and after the forward that is trained."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        with torch.no_grad():
+            before = self(x + 0.1)
+        prediction = self(x)
+        with torch.no_grad():
+            after = self(x - 0.1)
+        return F.mse_loss(prediction, y) + 0.1 * F.mse_loss(prediction, (before + after) / 2)
+
+
+class Teacher(Zoo):
+    """A frozen copy of the network follows the trained one by hand."""
+
+    def build(self) -> None:
+        self.net, self.teacher = Net(), Net().requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        with torch.no_grad():
+            target = self.teacher(x)
+        prediction = self(x)
+        return F.mse_loss(prediction, y) + 0.5 * F.mse_loss(prediction, target)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            slow.lerp_(fast, 0.2)
+
+
+class GradientPenalty(Zoo):
+    """Backward through a backward: the norm of the output's gradient by the input is part of the loss."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        prediction = self(x)
+        (slope,) = torch.autograd.grad(prediction.sum(), x, create_graph=True)
+        return F.mse_loss(prediction, y) + 0.1 * slope.square().sum(1).mean()
+
+
+class Contrastive(Zoo):
+    """The loss compares with every rank's outputs, gathered with their gradients."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        x = self(x[:2])  # the last batch is short on every rank
+        everyone = self.all_gather(x, sync_grads=True).reshape(-1, WIDTH)
+        return F.mse_loss(x, y[:2]) + 0.01 * torch.tanh(x @ everyone.t()).square().mean()
+
+
+class TensorHook(Zoo):
+    """A hook on a parameter itself, as for masking gradients: under DDP it sees this rank's gradient."""
+
+    def build(self) -> None:
+        self.net = Net()
+        self.net.head.weight.register_hook(lambda grad: grad * 0.5)
+        self.net.blocks[0].up.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+
+
+class StateInHooks(Zoo):
+    """Keeps its own ``state_dict`` and goes back to it; runs itself in a hook."""
+
+    def on_train_epoch_start(self) -> None:
+        self.kept = {name: value.clone() for name, value in self.state_dict().items()}
+        self.extra[f"kept_{self.current_epoch}"] = self.kept["net.stem.weight"]
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.extra[f"probe_{self.current_epoch}"] = self(torch.ones(2, WIDTH)).clone()
+        if self.current_epoch == 1:
+            self.load_state_dict(self.kept)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Logging, and hooks that look at or touch weights and gradients
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Metrics(Zoo):
+    """torchmetrics objects, and ``self.log`` in its variants."""
+
+    def build(self) -> None:
+        import torchmetrics
+
+        self.net = Net()
+        self.train_error = torchmetrics.MeanSquaredError()
+        self.val_errors = torchmetrics.MetricCollection([torchmetrics.MeanAbsoluteError(), torchmetrics.R2Score()])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        prediction = self(x)
+        loss = self.record(F.mse_loss(prediction, y))
+        self.train_error(prediction, y)
+        self.log("train_error", self.train_error, on_step=True, on_epoch=True)
+        self.log("synced", loss, sync_dist=True, on_step=True, on_epoch=True)
+        self.log_dict({"largest": prediction.detach().max()}, reduce_fx="max", sync_dist=True, on_epoch=True)
+        self.log("only_rank_0", 1.0, rank_zero_only=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.val_errors.update(self(x).flatten(), y.flatten())
+        self.log("val_loss", F.mse_loss(self(x), y), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict({f"val_{name}": value.float() for name, value in self.val_errors.compute().items()})
+        self.val_errors.reset()
+
+
+class GradNorms(Zoo):
+    """Lightning's ``grad_norm``, logged where its documentation says."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+class GradientsTouched(Zoo):
+    """Reads and scales gradients in ``on_after_backward``, as a hand-written clipping or noise would."""
+
+    def on_after_backward(self) -> None:
+        for name, p in self.named_parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+                p.grad.clamp_(-0.02, 0.02)
+            if name == "net.head.bias":
+                self.extra[f"head_bias_grad_{len(self.losses)}"] = _whole(p.grad)
+
+
+class Penalty(Zoo):
+    """An L2 penalty over ``self.parameters()`` in ``training_step``, and an L1 one on a block from outside."""
+
+    def loss(self, batch: Any) -> Tensor:
+        penalty = sum(p.square().sum() for p in self.parameters())
+        return super().loss(batch) + 0.01 * penalty + 0.01 * self.net.blocks[1].up.weight.abs().sum()
+
+
+class PenaltyFirstForwardAfter(Penalty):
+    """The same, with the forward after the penalty was computed and parameters collected by name."""
+
+    def loss(self, batch: Any) -> Tensor:
+        weights = {name: p for name, p in self.named_parameters() if name.endswith("weight")}
+        penalty = torch.stack([w.norm() for w in weights.values()]).sum()
+        return 0.01 * penalty + Zoo.loss(self, batch)
+
+
+class Histograms(Callback):
+    """Counts of each parameter's values after every batch."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for name, p in module.named_parameters():
+            counts = torch.histc(p.detach(), bins=5, min=-0.503, max=0.503)
+            module.extra[f"{batch_idx}/{name}"] = _whole(counts)
+
+
+class Statistics(Callback):
+    """Mean, deviation and largest value of each parameter, as loggers do."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for name, p in module.named_parameters():
+            for what in ("mean", "std", "max"):
+                if p.numel() > 1:
+                    module.log(f"{what}/{name}", float(getattr(p.detach(), what)()))
+
+
+class Clamp(Callback):
+    """Weight clamping, as in a Wasserstein GAN."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for p in module.parameters():
+            p.data.clamp_(-0.2, 0.2)
+
+
+class DataAssigned(Callback):
+    """``p.data = ...``, as pruning and re-initialization do."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for name, p in module.named_parameters():
+            if "head" in name or "blocks.1" in name:
+                p.data = p.data * (p.data.abs() > 0.05)
+
+
+class NoGradWrites(Callback):
+    """Writes in other hooks and other spellings than ``Clamp``; also right after validation and its forwards."""
+
+    @torch.no_grad()
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        module.net.head.bias.mul_(0.9)
+
+    @torch.no_grad()
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        for p in module.net.blocks[0].parameters():
+            p.copy_(p * 0.5)
+
+    @torch.no_grad()
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        nn.init.constant_(module.net.stem.bias, 0.25)
+
+
+class HandMadeAverage(Callback):
+    """A list of clones, followed element by element, and swapped in at the end."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.average = [p.detach().clone() for p in module.parameters()]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for average, p in zip(self.average, module.parameters(), strict=True):
+            average.lerp_(p.detach(), 0.3)
+
+    @torch.no_grad()
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        for average, p in zip(self.average, module.parameters(), strict=True):
+            p.copy_(average)
+
+
+class SwapForValidation(HandMadeAverage):
+    """The average is what validation sees; training continues with the weights themselves."""
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self.kept = [p.detach().clone() for p in module.parameters()]
+            HandMadeAverage.on_train_end(self, trainer, module)
+
+    @torch.no_grad()
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            for kept, p in zip(self.kept, module.parameters(), strict=True):
+                p.data.copy_(kept)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        pass
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of module and what it takes to compare it."""
+
+    module: Callable[[], L.LightningModule]
+    trainer: dict[str, Any] = field(default_factory=dict)
+    callbacks: Callable[[], list[Callback]] = list
+    dataset: Callable[[], Dataset] = RandomDataset
+    validates: bool = False
+    """Runs validation each epoch."""
+    max_epochs: int = 2
+    reference: str = "ddp"
+    tolerance: float = 1e-5
+    """Largest relative difference of losses, metrics and weights."""
+    reason: str = SUM_ORDER
+    """Why the tolerance is not 0."""
+    raises: str | None = None
+    """At more than one rank Lightning refuses the kind, whatever the strategy; the error's pattern."""
+    random: bool = False
+    """Draws random numbers while training, so that ranks with different seeds see different ones."""
+    unsupported_units: dict[int, str] = field(default_factory=dict)
+    """Stage -> pattern of the ``ValueError`` that says what to do instead, when blocks are units and ranks several."""
+    note: str = ""
+
+
+SAME_UNITS = r"units .*net\.blocks\.\d.* ran on some ranks only.*(units=|stage=2)"
+UNUSED = "ddp_find_unused_parameters_true"
+ADAM = f"{SUM_ORDER}; Adam divides by the root of squared gradients, which magnifies it"
+
+
+def _of(module: type[Zoo], **options: Any) -> Callable[[], L.LightningModule]:
+    return lambda: module(**options)
+
+
+def _with(make: Callable[[Iterator[nn.Parameter]], Optimizer]) -> Callable[[], L.LightningModule]:
+    return _of(Zoo, optimizer=make)
+
+
+KINDS: dict[str, Kind] = {
+    # optimizers
+    "sgd_momentum": Kind(
+        module=_with(lambda p: SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True)),
+    ),
+    "adam": Kind(module=_with(lambda p: Adam(p, lr=1e-2, eps=1e-4)), reason=ADAM),
+    "adamw_fused": Kind(module=_with(lambda p: AdamW(p, lr=1e-2, eps=1e-4, fused=True)), reason=ADAM),
+    "adamw_foreach": Kind(module=_with(lambda p: AdamW(p, lr=1e-2, eps=1e-4, foreach=True)), reason=ADAM),
+    "adamw_for_loop": Kind(
+        module=_with(lambda p: AdamW(p, lr=1e-2, eps=1e-4, foreach=False, amsgrad=True)), reason=ADAM
+    ),
+    "adafactor": Kind(module=_with(lambda p: torch.optim.Adafactor(p, lr=1e-2)), reason=ADAM),
+    "muon": Kind(
+        module=_of(Matrices),
+        tolerance=2e-2,
+        reason="Muon orthogonalizes in bfloat16 (8 bits): a last-bit difference in an update becomes 2^-8 of it",
+    ),
+    "muon_and_adamw": Kind(
+        module=_of(SplitOptimizers),
+        tolerance=2e-2,
+        reason="Muon orthogonalizes in bfloat16 (8 bits): a last-bit difference in an update becomes 2^-8 of it",
+    ),
+    "third_party_lion": Kind(
+        module=_with(lambda p: Lion(p, lr=1e-3)),
+        tolerance=1e-4,
+        reason=f"{SUM_ORDER}; Lion's (smoothed) sign multiplies a gradient's difference by 100",
+    ),
+    "third_party_lamb": Kind(module=_with(lambda p: Lamb(p)), reason=ADAM, tolerance=3e-5),
+    "lbfgs": Kind(
+        module=_with(lambda p: torch.optim.LBFGS(p, lr=0.3, max_iter=3, history_size=4)),
+        tolerance=1e-3,
+        reason=f"{SUM_ORDER}; LBFGS divides differences of gradients by each other",
+    ),
+    "parameter_groups": Kind(module=_of(Groups), reason=ADAM),
+    # schedulers
+    "scheduler_per_step": Kind(module=_of(Scheduled, scheduler=step_scheduler)),
+    "scheduler_per_epoch": Kind(module=_of(Scheduled, scheduler=epoch_scheduler)),
+    "scheduler_on_plateau": Kind(module=_of(Scheduled, scheduler=plateau_scheduler), max_epochs=3),
+    "optimizer_step_overridden": Kind(module=_of(Warmup)),
+    # accumulation and clipping
+    "accumulation_with_leftovers": Kind(module=_of(Zoo), trainer={"accumulate_grad_batches": 4}, max_epochs=3),
+    "accumulation_scheduler": Kind(
+        module=_of(Zoo), callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})], max_epochs=3
+    ),
+    "clip_by_norm": Kind(module=_of(Zoo), trainer={"gradient_clip_val": 0.1}),
+    "clip_by_value": Kind(module=_of(Zoo), trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "clip_configured": Kind(module=_of(ConfiguredClipping, by_hand=False)),
+    "clip_by_hand": Kind(module=_of(ConfiguredClipping, by_hand=True)),
+    "accumulation_and_clip": Kind(
+        module=_with(lambda p: AdamW(p, lr=1e-2, eps=1e-4)),
+        trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+        reason=ADAM,
+    ),
+    # what training_step returns
+    "step_returns_none": Kind(
+        module=_of(ReturnsNone),
+        raises="Skipping the `training_step` by returning None in distributed training is not supported",
+        note="Lightning's own loop refuses it at more than one rank; manual optimization may skip",
+    ),
+    "step_returns_dict": Kind(module=_of(ReturnsDict)),
+    # manual optimization, several optimizers
+    "manual": Kind(module=_of(Manual)),
+    "manual_accumulation_and_clip": Kind(module=_of(Manual, every=2, clip=True)),
+    "manual_skips_backward": Kind(module=_of(Manual, every=2, skips=True), reference=UNUSED),
+    "manual_two_backwards": Kind(module=_of(TwoBackwards), reason=ADAM),
+    "gan": Kind(module=_of(Gan, tiny=False), reference=UNUSED, reason=ADAM),
+    "gan_tiny": Kind(module=_of(Gan, tiny=True), reference=UNUSED, reason=ADAM),
+    # frozen, unused, tied
+    "frozen": Kind(module=_of(Frozen), reason=ADAM),
+    "frozen_in_optimizer": Kind(module=_of(FrozenInOptimizer), reason=ADAM),
+    "unused_everywhere": Kind(module=_of(Unused), reference=UNUSED, reason=ADAM),
+    "unused_in_turn": Kind(module=_of(UsedInTurn), reference=UNUSED, reason=ADAM),
+    "unused_on_some_ranks_in_unit": Kind(module=_of(UsedOnSomeRanks, where="unit"), reference=UNUSED, reason=ADAM),
+    "unused_on_some_ranks_heads": Kind(module=_of(UsedOnSomeRanks, where="heads"), reference=UNUSED, reason=ADAM),
+    "unused_on_some_ranks_blocks": Kind(
+        module=_of(UsedOnSomeRanks, where="blocks"),
+        reference=UNUSED,
+        reason=ADAM,
+        unsupported_units={3: SAME_UNITS},
+    ),
+    "unused_on_some_ranks_fewer_blocks": Kind(
+        module=_of(UsedOnSomeRanks, where="fewer_blocks"),
+        reference=UNUSED,
+        reason=ADAM,
+        unsupported_units={3: SAME_UNITS},
+    ),
+    "unused_and_accumulation": Kind(
+        module=_of(UsedInTurn), trainer={"accumulate_grad_batches": 2}, reference=UNUSED, reason=ADAM
+    ),
+    "tied_embedding_and_head": Kind(module=_of(TiedLanguageModel), dataset=TokenDataset),
+    "tied_blocks": Kind(module=_of(TiedBlocks)),
+    # shapes and dtypes
+    "bare_parameters_and_buffers": Kind(module=_of(Bare)),
+    "zero_dim_parameter": Kind(module=_of(Odd, odd=["zero_dim"])),
+    "empty_parameter": Kind(module=_of(Odd, odd=["empty"])),
+    "one_element_parameter": Kind(module=_of(Odd, odd=["one_element"])),
+    "non_contiguous_parameter": Kind(module=_of(Odd, odd=["non_contiguous"])),
+    "channels_last_parameter": Kind(module=_of(Images, channels_last=True), dataset=ImageDataset),
+    "mixed_dtypes": Kind(module=_of(Odd, odd=["float64"])),
+    "odd_parameters_together": Kind(
+        module=_of(
+            Odd,
+            odd=["zero_dim", "one_element", "empty", "non_contiguous", "float64"],
+            optimizer=lambda p: AdamW(p, lr=1e-3, eps=1e-4),
+        ),
+        trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
+        reason=ADAM,
+    ),
+    "indivisible_dims": Kind(module=_of(Indivisible)),
+    # architectures
+    "batch_norm": Kind(module=_of(Images), dataset=ImageDataset, validates=True),
+    "gru": Kind(module=_of(Recurrent), dataset=TokenDataset),
+    "transformer": Kind(module=_of(Transformer), dataset=TokenDataset, validates=True),
+    "methods_other_than_forward": Kind(module=_of(OtherMethods)),
+    "methods_of_blocks": Kind(module=_of(BlockMethods)),
+    "weights_read_from_outside": Kind(module=_of(WeightsRead)),
+    "nested_containers": Kind(module=_of(Nested)),
+    "keyword_blocks": Kind(module=_of(OutputDict)),
+    "built_in_configure_model": Kind(module=_of(LateBuilt, half=False)),
+    "built_half_and_half": Kind(module=_of(LateBuilt, half=True)),
+    "called_twice": Kind(module=_of(CalledTwice)),
+    "checkpointed": Kind(module=_of(Checkpointed, reentrant=False), random=True),
+    "checkpointed_reentrant": Kind(
+        module=_of(Checkpointed, reentrant=True), random=True, note="DDP manages it only without find_unused_parameters"
+    ),
+    "dropout": Kind(module=_of(Dropout), random=True),
+    "parametrized_weights": Kind(module=_of(Parametrized)),
+    "no_grad_forward_inside_step": Kind(module=_of(NoGradForward)),
+    "teacher_followed_by_hand": Kind(module=_of(Teacher)),
+    "gradient_penalty": Kind(module=_of(GradientPenalty), reference=UNUSED),
+    "gathered_across_ranks": Kind(module=_of(Contrastive)),
+    "hooks_on_parameters": Kind(module=_of(TensorHook)),
+    # logging and hooks
+    "metrics_and_logging": Kind(
+        module=_of(Metrics), validates=True, tolerance=1e-4, reason=f"{SUM_ORDER}; R2 is a difference of large sums"
+    ),
+    "grad_norm_logged": Kind(module=_of(GradNorms)),
+    "gradients_touched": Kind(module=_of(GradientsTouched)),
+    "penalty_over_parameters": Kind(module=_of(Penalty)),
+    "penalty_by_name": Kind(module=_of(PenaltyFirstForwardAfter)),
+    "penalty_and_accumulation": Kind(module=_of(Penalty), trainer={"accumulate_grad_batches": 2}),
+    "histograms": Kind(module=_of(Zoo), callbacks=lambda: [Histograms()]),
+    "statistics_logged": Kind(module=_of(Zoo), callbacks=lambda: [Statistics()]),
+    "state_dict_in_hooks": Kind(module=_of(StateInHooks), max_epochs=3),
+    "data_assigned": Kind(module=_of(Zoo), callbacks=lambda: [DataAssigned()]),
+    "clamping": Kind(module=_of(Zoo), callbacks=lambda: [Clamp()]),
+    "writes_in_hooks": Kind(module=_of(Zoo), callbacks=lambda: [NoGradWrites()], validates=True),
+    "hand_made_average": Kind(module=_of(Zoo), callbacks=lambda: [HandMadeAverage()], validates=True),
+    "average_swapped_for_validation": Kind(module=_of(Zoo), callbacks=lambda: [SwapForValidation()], validates=True),
+    # data
+    "shuffled_sampler": Kind(module=_of(Zoo), trainer={}, note="the injected DistributedSampler shuffles"),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """What one rank could observe."""
+
+    losses: list[float]
+    """This rank's, one per call of the loss in ``training_step``."""
+    weights: dict[str, Tensor]
+    """The final ``state_dict()``."""
+    metrics: dict[str, float]
+    """``trainer.callback_metrics`` after every batch, as ``"step/name"``, and at the end."""
+    extra: dict[str, Tensor]
+    """What else the kind recorded."""
+
+
+class _MetricRecorder(Callback):
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for name, value in trainer.callback_metrics.items():
+            self.metrics[f"{trainer.current_epoch}.{batch_idx}/{name}"] = float(value)
+
+
+def make_strategy(settings: str | dict[str, Any]) -> Any:
+    """A registered name stays one; fields of ``ZeroConfig`` become a ``ZeroStrategy``."""
+    if isinstance(settings, str):
+        if settings.startswith("zero"):
+            import lightning_zero  # noqa: F401  (registers the name)
+        return settings
+    from lightning_zero import ZeroStrategy
+
+    return ZeroStrategy(**settings)
+
+
+def make_trainer(strategy: str | dict[str, Any], **options: Any) -> L.Trainer:
+    """A Trainer on the CPU with as many devices as there are ranks, that writes nothing."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    return L.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": int(os.environ["WORLD_SIZE"]),
+            "strategy": make_strategy(strategy),
+            "max_epochs": 2,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": tempfile.gettempdir(),
+            **options,
+        }
+    )
+
+
+def make_module(name: str, different_seeds: bool = False, seed: int = 11) -> L.LightningModule:
+    """A fresh module; with ``different_seeds`` every rank initializes differently (rank 0's is the one that counts)."""
+    torch.manual_seed(seed + (1000 * int(os.environ["RANK"]) if different_seeds else 0))
+    return KINDS[name].module()
+
+
+def train(name: str, strategy: str | dict[str, Any], different_seeds: bool = False) -> Result:
+    """Fits kind ``name`` on this rank."""
+    kind = KINDS[name]
+    module = make_module(name, different_seeds)
+    recorder = _MetricRecorder()
+    trainer = make_trainer(
+        strategy,
+        max_epochs=kind.max_epochs,
+        callbacks=[*kind.callbacks(), recorder],
+        num_sanity_val_steps=1,
+        limit_val_batches=2 if kind.validates else 0,
+        **kind.trainer,
+    )
+    loader = DataLoader(kind.dataset(), batch_size=BATCH, shuffle=name == "shuffled_sampler")
+    trainer.fit(module, loader, DataLoader(kind.dataset(), batch_size=BATCH) if kind.validates else None)
+    metrics = recorder.metrics | {name: float(value) for name, value in trainer.callback_metrics.items()}
+    weights = {key: value.detach().clone() for key, value in module.state_dict().items()}
+    return Result(module.losses, weights, metrics, module.extra)  # type: ignore[arg-type, union-attr]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The comparison
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative differences; infinite where something is missing, misshaped, not finite or no plain tensor."""
+
+    losses: float
+    weights: float
+    metrics: float
+    worst_weight: str = ""
+    worst_metric: str = ""
+
+    @property
+    def largest(self) -> float:
+        return max(self.losses, self.weights, self.metrics)
+
+
+def difference(results: list[Result], references: list[Result]) -> Difference:
+    """Over all ranks, rank by rank (losses differ between ranks, weights must not)."""
+    losses, weights, metrics = 0.0, (0.0, ""), (0.0, "")
+    for result, reference in zip(results, references, strict=True):
+        losses = max(losses, _relative(torch.tensor(result.losses), torch.tensor(reference.losses)))
+        weights = max(weights, _largest(result.weights, reference.weights))
+        as_tensors = [{k: torch.tensor(v) for k, v in r.metrics.items()} | r.extra for r in (result, reference)]
+        metrics = max(metrics, _largest(*as_tensors))
+    return Difference(losses, weights[0], metrics[0], weights[1], metrics[1])
+
+
+def _largest(values: dict[str, Tensor], references: dict[str, Tensor]) -> tuple[float, str]:
+    if values.keys() != references.keys():
+        return math.inf, f"names differ: {sorted(values.keys() ^ references.keys())[:5]}"
+    return max(((_relative(values[name], references[name]), name) for name in references), default=(0.0, ""))
+
+
+def _relative(value: Tensor, reference: Tensor) -> float:
+    """Largest difference as a part of the reference tensor's largest element."""
+    if type(value) is not Tensor or value.shape != reference.shape or value.dtype != reference.dtype:
+        return math.inf
+    if reference.numel() == 0:
+        return 0.0
+    value, reference = value.double(), reference.double()
+    if not (value.isfinite().all() and reference.isfinite().all()):
+        return math.inf
+    gap, scale = (value - reference).abs().max().item(), reference.abs().max().item()
+    return gap / max(scale, 1e-3)  # what is smaller than 1e-3 throughout is compared absolutely
+
+
+def _whole(value: Tensor) -> Tensor:
+    """A plain copy of what user code read, gathered if it is a DTensor."""
+    value = value.detach()
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+
+
+def _odd_rank() -> bool:
+    return int(os.environ["RANK"]) % 2 == 1
