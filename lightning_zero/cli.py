@@ -189,6 +189,8 @@ def _explain(error: BaseException, arguments: list[str]) -> str:
     if error.__cause__ is not None and str(error.__cause__) not in str(error):
         lines.append(str(error.__cause__))
     text = "\n".join(
-        line for line in "\n".join(lines).splitlines() if not re.match(r"\s*(full_key|object_type|reference_type)", line)
+        line
+        for line in "\n".join(lines).splitlines()
+        if not re.match(r"\s*(full_key|object_type|reference_type)", line)
     )
     return text

@@ -216,7 +216,9 @@ def make_object(cfg: DictConfig, group: str) -> Any:
     if node is None:
         return None
     if OmegaConf.is_missing(node, "_target_") or "_target_" not in node:
-        raise ConfigError(f"{group}._target_ is not set: give the class to build, as {group}._target_=my_module.MyClass")
+        raise ConfigError(
+            f"{group}._target_ is not set: give the class to build, as {group}._target_=my_module.MyClass"
+        )
     return _instantiate(_plain(node), group)
 
 
@@ -270,6 +272,7 @@ def _instantiate(node: Any, where: str) -> Any:
         if inside is None or isinstance(inside, (ImportError, TypeError, ValueError)):
             raise ConfigError(f"{where}: {_without_key(error)}") from error
         raise
+
 
 def _without_key(error: Exception) -> str:
     return "\n".join(line for line in str(error).splitlines() if not line.startswith("full_key:"))

@@ -11,6 +11,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,10 @@ from lightning_zero.precision import DtypePolicy, adapt_precision
 
 _BETWEEN_MICRO_BATCHES = ("on_after_backward", "on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
 """Hooks that can look at the module after one micro-batch and before the next."""
+
+
+_LEFT_SHARDED: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
+"""Modules that a run left sharded, so that the next one, under any strategy object, makes them whole first."""
 
 
 class ZeroStrategy(DDPStrategy):
@@ -73,6 +78,7 @@ class ZeroStrategy(DDPStrategy):
         """What shards the module; ``None`` outside a run."""
         self._ended: Engine | None = None  # knows the optimizers' shards after the run
         self._view: WholeView | None = None
+        self._failed = False
         self._loops: list[tuple[Any, bool]] = []
 
     # -- what Lightning asks of a strategy by its type ------------------------------------------------------------
@@ -99,17 +105,26 @@ class ZeroStrategy(DDPStrategy):
         default = "gloo" if self.root_device.type == "cpu" else f"cpu:gloo,{super()._get_process_group_backend()}"
         if self.root_device.type == "cuda":
             default = "cpu:gloo,cuda:nccl"
-        return self.config.process_group_backend or default
+        backend = self.config.process_group_backend or default
+        unknown = {part.split(":")[-1] for part in backend.split(",")} - set(dist.Backend.backend_list)
+        if unknown:
+            raise ValueError(
+                f"process_group_backend={backend!r}: torch.distributed knows {', '.join(dist.Backend.backend_list)};"
+                f" use one of them, or None for {default!r}."
+            )
+        return backend
 
     # -- set-up and end ------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
-        module = self.lightning_module
+        module: Any = self.lightning_module
         assert self.accelerator is not None
-        assert module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._end_engine(whole=True)  # a module left sharded by after_fit="sharded"
+        self._failed = False
+        if module in _LEFT_SHARDED:
+            _LEFT_SHARDED.pop(module).restore(True, [])
+            self.engine = None
         if fitting and self._layer_sync:
             module = self._layer_sync.apply(module)
         self.model = self.precision_plugin.convert_module(module)
@@ -166,7 +181,8 @@ class ZeroStrategy(DDPStrategy):
         if self.engine is None:
             super().teardown()
             return
-        self._end_engine(whole=self._whole_after_fit())
+        # After an error the other ranks may be anywhere: no collective here, and the error is seen at once.
+        self._end_engine(whole=not self._failed and self._whole_after_fit())
         module = self.lightning_module
         if module is not None and self.engine is None:
             self.model = self._layer_sync.revert(module) if self._layer_sync else module
@@ -179,14 +195,15 @@ class ZeroStrategy(DDPStrategy):
         self.checkpoint_io.teardown()
 
     def _end_engine(self, whole: bool) -> None:
-        if self.engine is None:
-            return
+        assert self.engine is not None
+        assert self.lightning_module is not None
         self.engine.restore(whole, [getattr(o, "_optimizer", o) for o in self.optimizers])
-        if whole:
-            self._ended = self.engine
-            self.engine = None
-            if hasattr(self.precision_plugin, "engine"):
-                self.precision_plugin.engine = None
+        if not whole:
+            _LEFT_SHARDED[self.lightning_module] = self.engine
+            return
+        self._ended, self.engine = self.engine, None
+        if hasattr(self.precision_plugin, "engine"):
+            self.precision_plugin.engine = None
 
     def _whole_after_fit(self) -> bool:
         """Whether every process of a host can hold the whole module; all ranks answer alike."""
@@ -209,6 +226,7 @@ class ZeroStrategy(DDPStrategy):
             self.engine.check_parameters()
 
     def on_exception(self, exception: BaseException) -> None:
+        self._failed = True
         text = str(exception)
         hint = ""
         if "mixed torch.Tensor and DTensor" in text:

@@ -161,10 +161,10 @@ def _matching(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
             for name, m in module.named_modules()
             if m is not module and (type(m).__name__ == pattern or fnmatchcase(name, pattern))
         ]
-        usable = [m for m in found if not isinstance(m, (nn.ModuleList, nn.ModuleDict)) and any(m.parameters())]
+        usable = [m for m in found if not isinstance(m, (nn.ModuleList, nn.ModuleDict)) and _holds_parameters(m)]
         if not usable:
             reason = "matches only containers or modules without parameters" if found else "matches no module"
-            classes = sorted({type(m).__name__ for m in module.modules() if any(m.parameters())})
+            classes = sorted({type(m).__name__ for m in module.modules() if _holds_parameters(m)})
             raise ValueError(
                 f"units={list(patterns)!r}: {pattern!r} {reason}. Use a class name ({', '.join(classes)}) or a pattern"
                 f" on module names such as {_example_name(module)!r}."
@@ -174,7 +174,11 @@ def _matching(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
 
 
 def _example_name(module: nn.Module) -> str:
-    return next((n for n, m in module.named_modules() if n and any(m.parameters(recurse=False))), "layers.*")
+    return next((n for n, m in module.named_modules() if n and _holds_parameters(m)), "layers.*")
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _owners(module: nn.Module, chosen: set[nn.Module]) -> dict[nn.Parameter, set[nn.Module | None]]:

@@ -74,6 +74,8 @@ class Fsdp2Engine(Engine):
         self._sync = True
         self._sync_buffers_next = True
         self._in_step = False
+        self._in_backward = False
+        self._reduced: set[int] = set()
         self._raw_state_dict = False
         self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
@@ -133,8 +135,27 @@ class Fsdp2Engine(Engine):
             target.set_reshard_after_backward(stage == 3, recurse=False)
             self.unit_modules.append(target)
         private.init_now(self._root)
+        self._carry_hooks_over()
         self._groups = [g for unit in self.unit_modules for g in private.groups(unit)]
         self._root_groups = private.groups(self._root)
+
+    def _carry_hooks_over(self) -> None:
+        """Hooks that the user registered on parameters see this rank's gradient before it is reduced, as under DDP."""
+        for unit, target in zip(self._plan.units, self.unit_modules, strict=True):
+            hooked = {name for name, p in unit.parameters.items() if p._backward_hooks}
+            late = [name for name, p in unit.parameters.items() if getattr(p, "_post_accumulate_grad_hooks", None)]
+            if late:
+                raise ValueError(
+                    f"parameter {late[0]!r} has a post-accumulate-grad hook, which would see a gradient that is never"
+                    " complete: use on_after_backward or on_before_optimizer_step."
+                )
+            if hooked:
+                target.unshard()  # makes the gathered parameters, which live as long as the engine
+                gathered_now = dict(self.module.named_parameters())
+                for name in hooked:
+                    for hook in unit.parameters[name]._backward_hooks.values():  # type: ignore[union-attr]
+                        gathered_now[name].register_hook(hook)
+                target.reshard()
 
     def check_parameters(self) -> None:
         known = {*self._originals, *self._replicated}
@@ -162,11 +183,26 @@ class Fsdp2Engine(Engine):
     def _unit_hook(self, index: int, unit: Any) -> Callable[..., None]:
         def before_forward(*unused: Any) -> None:
             self._ran[index] = 1
+            self._require_same_order(index)
             if torch.is_inference_mode_enabled():  # storage made here could never be trained on
                 with torch.inference_mode(False):
                     unit.unshard()
 
         return before_forward
+
+    def _require_same_order(self, index: int) -> None:
+        """Stage 3 on the CPU: ranks say which unit they gather next (-1: none), before gathers could be mixed up.
+
+        Costs one message of 16 bytes beside each gather, which waits for all ranks anyway. On an accelerator the host
+        would have to wait, so there :meth:`_require_same_units` finds out after the backward.
+        """
+        if self._agreement is None or self.config.stage < 3 or self.device.type != "cpu":
+            return
+        ends = torch.tensor([index, -index])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._agreement)
+        high, low = ends[0].item(), -ends[1].item()  # on the CPU: no device waits
+        if high != low:
+            self._refuse_different_units([int(i) for i in (low, high) if i >= 0])
 
     def _gather_root(self, *unused: Any) -> None:
         for group in self._root_groups:
@@ -200,8 +236,11 @@ class Fsdp2Engine(Engine):
                         for unit in self.unit_modules:
                             unit.unshard()
                     output = self._root(method, *args, **kwargs)
+                self._require_same_order(-1)
         finally:
             self._in_step = False
+        self._in_backward = False
+        self._reduced: set[int] = set()
         if not torch.is_grad_enabled() or output is None or not self.automatic:
             self.settle()
         return output
@@ -249,8 +288,12 @@ class Fsdp2Engine(Engine):
             deferred = self._ranks_ran_different_units()
             if deferred:
                 self._root.set_requires_gradient_sync(False)  # type: ignore[operator]
-            self._reduced: set[int] = set()
-            run_backward()
+            self._reduced.clear()
+            self._in_backward = True
+            try:
+                run_backward()
+            finally:
+                self._in_backward = False
             if deferred:
                 self._root.set_requires_gradient_sync(True)  # type: ignore[operator]
             self._after_backward(deferred)
@@ -263,7 +306,13 @@ class Fsdp2Engine(Engine):
         return bool(((ran > 0) & (ran < self.mesh.size())).any())
 
     def _before_reduce(self, group: private.Group) -> bool:
-        """Completes the gradients of a group that is about to be reduced."""
+        """Completes the gradients of a group that is about to be reduced.
+
+        A ``torch.autograd.grad`` of the user's own must leave everything as it is: gathered, and unreduced. So does a
+        plain ``loss.backward()`` under manual optimization, whose gradients are reduced when the optimizer steps.
+        """
+        if not self._in_backward:
+            return False
         if group.reduce_grads:
             params = private.trainable(group)
             if group in self._root_groups or any(private.has_grad(p) for p in params):
@@ -329,14 +378,16 @@ class Fsdp2Engine(Engine):
     def _require_same_units(self, ran: Tensor) -> None:
         partly = ((ran > 0) & (ran < self.mesh.size())).nonzero().flatten().tolist()
         if partly:
-            names = [self._plan.units[i].name for i in partly]
-            others = [u.name for u in self._plan.units[:-1] if u.name not in names]
-            raise ValueError(
-                f"stage={self.config.stage}: the units {', '.join(map(repr, names))} ran on some ranks only, so ranks"
-                " gathered different parameters and this step's gradients are wrong. Run them on every rank, or keep"
-                f" them out of the units, as units={others!r} does"
-                + (", or use stage=2." if self.device.type == "cpu" else ".")
-            )
+            self._refuse_different_units(partly)
+
+    def _refuse_different_units(self, indices: list[int]) -> None:
+        names = [self._plan.units[i].name for i in indices]
+        others = [u.name for u in self._plan.units[:-1] if u.name not in names]
+        raise ValueError(
+            f"stage={self.config.stage}: the units {', '.join(map(repr, names))} ran on some ranks only, or in another"
+            " order, but all ranks must gather the same parameters together. Run them on every rank, or keep them out"
+            f" of the units, as units={others!r} does" + (", or use stage=2." if self.device.type == "cpu" else ".")
+        )
 
     # -- optimizer -----------------------------------------------------------------------------------------------
 
@@ -348,7 +399,7 @@ class Fsdp2Engine(Engine):
             result = None if closure is None else closure()
             # Gradients of a plain loss.backward() under manual optimization, and gathered copies of old values.
             if any(private.has_grad(p) for g in self._groups for p in private.trainable(g)):
-                self._reduced = set()
+                self._reduced.clear()
                 with torch._C.DisableTorchFunction():
                     self._after_backward(deferred=False)
             self.settle()
@@ -380,7 +431,8 @@ class Fsdp2Engine(Engine):
 
     def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            grads: list[Tensor] = [p.grad for p in params if p.grad is not None]
             for shards in _by_dtype([local(grad) for grad in grads]):
                 torch._foreach_clamp_min_(shards, -clip_value)
                 torch._foreach_clamp_max_(shards, clip_value)

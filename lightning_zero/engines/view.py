@@ -59,6 +59,11 @@ class WholeView(TorchFunctionMode):
             return _assign(_SETTERS[func], *args)
         if name == "__get__":
             return func(*args) if func not in _VIEW_PROPERTIES else func(read_only(args[0]))
+        if name in ("register_hook", "register_post_accumulate_grad_hook") and args[0].is_leaf:
+            raise ValueError(
+                f"{name} on a sharded parameter would never be called: its gradient is made on the gathered parameter."
+                " Call register_hook before the run, in __init__ or configure_model, or use on_after_backward."
+            )
         if name in _METADATA or name in ("__set__", "__delete__"):
             return func(*args, **kwargs)
         if _is_in_place(name):

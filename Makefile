@@ -1,0 +1,42 @@
+# Needs Python 3.10+, make and the package registry; everything else is set up in .venv on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup train test test-full lint parity clean
+
+help: ## Show what can be made
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## Make .venv with the pinned versions
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	# torch by its pin and alone first: a range would select the largest build the registry has
+	$(BIN)/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet -c constraints.txt "setuptools>=77" wheel
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,examples]'
+	touch $@
+
+train: setup ## Train a small GPT under zero3 on two CPU processes (4 minutes)
+	$(BIN)/lightning-zero fit experiment=main_job
+
+lint: setup ## Ruff and mypy, as CI runs them
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint ## Lint, types and every test that fits into 20 minutes
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: lint ## The whole matrices too
+	$(BIN)/python -m pytest -m "full or not full"
+
+parity: setup ## Write docs/parity.md
+	$(BIN)/python benchmarks/parity.py > docs/parity.md.new && mv docs/parity.md.new docs/parity.md
+
+clean: ## Remove the environment and what runs have written
+	rm -rf $(VENV) build dist *.egg-info outputs multirun lightning_logs
