@@ -86,8 +86,9 @@ def run_command(command: str, cfg: Any) -> None:
     run_folder = Path(HydraConfig.get().runtime.output_dir)
     check_launcher(cfg)
     trainer = make_trainer(cfg, default_root_dir=str(run_folder))
-    launches = trainer.num_devices > 1 and not trainer.strategy.cluster_environment.creates_processes_externally
-    if HydraConfig.get().mode.name == "MULTIRUN" and launches:
+    environment = getattr(trainer.strategy, "cluster_environment", None)  # a single-device strategy has none
+    launches = trainer.num_devices > 1 and environment is not None and not environment.creates_processes_externally
+    if str(HydraConfig.get().mode) == "RunMode.MULTIRUN" and launches:
         raise ConfigError("--multirun: processes started by Lightning would sweep again; use trainer.devices=1.")
     if cfg.seed is not None:
         seed_everything(cfg.seed, workers=True, verbose=False)
@@ -143,7 +144,7 @@ def _children_end_with_us(trainer: Any) -> Iterator[None]:
     failed = []
     for process in _children(trainer):
         try:
-            code = process.wait(timeout=_CHILD_EXIT_SECONDS)
+            code: int | str = process.wait(timeout=_CHILD_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             code = "no end after " + f"{_CHILD_EXIT_SECONDS:.0f} s"
@@ -188,9 +189,8 @@ def _explain(error: BaseException, arguments: list[str]) -> str:
     lines = [str(error)]
     if error.__cause__ is not None and str(error.__cause__) not in str(error):
         lines.append(str(error.__cause__))
-    text = "\n".join(
+    return "\n".join(
         line
         for line in "\n".join(lines).splitlines()
         if not re.match(r"\s*(full_key|object_type|reference_type)", line)
     )
-    return text

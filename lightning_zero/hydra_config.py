@@ -1,8 +1,9 @@
 """Between Hydra and the library: typed schemas on the way in, plain objects on the way out. Floor 5.
 
 The schemas are derived from the dataclasses and signatures they stand for, so that there is one list of settings:
-``ZeroConfig`` for ``strategy=zero*``, ``lightning.Trainer.__init__`` for ``trainer=*``. Importing ``lightning_zero.conf``
-(which Hydra does when it meets ``pkg://lightning_zero.conf``) registers them, in this project's command and in anyone's
+``ZeroConfig`` for ``strategy=zero*``, ``lightning.Trainer.__init__`` for ``trainer=*``. Importing
+``lightning_zero.conf`` (which Hydra does when it meets ``pkg://lightning_zero.conf``) registers them, in this
+project's command and in anyone's
 app alike. The functions ``make_*`` are the only way out; no ``DictConfig`` passes them.
 """
 
@@ -50,13 +51,13 @@ def plain_type(hint: Any) -> Any:
         return schema_of(hint)
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return Union[tuple(dict.fromkeys(type(value) for value in args))]
+        return Union[tuple(dict.fromkeys(type(value) for value in args))]  # noqa: UP007  (built at run time)
     if origin in (Union, types.UnionType):
         members = list(dict.fromkeys(m for a in args for m in _members(plain_type(a))))
         if some := [m for m in members if dataclasses.is_dataclass(m)]:
             return some[0]
         checkable = Any not in members and (len(set(members) - {type(None)}) == 1 or set(members) <= _PRIMITIVE)
-        return Union[tuple(members)] if checkable else Any
+        return Union[tuple(members)] if checkable else Any  # noqa: UP007
     if origin is not None and isinstance(origin, type) and issubclass(origin, Sequence):
         return list[plain_type(args[0])]  # type: ignore[misc]
     return hint if hint in _PRIMITIVE else Any
@@ -168,9 +169,9 @@ def make_strategy(**settings: Any) -> ZeroStrategy | str:
 
 def make_zero_config(settings: Mapping[str, Any] | DictConfig) -> ZeroConfig:
     """A validated :class:`ZeroConfig` from the ``strategy`` group."""
-    settings = _plain(settings)
-    settings.pop("_target_", None)
-    checked = _checked(schema_of(ZeroConfig), settings, "strategy")
+    plain = _plain(settings)
+    plain.pop("_target_", None)
+    checked = _checked(schema_of(ZeroConfig), plain, "strategy")
     hints = get_type_hints(ZeroConfig)
     try:
         for name, value in checked.items():

@@ -239,8 +239,6 @@ class Fsdp2Engine(Engine):
                 self._require_same_order(-1)
         finally:
             self._in_step = False
-        self._in_backward = False
-        self._reduced: set[int] = set()
         if not torch.is_grad_enabled() or output is None or not self.automatic:
             self.settle()
         return output
@@ -418,7 +416,7 @@ class Fsdp2Engine(Engine):
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            shards = [local(p.grad) for p in params if isinstance(p, DTensor)]
+            shards = [local(p.grad) for p in params if isinstance(p, DTensor) and p.grad is not None]
             wholes = [p.grad for p in params if not isinstance(p, DTensor)]
             squared = _sum_of_squares(shards, self.device)
             if self.mesh.size() > 1:

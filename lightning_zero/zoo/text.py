@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
+from itertools import pairwise
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -43,7 +44,7 @@ class BytePairTokenizer:
         pairs: Counter[tuple[int, int]] = Counter()
         where: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # pair -> the words that may hold it
         for i, ids in enumerate(words):
-            for pair in zip(ids, ids[1:]):  # noqa: B905  # one shorter by design
+            for pair in pairwise(ids):
                 pairs[pair] += weights[i]
                 where[pair].add(i)
         merges: list[tuple[int, int]] = []
@@ -53,9 +54,9 @@ class BytePairTokenizer:
             merges.append(best)
             for i in where.pop(best):
                 before, words[i] = words[i], _merge(words[i], best, new_id)
-                for pair in zip(before, before[1:]):  # noqa: B905
+                for pair in pairwise(before):
                     pairs[pair] -= weights[i]
-                for pair in zip(words[i], words[i][1:]):  # noqa: B905
+                for pair in pairwise(words[i]):
                     pairs[pair] += weights[i]
                     where[pair].add(i)
             del pairs[best]
@@ -71,7 +72,7 @@ class BytePairTokenizer:
         if word not in self._words:
             ids = list(word.encode())
             while len(ids) > 1:
-                first = min(zip(ids, ids[1:]), key=lambda pair: self._rank.get(pair, math.inf))  # noqa: B905
+                first = min(pairwise(ids), key=lambda pair: self._rank.get(pair, math.inf))
                 if first not in self._rank:
                     break
                 ids = _merge(ids, first, self._rank[first])
