@@ -1,0 +1,87 @@
+"""Tells when a private part of ``fully_shard`` that we touch has moved: each is used here as the engine uses it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_zero.engines import fsdp2_private as private
+
+
+def _world_of_one(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+
+
+def _sharded():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = dist.init_device_mesh("cpu", (1,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    private.init_now(model)
+    return model
+
+
+def test_groups_hooks_and_gradients(tmp_path):
+    _world_of_one(tmp_path)
+    try:
+        model = _sharded()
+        (inner,), (outer,) = private.groups(model[0]), private.groups(model)
+        assert [len(list(private.registrations(g))) for g in (inner, outer)] == [2, 2]
+        seen = []
+        private.before_reduce(inner, lambda g: bool(seen.append([private.has_grad(p) for p in private.trainable(g)]) or 1))
+        private.before_reduce(outer, lambda g: False)  # left out
+        model(torch.ones(1, 4)).sum().backward()
+        assert seen == [[True, True]]
+        assert all(isinstance(p.grad, DTensor) for p in model[0].parameters())
+        assert all(p.grad is None for g in [outer] for p, _ in private.registrations(g))
+        assert all(private.has_grad(p) for p in private.trainable(outer))
+        private.reduce_now(outer)
+        assert all(p.grad is not None for p, _ in private.registrations(outer))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_requires_grad_follows_and_forwards_are_forgotten(tmp_path):
+    _world_of_one(tmp_path)
+    try:
+        model = _sharded()
+        (outer,) = private.groups(model)
+        model.unshard()
+        assert private.is_gathered(outer)
+        for sharded, _ in private.registrations(outer):
+            sharded.requires_grad_(False)
+        private.follow_requires_grad(outer)
+        assert not any(p.requires_grad for p in model[1].parameters())
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+        private.forget_forwards(model)
+        assert not model._get_fsdp_state()._comm_ctx.post_forward_order
+    finally:
+        dist.destroy_process_group()
+
+
+def test_undo_leaves_an_ordinary_module_that_can_be_sharded_again(tmp_path):
+    _world_of_one(tmp_path)
+    try:
+        model = _sharded()
+        for unit in (model[0], model):
+            for group in private.groups(unit):
+                for sharded, places in list(private.registrations(group)):
+                    for module, name in places:
+                        setattr(module, name, nn.Parameter(sharded.full_tensor().detach()))
+            private.undo(unit)
+        assert type(model) is nn.Sequential
+        assert not any(isinstance(m, FSDPModule) for m in model.modules())
+        assert not any("fsdp" in key for m in model.modules() for key in vars(m))
+        copy.deepcopy(model)
+        pickle.loads(pickle.dumps(model))
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,107 @@
+"""Which modules become units: repeated blocks, by name, never at the price of a tied or an unsplittable parameter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.units import ROOT, plan_units
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+    def forward(self, x):
+        return x + self.mlp(x)
+
+
+class Coder(Block):
+    def encode(self, x):
+        return self.mlp(x)
+
+
+class Model(nn.Module):
+    def __init__(self, block=Block) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.heads = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Linear(4, 2)})
+
+
+def _names(plan):
+    return [u.name for u in plan.units]
+
+
+def test_repeated_blocks_are_units_and_alternatives_are_not():
+    plan = plan_units(Model())
+    assert _names(plan) == ["blocks.0", "blocks.1", "blocks.2", ROOT]
+    assert set(plan.units[-1].parameters) == {
+        f"{m}.{p}" for m in ("stem", "heads.a", "heads.b") for p in ("weight", "bias")
+    }
+
+
+def test_small_blocks_stay_with_the_root():
+    assert _names(plan_units(Model(), min_unit_numel=10_000)) == [ROOT]
+
+
+def test_blocks_with_methods_beside_forward_give_way_to_their_children():
+    names = _names(plan_units(Model(Coder)))
+    assert "blocks.0" not in names
+    assert "blocks.0.mlp.0" in names
+
+
+def test_every_parameter_has_one_place():
+    model = Model()
+    plan = plan_units(model)
+    placed = [n for u in plan.units for n in u.parameters] + list(plan.replicated)
+    assert sorted(placed) == sorted(n for n, _ in model.named_parameters())
+
+
+def test_tied_parameter_goes_to_the_lowest_module_around_all_users():
+    model = Model()
+    model.blocks[0].mlp[0].weight = model.blocks[1].mlp[0].weight
+    plan = plan_units(model)
+    assert _names(plan) == ["blocks.2", ROOT]
+    assert "blocks.0.mlp.0.weight" in plan.units[-1].parameters
+
+
+def test_units_by_class_name_and_by_pattern():
+    assert _names(plan_units(Model(), ["Block"]))[:-1] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert set(_names(plan_units(Model(), ["blocks.[02]", "stem"]))) == {"blocks.0", "blocks.2", "stem", ROOT}
+    assert _names(plan_units(Model(), [])) == [ROOT]
+
+
+@pytest.mark.parametrize("pattern", ["Blok", "layers.*", "blocks"])
+def test_a_pattern_that_matches_nothing_names_what_would(pattern):
+    with pytest.raises(ValueError, match=rf"units=\['{pattern}'\].*Block"):
+        plan_units(Model(), [pattern])
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        nn.Parameter(torch.tensor(1.0)),
+        nn.Parameter(torch.empty(0, 3)),
+        nn.Parameter(torch.randn(4, 4).t()),
+        nn.Parameter(torch.randn(3, dtype=torch.float64)),
+    ],
+    ids=["0-dim", "empty", "non-contiguous", "dtype"],
+)
+def test_unsplittable_parameters_are_replicated(odd):
+    model = Model()
+    model.blocks[1].odd = odd
+    assert list(plan_units(model).replicated) == ["blocks.1.odd"]
+
+
+def test_norm_classes_can_be_kept_whole():
+    model = Model()
+    model.norm = nn.BatchNorm1d(4)
+    assert list(plan_units(model, keep_whole=[nn.BatchNorm1d]).replicated) == ["norm.weight", "norm.bias"]
+
+
+def test_table_counts_bytes():
+    rows = plan_units(Model()).table().splitlines()
+    assert rows[1].split() == ["blocks.0", "Block", "4", "40", "160"]
