@@ -1,0 +1,98 @@
+"""Each precision stores, gathers and reduces in the dtypes it promises, and trains as DDP does.
+
+What a failure localises: the dtypes seen inside and outside a step belong to ``precision.DtypePolicy``; a difference
+from DDP under ``*-true`` to the engine; a step that one rank took and another skipped to ``ZeroMixedPrecision``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_zero.engines.view import local
+from tests.helpers import zoo
+
+TOLERANCE = {
+    "32-true": 1e-5,
+    "64-true": 1e-5,
+    # Every rank rounds its shard's update as DDP rounds the whole one; sums over ranks round once more.
+    "bf16-true": 2e-2,
+    # DDP casts each weight when an operator wants it, we gather it cast: what is no matmul also sees bf16 weights.
+    "bf16-mixed": 3e-2,
+}
+
+
+class Seen(zoo.Zoo):
+    """Notes dtypes where users meet them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.strategy.__class__.__name__ == "ZeroStrategy":
+            self.extra["gathered"] = torch.zeros((), dtype=self.net.stem.weight.dtype)
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        p = optimizer.param_groups[0]["params"][0]
+        self.extra["stored"] = torch.zeros((), dtype=p.dtype)
+        self.extra["grad"] = torch.zeros((), dtype=p.grad.dtype)
+
+
+def _fit(strategy: Any, precision: str) -> tuple[list[float], dict[str, Any], dict[str, torch.dtype]]:
+    torch.manual_seed(3)
+    module = Seen()
+    trainer = zoo.make_trainer(strategy, precision=precision)
+    trainer.fit(module, DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
+    weights = {name: value.double() for name, value in module.state_dict().items()}
+    return module.losses, weights, {name: value.dtype for name, value in module.extra.items()}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", TOLERANCE)
+def test_trains_as_ddp_in_the_promised_dtypes(ranks2, precision, stage):
+    reference, result = ranks2(_fit, "ddp", precision), ranks2(_fit, {"stage": stage, "min_unit_numel": 1}, precision)
+    stored = {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
+    gathered = torch.bfloat16 if precision == "bf16-mixed" else stored
+    for (losses, weights, dtypes), (expected, expected_weights, _) in zip(result, reference, strict=True):
+        assert dtypes == {"gathered": gathered, "stored": stored, "grad": stored}
+        assert losses == pytest.approx(expected, rel=TOLERANCE[precision])
+        for name, value in expected_weights.items():
+            gap = (weights[name] - value).abs().max() / value.abs().max()
+            assert gap < TOLERANCE[precision] * 3, (name, gap)
+
+
+class Overflows(zoo.Zoo):
+    """In the second step rank 1 alone finds an infinite gradient on its shard."""
+
+    def on_after_backward(self) -> None:
+        if len(self.losses) == 2 and self.global_rank == 1:
+            weight = self.net.stem.weight
+            assert isinstance(weight.grad, DTensor)
+            local(weight.grad)[0, 0] = float("inf")
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        # read through the strategy: a hook sees whole weights, the same on all ranks
+        self.extra[f"after {len(self.losses)}"] = self.net.stem.weight.detach().clone()
+
+
+def _fit_with_scaler(stage: int) -> tuple[dict[str, torch.Tensor], float]:
+    torch.manual_seed(3)
+    module = Overflows()
+    # Lightning gives the CPU no fp16 plugin, so it is made by hand
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
+    trainer = zoo.make_trainer({"stage": stage, "min_unit_numel": 1}, plugins=[plugin], max_steps=3)
+    trainer.fit(module, DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
+    return module.extra, trainer.precision_plugin.scaler.get_scale()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_overflow_on_one_rank_makes_all_skip(ranks2, stage):
+    results = ranks2(_fit_with_scaler, stage)
+    for extra, scale in results:
+        assert torch.equal(extra["after 1"], extra["after 2"])
+        assert not torch.equal(extra["after 2"], extra["after 3"])
+        assert scale == 512.0  # halved once
+        assert all(torch.equal(extra[key], results[0][0][key]) for key in extra)
