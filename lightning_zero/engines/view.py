@@ -72,7 +72,7 @@ class WholeView(TorchFunctionMode):
             if _any_sharded(args[:1]):
                 return _write(func, name, args, kwargs)
         if name.endswith("_like"):
-            return func(torch.empty_like(_stand_in(args[0])), *args[1:], **kwargs)
+            return func(*_map(_stand_in, args), **kwargs)
         read = read_only if name in _VIEWS else whole
         return func(*_map(read, args), **{key: _map(read, [value])[0] for key, value in kwargs.items()})
 
@@ -138,7 +138,8 @@ def _is_in_place(name: str) -> bool:
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").to(local(tensor).device)
+    """Enough of a whole tensor for functions that read only its shape, dtype and device."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=local(tensor).device)
 
 
 def _assign(attribute: str, target: Tensor, value: Tensor | None) -> None:

@@ -34,7 +34,9 @@ def test_groups_hooks_and_gradients(tmp_path):
         (inner,), (outer,) = private.groups(model[0]), private.groups(model)
         assert [len(list(private.registrations(g))) for g in (inner, outer)] == [2, 2]
         seen = []
-        private.before_reduce(inner, lambda g: bool(seen.append([private.has_grad(p) for p in private.trainable(g)]) or 1))
+        private.before_reduce(
+            inner, lambda g: bool(seen.append([private.has_grad(p) for p in private.trainable(g)]) or 1)
+        )
         private.before_reduce(outer, lambda g: False)  # left out
         model(torch.ones(1, 4)).sum().backward()
         assert seen == [[True, True]]

@@ -1,0 +1,157 @@
+"""User code that meets a sharded parameter computes what it would on the whole one, or is told what to do.
+
+Each row is run on every rank on a parameter of 5 x 3 elements in two uneven shards and on a plain copy; ``DTensor``
+alone gets most of these wrong (``p.norm().item()`` is this rank's norm) or refuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lightning_zero.engines.view import WholeView, local
+
+OTHER = torch.arange(15.0).view(5, 3) / 7
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "norm": lambda p: p.norm().item(),
+    "grad norm": lambda p: p.grad.data.norm(2).item(),
+    "largest": lambda p: float(p.abs().max()),
+    "is finite": lambda p: bool(torch.isfinite(p.detach()).all()),
+    "quantile": lambda p: p.detach().quantile(0.3),
+    "histogram": lambda p: torch.histc(p.detach(), bins=4),
+    "with a plain tensor": lambda p: (p + OTHER).detach(),
+    "plain first": lambda p: (OTHER * p).detach(),
+    "into a plain tensor": lambda p: OTHER.clone().lerp_(p.detach(), 0.25),
+    "copied into a plain tensor": lambda p: torch.empty(5, 3).copy_(p.detach()),
+    "numpy": lambda p: p.detach().cpu().numpy().sum().item(),
+    "list": lambda p: p.tolist(),
+    "row": lambda p: p[4].detach().clone(),
+    "transposed": lambda p: (p.T @ OTHER).detach(),
+    "flat": lambda p: p.detach().reshape(-1).sum(),
+    "like": lambda p: torch.zeros_like(p),
+    "vector": lambda p: nn.utils.parameters_to_vector([p]).detach(),
+    "joint norm": lambda p: torch.stack([p.norm(), p.grad.norm()]).norm().item(),
+    "foreach": lambda p: torch._foreach_norm([p.detach(), p.grad])[1].item(),
+    "clone": lambda p: p.detach().clone().mul_(2),
+}
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "clamp data": lambda p: p.data.clamp_(-0.2, 0.2),
+    "scale": lambda p: p.mul_(0.5),
+    "add plain": lambda p: p.add_(OTHER, alpha=0.1),
+    "copy plain": lambda p: p.copy_(OTHER),
+    "lerp plain": lambda p: p.lerp_(OTHER, 0.3),
+    "item": lambda p: p.__setitem__((4, 1), 9.0),
+    "fill": lambda p: nn.init.constant_(p, 0.25),
+    "assign data": lambda p: setattr(p, "data", OTHER.clone()),
+    "masked": lambda p: p.masked_fill_(p > 0, 1.0),
+    "cumulative": lambda p: p.cumsum_(0),
+    "by norm": lambda p: p.div_(p.norm()),
+    "foreach": lambda p: torch._foreach_mul_([p], 0.5),
+    "grad": lambda p: p.grad.clamp_(max=0.1),
+    "assign grad": lambda p: setattr(p, "grad", OTHER.clone()),
+    "clip": lambda p: nn.utils.clip_grad_norm_([p], 0.1),
+    "from vector": lambda p: nn.utils.vector_to_parameters(torch.arange(15.0), [p]),
+}
+
+
+@contextmanager
+def _pair() -> Iterator[tuple[Tensor, Tensor]]:
+    """A parameter with a gradient, sharded and plain, in a process group of this job."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    try:
+        generator = torch.Generator().manual_seed(1)
+        value, grad = torch.randn(5, 3, generator=generator), torch.randn(5, 3, generator=generator)
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        sharded = nn.Parameter(distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None))
+        sharded.grad = distribute_tensor(grad, mesh, [Shard(0)], src_data_rank=None)
+        plain = nn.Parameter(value.clone())
+        plain.grad = grad.clone()
+        yield sharded, plain
+    finally:
+        dist.destroy_process_group()
+
+
+def _read(name: str) -> None:
+    with _pair() as (sharded, plain):
+        with WholeView():
+            value = READS[name](sharded)
+        reference = READS[name](plain)
+        assert type(value) is type(reference)
+        assert not isinstance(value, DTensor)
+        torch.testing.assert_close(value, reference)
+
+
+def _write(name: str) -> None:
+    with _pair() as (sharded, plain), torch.no_grad():
+        storage = local(sharded).data_ptr()
+        with WholeView():
+            WRITES[name](sharded)
+        WRITES[name](plain)
+        assert isinstance(sharded, DTensor)
+        assert local(sharded).data_ptr() == storage  # the engine gathers from this memory
+        torch.testing.assert_close(sharded.full_tensor(), plain.detach())
+        torch.testing.assert_close(sharded.grad.full_tensor(), plain.grad)
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_are_whole(ranks2, name):
+    ranks2(_read, name)
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_are_kept(ranks2, name):
+    ranks2(_write, name)
+
+
+def _write_to_a_view() -> list[str]:
+    errors = []
+    with _pair() as (sharded, _), WholeView(), torch.no_grad():
+        for write in (lambda: sharded[0].zero_(), lambda: sharded.view(-1).mul_(2), lambda: sharded.T.add_(1)):
+            try:
+                write()
+            except RuntimeError as error:
+                errors.append(str(error))
+    return errors
+
+
+def test_a_write_that_would_be_lost_raises(ranks2):
+    assert [len(errors) for errors in ranks2(_write_to_a_view)] == [3, 3]
+
+
+def _gradient() -> None:
+    """Each rank's use of a whole parameter counts with its share, as DDP's average does."""
+    with _pair() as (sharded, plain):
+        sharded.grad = plain.grad = None
+        weight = float(dist.get_rank() + 1)
+        with WholeView():
+            loss = (sharded * OTHER).sum() * weight
+        loss.backward()
+        mean = sum(range(1, dist.get_world_size() + 1)) / dist.get_world_size()
+        torch.testing.assert_close(sharded.grad.full_tensor(), OTHER * mean)
+
+
+def test_gradients_are_averaged(ranks2):
+    ranks2(_gradient)
+
+
+def _late_hook() -> str:
+    with _pair() as (sharded, _), WholeView():
+        try:
+            sharded.register_hook(print)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_a_hook_that_would_never_be_called_is_refused(ranks2):
+    assert all("before the run" in text for text in ranks2(_late_hook))
