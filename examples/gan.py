@@ -55,7 +55,9 @@ class Gan(L.LightningModule):
             self.log("radius", self(torch.randn(256, 4, device=self.device)).norm(dim=1).mean(), sync_dist=True)
 
     def configure_optimizers(self):
-        return [torch.optim.Adam(m.parameters(), lr=2e-3, betas=(0.5, 0.9)) for m in (self.generator, self.discriminator)]
+        return [
+            torch.optim.Adam(m.parameters(), lr=2e-3, betas=(0.5, 0.9)) for m in (self.generator, self.discriminator)
+        ]
 
 
 def main() -> None:

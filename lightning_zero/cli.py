@@ -189,6 +189,11 @@ def _explain(error: BaseException, arguments: list[str]) -> str:
     lines = [str(error)]
     if error.__cause__ is not None and str(error.__cause__) not in str(error):
         lines.append(str(error.__cause__))
+    lines += [
+        f"strategy.offload is a group of settings: use strategy/offload={match[1]}."
+        for match in (re.fullmatch(r"\+{0,2}strategy\.offload=(\w+)", argument) for argument in arguments)
+        if match
+    ]
     return "\n".join(
         line
         for line in "\n".join(lines).splitlines()

@@ -174,10 +174,10 @@ class PythonTopics(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         blocks = Blocks(self.train_tokens, self.block_size, jitter=True)
-        return DataLoader(blocks, self.batch_size, shuffle=True, drop_last=True)
+        return DataLoader(blocks, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(Blocks(self.held_out_tokens, self.block_size), self.batch_size)
+        return DataLoader(Blocks(self.held_out_tokens, self.block_size), batch_size=self.batch_size)
 
     def test_dataloader(self) -> DataLoader[Tensor]:
         return self.val_dataloader()
