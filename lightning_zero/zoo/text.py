@@ -112,8 +112,20 @@ class Blocks(Dataset[Tensor]):
         return self.tokens[start : start + self.block_size + 1]
 
 
+def split_topics(page_paragraphs: int = 20, every: int = 10) -> tuple[str, str]:
+    """Training and held-out text: every tenth page of twenty paragraphs is held out.
+
+    The topics repeat each other, so a paragraph counts where it stands first: none is on both sides.
+    """
+    paragraphs = list(dict.fromkeys(p for name in sorted(topics) for p in re.split(r"\n\s*\n", topics[name])))
+    sides: tuple[list[str], list[str]] = ([], [])
+    for i, paragraph in enumerate(paragraphs):
+        sides[i // page_paragraphs % every == every - 1].append(paragraph)
+    return "\n\n".join(sides[0]), "\n\n".join(sides[1])
+
+
 class PythonTopics(LightningDataModule):
-    """The help texts of ``pydoc_data.topics`` (some 465 kB), every tenth topic held out.
+    """The help texts of ``pydoc_data.topics`` (some 465 kB), a tenth of it held out.
 
     Args:
         block_size: Tokens per sample.
@@ -147,9 +159,7 @@ class PythonTopics(LightningDataModule):
     def setup(self, stage: str) -> None:
         if self.tokenizer is not None:
             return
-        names = sorted(topics)
-        train = "\n\n".join(topics[name] for i, name in enumerate(names) if i % 10 != 9)[: self.max_characters]
-        held_out = "\n\n".join(topics[name] for i, name in enumerate(names) if i % 10 == 9)[: self.max_characters]
+        train, held_out = (text[: self.max_characters] for text in split_topics())
         self.tokenizer = self._hf() or BytePairTokenizer.train(train, self.vocab_size)
         self.train_tokens = torch.tensor(self.tokenizer.encode(train))
         self.held_out_tokens = torch.tensor(self.tokenizer.encode(held_out))
