@@ -117,7 +117,9 @@ def split_topics(page_paragraphs: int = 20, every: int = 10) -> tuple[str, str]:
 
     The topics repeat each other, so a paragraph counts where it stands first: none is on both sides.
     """
-    paragraphs = list(dict.fromkeys(p for name in sorted(topics) for p in re.split(r"\n\s*\n", topics[name])))
+    paragraphs = list(
+        dict.fromkeys(p for name in sorted(topics) for p in re.split(r"\n\s*\n", topics[name].strip("\n")))
+    )
     sides: tuple[list[str], list[str]] = ([], [])
     for i, paragraph in enumerate(paragraphs):
         sides[i // page_paragraphs % every == every - 1].append(paragraph)
