@@ -186,16 +186,16 @@ def _exit_with(message: str) -> None:
 
 def _explain(error: BaseException, arguments: list[str]) -> str:
     """The message of ``error`` with, where one is known, the override that would have worked."""
-    lines = [str(error)]
+    from lightning_zero.hydra_config import hint
+
+    lines = str(error).splitlines()
     if error.__cause__ is not None and str(error.__cause__) not in str(error):
-        lines.append(str(error.__cause__))
-    lines += [
-        f"strategy.offload is a group of settings: use strategy/offload={match[1]}."
-        for match in (re.fullmatch(r"\+{0,2}strategy\.offload=(\w+)", argument) for argument in arguments)
-        if match
-    ]
-    return "\n".join(
-        line
-        for line in "\n".join(lines).splitlines()
-        if not re.match(r"\s*(full_key|object_type|reference_type)", line)
+        lines += str(error.__cause__).splitlines()
+    hints = [text for text in map(hint, arguments) if text]
+    # The schemas are closed: Hydra's advice to append a key with + leads nowhere, ours to the key that was meant.
+    unwanted = (
+        r"\s*(full_key|object_type|reference_type|To append to your config use)"
+        if hints
+        else (r"\s*(full_key|object_type|reference_type)")
     )
+    return "\n".join([*(line for line in lines if not re.match(unwanted, line)), *hints])

@@ -3,8 +3,8 @@
 The schemas are derived from the dataclasses and signatures they stand for, so that there is one list of settings:
 ``ZeroConfig`` for ``strategy=zero*``, ``lightning.Trainer.__init__`` for ``trainer=*``. Importing
 ``lightning_zero.conf`` (which Hydra does when it meets ``pkg://lightning_zero.conf``) registers them, in this
-project's command and in anyone's
-app alike. The functions ``make_*`` are the only way out; no ``DictConfig`` passes them.
+project's command and in anyone's app alike. The functions ``make_*`` are the only way out; no ``DictConfig`` passes
+them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import re
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -29,8 +30,6 @@ from lightning_zero.strategy import ZeroStrategy
 
 _OF_GROUPS = ("strategy", "callbacks")
 """Arguments of the Trainer that are groups of their own."""
-
-
 _PRIMITIVE = {int, float, bool, str, type(None)}
 
 
@@ -151,6 +150,31 @@ def register_configs() -> None:
         store.store(name=f"_{name}_schema", node=schema, provider="lightning_zero")
 
 
+def hint(override: str) -> str | None:
+    """What to write instead of a command-line override that names a group's insides wrongly; ``None`` where it is
+    right, or not known to be wrong."""
+    match = re.fullmatch(r"(?:\+{0,2}|~)(strategy|trainer)\.(\w+)(?:=(.*))?", override)
+    if not match:
+        return None
+    where, name, value = match.groups()
+    if where == "strategy" and name == "offload":
+        return f"strategy.offload is a group of settings: use strategy/offload={value}."
+    if where == "trainer" and name in _OF_GROUPS:
+        return f"{name} is a group of its own: use {name}={value}."
+    schemas = [trainer_schema()] if where == "trainer" else [schema_of(ZeroConfig), LightningStrategy]
+    known = [name for schema in schemas for name in _settings(schema)]
+    return None if name in (*known, "_target_") else f"{where}.{name} is no setting; {_repair(where, name, known)}"
+
+
+def _settings(schema: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(schema) if f.name != "_target_"]
+
+
+def _repair(where: str, name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {where}.{close[0]}?" if close else f"known: {', '.join(known)}."
+
+
 # -- the way out -----------------------------------------------------------------------------------------------------
 
 
@@ -247,12 +271,10 @@ def _plain(node: Any) -> Any:
 
 
 def _checked(schema: type, settings: dict[str, Any], where: str) -> dict[str, Any]:
-    known = [f.name for f in dataclasses.fields(schema)]
+    known = _settings(schema)
     for name, value in settings.items():
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {where}.{close[0]}?" if close else f"known: {', '.join(known)}."
-            raise ConfigError(f"{where}.{name}={value!r} is not a setting; {hint}")
+        if name not in known and name != "_target_":
+            raise ConfigError(f"{where}.{name}={value!r} is not a setting; {_repair(where, name, known)}")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(schema), settings)
         return OmegaConf.to_container(merged, resolve=True)  # type: ignore[return-value]

@@ -28,7 +28,8 @@ class CausalLM(LightningModule):
 
     Args:
         name: Model type for a config (``"gpt2"``), or name or path of a pretrained model.
-        pretrained: ``from_pretrained(name)`` where a hub or the disk has it; else weights are made from the config.
+        pretrained: ``from_pretrained(name)`` where a hub or the disk has it; where not, and by default, random weights
+            are made from the config.
         learning_rate: Of AdamW.
         config: Overrides of the model's config, such as ``n_layer`` or ``vocab_size``.
     """
@@ -46,9 +47,13 @@ class CausalLM(LightningModule):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         overrides = dict(config or {})
+        self.model: Any = None
         if pretrained:
-            self.model = AutoModelForCausalLM.from_pretrained(name, **overrides)
-        else:
+            try:
+                self.model = AutoModelForCausalLM.from_pretrained(name, **overrides)
+            except OSError as error:  # the architecture is the same, so ranks that decide differently still agree
+                rank_zero_info(f"{name!r} cannot be fetched ({type(error).__name__}): starting from random weights.")
+        if self.model is None:
             self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **overrides))
         self.model.train()  # from_pretrained leaves it in eval mode
 
