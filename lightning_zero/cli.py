@@ -26,6 +26,8 @@ COMMANDS = {
     "test": "run its test data through it",
     "predict": "run its predict data through it and store the results, one file per rank",
 }
+TOOLS = {"convert": "turn a checkpoint into another form"}
+"""Commands with ordinary arguments."""
 _CHILD_EXIT_SECONDS = 60.0
 """How long rank 0 waits, after its own end, for the processes it started."""
 
@@ -50,7 +52,41 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
-    parser.parse_args(arguments)  # --help, --version, or an error: no command was given
+    _add_convert(commands.add_parser("convert", help=TOOLS["convert"], description=_convert.__doc__))
+    parsed = parser.parse_args(arguments)  # or --help, --version, an error: no command was given
+    parsed.run(parsed)
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    from lightning_zero.checkpoint.layout import FORMATS
+
+    parser.add_argument("source", help="a checkpoint: file, sharded folder or fsspec URL")
+    parser.add_argument("target", help="what to write; must not exist yet")
+    parser.add_argument("--format", choices=FORMATS, help="default: the form that SOURCE does not have")
+    parser.add_argument("--prefix", help="safetensors: what to take off the names (default: the only child's name)")
+    parser.add_argument("--config", help="safetensors: a config.json to put beside the weights")
+    parser.add_argument(
+        "--no-weights-only", action="store_true", help="unpickle anything SOURCE holds; only if you trust its origin"
+    )
+    parser.set_defaults(run=_convert)
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    """Turns a checkpoint into another form, without an accelerator and with one tensor in memory at a time."""
+    from lightning_zero.checkpoint.convert import convert
+
+    try:
+        form = convert(
+            arguments.source,
+            arguments.target,
+            arguments.format,
+            weights_only=not arguments.no_weights_only,
+            prefix=arguments.prefix,
+            config=arguments.config,
+        )
+    except (OSError, RuntimeError) as error:
+        _exit_with(str(error))
+    print(f"{arguments.target} ({form})")
 
 
 def _run_hydra(command: str, arguments: list[str]) -> None:

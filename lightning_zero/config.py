@@ -14,6 +14,7 @@ from typing import Any
 STAGES = (1, 2, 3)
 ENGINES = ("fsdp2",)
 OFFLOAD_TARGETS = ("none", "cpu", "nvme")
+CHECKPOINTS = ("file", "sharded", "sharded-async")
 AFTER_FIT = ("auto", "whole", "sharded")
 
 
@@ -55,6 +56,9 @@ class ZeroConfig:
     after_fit: str = "auto"
     """``"whole"`` gives every rank plain full parameters when the run ends, ``"sharded"`` leaves the shards,
     ``"auto"`` takes whole where host memory allows."""
+    checkpoint: str = "file"
+    """``"file"`` writes what Lightning writes under DDP, ``"sharded"`` a directory that each rank writes its part of,
+    ``"sharded-async"`` the same while training goes on. All are read whatever is set here."""
     process_group_backend: str | None = None
     """``torch.distributed`` backend; ``None`` is the device's own (NCCL on CUDA, gloo on CPU)."""
     timeout_seconds: float = 1800.0
@@ -77,6 +81,7 @@ class ZeroConfig:
         _boolean("find_unused_parameters", self.find_unused_parameters)
         _boolean("broadcast_buffers", self.broadcast_buffers)
         _one_of("after_fit", self.after_fit, AFTER_FIT)
+        _one_of("checkpoint", self.checkpoint, CHECKPOINTS)
         if self.process_group_backend is not None and not isinstance(self.process_group_backend, str):
             raise ValueError(
                 f"process_group_backend={self.process_group_backend!r}: use a name such as 'gloo' or 'nccl', or None."

@@ -137,6 +137,18 @@ class ZeroMixedPrecision(_OnShards, MixedPrecision):
         for found_inf in state["found_inf_per_device"].values():
             self.engine.any_rank(found_inf)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: Lightning would file the scaler under our class's name, where DDP does not look for it."""
+        return {}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.scaler is not None:
+            checkpoint[MixedPrecision.__qualname__] = self.scaler.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if MixedPrecision.__qualname__ in checkpoint:
+            self.load_state_dict(checkpoint[MixedPrecision.__qualname__])
+
     def dtype_policy(self) -> DtypePolicy:
         dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
         return DtypePolicy(param_dtype=dtype, reduce_dtype=torch.float32)

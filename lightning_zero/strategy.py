@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback
 from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -25,10 +26,15 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint import directory, file
+from lightning_zero.checkpoint.layout import EXTRA
+from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
+from lightning_zero.collectives import Meeting
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine, require
 from lightning_zero.engines.view import WholeView
 from lightning_zero.precision import DtypePolicy, adapt_precision
+from lightning_zero.resume import Resume, collect, follow, leave_finished_epoch
 
 _BETWEEN_MICRO_BATCHES = ("on_after_backward", "on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
 """Hooks that can look at the module after one micro-batch and before the next."""
@@ -80,6 +86,15 @@ class ZeroStrategy(DDPStrategy):
         self._view: WholeView | None = None
         self._failed = False
         self._loops: list[tuple[Any, bool]] = []
+        self._meeting: Meeting | None = None
+        self._dumping = False  # Lightning collects a checkpoint: only rank 0 needs its values
+        self._loaded: Loaded | None = None
+        self._background: BackgroundSaver | None = None
+        if self.config.checkpoint != "file" and checkpoint_io is not None:
+            raise ValueError(
+                f"checkpoint={self.config.checkpoint!r} with a CheckpointIO plugin ({type(checkpoint_io).__name__}):"
+                " plugins write the one-file form; use checkpoint='file' or no plugin."
+            )
 
     # -- what Lightning asks of a strategy by its type ------------------------------------------------------------
 
@@ -138,6 +153,7 @@ class ZeroStrategy(DDPStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._follow_dumps(trainer)
         if self.engine is not None:  # after configure_optimizers: states made there are shards, like their parameters
             self._view = WholeView()
             self._view.__enter__()
@@ -171,7 +187,15 @@ class ZeroStrategy(DDPStrategy):
             self._loops.append((loop, loop.inference_mode))
             loop.inference_mode = False
 
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._meeting is not None:
+            self._meeting.close()
+        # Before set-up: checkpoints are loaded into the module while it is still whole.
+        self._meeting = Meeting(self.config.timeout_seconds)
+
     def teardown(self) -> None:
+        self._end_saving()
         for loop, inference_mode in self._loops:
             loop.inference_mode = inference_mode
         self._loops.clear()
@@ -224,6 +248,15 @@ class ZeroStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         if self.engine is not None:
             self.engine.check_parameters()
+        if self._loaded is not None:
+            assert self.lightning_module is not None
+            Resume(self._loaded.content, self.meeting).apply(self.lightning_module.trainer)
+            self._forget_loaded()
+
+    def process_dataloader(self, dataloader: object) -> object:
+        module = self.lightning_module
+        training = module is not None and module.trainer.training
+        return follow(dataloader) if training else dataloader
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
@@ -280,11 +313,25 @@ class ZeroStrategy(DDPStrategy):
 
     # -- state ---------------------------------------------------------------------------------------------------
 
+    @property
+    def meeting(self) -> Meeting:
+        """Where the ranks agree on what is no engine's business."""
+        assert self._meeting is not None
+        return self._meeting
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state on the CPU, in its own names, on every rank (collective)."""
+        """The whole module's state on the CPU, in its own names, on every rank (collective).
+
+        Raises:
+            RuntimeError: If not all ranks make this call within ``timeout_seconds``.
+        """
         if self.engine is None:
             return super().lightning_module_state_dict()
-        return self.engine.full_state_dict()
+        if not self._dumping:
+            self.meeting.meet("strategy.lightning_module_state_dict()")
+            return self.engine.full(self.engine.sharded_state_dict())
+        state = self.engine.sharded_state_dict()
+        return state if self._saves_shards else self.engine.full(state, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` with whole tensors, as DDP would have it (collective)."""
@@ -292,14 +339,140 @@ class ZeroStrategy(DDPStrategy):
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if engine is None:
             return super().optimizer_state(optimizer)
-        return engine.full_optimizer_state(optimizer)
+        if not self._dumping:
+            self.meeting.meet("strategy.optimizer_state()")
+        state = engine.sharded_optimizer_state(optimizer)
+        if self._dumping and self._saves_shards:
+            return state
+        return engine.full(state, keep=self.is_global_zero or not self._dumping)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self.engine is None:
             super().load_optimizer_state_dict(checkpoint)
             return
+        assert self.lightning_module is not None
+        leave_finished_epoch(self.lightning_module.trainer.fit_loop)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self.engine.load_optimizer_state(getattr(optimizer, "_optimizer", optimizer), state)
+
+    @contextmanager
+    def full_parameters(self, module: nn.Module | None = None, modify: bool = False) -> Generator[None, None, None]:
+        """``module`` holds whole, plain parameters for a while, on every rank (collective).
+
+        Args:
+            module: The LightningModule of this run; any other is refused.
+            modify: What rank 0 writes to them becomes everybody's. Without it, writing raises.
+
+        Raises:
+            RuntimeError: If not all ranks make this call within ``timeout_seconds``; if parameters were written to
+                without ``modify``.
+        """
+        if module is not None and module is not self.lightning_module:
+            raise ValueError(
+                f"full_parameters({type(module).__name__}): only the LightningModule of this run is sharded; pass it,"
+                " and read its submodules inside."
+            )
+        if self.engine is None:
+            yield
+            return
+        self.meeting.meet("strategy.full_parameters()")
+        with self.engine.full_parameters(modify):
+            yield
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    @property
+    def _saves_shards(self) -> bool:
+        return self.config.checkpoint != "file"
+
+    def _follow_dumps(self, trainer: Any) -> None:
+        """Tells Lightning's own collecting of a checkpoint from a user's call of the methods above.
+
+        Private: Lightning calls nothing of a strategy when it begins to collect.
+        """
+        connector = trainer._checkpoint_connector
+        dump = type(connector).dump_checkpoint
+
+        def dump_checkpoint(weights_only: bool | None = None) -> dict[str, Any]:
+            self.meeting.meet("trainer.save_checkpoint()")
+            self._dumping = True
+            try:
+                return dump(connector, weights_only)
+            finally:
+                self._dumping = False
+
+        connector.dump_checkpoint = dump_checkpoint
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes ``checkpoint`` in the form that the config says (collective).
+
+        Raises:
+            CheckpointError: On every rank, if it cannot be written; the checkpoint before it is untouched.
+        """
+        assert self.lightning_module is not None
+        path = os.fspath(filepath)
+        with torch._C.DisableTorchFunction():
+            if "optimizer_states" in checkpoint:  # not save_weights_only
+                checkpoint[EXTRA] = collect(self.lightning_module.trainer, self.meeting)
+            if not self._saves_shards:
+                together(self.meeting, lambda: self._save_file(checkpoint, path, storage_options))
+            elif self.config.checkpoint == "sharded" or self.engine is None:  # nothing trains beside it
+                directory.write(checkpoint, path, self.meeting)
+            else:
+                if self._background is None:
+                    self._background = BackgroundSaver(Meeting(self.config.timeout_seconds))
+                self._background.save(checkpoint, path)
+
+    def _save_file(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
+        if not self.is_global_zero:
+            return
+        if storage_options is None and type(self.checkpoint_io) is TorchCheckpointIO:
+            file.write(checkpoint, path)
+        else:
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if not self.is_global_zero:
+            return
+
+        def remove_it() -> None:
+            if not remove(os.fspath(filepath)):
+                super(ZeroStrategy, self).remove_checkpoint(filepath)
+
+        if self._background is not None:
+            self._background.then(remove_it)
+        else:
+            remove_it()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """The content of a file or a sharded directory, its tensors left on the disk until they are used (collective).
+
+        Raises:
+            FileNotFoundError: On every rank, if there is nothing there.
+            CheckpointError: On every rank, if it is incomplete, damaged, foreign, or more than ``weights_only`` admits.
+        """
+        self._forget_loaded()
+        path = os.fspath(checkpoint_path)
+        if self._background is not None:
+            self._background.wait()
+        if type(self.checkpoint_io) is TorchCheckpointIO or is_directory(path):
+            self._loaded = load(path, weights_only, self.meeting)
+        else:
+            io = self.checkpoint_io
+            content = together(self.meeting, lambda: io.load_checkpoint(path, weights_only=weights_only))
+            self._loaded = Loaded(content)
+        return self._loaded.content
+
+    def _forget_loaded(self) -> None:
+        if self._loaded is not None:
+            self._loaded.close()
+            self._loaded = None
+
+    def _end_saving(self) -> None:
+        self._forget_loaded()
+        if self._background is not None:
+            background, self._background = self._background, None
+            background.close()
 
     def units_table(self) -> str:
         """What is gathered together during the current run: unit, class, tensors, elements, bytes."""

@@ -99,17 +99,29 @@ class Engine(ABC):
         """Element-wise maximum of ``flag`` over the ranks, in place."""
 
     @abstractmethod
-    def full_state_dict(self) -> dict[str, Any]:
-        """``module.state_dict()`` with whole tensors on the CPU."""
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """``module.state_dict()`` holding this rank's shards themselves, as ``DTensor``; a tied parameter is one
+        object under all its names."""
+
+    @abstractmethod
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """``optimizer.state_dict()`` in PyTorch's own form, holding this rank's shards themselves."""
+
+    @abstractmethod
+    def full(self, state: Any, keep: bool = True) -> Any:
+        """``state``, as one of the two above gave it, with whole tensors on the CPU, gathered one at a time.
+
+        With ``keep=False`` this rank helps the others and gets meta tensors, which hold shape and dtype only.
+        """
+
+    @abstractmethod
+    def full_parameters(self, modify: bool = False) -> AbstractContextManager[None]:
+        """The module holds whole plain parameters of its own dtype; with ``modify``, rank 0's become everybody's."""
 
     @property
     @abstractmethod
     def whole_bytes(self) -> int:
         """Bytes of the module's whole parameters."""
-
-    @abstractmethod
-    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """``optimizer.state_dict()`` in PyTorch's own form with whole tensors on the CPU."""
 
     @abstractmethod
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

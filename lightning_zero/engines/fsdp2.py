@@ -31,9 +31,10 @@ Between micro-batches stages 1 and 2 stay gathered only if no user hook looks at
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -45,6 +46,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint.layout import map_tensors, placeholder
 from lightning_zero.collectives import all_reduce_mean, broadcast_coalesced
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines import fsdp2_private as private
@@ -77,6 +79,7 @@ class Fsdp2Engine(Engine):
         self._in_backward = False
         self._reduced: set[int] = set()
         self._raw_state_dict = False
+        self._is_whole = False  # inside full_parameters
         self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
 
@@ -182,6 +185,8 @@ class Fsdp2Engine(Engine):
 
     def _unit_hook(self, index: int, unit: Any) -> Callable[..., None]:
         def before_forward(*unused: Any) -> None:
+            if self._is_whole:
+                return
             self._ran[index] = 1
             self._require_same_order(index)
             if torch.is_inference_mode_enabled():  # storage made here could never be trained on
@@ -205,7 +210,7 @@ class Fsdp2Engine(Engine):
             self._refuse_different_units([int(i) for i in (low, high) if i >= 0])
 
     def _gather_root(self, *unused: Any) -> None:
-        for group in self._root_groups:
+        for group in self._root_groups if not self._is_whole else ():
             if not private.is_gathered(group):
                 with torch.inference_mode(False):
                     self._root.unshard()  # type: ignore[operator]
@@ -441,27 +446,78 @@ class Fsdp2Engine(Engine):
 
     # -- whole state ---------------------------------------------------------------------------------------------
 
-    def full_state_dict(self) -> dict[str, Any]:
+    def sharded_state_dict(self) -> dict[str, Any]:
         with torch.no_grad(), torch._C.DisableTorchFunction():
+            # Detached tensors would no longer tell what is tied; an override may not know the argument.
+            accepted = inspect.signature(self.module.state_dict).parameters.values()
+            knows = any(p.name == "keep_vars" or p.kind is p.VAR_KEYWORD for p in accepted)
             self._raw_state_dict = True
             try:
-                state = self.module.state_dict()
+                state = self.module.state_dict(keep_vars=True) if knows else self.module.state_dict()
             finally:
                 self._raw_state_dict = False
-            return {name: _whole_cpu(value) for name, value in state.items()}
+            detached: dict[int, Tensor] = {}
+            return map_tensors(lambda path, t: detached.setdefault(id(t), t.detach()), state)
 
-    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        with torch._C.DisableTorchFunction():
+            return optimizer.state_dict()
+
+    def full(self, state: Any, keep: bool = True) -> Any:
+        done: dict[int, Tensor] = {}
+
+        def one(path: Any, tensor: Tensor) -> Tensor:
+            if id(tensor) not in done:
+                value = gathered(tensor)
+                done[id(tensor)] = value.cpu() if keep else placeholder(value)
+            return done[id(tensor)]
+
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            return _map_tensors(_whole_cpu, optimizer.state_dict())
+            return map_tensors(one, state)
+
+    @contextmanager
+    def full_parameters(self, modify: bool = False) -> Iterator[None]:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            self.settle()
+            whole = {p: nn.Parameter(gathered(p), p.requires_grad) for p in self._originals}
+            versions = {p: w._version for p, w in whole.items()}
+            self._register(whole)
+        self._is_whole = True
+        try:
+            with ExitStack() as stack:
+                for unit in self.unit_modules:
+                    stack.enter_context(private.without_hooks(unit))
+                yield
+        finally:
+            self._is_whole = False
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                self._register({p: p for p in whole})
+                if modify:
+                    broadcast_coalesced([*whole.values(), *self._replicated])
+                    for p, w in whole.items():
+                        local(p).copy_(local(shard_like(w, p)))  # type: ignore[arg-type]
+        if not modify and any(w._version != versions[p] for p, w in whole.items()):
+            raise RuntimeError(
+                "full_parameters(module): parameters were written to, and what was written is lost: use"
+                " full_parameters(module, modify=True)."
+            )
+
+    def _register(self, instead: Mapping[Tensor, Tensor]) -> None:
+        for group in self._groups:
+            for sharded, places in list(private.registrations(group)):
+                for module, name in places:
+                    module._parameters[name] = instead[sharded]  # type: ignore[assignment]
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
 
         def lay_out(index: int, value: Any) -> Any:
             p = params[index]
-            if isinstance(p, DTensor) and isinstance(value, Tensor) and value.dim() and value.shape == p.shape:
+            if not isinstance(value, Tensor):
+                return value
+            if isinstance(p, DTensor) and value.dim() and value.shape == p.shape:
                 return shard_like(value, p)
-            return value
+            return value.clone()  # off the disk
 
         with torch.no_grad(), torch._C.DisableTorchFunction():
             per_param = {
@@ -520,17 +576,3 @@ def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
     for t in tensors:
         groups.setdefault(t.dtype, []).append(t)
     return list(groups.values())
-
-
-def _whole_cpu(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        value = gathered(value)
-    return value.detach().cpu() if isinstance(value, Tensor) else value
-
-
-def _map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _map_tensors(fn, v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map_tensors(fn, v) for v in value)
-    return fn(value)

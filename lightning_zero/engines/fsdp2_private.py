@@ -7,6 +7,7 @@ was read in torch 2.11-2.13; ``tests/unit/test_fsdp2_private.py`` tells when it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -97,6 +98,22 @@ def registrations(group: Group) -> Iterator[tuple[Tensor, list[tuple[nn.Module, 
         info = p._module_info
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
         yield p.sharded_param, [(info.module, info.param_name), *shared]
+
+
+@contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """A forward of this unit leaves its parameters as they are registered."""
+    state = _state(module)
+    hooks = [(h, h.hooks_dict_ref()) for h in (state._pre_forward_hook_handle, state._post_forward_hook_handle)]
+    kept = [dict(found) for _, found in hooks]
+    for handle, found in hooks:
+        del found[handle.id]
+    try:
+        yield
+    finally:
+        for (_, found), before in zip(hooks, kept, strict=True):
+            found.clear()
+            found.update(before)  # in the order they were in
 
 
 def undo(module: nn.Module) -> None:

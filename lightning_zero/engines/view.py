@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.overrides import TorchFunctionMode
 
 _METADATA = frozenset(
@@ -108,9 +108,29 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def shard_like(value: Tensor, like: DTensor) -> DTensor:
-    """``value``, the same on every rank, laid out as ``like`` without communication."""
-    value = value.detach().to(device=local(like).device, dtype=like.dtype)
-    return distribute_tensor(value.expand(like.shape), like.device_mesh, like.placements, src_data_rank=None)
+    """This rank's rows of ``value``, which all ranks have alike, laid out as ``like``; only they are copied."""
+    shard = local(like)
+    value = value.detach()
+    if value.shape != like.shape:
+        value = value.expand(like.shape)
+    start, length = rows_of(like)
+    mine = torch.empty_like(shard)
+    if length:
+        mine.copy_(value.narrow(0, start, length))
+    return DTensor.from_local(
+        mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def rows_of(tensor: DTensor) -> tuple[int, int]:
+    """The first row of dim 0 that this rank holds, and how many: ``ceil(rows / N)`` each, the last ranks fewer."""
+    start, length = 0, tensor.shape[0]
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if placement.is_shard(0):
+            each = -(-length // tensor.device_mesh.size(mesh_dim))
+            first = min(each * tensor.device_mesh.get_local_rank(mesh_dim), length)
+            start, length = start + first, min(each, length - first)
+    return start, length
 
 
 def _any_sharded(values: Any) -> bool:

@@ -72,5 +72,9 @@ class CausalLM(LightningModule):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """What ``lightning-zero convert --format safetensors`` writes as ``config.json``."""
+        checkpoint["hf_config"] = self.model.config.to_dict()
+
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)

@@ -387,7 +387,7 @@ def test_checkpoint_after_fit_is_complete_and_plain_ddp_resumes_from_it(
     ranks2(_fit_and_save, ddp, name, ddps, None, 1)
     result = torch.load(ours, weights_only=False)
     expected = torch.load(ddps, weights_only=False)
-    assert result.keys() == expected.keys()
+    assert result.keys() - {"lightning_zero"} == expected.keys()
     assert _close(result["state_dict"], expected["state_dict"])
     assert _close(_comparable(result["optimizer_states"]), _comparable(expected["optimizer_states"]))
     assert Path(ours).is_file()
@@ -419,7 +419,7 @@ def _comparable(states: list[dict[str, Any]]) -> list[Any]:
 def test_load_from_checkpoint_reads_what_a_run_saved(ranks2, tmp_path: Path) -> None:
     path = str(tmp_path / "plain.ckpt")
     results = ranks2(_fit_and_save, _strategy(3), "sgd_momentum", path, None, 1)
-    module = Zoo.load_from_checkpoint(path, weights_only=False)
+    module = Zoo.load_from_checkpoint(path, weights_only=True)
     assert _close(_weights(module), results[0]["weights"])
 
 

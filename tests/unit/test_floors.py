@@ -16,6 +16,7 @@ FLOORS = {
     "config": 0,
     "memory": 1,
     "checkpoint.layout": 1,
+    "checkpoint.lazy": 1,
     "precision": 1,
     "units": 1,
     "engines": 2,  # the package's own __init__
@@ -28,6 +29,7 @@ FLOORS = {
     "engines.deepspeed": 3,
     "checkpoint": 3,
     "launcher": 4,
+    "resume": 4,
     "strategy": 4,
     "registry": 5,
     "hydra_config": 5,

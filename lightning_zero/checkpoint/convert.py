@@ -1,0 +1,157 @@
+"""One form into another, in one process, without an accelerator, one tensor in memory at a time. Floor 3.
+
+Tensors pass through files beside the target, mapped into memory, so that the kernel may drop their pages: converting
+needs room on the disk for the target twice, in memory for its largest tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint import directory, file, layout
+from lightning_zero.checkpoint.layout import CheckpointError
+from lightning_zero.checkpoint.lazy import LazyTensor
+from lightning_zero.checkpoint.store import Loaded, load
+from lightning_zero.collectives import Meeting
+
+MAX_SHARD_SIZE = "5GB"
+"""Larger safetensors are split into several files, as transformers does."""
+
+
+def default_format(source: str, target: str) -> str:
+    """``safetensors`` where ``target`` is called so, else the form that ``source`` does not have."""
+    if target.endswith(".safetensors"):
+        return "safetensors"
+    return "file" if os.path.isdir(source) else "sharded"
+
+
+def convert(
+    source: str,
+    target: str,
+    form: str | None = None,
+    *,
+    weights_only: bool | None = None,
+    prefix: str | None = None,
+    config: str | None = None,
+) -> str:
+    """Writes the checkpoint ``source`` (a file or a sharded directory) to ``target`` as ``form``; returns the form.
+
+    Args:
+        source, target: Paths; ``target`` must not exist yet.
+        form: One of :data:`~lightning_zero.checkpoint.layout.FORMATS`; by default :func:`default_format`.
+        weights_only: Unless ``False``, nothing beyond torch's allow-list is unpickled.
+        prefix: For safetensors: what to take off the parameters' names. By default the name of the module's only
+            child, as in a LightningModule that holds ``self.model``.
+        config: For safetensors: a ``config.json`` to put beside the weights, where the checkpoint has no
+            ``hf_config``.
+
+    Raises:
+        FileNotFoundError: If there is no ``source``.
+        CheckpointError: If ``source`` cannot be read or ``target`` not be written.
+    """
+    form = form or default_format(source, target)
+    if os.path.exists(target):
+        raise CheckpointError(f"{target} already exists: choose another name, or delete it.")
+    meeting = Meeting(timeout_seconds=1.0)  # of this process alone
+    loaded = load(source, weights_only, meeting)
+    try:
+        _write(loaded, target, form, meeting, prefix, config)
+    finally:
+        loaded.close()
+    return form
+
+
+def _write(loaded: Loaded, target: str, form: str, meeting: Meeting, prefix: str | None, config: str | None) -> None:
+    if form == "sharded":
+        directory.write(loaded.content, target, meeting)
+        return
+    with _on_disk(Path(target).absolute().parent) as on_disk:
+        if form == "file":
+            file.write(layout.map_tensors(on_disk, loaded.content), target)
+        else:
+            weights = without_prefix(dict(loaded.content["state_dict"]), prefix)
+            _write_safetensors(layout.map_tensors(on_disk, weights), target)
+    if form == "safetensors" and not target.endswith(".safetensors"):
+        _write_config(loaded.content, Path(target), config)
+
+
+@contextmanager
+def _on_disk(folder: Path) -> Iterator[Any]:
+    """Gives a function for :func:`layout.map_tensors` that copies lazy tensors into mapped files below ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".convert-", dir=folder))
+    done: dict[int, Tensor] = {}
+
+    def on_disk(path: layout.Path, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, LazyTensor):
+            return tensor
+        if id(tensor) not in done:
+            done[id(tensor)] = _mapped_copy(tensor, scratch / str(len(done)))
+        return done[id(tensor)]
+
+    try:
+        yield on_disk
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _mapped_copy(tensor: LazyTensor, path: Path) -> Tensor:
+    if not tensor.numel():
+        return tensor.materialize()
+    copy = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    return copy.view(tensor.shape).copy_(tensor)
+
+
+# -- safetensors -----------------------------------------------------------------------------------------------------
+
+
+def without_prefix(state: dict[str, Tensor], prefix: str | None) -> dict[str, Tensor]:
+    """``state`` with ``prefix`` taken off every name; by default the first component, where all names share it.
+
+    Raises:
+        CheckpointError: If a name does not begin with ``prefix``.
+    """
+    if prefix is None:
+        first = {name.partition(".")[0] for name in state}
+        prefix = f"{first.pop()}." if len(first) == 1 and all("." in name for name in state) else ""
+    prefix = f"{prefix}." if prefix and not prefix.endswith(".") else prefix
+    others = [name for name in state if not name.startswith(prefix)]
+    if others:
+        raise CheckpointError(f"prefix={prefix!r}: {others[0]!r} does not begin with it; use prefix='' to keep names.")
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+
+def _write_safetensors(state: dict[str, Tensor], target: str) -> None:
+    try:
+        from huggingface_hub import save_torch_state_dict  # knows tied weights and the index of several files
+    except ImportError as error:
+        raise CheckpointError(
+            "safetensors are written by huggingface_hub and safetensors: pip install 'lightning-zero[examples]'."
+        ) from error
+    state = {name: tensor.contiguous() for name, tensor in state.items()}
+    if not target.endswith(".safetensors"):
+        save_torch_state_dict(state, target, max_shard_size=MAX_SHARD_SIZE)
+        return
+    total = sum(tensor.nbytes for tensor in state.values())
+    folder, name = os.path.split(os.path.abspath(target))
+    save_torch_state_dict(
+        state, folder, filename_pattern=name.replace(".safetensors", "{suffix}.safetensors"), max_shard_size=total + 1
+    )
+
+
+def _write_config(content: dict[str, Any], folder: Path, config: str | None) -> None:
+    """``from_pretrained`` wants a ``config.json`` beside the weights."""
+    if config is not None:
+        shutil.copyfile(config, folder / "config.json")
+    elif "hf_config" in content:
+        (folder / "config.json").write_text(json.dumps(content["hf_config"], indent=2) + "\n", encoding="utf-8")

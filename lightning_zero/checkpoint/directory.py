@@ -1,0 +1,314 @@
+"""The sharded directory, on ``torch.distributed.checkpoint``. Floor 3.
+
+Its format is described in ``layout``. That library unpickles its index and non-tensor entries freely, so only tensors
+are given to it, and its index is read by :class:`Index` through a list of the few classes it consists of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import mmap
+import os
+import pickle
+import shutil
+import tempfile
+import uuid
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import torch
+import torch.distributed.checkpoint as dcp
+from fsspec.implementations.local import LocalFileSystem
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter, LoadPlan, Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
+
+from lightning_zero.checkpoint import file, layout
+from lightning_zero.checkpoint.layout import CheckpointError
+from lightning_zero.checkpoint.lazy import LazyTensor
+from lightning_zero.collectives import Meeting
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(checkpoint: dict[str, Any], path: str, meeting: Meeting) -> None:
+    """Writes ``checkpoint`` to the folder or fsspec URL ``path``, each rank its own shards (collective).
+
+    Raises:
+        CheckpointError: On every rank, if any cannot write; what ``path`` held before is untouched.
+    """
+    fs, target = fsspec.core.url_to_fs(path)
+    data = meeting.gather(layout.DATA_PREFIX + uuid.uuid4().hex[:12])[0]
+    is_local = isinstance(fs, LocalFileSystem)
+    with contextlib.ExitStack() as stack:
+        temporary = "" if is_local else stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero-"))
+        folder = Path(target) / data if is_local else Path(temporary)
+        try:
+            with _agreeing(meeting, path):
+                if meeting.rank == 0 and fs.isfile(target):
+                    raise CheckpointError(f"{path} is a file: choose another name for the folder, or delete the file.")
+                folder.mkdir(parents=True, exist_ok=True)
+            with _agreeing(meeting, path):
+                tensors, rest = split(checkpoint)
+                write_tensors(tensors, folder, meeting)
+                if meeting.rank == 0:
+                    file.write(rest, str(folder / layout.REST))
+                if not is_local:
+                    for each in folder.iterdir():
+                        fs.put_file(str(each), f"{target}/{data}/{each.name}")
+        except BaseException:
+            if is_local and meeting.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    folder.parent.rmdir()  # if the save would have been its first
+            raise
+    with _agreeing(meeting, path):
+        if meeting.rank == 0:
+            commit(path, data)
+
+
+def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors worth an entry of their own by key, and the checkpoint with placeholders in their stead."""
+    tensors: dict[str, Tensor] = {}
+    placeholders: dict[int, Tensor] = {}  # one object for a tied parameter, so that it is stored and read once
+
+    def take(path: layout.Path, tensor: Tensor) -> Tensor:
+        small = not isinstance(tensor, DTensor) and tensor.nbytes < layout.SMALL_BYTES
+        if small or path[0] == layout.EXTRA:
+            return tensor
+        if id(tensor) not in placeholders:
+            tensors[layout.tensor_key(path)] = tensor.detach()
+            placeholders[id(tensor)] = layout.placeholder(tensor)
+        return placeholders[id(tensor)]
+
+    return tensors, layout.map_tensors(take, checkpoint)
+
+
+def write_tensors(tensors: dict[str, Tensor], folder: Path, meeting: Meeting) -> None:
+    """``tensors`` and their index, by ``torch.distributed.checkpoint``, flushed to the disk."""
+    writer = FileSystemWriter(folder, sync_files=True)
+    try:
+        dcp.save(tensors, storage_writer=writer, process_group=meeting.group, no_dist=meeting.group is None)
+    except dcp.CheckpointException as error:  # no Exception, so that nothing else would catch it
+        causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())
+        raise CheckpointError(f"{folder} could not be written ({causes}); {file.free_space(str(folder))}.") from error
+
+
+def commit(path: str, data: str) -> None:
+    """Declares the folder ``data`` inside ``path`` complete and deletes the others."""
+    fs, target = fsspec.core.url_to_fs(path)
+    if isinstance(fs, LocalFileSystem):
+        file.sync_folder(Path(target) / data)
+    with file.writing(f"{path}/{layout.MARKER}") as stream:
+        stream.write(layout.marker_text(data).encode())
+    for other in fs.ls(target, detail=False):
+        name = other.rstrip("/").rpartition("/")[2]
+        if name.startswith(layout.DATA_PREFIX) and name != data:
+            fs.rm(other, recursive=True)
+
+
+def remove(path: Path) -> None:
+    """Deletes a sharded directory; killed half-way, what is left is no checkpoint."""
+    (path / layout.MARKER).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def _agreeing(meeting: Meeting, path: str) -> Iterator[None]:
+    """An error on one rank inside is an error on all."""
+    error: BaseException | None = None
+    try:
+        yield
+    except OSError as found:
+        error = CheckpointError(f"{path} could not be written ({found}); {file.free_space(path)}.")
+        error.__cause__ = found
+    except Exception as found:
+        error = found
+    meeting.agree(error)
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path, weights_only: bool | None, part: int = 0, parts: int = 1) -> dict[str, Any]:
+    """The checkpoint in the local folder ``path``, its tensors lazy.
+
+    Args:
+        path: Local folder.
+        weights_only: Unless ``False``, nothing beyond torch's allow-list is unpickled.
+        part, parts: Which share of the tensors to compare with their checksums (ranks share the work).
+
+    Raises:
+        CheckpointError: For an incomplete, damaged or foreign folder, naming what is missing.
+    """
+    folder = complete_data(path)
+    index = Index(folder)
+    index.verify(part, parts)
+    rest = file.read(str(folder / layout.REST), weights_only)
+
+    lazy: dict[int, Tensor] = {}
+
+    def fill(where: layout.Path, tensor: Tensor) -> Tensor:
+        if tensor.is_meta and id(tensor) not in lazy:
+            lazy[id(tensor)] = index.lazy(layout.tensor_key(where), tensor)
+        return lazy.get(id(tensor), tensor)
+
+    return layout.map_tensors(fill, rest)
+
+
+def complete_data(path: Path) -> Path:
+    """The data folder that ``path``'s marker declares complete.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    marker = path / layout.MARKER
+    if not marker.is_file():
+        begun = any(path.glob(layout.DATA_PREFIX + "*"))
+        what = "its saving was interrupted" if begun else "it is no sharded checkpoint of lightning_zero"
+        beside = [p.parent.name for p in sorted(path.absolute().parent.glob(f"*/{layout.MARKER}"))]
+        raise CheckpointError(
+            f"{path}: {layout.MARKER} is missing, so {what}. "
+            + (f"Complete ones beside it: {', '.join(beside)}." if beside else "Use another checkpoint.")
+        )
+    folder = path / layout.read_marker(marker.read_text(encoding="utf-8", errors="replace"), str(path))
+    for name in (layout.REST, ".metadata"):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing: the checkpoint is damaged, use another one.")
+    return folder
+
+
+_ALLOWED = {
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in "Metadata TensorStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta"
+    " _MEM_FORMAT_ENCODING".split()
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Knows the classes an index of tensors consists of and no other."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # where python 3.13 pickles it
+        known = (module, name) in _ALLOWED or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        )
+        if not known:
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+        return super().find_class(module, name)
+
+
+class Index(FileSystemReader):
+    """The tensors in a data folder: reads any rows of any of them, unpickling nothing that is not on the list."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+        self.metadata = self.read_metadata()
+        self.set_up_storage_reader(self.metadata, is_coordinator=True)
+        self._require_whole_files()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = self.folder / ".metadata"
+        try:
+            with open(path, "rb") as stream:
+                metadata = _IndexUnpickler(stream).load()
+            entries = metadata.state_dict_metadata.values()
+            if not all(isinstance(entry, TensorStorageMetadata) for entry in entries):
+                raise pickle.UnpicklingError("it lists other things than tensors")
+        except Exception as error:  # a damaged pickle raises anything
+            raise CheckpointError(f"{path} is damaged or not ours ({error}): use another checkpoint.") from error
+        return metadata
+
+    def lazy(self, key: str, like: Tensor) -> Tensor:
+        """The tensor named ``key``, which ``like`` says the shape and dtype of.
+
+        Raises:
+            CheckpointError: If the index does not know it so.
+        """
+        entry = self.metadata.state_dict_metadata.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{self.folder}: the tensor {key!r} is missing; use another checkpoint.")
+        if entry.size != like.shape or entry.properties.dtype != like.dtype:
+            raise CheckpointError(
+                f"{self.folder}: {key!r} is {tuple(entry.size)} {entry.properties.dtype} in .metadata and"
+                f" {tuple(like.shape)} {like.dtype} in {layout.REST}; use another checkpoint."
+            )
+        return LazyTensor(like.shape, like.dtype, lambda start, stop: self.rows(key, start, stop))
+
+    def rows(self, key: str, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop`` of dim 0 of the tensor named ``key``; all of a 0-dim tensor."""
+        entry = self.metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        shape, offsets = list(entry.size), [0] * len(entry.size)
+        if shape:
+            shape[0], offsets[0] = stop - start, start
+        rows = torch.empty(shape, dtype=entry.properties.dtype)
+        if rows.numel():
+            wanted = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(shape))
+            self.read_data(LoadPlan(create_read_items_for_chunk_list(key, entry, [wanted])), _Into(rows))
+        return rows
+
+    def _require_whole_files(self) -> None:
+        ends: dict[str, int] = {}
+        for info in self.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, end in ends.items():
+            path = self.folder / name
+            if os.path.basename(name) != name or not path.is_file():
+                raise CheckpointError(f"{path} is missing: the checkpoint is damaged, use another one.")
+            if path.stat().st_size < end:
+                raise CheckpointError(
+                    f"{path} is truncated: {end} bytes were written, {path.stat().st_size} are there; use another"
+                    " checkpoint."
+                )
+
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Compares every ``parts``-th stored piece, from ``part`` on, with its checksum."""
+        for where, info in list(self.storage_data.items())[part::parts]:
+            with open(self.folder / info.relative_path, "rb") as stream, _mapped(stream) as content:
+                piece = io.BytesIO(content[info.offset : info.offset + info.length])
+            try:
+                broken = zipfile.ZipFile(piece).testzip()
+            except zipfile.BadZipFile as error:
+                broken = str(error)
+            if broken:
+                raise CheckpointError(
+                    f"{self.folder / info.relative_path} is damaged at the tensor {where.fqn!r} ({broken}): use another"
+                    " checkpoint."
+                )
+
+
+def _mapped(stream: Any) -> mmap.mmap:
+    return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+class _Into(DefaultLoadPlanner):
+    """Puts what is read into one tensor."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.target = rows
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        target = self.target
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dim, offset, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing is left to do: ``tensor`` is a view of the target."""

@@ -1,0 +1,166 @@
+"""One file, Lightning's own form: written aside and renamed, read memory-mapped. Floor 3."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import socket
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import fsspec
+import torch
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_zero.checkpoint.layout import CheckpointError
+
+_PARTIAL = ".partial"
+
+
+def write(checkpoint: dict[str, Any], path: str) -> None:
+    """Writes ``checkpoint`` to the file or fsspec URL ``path``, which holds all of it or what it held before.
+
+    Raises:
+        CheckpointError: If it cannot be written, naming ``path``; nothing is left beside it.
+    """
+    with writing(path) as stream:
+        torch.save(checkpoint, stream)
+
+
+@contextlib.contextmanager
+def writing(path: str) -> Iterator[IO[bytes]]:
+    """A stream whose content appears under ``path`` all at once, on leaving without an error.
+
+    Raises:
+        CheckpointError: As :func:`write`.
+    """
+    fs, target = fsspec.core.url_to_fs(path)
+    with _naming(path):
+        if not isinstance(fs, LocalFileSystem):
+            fs.makedirs(os.path.dirname(target), exist_ok=True)
+            with fs.transaction, fs.open(target, "wb") as stream:
+                yield stream
+            return
+        folder = Path(target).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        if Path(target).is_dir():
+            raise CheckpointError(f"{path} is a folder: choose another name for the file, or delete the folder.")
+        remove_stale(folder)
+        aside = folder / f".{Path(target).name}.{_writer()}{_PARTIAL}"
+        try:
+            with open(aside, "wb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(aside, target)
+            sync_folder(folder)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError) as error:  # torch's stream writer has RuntimeError for a full disk
+        if isinstance(error, RuntimeError) and "write" not in str(error):
+            raise
+        raise CheckpointError(
+            f"{path} could not be written ({error}); {free_space(path)}. What was there before is untouched: free"
+            " space or choose another dirpath."
+        ) from error
+
+
+def free_space(path: str) -> str:
+    """How much room there is where ``path`` would be."""
+    if "://" in path:
+        return "the storage did not take it"
+    folder = Path(path).absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB are free at {folder}"
+
+
+def _writer() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def remove_stale(folder: Path) -> None:
+    """Deletes what processes of this host that have died left half-written in ``folder``."""
+    for leftover in folder.glob(f".*.{socket.gethostname()}-*{_PARTIAL}"):
+        pid = leftover.name.removesuffix(_PARTIAL).rpartition("-")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+            leftover.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes a rename inside ``folder`` survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read(path: str, weights_only: bool | None, part: int = 0, parts: int = 1) -> dict[str, Any]:
+    """The dictionary in the local file ``path``, its tensors memory-mapped.
+
+    Args:
+        path: Local file.
+        weights_only: Unless ``False``, nothing beyond torch's allow-list is unpickled.
+        part, parts: Which share of the records to compare with their checksums (ranks share the work).
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CheckpointError: For a truncated, damaged or foreign file, or one that ``weights_only`` refuses.
+    """
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    try:
+        mapped = zipfile.is_zipfile(path)
+        if mapped:
+            _verify(path, part, parts)
+        # files of torch before 1.6 are no archives and cannot be mapped
+        content = torch.load(path, map_location="cpu", weights_only=weights_only is not False, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(_refused(path, error)) from error
+    except (OSError, RuntimeError, KeyError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise CheckpointError(
+            f"{path} is truncated, damaged or no checkpoint of torch ({type(error).__name__}: {_line(error)}):"
+            " use another checkpoint."
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__} instead of a Lightning checkpoint's dictionary."
+        )
+    return content
+
+
+def _verify(path: str, part: int, parts: int) -> None:
+    """torch.load compares no checksums, so a flipped bit would become a weight."""
+    with zipfile.ZipFile(path) as archive:
+        for record in archive.infolist()[part::parts]:
+            with archive.open(record) as stream:
+                while stream.read(2**20):
+                    pass  # raises BadZipFile, naming the record, at its end
+
+
+def _refused(path: str, error: pickle.UnpicklingError) -> str:
+    if not zipfile.is_zipfile(path):
+        return f"{path} is truncated, damaged or no checkpoint of torch ({_line(error)}): use another checkpoint."
+    return (
+        f"{path} holds more than torch's weights_only allow-list ({_line(error)}). If you trust its origin, pass"
+        " weights_only=False."
+    )
+
+
+def _line(error: BaseException) -> str:
+    text = str(error)
+    found = text.find("GLOBAL ")  # what torch names in the middle of a page of advice
+    return text[found:].split(" was not", 1)[0] if found >= 0 else text.split("\n", 1)[0][:200]

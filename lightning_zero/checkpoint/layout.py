@@ -1,0 +1,105 @@
+"""What a checkpoint consists of, in memory and on disk. Floor 1.
+
+*One file*: the dictionary that Lightning writes under DDP, by ``torch.save``.
+
+*Sharded directory*::
+
+    x.ckpt/
+        checkpoint.json     the marker, written last: {"format": 1, "data": "data-1f0c…"}
+        data-1f0c…/
+            rest.pt         the same dictionary with meta tensors where a tensor lies beside it; torch.save
+            *.distcp        the tensors, by torch.distributed.checkpoint; each rank its own shards
+            .metadata       torch.distributed.checkpoint's index of them
+
+The marker names the data that is complete, so a save that is killed leaves the one before it. Both forms hold, beside
+Lightning's keys, one of our own: :data:`EXTRA`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EXTRA = "lightning_zero"
+"""Key of what Lightning does not keep: random states and loader states of every rank. Ignored by everyone else."""
+MARKER = "checkpoint.json"
+REST = "rest.pt"
+DATA_PREFIX = "data-"
+FORMAT = 1
+FORMATS = ("file", "sharded", "safetensors")
+"""What ``lightning-zero convert`` writes."""
+SMALL_BYTES = 4096
+"""Plain tensors below this stay in ``rest.pt``: an index entry would cost more than they do."""
+
+Path = tuple[Any, ...]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read: names the file, what is wrong or missing, and the repair."""
+
+
+def map_tensors(fn: Callable[[Path, Tensor], Any], value: Any, path: Path = ()) -> Any:
+    """``value`` with ``fn(path, tensor)`` in place of every tensor inside dicts, lists and tuples.
+
+    What holds no tensor that changes is returned as the very same object; containers keep their type and attributes.
+    """
+    if isinstance(value, Tensor):
+        return fn(path, value)
+    if isinstance(value, dict):
+        changed = {k: new for k, v in value.items() if (new := map_tensors(fn, v, (*path, k))) is not v}
+        return _with_items(value, changed) if changed else value
+    if type(value) in (list, tuple):
+        items = [map_tensors(fn, v, (*path, i)) for i, v in enumerate(value)]
+        same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if same else type(value)(items)
+    return value
+
+
+def _with_items(mapping: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
+    new = copy.copy(mapping)
+    if hasattr(mapping, "__dict__"):  # OrderedDict's copy drops _metadata, the versions that load_state_dict reads
+        new.__dict__.update(mapping.__dict__)
+    new.update(changed)
+    return new
+
+
+def tensor_key(path: Path) -> str:
+    """The name of the tensor at ``path`` inside a sharded directory: ``state_dict/blocks.0.weight``."""
+    return "/".join(map(str, path))
+
+
+def placeholder(tensor: Tensor) -> Tensor:
+    """Shape and dtype of ``tensor`` without its values."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def marker_text(data: str) -> str:
+    return json.dumps({"format": FORMAT, "data": data}) + "\n"
+
+
+def read_marker(text: str, where: str) -> str:
+    """The name of the data folder that the marker ``text`` declares complete.
+
+    Raises:
+        CheckpointError: For a marker of another kind or of a later format.
+    """
+    try:
+        marker = json.loads(text)
+        number, data = int(marker["format"]), str(marker["data"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{where}/{MARKER} is damaged ({error!r}): the folder is no checkpoint of lightning_zero, or the file was"
+            " changed; use another checkpoint."
+        ) from error
+    if number > FORMAT:
+        raise CheckpointError(
+            f"{where} has format {number}, this version reads up to {FORMAT}: upgrade lightning_zero."
+        )
+    if not data.startswith(DATA_PREFIX) or "/" in data or "\\" in data:
+        raise CheckpointError(f"{where}/{MARKER} names {data!r}, which is no data folder: use another checkpoint.")
+    return data

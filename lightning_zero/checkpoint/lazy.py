@@ -1,0 +1,74 @@
+"""A tensor that lies on disk and looks like one in memory. Floor 1.
+
+Its values are read when an operation wants them, each time anew, and only the rows that are wanted: copying a
+:class:`LazyTensor` into a parameter holds one tensor in memory, narrowing it first holds one shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Read = Callable[[int, int], Tensor]
+"""``read(start, stop)``: rows ``start`` to ``stop`` of dim 0 as a new tensor on the CPU; (0, 0) for a 0-dim tensor."""
+
+
+class LazyTensor(Tensor):
+    """Reads itself through ``read``; see the module's text. Never written to: an in-place operation raises."""
+
+    _read: Read
+    _start: int
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, read: Read, start: int = 0) -> LazyTensor:
+        tensor: Any = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)  # type: ignore[attr-defined]
+        tensor._read, tensor._start = read, start
+        return tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def materialize(self) -> Tensor:
+        """The values, in a new plain tensor."""
+        return self._read(self._start, self._start + self.shape[0]) if self.dim() else self._read(0, 0)
+
+    def __deepcopy__(self, memo: Any) -> LazyTensor:
+        return self
+
+    def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
+        return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        if func is torch.ops.aten.slice.Tensor and (rows := _rows(*args, **(kwargs or {}))) is not None:
+            tensor, start, stop = rows
+            return cls((stop - start, *tensor.shape[1:]), tensor.dtype, tensor._read, tensor._start + start)
+        if func._schema.is_mutable and isinstance(args[0], LazyTensor):
+            raise RuntimeError(
+                f"{func} on a checkpoint's tensor, which is read from disk: put the changed tensor into the dictionary"
+                " instead, as checkpoint['state_dict'][name] = checkpoint['state_dict'][name] * 2."
+            )
+        return func(*_materialized(args), **{key: _materialized([v])[0] for key, v in (kwargs or {}).items()})
+
+
+def _rows(
+    tensor: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> tuple[LazyTensor, int, int] | None:
+    """What a slice means in rows, if it is one of neighbouring rows."""
+    if dim != 0 or step != 1:
+        return None
+    first, last, _ = slice(start, end).indices(tensor.shape[0])
+    return tensor, first, max(first, last)
+
+
+def _materialized(values: Sequence[Any]) -> list[Any]:
+    def one(value: Any) -> Any:
+        if isinstance(value, LazyTensor):
+            return value.materialize()
+        return type(value)(map(one, value)) if type(value) in (list, tuple) else value
+
+    return [one(value) for value in values]

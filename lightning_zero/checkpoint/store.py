@@ -1,0 +1,160 @@
+"""Saving and loading for all ranks together, on local paths and fsspec URLs. Floor 3.
+
+What can fail on one rank (a full disk, a damaged file) fails on every rank with the same message, before anything
+waits for anybody.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from torch import Tensor
+
+from lightning_zero.checkpoint import directory, file, layout
+from lightning_zero.checkpoint.layout import CheckpointError
+from lightning_zero.collectives import Meeting
+
+Result = TypeVar("Result")
+
+
+def together(meeting: Meeting, call: Callable[[], Result]) -> Result:
+    """``call()`` on this rank, unless it fails on any: then its error on every rank (collective)."""
+    error: BaseException | None = None
+    result: Any = None
+    try:
+        result = call()
+    except Exception as found:
+        error = found
+    meeting.agree(error)
+    return result
+
+
+def is_directory(path: str) -> bool:
+    fs, target = fsspec.core.url_to_fs(path)
+    return bool(fs.isdir(target))
+
+
+class Loaded:
+    """A checkpoint's content, and what has to stay on the disk while it is read."""
+
+    def __init__(self, content: dict[str, Any], fetched: Path | None = None) -> None:
+        self.content = content
+        self._fetched = fetched
+
+    def close(self) -> None:
+        """Deletes the local copy of a remote checkpoint, once no rank of this host reads it any more."""
+        if self._fetched is not None:
+            shutil.rmtree(self._fetched, ignore_errors=True)
+            self._fetched = None
+
+
+def load(path: str, weights_only: bool | None, meeting: Meeting) -> Loaded:
+    """The checkpoint at ``path``, a file or a sharded directory (collective).
+
+    A local one is memory-mapped, or read lazily, by every rank; a remote one is copied to each host once.
+
+    Raises:
+        FileNotFoundError: On every rank, if there is nothing at ``path``.
+        CheckpointError: On every rank, if any finds it incomplete, damaged or foreign.
+    """
+    fs, target = fsspec.core.url_to_fs(path)
+    if isinstance(fs, LocalFileSystem):
+        return Loaded(together(meeting, lambda: _read(target, weights_only, meeting)))
+    copy = _fetch(path, meeting)
+    try:
+        return Loaded(together(meeting, lambda: _read(str(copy / "checkpoint"), weights_only, meeting)), copy)
+    except BaseException:
+        shutil.rmtree(copy, ignore_errors=True)
+        raise
+
+
+def _read(path: str, weights_only: bool | None, meeting: Meeting) -> dict[str, Any]:
+    read: Any = directory.read if os.path.isdir(path) else file.read
+    content = read(Path(path) if os.path.isdir(path) else path, weights_only, meeting.rank, meeting.world_size)
+    if "state_dict" not in content or "pytorch-lightning_version" not in content:
+        missing = "state_dict" if "state_dict" not in content else "pytorch-lightning_version"
+        raise CheckpointError(
+            f"{path} has no {missing!r}, so it is no Lightning checkpoint: load plain weights into the module with"
+            " module.load_state_dict, or use another checkpoint."
+        )
+    return content
+
+
+def _fetch(path: str, meeting: Meeting) -> Path:
+    """A folder on this host with a copy named ``checkpoint``, made by the first rank of each host."""
+    hosts = meeting.gather(socket.gethostname())
+    first = hosts.index(hosts[meeting.rank])
+
+    def copy() -> str:
+        if meeting.rank != first:
+            return ""
+        fs, target = fsspec.core.url_to_fs(path)
+        if not fs.exists(target):
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        folder = tempfile.mkdtemp(prefix="lightning_zero-")
+        fs.get(target, os.path.join(folder, "checkpoint"), recursive=bool(fs.isdir(target)))
+        return folder
+
+    return Path(meeting.gather(together(meeting, copy))[first])
+
+
+def remove(path: str) -> bool:
+    """Deletes the sharded directory at ``path``; False if there is something else, which is left alone."""
+    fs, target = fsspec.core.url_to_fs(path)
+    if isinstance(fs, LocalFileSystem) and os.path.isdir(target) and not os.path.islink(target):
+        directory.remove(Path(target))
+        return True
+    return False
+
+
+class BackgroundSaver:
+    """Writes sharded checkpoints from a copy while training goes on, one at a time and in order.
+
+    The copy, this rank's shards in host memory, is what ``save`` waits for. The thread talks to the other ranks'
+    threads through a :class:`Meeting` of its own. An error surfaces at the next call.
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: list[Future[None]] = []
+
+    def save(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Begins to write; waits first for the save before."""
+        self.wait()
+        staged = layout.map_tensors(_staged, checkpoint)
+        self._pending.append(self._thread.submit(directory.write, staged, path, self._meeting))
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Runs ``action`` once what was begun before is complete: the old checkpoint goes when the new one is there."""
+        self._pending.append(self._thread.submit(action))
+
+    def wait(self) -> None:
+        """Returns when nothing is being written.
+
+        Raises:
+            CheckpointError: What went wrong since the last call.
+        """
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+
+    def close(self) -> None:
+        """Waits, and ends the thread."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+
+def _staged(path: layout.Path, tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)  # of a DTensor: its shard
