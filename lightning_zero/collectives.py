@@ -74,11 +74,12 @@ class Meeting:
 
     Args:
         timeout_seconds: How long a call waits for the other ranks before it raises.
+        alone: This process only, whatever others there are.
     """
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, timeout_seconds: float = 1800.0, alone: bool = False) -> None:
         self.timeout_seconds = timeout_seconds
-        several = dist.is_initialized() and dist.get_world_size() > 1
+        several = not alone and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds)) if several else None
 

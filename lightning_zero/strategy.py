@@ -87,6 +87,7 @@ class ZeroStrategy(DDPStrategy):
         self._failed = False
         self._loops: list[tuple[Any, bool]] = []
         self._meeting: Meeting | None = None
+        self._dump_failed = False
         self._dumping = False  # Lightning collects a checkpoint: only rank 0 needs its values
         self._loaded: Loaded | None = None
         self._background: BackgroundSaver | None = None
@@ -136,7 +137,7 @@ class ZeroStrategy(DDPStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._failed = False
+        self._failed = self._dump_failed = False
         if module in _LEFT_SHARDED:
             _LEFT_SHARDED.pop(module).restore(True, [])
             self.engine = None
@@ -266,8 +267,14 @@ class ZeroStrategy(DDPStrategy):
             hint = "A sharded parameter met a plain tensor where it was not gathered"
         elif "Inplace update to inference tensor" in text:
             hint = "A view of a sharded parameter is read-only: write to the parameter itself"
-        if hint and hasattr(exception, "add_note"):
-            exception.add_note(f"{hint}. ZeroStrategy(units=[]) gathers the whole module for the length of a step.")
+        note = f"{hint}. ZeroStrategy(units=[]) gathers the whole module for the length of a step." if hint else ""
+        if self._dump_failed and "meta" in text:
+            note = (
+                "While a checkpoint is collected, rank 0 alone has its tensors' values, others their shapes: read"
+                " values under `if self.trainer.is_global_zero`."
+            )
+        if note and hasattr(exception, "add_note"):
+            exception.add_note(note)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -398,6 +405,9 @@ class ZeroStrategy(DDPStrategy):
             self._dumping = True
             try:
                 return dump(connector, weights_only)
+            except BaseException:
+                self._dump_failed = True
+                raise
             finally:
                 self._dumping = False
 

@@ -62,7 +62,7 @@ def convert(
     form = form or default_format(source, target)
     if os.path.exists(target):
         raise CheckpointError(f"{target} already exists: choose another name, or delete it.")
-    meeting = Meeting(timeout_seconds=1.0)  # of this process alone
+    meeting = Meeting(alone=True)
     loaded = load(source, weights_only, meeting)
     try:
         _write(loaded, target, form, meeting, prefix, config)

@@ -52,8 +52,9 @@ def write(checkpoint: dict[str, Any], path: str, meeting: Meeting) -> None:
         folder = Path(target) / data if is_local else Path(temporary)
         try:
             with _agreeing(meeting, path):
-                if meeting.rank == 0 and fs.isfile(target):
-                    raise CheckpointError(f"{path} is a file: choose another name for the folder, or delete the file.")
+                if meeting.rank == 0:
+                    prepare(path)
+            with _agreeing(meeting, path):
                 folder.mkdir(parents=True, exist_ok=True)
             with _agreeing(meeting, path):
                 tensors, rest = split(checkpoint)
@@ -72,6 +73,14 @@ def write(checkpoint: dict[str, Any], path: str, meeting: Meeting) -> None:
     with _agreeing(meeting, path):
         if meeting.rank == 0:
             commit(path, data)
+
+
+def prepare(path: str) -> None:
+    """Makes the folder, where there is not something else under its name."""
+    fs, target = fsspec.core.url_to_fs(path)
+    if fs.isfile(target):
+        raise CheckpointError(f"{path} is a file: choose another name for the folder, or delete the file.")
+    fs.makedirs(target, exist_ok=True)
 
 
 def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

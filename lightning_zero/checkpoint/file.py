@@ -69,10 +69,11 @@ def _naming(path: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except (OSError, RuntimeError) as error:  # torch's stream writer has RuntimeError for a full disk
-        if isinstance(error, RuntimeError) and "write" not in str(error):
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        if isinstance(cause, RuntimeError) and "inline_container" not in str(cause):
             raise
         raise CheckpointError(
-            f"{path} could not be written ({error}); {free_space(path)}. What was there before is untouched: free"
+            f"{path} could not be written ({cause}); {free_space(path)}. What was there before is untouched: free"
             " space or choose another dirpath."
         ) from error
 

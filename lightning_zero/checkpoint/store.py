@@ -6,6 +6,7 @@ waits for anybody.
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import socket
@@ -77,6 +78,21 @@ def load(path: str, weights_only: bool | None, meeting: Meeting) -> Loaded:
         raise
 
 
+def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> dict[str, Any]:
+    """A checkpoint of either form, for use outside of a run, in this process alone.
+
+    Its tensors stay on the disk until they are used; ``module.load_state_dict(load_checkpoint(path)["state_dict"])``
+    holds one of them in memory at a time.
+
+    Raises:
+        FileNotFoundError: If there is nothing at ``path``.
+        CheckpointError: If it is incomplete, damaged, foreign, or more than ``weights_only`` admits.
+    """
+    loaded = load(os.fspath(path), weights_only, Meeting(alone=True))
+    atexit.register(loaded.close)
+    return loaded.content
+
+
 def _read(path: str, weights_only: bool | None, meeting: Meeting) -> dict[str, Any]:
     read: Any = directory.read if os.path.isdir(path) else file.read
     content = read(Path(path) if os.path.isdir(path) else path, weights_only, meeting.rank, meeting.world_size)
@@ -131,6 +147,8 @@ class BackgroundSaver:
     def save(self, checkpoint: dict[str, Any], path: str) -> None:
         """Begins to write; waits first for the save before."""
         self.wait()
+        # At once, so that what Lightning does next (link to it, look whether it exists) finds it.
+        together(self._meeting, lambda: directory.prepare(path) if self._meeting.rank == 0 else None)
         staged = layout.map_tensors(_staged, checkpoint)
         self._pending.append(self._thread.submit(directory.write, staged, path, self._meeting))
 

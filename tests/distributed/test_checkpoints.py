@@ -1,0 +1,738 @@
+"""Checkpoints move between strategies, world sizes and forms, and lose nothing."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.optim.swa_utils import get_ema_avg_fn
+from torch.utils.data import DataLoader
+
+import lightning_zero
+from lightning_zero.checkpoint.layout import CheckpointError
+from tests.helpers import moves
+from tests.helpers.ranks import RankError
+from tests.helpers.zoo import make_trainer
+
+STAGES = (1, 2, 3)
+FORMS = ("file", "sharded", "sharded-async")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The matrix
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def travel(ranks, tmp_path_factory) -> moves.Travel:
+    return moves.Travel(ranks, tmp_path_factory.mktemp("moves"))
+
+
+@pytest.mark.parametrize("move", moves.pairwise_moves(), ids=str)
+def test_moves_pairwise(move: moves.Move, travel: moves.Travel) -> None:
+    assert travel.difference(move) <= moves.TOLERANCES[move.kind]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("move", moves.all_moves(), ids=str)
+def test_moves(move: moves.Move, travel: moves.Travel) -> None:
+    assert travel.difference(move) <= moves.TOLERANCES[move.kind]
+
+
+def test_the_sample_is_pairwise_complete() -> None:
+    sample = moves.pairwise_moves()
+    assert {m.source for m in sample} == set(moves.STRATEGIES)
+    assert {(m.source, m.target) for m in sample} == {(a, b) for a in moves.STRATEGIES for b in moves.STRATEGIES}
+    assert {(m.source_form, m.target_ranks) for m in sample} == {(a, b) for a in FORMS for b in moves.WORLD_SIZES}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What continues
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [moves.BATCHES_PER_EPOCH, moves.BATCHES_PER_EPOCH + 3])
+@pytest.mark.parametrize(("stage", "form"), [(1, "sharded"), (2, "file"), (3, "sharded-async")])
+def test_dropout_continues_at_the_same_world_size(stage: int, form: str, stop: int, ranks2, tmp_path: Path) -> None:
+    path = str(tmp_path / "x.ckpt")
+    common = (f"zero{stage}", form, "features", "mid-epoch")
+    options = {"dropout": 0.3}
+    straight = ranks2(moves.run, *common, stop + 8, stop, path, None, options)
+    resumed = ranks2(moves.run, *common, stop + 8, None, None, path, options)
+    for ours, reference in zip(resumed, straight, strict=True):
+        assert ours.losses == reference.losses[stop:]  # exact: the same numbers are drawn and added in the same order
+        assert all(torch.equal(ours.weights[k], reference.weights[k]) for k in reference.weights)
+
+
+class _WeightedLoader(moves.Features):
+    """Draws samples with replacement from the global random state, like any sampler that is no DistributedSampler."""
+
+    def train_dataloader(self) -> Any:
+        data = moves.dataset()
+        sampler = torch.utils.data.WeightedRandomSampler(torch.arange(1.0, len(data) + 1), len(data))
+        return DataLoader(data, batch_size=6, sampler=sampler, num_workers=self.num_workers)
+
+    num_workers = 0
+
+
+def _weighted(num_workers: int, path: str | None, resume: str | None) -> list[float]:
+    torch.manual_seed(5)
+    module = _WeightedLoader()
+    module.num_workers = num_workers
+    callbacks = [moves._SaveAt(3, path)] if path else []
+    trainer = make_trainer({"stage": 2}, max_steps=9, callbacks=callbacks)
+    trainer.fit(module, ckpt_path=resume)
+    return module.losses
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_random_sampler_draws_the_same_order_again(num_workers: int, ranks2, tmp_path: Path) -> None:
+    path = str(tmp_path / "x.ckpt")
+    straight = ranks2(_weighted, num_workers, path, None)
+    resumed = ranks2(_weighted, num_workers, None, path)
+    assert [losses[3:] for losses in straight] == resumed
+
+
+def _with_max_steps(max_steps: int, save_at: tuple[int, bool, str] | None, resume: str | None) -> moves.Run:
+    callbacks = []
+    if save_at:
+        step, at_epoch_end, path = save_at
+        callbacks.append(moves._SaveAt(step, path))
+        callbacks[0].at_epoch_end = at_epoch_end
+    return moves.run(
+        "zero2", "file", "features", "mid-epoch", 0, resume=resume, callbacks=callbacks, max_steps=max_steps
+    )
+
+
+@pytest.mark.parametrize("stop", [moves.BATCHES_PER_EPOCH, 2 * moves.BATCHES_PER_EPOCH])
+@pytest.mark.parametrize("at_epoch_end", [True, False])
+def test_max_steps_continues_after_an_epochs_end(stop: int, at_epoch_end: bool, ranks2, tmp_path: Path) -> None:
+    """Lightning's own DDP trains one batch too many in the epoch that was done."""
+    path = str(tmp_path / "x.ckpt")
+    straight = ranks2(_with_max_steps, stop + 9, (stop, at_epoch_end, path), None)
+    resumed = ranks2(_with_max_steps, stop + 9, None, path)
+    for ours, reference in zip(resumed, straight, strict=True):
+        assert ours.losses == reference.losses[stop:]
+
+
+def _two_loaders(path: str | None, resume: str | None) -> list[list[float]]:
+    class Two(moves.Features):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            self.seen.append([batch["a"][0].sum().item(), batch["b"][0].sum().item()])
+            return self.loss(batch["a"]) + self.loss(batch["b"])
+
+    module = Two()
+    module.seen = []  # type: ignore[assignment]
+    data = moves.dataset()
+    loaders = {"a": DataLoader(data, batch_size=6, shuffle=True), "b": DataLoader(data, batch_size=14, shuffle=True)}
+    callbacks = [moves._SaveAt(5, path)] if path else []
+    make_trainer({"stage": 1}, max_steps=9, callbacks=callbacks).fit(module, loaders, ckpt_path=resume)
+    return module.seen  # type: ignore[return-value]
+
+
+def test_a_shorter_loader_beside_a_longer_one_continues(ranks2, tmp_path: Path) -> None:
+    path = str(tmp_path / "x.ckpt")
+    straight, resumed = ranks2(_two_loaders, path, None), ranks2(_two_loaders, None, path)
+    assert [seen[5:] for seen in straight] == resumed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the file is
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Edits(moves.Features):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"answer": 42}
+        state = checkpoint["state_dict"]
+        for name in [n for n in state if n.startswith("blocks.1.inner")]:  # frozen, so not worth its space
+            del state[name]
+        state["last.weight"] = state["last.weight"].half()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["mine"] == {"answer": 42}
+        checkpoint["state_dict"]["last.weight"] = checkpoint["state_dict"]["last.weight"].float()
+
+
+def _fit_edits(strategy: Any, path: str, resume: str | None = None, **saving: Any) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    module = _Edits()
+    module.strict_loading = False
+    trainer = make_trainer(strategy, max_steps=2 if resume is None else 4)
+    trainer.fit(module, moves.loader("epoch end", 2), ckpt_path=resume)
+    trainer.save_checkpoint(path, **saving)
+    return {k: v.detach().clone() for k, v in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_file_is_what_ddp_writes(stage: int, ranks2, tmp_path: Path) -> None:
+    """Keys, types, ties, hyper-parameters, optimizer states and the user's edits; readable with weights_only."""
+    ours, ddps = str(tmp_path / "ours.ckpt"), str(tmp_path / "ddp.ckpt")
+    weights = ranks2(_fit_edits, {"stage": stage, "min_unit_numel": 1}, ours)[0]
+    ranks2(_fit_edits, "ddp", ddps)
+    result, expected = torch.load(ours, weights_only=True), torch.load(ddps, weights_only=True)
+    assert list(result) == [*expected, "lightning_zero"]
+    assert type(result["state_dict"]) is type(expected["state_dict"])
+    assert result["state_dict"]._metadata == expected["state_dict"]._metadata
+    assert list(result["state_dict"]) == list(expected["state_dict"])
+    for name, value in expected["state_dict"].items():
+        assert result["state_dict"][name].dtype == value.dtype
+        torch.testing.assert_close(result["state_dict"][name], value, rtol=1e-5, atol=1e-6)  # order of summation
+    tied = [result["state_dict"][f"blocks.{i}.inner.weight"] for i in (0, 2)]
+    assert tied[0].data_ptr() == tied[1].data_ptr()
+    assert result["hyper_parameters"] == expected["hyper_parameters"]
+    assert [s.keys() for s in result["optimizer_states"]] == [s.keys() for s in expected["optimizer_states"]]
+    assert result["optimizer_states"][0]["param_groups"] == expected["optimizer_states"][0]["param_groups"]
+    for mine, theirs in zip(
+        result["optimizer_states"][0]["state"].values(), expected["optimizer_states"][0]["state"].values(), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert os.path.getsize(ours) < os.path.getsize(ddps) + 2 * 35_000  # the random states of two ranks
+    loaded = _Edits.load_from_checkpoint(ours, weights_only=True, strict=False)
+    torch.testing.assert_close(loaded.first.weight, weights["first.weight"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_edits_survive_a_resume(form: str, ranks2, tmp_path: Path) -> None:
+    path = str(tmp_path / "x.ckpt")
+    strategy = {"stage": 3, "min_unit_numel": 1, "checkpoint": form}
+    ranks2(_fit_edits, strategy, path)
+    ranks2(_fit_edits, strategy, str(tmp_path / "y.ckpt"), path)
+    assert os.path.isdir(path) == (form != "file")
+
+
+def _save_weights(form: str, path: str) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    module = moves.Features()
+    trainer = make_trainer({"stage": 3, "min_unit_numel": 1, "checkpoint": form}, max_steps=3)
+    trainer.fit(module, moves.loader("epoch end", 2))
+    trainer.save_checkpoint(path, weights_only=True)
+    return {k: v.detach().clone() for k, v in module.state_dict().items()}
+
+
+def _use_weights(path: str) -> tuple[str, dict[str, Tensor], list[int]]:
+    module = moves.Features()
+    with pytest.raises(KeyError) as resuming:  # as under DDP
+        make_trainer({"stage": 2}, max_steps=5).fit(module, moves.loader("epoch end", 2), ckpt_path=path)
+    module = moves.Features()
+    trainer = make_trainer({"stage": 3, "min_unit_numel": 1}, max_steps=2)
+    module.load_state_dict(lightning_zero.load_checkpoint(path)["state_dict"])
+    weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
+    trainer.fit(module, moves.loader("epoch end", 2))
+    return str(resuming.value), weights, [trainer.global_step, len(module.losses)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_alone_start_a_fresh_fit_and_resuming_from_them_says_so(form: str, ranks2, tmp_path: Path) -> None:
+    path = str(tmp_path / "x.ckpt")
+    saved = ranks2(_save_weights, form, path)[0]
+    for said, weights, steps in ranks2(_use_weights, path):
+        assert "save_weights_only" in said
+        assert all(torch.equal(weights[k], saved[k]) for k in saved)
+        assert steps == [2, 2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Safety
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _save(form: str, path: str, stage: int = 3, **options: Any) -> None:
+    moves.run(f"zero{stage}", form, "features", "epoch end", 2, None, path, **options)
+
+
+def _resume(path: str) -> list[float]:
+    return moves.run("zero3", "file", "features", "epoch end", 4, None, None, path).losses
+
+
+def _first(text: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith("RankError") or "Error" in line)
+
+
+def _tensor_bytes(path: Path) -> tuple[int, int]:
+    """Where the bytes of a weight lie inside a file."""
+    content = path.read_bytes()
+    found = content.find(torch.load(path, weights_only=True)["state_dict"]["first.weight"].numpy().tobytes())
+    assert found > 0
+    return found, len(content)
+
+
+def _damaged_file(path: Path, how: str) -> None:
+    if how == "truncated":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    elif how == "flipped":
+        at, _ = _tensor_bytes(path)
+        content = bytearray(path.read_bytes())
+        content[at] ^= 0x40
+        path.write_bytes(content)
+    elif how == "foreign":
+        path.write_bytes(b"not a checkpoint at all")
+    elif how == "other archive":
+        torch.save({"weights": torch.zeros(3)}, path)
+    elif how == "list":
+        torch.save([1, 2], path)
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "missing":
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("truncated", "x.ckpt is truncated, damaged or no checkpoint"),
+        ("flipped", "x.ckpt is truncated, damaged or no checkpoint of torch (BadZipFile: Bad CRC-32"),
+        ("foreign", "x.ckpt is truncated, damaged or no checkpoint"),
+        ("empty", "x.ckpt is truncated, damaged or no checkpoint"),
+        ("other archive", "x.ckpt has no 'state_dict'"),
+        ("list", "x.ckpt holds a list"),
+        ("missing", "Checkpoint file not found"),
+    ],
+)
+def test_a_bad_file_is_an_error_that_names_it_on_every_rank(how: str, said: str, ranks2, tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    ranks2(_save, "file", str(path))
+    _damaged_file(path, how)
+    for text in ranks2(_said, _resume, str(path)):
+        assert said in text
+
+
+def _said(fn: Any, *args: Any) -> str:
+    """What ``fn`` raises, on this rank."""
+    with pytest.raises((CheckpointError, OSError)) as error:
+        fn(*args)
+    return str(error.value)
+
+
+def _damage_folder(path: Path, how: str) -> None:
+    (data,) = path.glob("data-*")
+    shards = sorted(data.glob("*.distcp"))
+    if how == "no marker":
+        (path / "checkpoint.json").unlink()
+    elif how == "bad marker":
+        (path / "checkpoint.json").write_text("{}")
+    elif how == "later format":
+        (path / "checkpoint.json").write_text('{"format": 99, "data": "data-0"}')
+    elif how == "no shard":
+        shards[1].unlink()
+    elif how == "short shard":
+        shards[1].write_bytes(shards[1].read_bytes()[:-100])
+    elif how == "flipped":
+        content = bytearray(shards[0].read_bytes())
+        at = content.find(b"data/0FB")  # the record's name, then padding, then a shard's bytes
+        at = (at + 127) // 64 * 64
+        content[at + 1] ^= 0x10
+        shards[0].write_bytes(content)
+    elif how == "no index":
+        (data / ".metadata").unlink()
+    elif how == "no rest":
+        (data / "rest.pt").unlink()
+    elif how == "foreign":
+        shutil.rmtree(path)
+        path.mkdir()
+        (path / "readme.txt").write_text("nothing here")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("no marker", "checkpoint.json is missing, so its saving was interrupted"),
+        ("bad marker", "checkpoint.json is damaged"),
+        ("later format", "has format 99"),
+        ("no shard", "__1_0.distcp is missing"),
+        ("short shard", "__1_0.distcp is truncated"),
+        ("flipped", "is damaged at the tensor"),
+        ("no index", ".metadata is missing"),
+        ("no rest", "rest.pt is missing"),
+        ("foreign", "it is no sharded checkpoint of lightning_zero"),
+    ],
+)
+def test_a_bad_folder_is_an_error_that_names_what_is_missing(how: str, said: str, ranks2, tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    ranks2(_save, "sharded", str(path))
+    _damage_folder(path, how)
+    for text in ranks2(_said, _resume, str(path)):
+        assert said in text
+
+
+class Harm:
+    """Unpickling one writes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.write_text, (Path(self.path), "harm done"))
+
+
+@pytest.mark.parametrize("where", ["file", "rest", "index", "index class"])
+def test_nothing_beyond_the_allow_list_is_unpickled(where: str, ranks2, tmp_path: Path) -> None:
+    path, harm = tmp_path / "x.ckpt", tmp_path / "harm"
+    ranks2(_save, "file" if where == "file" else "sharded", str(path))
+    if where == "file":
+        torch.save({**torch.load(path, weights_only=True), "evil": Harm(str(harm))}, path)
+    else:
+        (data,) = path.glob("data-*")
+        if where == "rest":
+            torch.save({**torch.load(data / "rest.pt", weights_only=True), "evil": Harm(str(harm))}, data / "rest.pt")
+        else:
+            metadata: Any = pickle.loads((data / ".metadata").read_bytes())
+            assert isinstance(metadata, Metadata)
+            metadata.planner_data = Harm(str(harm)) if where == "index" else moves.Features
+            (data / ".metadata").write_bytes(pickle.dumps(metadata))
+    for text in ranks2(_said, _resume, str(path)):
+        assert str(path) in text
+        assert "weights_only" in text or "does not belong there" in text
+    assert not harm.exists()
+
+
+def _unpickles_if_told(path: str) -> int:
+    module = moves.Features()
+    trainer = make_trainer({"stage": 3}, max_steps=3)
+    trainer.fit(module, moves.loader("epoch end", 2), ckpt_path=path, weights_only=False)
+    return trainer.global_step
+
+
+def test_more_is_unpickled_where_the_user_says_so(ranks2, tmp_path: Path) -> None:
+    path, harm = tmp_path / "x.ckpt", tmp_path / "harm"
+    ranks2(_save, "file", str(path))
+    torch.save({**torch.load(path, weights_only=True), "trusted": Harm(str(harm))}, path)
+    assert ranks2(_unpickles_if_told, str(path)) == [3, 3]
+    assert harm.exists()
+
+
+def _full_disk(form: str, folder: str) -> tuple[str, list[float], bool]:
+    """Saves, cannot save while files must stay small, goes on training, saves again."""
+    said = []
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *unused: Any) -> None:
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(f"{folder}/x.ckpt")
+            if trainer.global_step == 2:
+                before = resource.getrlimit(resource.RLIMIT_FSIZE)
+                if trainer.global_rank == 0:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+                try:
+                    with pytest.raises(CheckpointError) as error:
+                        trainer.save_checkpoint(f"{folder}/x.ckpt")
+                finally:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+                said.append(str(error.value))
+
+    run = moves.run("zero3", form, "features", "epoch end", 4, callbacks=[Saves(), moves._StopAt(4)])
+    return said[0], run.losses, len(run.losses) == 4
+
+
+@pytest.mark.parametrize("form", ["file", "sharded"])
+def test_a_full_disk_is_an_error_on_every_rank_and_training_goes_on(form: str, ranks2, tmp_path: Path) -> None:
+    for said, _, went_on in ranks2(_full_disk, form, str(tmp_path)):
+        assert "x.ckpt could not be written" in said or "could not be written" in said
+        assert "MiB are free" in said
+        assert went_on
+    assert len(ranks2(_resume, str(tmp_path / "x.ckpt"))[0]) == 3  # the one before is whole
+    assert [p.name for p in tmp_path.iterdir()] == ["x.ckpt"]  # and nothing else is left
+
+
+def _refuses_other_form(form: str, path: str) -> None:
+    _save(form, path)
+
+
+def test_a_file_never_replaces_a_folder_nor_the_other_way(ranks2, tmp_path: Path) -> None:
+    a_file, folder = str(tmp_path / "file.ckpt"), str(tmp_path / "folder.ckpt")
+    ranks2(_save, "file", a_file)
+    ranks2(_save, "sharded", folder)
+    for text in ranks2(_said, _refuses_other_form, "file", folder):
+        assert "is a folder" in text
+    for text in ranks2(_said, _refuses_other_form, "sharded", a_file):
+        assert "is a file" in text
+    assert os.path.isfile(a_file)
+    assert len(ranks2(_resume, folder)[0]) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ModelCheckpoint, remote paths, plugins
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _model_checkpoint(form: str, folder: str, save_last: Any) -> tuple[list[str], str, list[float]]:
+    callback = ModelCheckpoint(
+        dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max",
+        save_last=save_last,
+    )  # fmt: skip
+    moves.run(
+        "zero3", form, "features", "epoch end", 9, callbacks=[callback, moves._StopAt(9)], enable_checkpointing=True
+    )
+    again = moves.run(
+        "zero2", form, "features", "epoch end", 11, resume="last", callbacks=[callback, moves._StopAt(11)],
+        enable_checkpointing=True,
+    )  # fmt: skip
+    return sorted(os.listdir(folder)), callback.best_model_path, again.losses
+
+
+@pytest.mark.parametrize("save_last", ["link", True])
+@pytest.mark.parametrize("form", FORMS)
+def test_model_checkpoint_keeps_links_and_deletes(form: str, save_last: Any, ranks2, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for names, best, losses in ranks2(_model_checkpoint, form, str(folder), save_last):
+        assert names == ["last.ckpt", "step=10.ckpt", "step=8.ckpt"]
+        assert best == str(folder / "step=10.ckpt")
+        assert len(losses) == 3  # from step 8 to step 11
+    assert (folder / "last.ckpt").is_symlink() == (save_last == "link")
+    assert (folder / "step=10.ckpt").is_dir() == (form != "file")
+
+
+def _remote(form: str) -> tuple[list[float], list[float], bool]:
+    import fsspec
+
+    path = f"memory://bucket/runs/{form}.ckpt"
+    straight = moves.run("zero3", form, "features", "mid-epoch", 14, 10, path)
+    resumed = moves.run("zero2", form, "features", "mid-epoch", 14, None, None, path)
+    fs = fsspec.filesystem("memory")
+    stored = fs.isdir(f"/bucket/runs/{form}.ckpt") if form != "file" else fs.isfile(f"/bucket/runs/{form}.ckpt")
+    return straight.losses[10:], resumed.losses, stored
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_fsspec_url_serves_as_path(form: str, ranks1) -> None:
+    """``memory://`` lives in one process, so on one rank; object stores take the same way."""
+    ((straight, resumed, stored),) = ranks1(_remote, form)
+    assert stored
+    assert resumed == straight
+
+
+def test_one_file_at_an_fsspec_url_is_written_and_read_by_rank_0(ranks2) -> None:
+    """Only rank 0's process knows ``memory://`` here: it alone may write and read, the others map its copy."""
+    for straight, resumed, _ in ranks2(_remote_file):
+        assert resumed == straight
+
+
+def _remote_file() -> tuple[list[float], list[float], bool]:
+    path = "memory://bucket/x.ckpt"
+    straight = moves.run("zero3", "file", "features", "mid-epoch", 14, 10, path)
+    resumed = moves.run("zero3", "file", "features", "mid-epoch", 14, None, None, path)
+    return straight.losses[10:], resumed.losses, True
+
+
+class Counting(TorchCheckpointIO):
+    """A user's own way of storing files."""
+
+    saved = 0
+    loaded = 0
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self.saved += 1
+        assert storage_options is None or storage_options == {"tier": "cold"}
+        super().save_checkpoint(checkpoint, path)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        self.loaded += 1
+        return super().load_checkpoint(path, *args, **kwargs)
+
+
+def _plugin(path: str) -> tuple[int, int, list[float]]:
+    plugin = Counting()
+    torch.manual_seed(1)
+    module = moves.Features()
+    trainer = make_trainer({"stage": 3, "min_unit_numel": 1}, max_steps=2, plugins=[plugin])
+    trainer.fit(module, moves.loader("epoch end", 2))
+    trainer.save_checkpoint(path, storage_options={"tier": "cold"})
+    resumed = moves.run("zero3", "file", "features", "epoch end", 4, None, None, path, plugins=[plugin])
+    return plugin.saved, plugin.loaded, resumed.losses
+
+
+def test_a_checkpoint_io_plugin_is_honoured(ranks2, tmp_path: Path) -> None:
+    results = ranks2(_plugin, str(tmp_path / "x.ckpt"))
+    assert [r[:2] for r in results] == [(1, 1), (0, 1)]
+    assert [len(r[2]) for r in results] == [2, 2]
+
+
+def test_a_plugin_with_shards_is_refused() -> None:
+    from lightning_zero import ZeroStrategy
+
+    with pytest.raises(ValueError, match=r"checkpoint='sharded' with a CheckpointIO plugin \(Counting\)"):
+        ZeroStrategy(checkpoint="sharded", checkpoint_io=Counting())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole state for callbacks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Ema(WeightAveraging):
+    def __init__(self) -> None:
+        super().__init__(avg_fn=get_ema_avg_fn(0.8))
+
+
+def _averaged(strategy: Any, which: str, path: str | None, resume: str | None) -> dict[str, Any]:
+    torch.manual_seed(4)
+    module = moves.Features()
+    callback: Any = _Ema() if which == "ema" else StochasticWeightAveraging(0.02, swa_epoch_start=1, device=None)
+    save = [moves._SaveAt(10, path)] if path else []
+    trainer = make_trainer(strategy, max_epochs=3, callbacks=[callback, *save])
+    trainer.fit(module, moves.loader("mid-epoch", 2), ckpt_path=resume)
+    return {"losses": module.losses, "weights": {k: v.detach().clone() for k, v in module.state_dict().items()}}
+
+
+@pytest.mark.parametrize("which", ["ema", "swa"])
+@pytest.mark.parametrize(("stage", "form"), [(1, "sharded"), (2, "file"), (3, "file"), (3, "sharded-async")])
+def test_averaging_callbacks_get_real_weights(which: str, stage: int, form: str, ranks2, tmp_path: Path) -> None:
+    path = str(tmp_path / "x.ckpt")
+    strategy = {"stage": stage, "min_unit_numel": 1, "checkpoint": form}
+    results = ranks2(_averaged, strategy, which, path if which == "ema" else None, None)
+    reference = ranks2(_averaged, "ddp", which, None, None)
+    if which == "ema":  # Lightning's SWA refuses to be resumed in mid-averaging
+        resumed = ranks2(_averaged, strategy, which, None, path)
+        results = [
+            {"losses": r["losses"][:10] + again["losses"], "weights": again["weights"]}
+            for r, again in zip(results, resumed, strict=True)
+        ]
+    for ours, ddps in zip(results, reference, strict=True):
+        torch.testing.assert_close(torch.tensor(ours["losses"]), torch.tensor(ddps["losses"]), rtol=2e-5, atol=1e-6)
+        for name, weight in ddps["weights"].items():
+            torch.testing.assert_close(ours["weights"][name], weight, rtol=2e-5, atol=1e-6)  # order of summation
+
+
+def _callback_reads(stage: int) -> bool:
+    right = []
+
+    class Reads(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *unused: Any) -> None:
+            state = trainer.strategy.lightning_module_state_dict()
+            with trainer.strategy.full_parameters(module):
+                plain = [type(p) is nn.Parameter for p in module.parameters()]
+                same = [torch.equal(state[k], v.cpu()) for k, v in module.state_dict().items()]
+                out = module.blocks[0](torch.ones(2, moves.WIDTH))  # an exporter runs the module
+            again = [
+                torch.equal(state[k], v)
+                for k, v in trainer.strategy.lightning_module_state_dict().items()
+                if "calls" not in k
+            ]
+            right.append(all(plain) and all(same) and all(again) and bool(out.isfinite().all()))
+
+    run = moves.run(f"zero{stage}", "file", "features", "epoch end", 4, callbacks=[Reads(), moves._StopAt(4)])
+    return len(right) == 4 and all(right) and len(run.losses) == 4
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_callbacks_read_whole_state_on_every_rank(stage: int, ranks2) -> None:
+    assert ranks2(_callback_reads, stage) == [True, True]
+
+
+def _modifies(strategy: Any) -> tuple[dict[str, Tensor], str]:
+    said = []
+
+    class Modifies(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *unused: Any) -> None:
+            if trainer.global_step != 2:
+                return
+            if strategy == "ddp":
+                with torch.no_grad():
+                    module.last.weight.mul_(0.5)
+                return
+            with trainer.strategy.full_parameters(module, modify=True), torch.no_grad():
+                # rank 0's values become everybody's
+                module.last.weight.mul_(0.5 if trainer.is_global_zero else 7.0)
+            try:
+                with trainer.strategy.full_parameters(module), torch.no_grad():
+                    module.last.weight.mul_(3.0)
+            except RuntimeError as error:
+                said.append(str(error))
+
+    torch.manual_seed(9)
+    module = moves.Features()
+    make_trainer(strategy, max_steps=4, callbacks=[Modifies()]).fit(module, moves.loader("epoch end", 2))
+    return {k: v.detach().clone() for k, v in module.state_dict().items()}, "".join(said)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_full_parameters_can_be_modified_and_writing_without_leave_raises(stage: int, ranks2) -> None:
+    expected = ranks2(_modifies, "ddp")[0][0]
+    for weights, said in ranks2(_modifies, {"stage": stage, "min_unit_numel": 1}):
+        assert "use full_parameters(module, modify=True)" in said
+        for name, weight in expected.items():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)  # order of summation
+
+
+def _alone(call: str, rank: int) -> str:
+    class Alone(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *unused: Any) -> None:
+            if trainer.global_rank != rank:
+                return
+            if call == "trainer.save_checkpoint()":
+                trainer.save_checkpoint("/nonexistent/x.ckpt")
+            elif call == "strategy.lightning_module_state_dict()":
+                trainer.strategy.lightning_module_state_dict()
+            else:
+                with trainer.strategy.full_parameters(module):
+                    pass
+
+    module = moves.Features()
+    strategy = {"stage": 3, "min_unit_numel": 1, "timeout_seconds": 3.0}
+    make_trainer(strategy, max_steps=4, callbacks=[Alone()]).fit(module, moves.loader("epoch end", 2))
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("call", "rank"),
+    [
+        ("trainer.save_checkpoint()", 0),
+        ("strategy.lightning_module_state_dict()", 1),
+        pytest.param("strategy.lightning_module_state_dict()", 0, marks=pytest.mark.full),
+        pytest.param("strategy.full_parameters()", 0, marks=pytest.mark.full),
+    ],
+)
+def test_a_collective_call_on_one_rank_alone_raises_naming_it(call: str, rank: int, ranks2) -> None:
+    with pytest.raises(RankError) as error:
+        ranks2(_alone, call, rank, timeout_seconds=60.0)
+    ours = next(f.text for f in error.value.failures if f.rank == rank)
+    assert f"RuntimeError: {call} on rank {rank}: not all ranks made this call within timeout_seconds=3" in ours
+
+
+def _different_calls() -> str:
+    class Confused(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *unused: Any) -> None:
+            if trainer.is_global_zero:
+                trainer.strategy.lightning_module_state_dict()
+            else:
+                trainer.save_checkpoint("/nonexistent/x.ckpt")
+
+    with pytest.raises(RuntimeError) as error:
+        make_trainer({"stage": 2}, max_steps=4, callbacks=[Confused()]).fit(
+            moves.Features(), moves.loader("epoch end", 2)
+        )
+    return str(error.value)
+
+
+def test_different_collective_calls_raise_on_every_rank(ranks2) -> None:
+    for said in ranks2(_different_calls):
+        assert "rank 0: strategy.lightning_module_state_dict(); rank 1: trainer.save_checkpoint()" in said
+
+
+def _reads_values_while_saving(path: str) -> str:
+    class Reads(moves.Features):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["norm"] = checkpoint["state_dict"]["first.weight"].norm().item()
+
+    module = Reads()
+    trainer = make_trainer({"stage": 3, "min_unit_numel": 1}, max_steps=2, callbacks=[moves._SaveAt(2, path)])
+    trainer.callbacks[-1].at_epoch_end = False  # type: ignore[attr-defined]
+    trainer.fit(module, moves.loader("epoch end", 2))
+    return "saved"
+
+
+def test_reading_values_in_on_save_checkpoint_on_other_ranks_says_what_to_do(ranks2, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as error:
+        ranks2(_reads_values_while_saving, str(tmp_path / "x.ckpt"))
+    assert "if self.trainer.is_global_zero" in str(error.value)
