@@ -338,7 +338,7 @@ class ZeroStrategy(DDPStrategy):
             self.meeting.meet("strategy.lightning_module_state_dict()")
             return self.engine.full(self.engine.sharded_state_dict())
         state = self.engine.sharded_state_dict()
-        return state if self._saves_shards else self.engine.full(state, keep=self.is_global_zero)
+        return state if self._saves_shards else self.engine.full(state, on_rank_0=True)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` with whole tensors, as DDP would have it (collective)."""
@@ -351,7 +351,7 @@ class ZeroStrategy(DDPStrategy):
         state = engine.sharded_optimizer_state(optimizer)
         if self._dumping and self._saves_shards:
             return state
-        return engine.full(state, keep=self.is_global_zero or not self._dumping)
+        return engine.full(state, on_rank_0=self._dumping)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self.engine is None:

@@ -108,10 +108,10 @@ class Engine(ABC):
         """``optimizer.state_dict()`` in PyTorch's own form, holding this rank's shards themselves."""
 
     @abstractmethod
-    def full(self, state: Any, keep: bool = True) -> Any:
+    def full(self, state: Any, on_rank_0: bool = False) -> Any:
         """``state``, as one of the two above gave it, with whole tensors on the CPU, gathered one at a time.
 
-        With ``keep=False`` this rank helps the others and gets meta tensors, which hold shape and dtype only.
+        With ``on_rank_0`` the others send their parts and get meta tensors, which hold shape and dtype only.
         """
 
     @abstractmethod

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.overrides import TorchFunctionMode
@@ -97,6 +98,40 @@ def gathered(tensor: Tensor) -> Tensor:
     """The values of a ``DTensor`` as one plain tensor on every rank (collective), outside autograd; other tensors as
     they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+@torch.no_grad()
+def gathered_on_rank_0(tensor: Tensor) -> Tensor | None:
+    """As :func:`gathered` on rank 0; ``None`` on the others, which send their rows and hold nothing else (collective).
+
+    Straight from the shards into the result: an all-gather over gloo needs room for the result twice on every rank.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach() if dist.get_rank() == 0 else None
+    mesh, shard = tensor.device_mesh, local(tensor)
+    (axis,) = (i for i, placement in enumerate(tensor.placements) if placement.is_shard(0))
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    if any(at for i, at in enumerate(coordinate) if i != axis):
+        return None  # a replica; the shards of the first one are enough
+    group, each = mesh.get_group(axis), -(-tensor.shape[0] // mesh.size(axis))
+    if coordinate[axis]:
+        if shard.numel():
+            dist.send(_bytes_of(shard.contiguous()), group=group, group_dst=0)
+        return None
+    whole = shard.new_empty(tensor.shape)
+    parts = whole.split(each) if each else ()
+    for sender, part in enumerate(parts):
+        if sender == 0:
+            part.copy_(shard)
+        elif part.numel():
+            dist.recv(_bytes_of(part), group=group, group_src=sender)
+    return whole
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor; gloo does not know every dtype."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 import lightning_zero
 from lightning_zero.checkpoint.layout import CheckpointError
-from tests.helpers import moves
-from tests.helpers.ranks import RankError
+from tests.helpers import moves, saving
+from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.zoo import make_trainer
 
 STAGES = (1, 2, 3)
@@ -459,6 +459,19 @@ def test_a_file_never_replaces_a_folder_nor_the_other_way(ranks2, tmp_path: Path
         assert "is a file" in text
     assert os.path.isfile(a_file)
     assert len(ranks2(_resume, folder)[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("form", "width", "num_units"),
+    [("file", 3000, 6), *(pytest.param(form, 4096, 16, marks=pytest.mark.full) for form in FORMS)],
+)
+def test_memory_while_saving_stays_within_bounds(form: str, width: int, num_units: int) -> None:
+    """4096: 1 GiB of parameters; the figures are in docs/checkpoints.md."""
+    with RankPool() as pool:  # fresh processes, whose allocators hold nothing that earlier tests left
+        memory = saving.measure(form, pool.run, width, num_units)
+    for rank in (0, 1):
+        # 8 MiB: buffers of files and messages, which do not grow with the model
+        assert memory.saving[rank] <= memory.bounds[rank] + 8
 
 
 # ---------------------------------------------------------------------------------------------------------------------

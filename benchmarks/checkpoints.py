@@ -1,0 +1,96 @@
+"""Writes the tables of docs/checkpoints.md: `make checkpoints`.
+
+python benchmarks/checkpoints.py moves     every strategy, world size and form to every other (half an hour)
+python benchmarks/checkpoints.py memory    peak memory of each rank while 1 GB of parameters is saved and resumed
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.helpers import moves, saving  # noqa: E402
+from tests.helpers.ranks import RankPool  # noqa: E402
+
+DOC = ROOT / "docs" / "checkpoints.md"
+
+
+# -- moves -----------------------------------------------------------------------------------------------------------
+
+
+def table_of_moves() -> str:
+    """Largest difference from the uninterrupted run, per strategy that saved (rows) and that resumed (columns)."""
+    worst: dict[tuple[str, str], float] = defaultdict(float)
+    number = 0
+    with RankPool() as pool, tempfile.TemporaryDirectory() as folder:
+        travel = moves.Travel(pool.run, Path(folder))
+        for move in moves.all_moves():
+            difference = travel.difference(move)
+            if difference > moves.TOLERANCES[move.kind]:
+                raise SystemExit(f"{move}: {difference:.1e} is more than {moves.TOLERANCES[move.kind]:.0e}")
+            scaled = difference / moves.TOLERANCES[move.kind]
+            worst[move.source, move.target] = max(worst[move.source, move.target], scaled)
+            number += 1
+            print(f"{number} {move}: {difference:.1e}", file=sys.stderr, flush=True)
+    lines = [
+        "| saved by \\ resumed by | " + " | ".join(moves.STRATEGIES) + " |",
+        "|---" * (len(moves.STRATEGIES) + 1) + "|",
+        *(
+            f"| {source} | " + " | ".join(f"{worst[source, target]:.0%}" for target in moves.STRATEGIES) + " |"
+            for source in moves.STRATEGIES
+        ),
+    ]
+    tolerances = ", ".join(f"{kind} {value:.0e}" for kind, value in moves.TOLERANCES.items())
+    return "\n".join(lines) + (
+        f"\n\n{number} moves: each cell covers world sizes 1 to 4 and both forms on either side, with the moments"
+        f" ({', '.join(moves.STOPS)}) and the modules in turn. The figure is the largest difference of the next"
+        f" {moves.STEPS_AFTER} losses and of the final weights from the uninterrupted one-process DDP run, as a part of"
+        f" the tolerance (relative: {tolerances})."
+    )
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def table_of_memory() -> str:
+    rows = []
+    for form in ("file", "sharded", "sharded-async"):
+        with RankPool() as pool:  # fresh processes: allocators keep what earlier runs needed
+            m = saving.measure(form, pool.run, width=4096, num_units=16)
+        rows += [f"| {form} | {i} | {m.saving[i]:.0f} | {m.bounds[i]:.0f} | {m.resuming[i]:.0f} |" for i in (0, 1)]
+    lines = [
+        "| `checkpoint=` | rank | MiB more while saving | bound | MiB more while resuming |",
+        "|---|---|---|---|---|",
+        *rows,
+    ]
+    return "\n".join(lines) + (
+        f"\n\nTwo ranks, stage 3, {m.parameters:.0f} MiB of parameters and as much momentum ({m.size:.0f} MiB of"
+        f" checkpoint), units of {m.unit:.0f} MiB; anonymous host memory above what training holds, or above the whole"
+        " module that `__init__` has made. Bounds: one file on rank 0 its own size and one unit, on other ranks"
+        " nothing; shards one unit, and in the background a copy of the rank's own."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=("moves", "memory"))
+    name = parser.parse_args().table
+    table = table_of_moves() if name == "moves" else table_of_memory()
+    text = DOC.read_text(encoding="utf-8")
+    block = f"<!-- {name} -->\n{table}\n<!-- end of {name} -->"
+    new, count = re.subn(f"<!-- {name} -->.*?<!-- end of {name} -->", lambda _: block, text, flags=re.DOTALL)
+    if count != 1:
+        raise SystemExit(f"{DOC} has no place for the table {name!r}")
+    DOC.write_text(new, encoding="utf-8")
+    print(table)
+
+
+if __name__ == "__main__":
+    main()
