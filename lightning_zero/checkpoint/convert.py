@@ -1,7 +1,7 @@
-"""One form into another, in one process, without an accelerator, one tensor in memory at a time. Floor 3.
+"""One form into another, in one process, without an accelerator, one tensor at a time. Floor 3.
 
 Tensors pass through files beside the target, mapped into memory, so that the kernel may drop their pages: converting
-needs room on the disk for the target twice, in memory for its largest tensor.
+needs room on the disk for the target twice, in memory for its largest tensor twice (as read, and in its place).
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ def _write_safetensors(state: dict[str, Tensor], target: str) -> None:
         ) from error
     state = {name: tensor.contiguous() for name, tensor in state.items()}
     if not target.endswith(".safetensors"):
+        os.makedirs(target)
         save_torch_state_dict(state, target, max_shard_size=MAX_SHARD_SIZE)
         return
     total = sum(tensor.nbytes for tensor in state.values())

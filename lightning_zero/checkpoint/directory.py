@@ -14,6 +14,7 @@ import pickle
 import shutil
 import tempfile
 import uuid
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,7 +105,9 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path, meeting: Meeting) ->
     """``tensors`` and their index, by ``torch.distributed.checkpoint``, flushed to the disk."""
     writer = FileSystemWriter(folder, sync_files=True)
     try:
-        dcp.save(tensors, storage_writer=writer, process_group=meeting.group, no_dist=meeting.group is None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant, on one rank
+            dcp.save(tensors, storage_writer=writer, process_group=meeting.group, no_dist=meeting.group is None)
     except dcp.CheckpointException as error:  # no Exception, so that nothing else would catch it
         causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())
         raise CheckpointError(f"{folder} could not be written ({causes}); {file.free_space(str(folder))}.") from error
