@@ -23,6 +23,8 @@ FLOORS = {
     "engines.view": 2,
     "collectives": 2,
     "optim": 2,
+    "tracing": 2,
+    "traffic": 2,
     "engines.fsdp2": 3,
     "engines.fsdp2_private": 3,
     "engines.deepspeed": 3,
