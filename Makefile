@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test test-full lint parity clean
+.PHONY: help setup train test test-full lint parity memory clean
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,9 @@ test-full: lint ## The whole matrices too
 
 parity: setup ## Write docs/parity.md
 	$(BIN)/python benchmarks/parity.py > docs/parity.md.new && mv docs/parity.md.new docs/parity.md
+
+memory: setup ## Write docs/memory.md
+	$(BIN)/python benchmarks/memory.py > docs/memory.md.new && mv docs/memory.md.new docs/memory.md
 
 clean: ## Remove the environment and what runs have written
 	rm -rf $(VENV) build dist *.egg-info outputs multirun lightning_logs

@@ -19,7 +19,7 @@ The paper is Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Trainin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 STAGES = (0, 1, 2, 3)
@@ -104,6 +104,8 @@ class ParameterSize:
     """Bytes of optimizer states per element, sharded like the parameter."""
     state_whole: float = 0
     """Bytes of optimizer states that do not follow the shards (step counters, row and column factors)."""
+    steps_whole: bool = False
+    """Its optimizer looks across elements, so parameter, gradient and states are gathered to step."""
 
     @property
     def numel(self) -> int:
@@ -232,11 +234,17 @@ class StateBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def state_bytes(layout: Layout, stage: int, world_size: int, rank: int = 0) -> StateBytes:
+def state_bytes(
+    layout: Layout, stage: int, world_size: int, rank: int = 0, alive: Collection[str] | None = None
+) -> StateBytes:
     """Parameters, gradients and optimizer states of rank ``rank`` as its tensors count them, padding left out.
 
     Section 5 of the paper for a step's end: under ``fully_shard`` the shards are all that is left at every stage, so
     stages differ only inside a step (:func:`simulate`). Rank 0 holds the most.
+
+    Args:
+        layout, stage, world_size, rank: What and where.
+        alive: Names of the parameters whose gradients exist together; by default all that a step uses.
     """
     parameters = gradients = optimizer = 0.0
     sharded = [p for u in layout.units for p in u.parameters]
@@ -245,7 +253,7 @@ def state_bytes(layout: Layout, stage: int, world_size: int, rank: int = 0) -> S
             numel = p.shard_numel(n, r) if p.shape else 1
             parameters += numel * p.itemsize
             if p.trainable and p.used:
-                gradients += numel * p.itemsize
+                gradients += numel * p.itemsize if alive is None or p.name in alive else 0
                 optimizer += numel * p.state_per_element + p.state_whole
     return StateBytes(parameters=parameters, gradients=gradients, optimizer=optimizer)
 
@@ -271,8 +279,6 @@ class StepRules:
     broadcasts_buffers: bool = True
     zeroes_late: bool = True
     """Lightning's automatic optimization zeroes gradients after the next forward, so that one sees the last step's."""
-    whole_step: bool = False
-    """The optimizer looks across elements, so parameters, gradients and states are gathered to step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -610,15 +616,10 @@ class _FullyShard(_Account):
             self.send("all_reduce", 4 * (num_units + len(self.layout.parameters)))
 
     def optimizer_step(self, peak_bytes: float) -> None:
-        if not self.rules.whole_step:
-            super().optimizer_step(peak_bytes)
-            return
-        # engines gather parameters, gradients and states of all tensors, and let go of them after the step
-        sharded = [p for u in self.layout.units for p in u.parameters if p.trainable and p.used]
+        sharded = [p for u in self.layout.units for p in u.parameters if p.trainable and p.used and p.steps_whole]
         whole = sum(p.numel * (2 * p.itemsize + p.state_per_element) for p in sharded)
         self.add("gathered", whole)
-        self.add("buffers", peak_bytes)
-        self.drop("buffers", peak_bytes)
+        super().optimizer_step(peak_bytes)
         self.drop("gathered", whole)
         for p in sharded:
             padded = self.n * p.padded_numel(self.n)

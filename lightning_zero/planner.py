@@ -10,20 +10,23 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
 from lightning_zero.config import ZeroConfig
 from lightning_zero.memory import (
@@ -42,6 +45,7 @@ from lightning_zero.memory import (
     untraced,
 )
 from lightning_zero.optim import is_elementwise
+from lightning_zero.strategy import _available_host_bytes, _user_looks_between_micro_batches
 from lightning_zero.tracing import LiveBytes, NotTraceable, Trace, fake_batch, shadow, trace
 from lightning_zero.units import UnitPlan, plan_units
 
@@ -56,36 +60,6 @@ MAX_MICRO_BATCH = 65536
 
 
 # -- what is asked and answered --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """What ``lightning-zero plan`` can be told beside the run itself."""
-
-    device_memory_gib: float | None = None
-    """Memory of one device; ``None`` asks the device that is there."""
-    headroom: float = 0.1
-    """Share of it left for the driver, the allocator's gaps and what a trace cannot see."""
-    host_memory_gib: float | None = None
-    """Host memory of one node; ``None`` asks this machine."""
-    batch: Any = None
-    """Shapes of a micro-batch, ``[8, 129]``, or by name, ``{input_ids: [8, 128]}``; ``None`` takes the data's first."""
-    batch_dtype: str = "int64"
-    """Its dtype."""
-    plot: str | None = None
-    """A PNG of the rows is written here."""
-    json: str | None = None
-    """The plan is written here as JSON; ``"-"`` prints it instead of the table."""
-
-    def __post_init__(self) -> None:
-        for name in ("device_memory_gib", "host_memory_gib"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"plan.{name}={value!r}: use a number of GiB above 0, or null.")
-        if not 0 <= self.headroom < 1:
-            raise ValueError(f"plan.headroom={self.headroom!r}: use a share from 0 to below 1.")
-        if not isinstance(getattr(torch, self.batch_dtype, None), torch.dtype):
-            raise ValueError(f"plan.batch_dtype={self.batch_dtype!r}: use a torch dtype such as int64 or float32.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +231,6 @@ def plan(
         agrees_on_unused=study.config.find_unused_parameters,
         broadcasts_buffers=study.config.broadcast_buffers,
         zeroes_late=module.automatic_optimization,
-        whole_step=not study.elementwise,
     )
     rows = [study.row(0, "none", rules, usable)]
     for offload in OFFLOADS:
@@ -285,6 +258,71 @@ def plan(
         reason=reason,
         notes=tuple(study.notes),
     )
+
+
+class Planner:
+    """A plan that waits for its batch: copies the module's structure now, while it is whole.
+
+    Args:
+        module: As for :func:`plan`.
+        **settings: Its keywords.
+    """
+
+    def __init__(self, module: LightningModule, **settings: Any) -> None:
+        copied = shadow(module, nullcontext(), torch.device("meta"), lambda name, t: t.dtype)
+        self.module = cast(LightningModule, copied)
+        self.settings = settings
+
+    def __call__(self, batch: Any) -> Plan:
+        with _quiet():
+            return plan(self.module, batch, **self.settings)
+
+    @classmethod
+    def of_run(cls, trainer: Trainer, module: LightningModule, **settings: Any) -> Planner:
+        """For the run that ``trainer`` is about to start."""
+        strategy = trainer.strategy
+        config = getattr(strategy, "config", None)
+        device = strategy.root_device
+        return cls(
+            module,
+            **{
+                "world_size": trainer.world_size,
+                "ranks_per_host": trainer.num_devices,
+                "precision": trainer.precision,
+                "device": device.type,
+                "device_memory_gib": device_memory_bytes(device, trainer.num_devices) / GIB,
+                "micro_batches": trainer.accumulate_grad_batches,
+                "max_steps": trainer.max_steps if trainer.max_steps > 0 else 1000,
+                "keep_gathered": not _user_looks_between_micro_batches(trainer, module),
+                "config": config if isinstance(config, ZeroConfig) else None,
+                **settings,
+            },
+        )
+
+
+def device_memory_bytes(device: torch.device, ranks_per_host: int) -> float:
+    """Memory of one device; on the CPU this rank's share of the host's available memory."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return _available_host_bytes() / max(ranks_per_host, 1)
+
+
+def first_batch(loader: Any) -> Any:
+    """The first micro-batch of a ``DataLoader`` over a map-style dataset, without its workers, its sampler or a trace
+    in the random generators; ``None`` where there is no such thing."""
+    dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+    if not isinstance(loader, DataLoader) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return None
+    batch_sampler = loader.batch_sampler
+    size = size or getattr(batch_sampler, "batch_size", None)
+    if not size or not len(dataset):  # type: ignore[arg-type]
+        return None
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return loader.collate_fn([dataset[i % len(dataset)] for i in range(size)])  # type: ignore[index, arg-type]
+    finally:
+        random.setstate(state)
 
 
 def choose(
@@ -375,7 +413,18 @@ class _Study:
             raise ValueError(f"{type(module).__name__} has no trainable parameter, so there is nothing to plan.")
         self.optimizers = self._configure_optimizers(stored)
         self.optimizer_names = [type(o).__name__ for o in self.optimizers]
-        self.elementwise = all(map(is_elementwise, self.optimizers))
+        self.elementwise = [is_elementwise(o) for o in self.optimizers]
+        self.steps_whole = {
+            p
+            for optimizer, elementwise in zip(self.optimizers, self.elementwise, strict=True)
+            if not elementwise
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        self.gradients_together: list[set[str]] = []
+        """Manual optimization: the gradients that exist at each step of an optimizer."""
+        if not module.automatic_optimization:
+            self._note("manual optimization: traffic and peak are those of one forward and backward of every unit")
         self.traces: dict[tuple[bool, bool, int], Trace | None] = {}
         plain = self.trace(sharded=True, checkpointing=False)
         used = plain.used if plain is not None else {n for n, p in stored.named_parameters() if p.requires_grad}
@@ -414,6 +463,7 @@ class _Study:
                 used=name in used,
                 state_per_element=per_element,
                 state_whole=whole,
+                steps_whole=p in self.steps_whole and not replicated,
             )
 
         units = tuple(
@@ -497,17 +547,28 @@ class _Study:
         strategy._lightning_module = copied
         strategy.model = copied
         if not step and not copied.automatic_optimization:
-            with self.mode:
-                optimizers = _optimizers_of(copied)
+            optimizers = self._set_up_optimizers(copied)
+            names = {p: name for name, p in copied.named_parameters()}
+            self.gradients_together.clear()
+
+            def instead_of_step(*args: Any, **kwargs: Any) -> None:
+                _no_step(*args, **kwargs)
+                self.gradients_together.append({name for p, name in names.items() if p.grad is not None})
+
             for optimizer in optimizers:
-                optimizer.step = _no_step  # type: ignore[method-assign, assignment]
-            strategy.optimizers = optimizers
+                optimizer.step = instead_of_step  # type: ignore[method-assign, assignment]
+
+    def _set_up_optimizers(self, copied: Any) -> list[Optimizer]:
+        trainer = copied.trainer
+        trainer.state.fn = TrainerFn.FITTING
+        with _quiet(), self.mode:
+            trainer.strategy.setup_optimizers(trainer)
+        return [o for o in trainer.strategy.optimizers if type(o).__name__ != "_MockOptimizer"]  # Lightning's for None
 
     def _configure_optimizers(self, copied: Any) -> list[Optimizer]:
         self._attach(copied, step=True)
         try:
-            with _quiet(), self.mode:
-                return _optimizers_of(copied)
+            return self._set_up_optimizers(copied)
         except Exception as error:  # user code that wants more of a Trainer than there is
             self._note(
                 f"configure_optimizers could not be run ({type(error).__name__}: {error}), so AdamW on everything is"
@@ -523,10 +584,10 @@ class _Study:
         the step's temporaries, on shards and on whole tensors."""
         names: dict[Tensor, str] = {p: n for n, p in stored.named_parameters()}
         sharded: set[Tensor] = {p for u in self.units.units for p in u.parameters.values()}
-        n = self.world_size if self.elementwise else 1
         found: dict[str, tuple[float, float]] = {}
-        peak = 0.0
-        for optimizer in self.optimizers:
+        peak = peak_whole = 0.0
+        for optimizer, elementwise in zip(self.optimizers, self.elementwise, strict=True):
+            n = self.world_size if elementwise else 1
             stand_ins = self._stand_ins(optimizer, used, names, sharded, n)
             try:
                 temporary = self._fake_step(optimizer, [s for s, _ in stand_ins])
@@ -537,10 +598,10 @@ class _Study:
                 )
                 found |= {names[p]: (2.0 * p.element_size(), 0.0) for _, p in stand_ins}
                 continue
-            peak = max(peak, temporary)
+            peak, peak_whole = max(peak, temporary), max(peak_whole, temporary * n)
             for stand_in, p in stand_ins:
                 found[names[p]] = _state_of(optimizer.state.get(stand_in, {}), stand_in, p)
-        return found, peak, peak * (self.world_size if n > 1 else 1)
+        return found, peak, peak_whole
 
     def _stand_ins(
         self, optimizer: Optimizer, used: set[str], names: Mapping[Any, str], sharded: set[Any], n: int
@@ -581,7 +642,9 @@ class _Study:
         name = "ddp" if stage == 0 else f"zero{stage}" + ({"cpu": "_offload", "nvme": "_nvme"}.get(offload, ""))
         rules = dataclasses.replace(rules, stage=stage)
         plain, checkpointed = (self._step(rules, offload, c) for c in (False, True))
-        state = state_bytes(self.layout, stage, self.world_size)
+        together: Sequence[set[str] | None] = self.gradients_together or [None]
+        states = [state_bytes(self.layout, stage, self.world_size, alive=alive) for alive in together]
+        state = max(states, key=lambda s: s.gradients)
         step, moved, at_peak, peak = plain
         largest = max((u.gathered_bytes(self.world_size) for u in self.layout.units), default=0)
         return Row(
@@ -711,23 +774,6 @@ def _no_step(*args: Any, **kwargs: Any) -> None:
 
 def _fake_loss(device: torch.device) -> Tensor:
     return torch.empty((), device=device)
-
-
-def _optimizers_of(module: LightningModule) -> list[Optimizer]:
-    """The optimizers in any of the forms that ``configure_optimizers`` may return."""
-    found: list[Optimizer] = []
-
-    def visit(value: Any) -> None:
-        if isinstance(value, Optimizer):
-            found.append(value)
-        elif isinstance(value, Mapping):
-            visit(value.get("optimizer"))
-        elif isinstance(value, (list, tuple)):
-            for each in value:
-                visit(each)
-
-    visit(module.configure_optimizers())
-    return found
 
 
 def _state_of(state: Mapping[str, Any], stand_in: Tensor, p: Tensor) -> tuple[float, float]:

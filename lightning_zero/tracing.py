@@ -61,19 +61,21 @@ class NotTraceable(Exception):
 
 
 def shadow(
-    module: nn.Module, mode: FakeTensorMode, device: torch.device, dtype_of: Callable[[str, Tensor], torch.dtype]
+    module: nn.Module, mode: Any, device: torch.device, dtype_of: Callable[[str, Tensor], torch.dtype]
 ) -> nn.Module:
     """A copy of ``module`` whose tensors are fake: same classes, attributes and ties, no memory.
 
     Args:
         module: On any device, also meta.
-        mode: That owns the fake tensors.
+        mode: The ``FakeTensorMode`` that owns the fake tensors; with a ``nullcontext`` and the meta device they are
+            meta tensors.
         device: Where they pretend to be.
         dtype_of: The dtype that a parameter or buffer of that name shall have.
 
     Raises:
         NotTraceable: When the module cannot be copied.
     """
+    # memo: what deepcopy finds there it does not copy
     memo: dict[int, Any] = {}
 
     def fake(name: str, tensor: Tensor) -> Tensor:
@@ -310,12 +312,10 @@ def trace(
         try:
             with tracer.watching():
                 return tracer.run(step, mode, autocast or nullcontext())
-        except _Unequal as unequal:
-            error = error or unequal
         except Exception as found:  # user code under fake tensors can raise anything
-            if replay and tracer.trace.num_replayed == 0 and truth:
-                raise NotTraceable(_first_line(found)) from found
-            error = found
+            error = error if error is not None and not isinstance(error, _Unequal) else found
+            if replay and truth and tracer.trace.num_replayed == 0:
+                break  # without replay it would end the same
     raise NotTraceable(_first_line(error)) from error
 
 
@@ -351,6 +351,7 @@ class _Tracer:
     def watching(self) -> Iterator[None]:
         handles: list[Any] = []
         wrapped: list[nn.Module] = []
+        trainable = {p: p.requires_grad for p in self.names}
         for p in self.names:
             p.grad = None
             if p.requires_grad:
@@ -367,8 +368,9 @@ class _Tracer:
                 handle.remove()
             for m in wrapped:
                 del m.__dict__["forward"]
-            for p in self.names:
+            for p, requires_grad in trainable.items():
                 p.grad = None
+                p.requires_grad_(requires_grad)  # a step that failed may have left an optimizer toggled
 
     def run(self, step: Callable[[], Tensor | None], mode: Any, autocast: Any) -> Trace:
         with ExitStack() as stack:

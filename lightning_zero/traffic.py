@@ -57,6 +57,7 @@ _FUNCTIONAL: dict[str, tuple[str, tuple[str, ...], Size]] = {
     "all_gather_tensor": ("all_gather", ("self", "gather_dim", "group"), _of("self", per_rank=True)),
     "all_gather_single": ("all_gather", ("self", "gather_dim", "group"), _of("self", per_rank=True)),
     "reduce_scatter_tensor": ("reduce_scatter", ("self", "reduceOp", "scatter_dim", "group"), _of("self")),
+    "reduce_scatter_single": ("reduce_scatter", ("self", "reduceOp", "scatter_dim", "group"), _of("self")),
     "all_reduce": ("all_reduce", ("self", "reduceOp", "group"), _of("self")),
 }
 """What ``DTensor`` calls."""

@@ -31,6 +31,8 @@ FLOORS = {
     "checkpoint": 3,
     "launcher": 4,
     "strategy": 4,
+    "auto": 5,
+    "plan_command": 5,
     "registry": 5,
     "hydra_config": 5,
     "callbacks": 5,
