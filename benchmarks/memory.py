@@ -61,7 +61,7 @@ For each parameter, training with Adam in mixed precision keeps 2 bytes of weigh
 12 that only the optimizer needs: an fp32 copy of the weight and two running averages. That is 16Ψ bytes, on every rank
 of plain data parallelism (DDP), although all ranks hold the same. ZeRO keeps one copy and gives each rank a part:
 
-| | sharded | bytes per rank, mixed precision | bytes per rank, fp32 | {PSI / 1e9:g} B parameters on {RANKS} GPUs, mixed |
+| | sharded | bytes per rank, mixed precision | in fp32 | {PSI / 1e9:g} B parameters on {RANKS} GPUs, mixed |
 |---|---|---|---|---|
 {_paper_rows()}
 
@@ -115,9 +115,10 @@ messages (agreements between ranks, the buffers' broadcast) are counted as well.
 
 ## Offload
 
-Rows with `_offload` and `_nvme` are arithmetic: shards of parameters, gradients and optimizer states move to host memory
-(ZeRO-Offload, arXiv:2101.06840) or files (ZeRO-Infinity, arXiv:2104.07857), every gather brings the fp32 shard up, every
-reduction takes a gradient shard down. No engine runs them here yet; `zero_auto` says so when only they would fit.
+Rows with `_offload` and `_nvme` are arithmetic: shards of parameters, gradients and optimizer states move to host
+memory (ZeRO-Offload, arXiv:2101.06840) or files (ZeRO-Infinity, arXiv:2104.07857), every gather brings the fp32 shard
+up, every reduction takes a gradient shard down. No engine runs them here yet; `zero_auto` says so when only they would
+fit.
 
 ## Checked against what happens
 
@@ -208,7 +209,7 @@ def measure() -> str:
 |---|---|---|---|
 {_rows(states)}
 
-Peaks with activations, MiB, rank 0, micro-batches of 32 (`tests/helpers/account.py`), and bytes sent per step:
+Peaks with activations, MiB, rank 0, micro-batches of 16 (`tests/helpers/account.py`), and bytes sent per step:
 
 | module, ranks | | planned peak | measured | | planned KiB sent | measured |
 |---|---|---|---|---|---|---|

@@ -314,7 +314,7 @@ def trace(
                 return tracer.run(step, mode, autocast or nullcontext())
         except Exception as found:  # user code under fake tensors can raise anything
             error = error if error is not None and not isinstance(error, _Unequal) else found
-            if replay and truth and tracer.trace.num_replayed == 0:
+            if replay and truth and not isinstance(found, _Unequal) and not tracer.trace.num_replayed:
                 break  # without replay it would end the same
     raise NotTraceable(_first_line(error)) from error
 
@@ -401,6 +401,8 @@ class _Tracer:
         self.moment("gradient", self.owner[p], self.tracker.exclude(p.grad))  # type: ignore[index]
 
     def enter(self, unit: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if unit in self.in_backward:
+            return None  # recomputed, gathered already
         self.moment("forward", unit)
         flat, spec = pytree.tree_flatten((args, kwargs))
         where = [i for i, t in enumerate(flat) if isinstance(t, Tensor) and t.requires_grad]
@@ -411,6 +413,8 @@ class _Tracer:
         return pytree.tree_unflatten(flat, spec)
 
     def leave(self, unit: int, module: nn.Module, args: Any, output: Any) -> None:
+        if unit in self.in_backward:
+            return
         self.moment("forward_end", unit)
         if torch.is_grad_enabled():
             for t in pytree.tree_leaves(output):
@@ -429,7 +433,7 @@ class _Tracer:
         if begin is None or record is None:
             return
         first, last = self.leaders.get(unit, (unit, unit))
-        if unit == last and first != last:
+        if unit == last and first != last and self.records[first].spec is not None:
             self._complete(self.records[first], record, unit, *begin)
 
     def _complete(self, first: _Record, last: _Record, unit: int, start: int, live: float, flops: float) -> None:
@@ -459,12 +463,15 @@ class _Tracer:
     def forward(self, unit: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         first, last = self.leaders.get(unit, (-1, -1))
         flat, _ = pytree.tree_flatten((args, kwargs))
-        if unit not in (first, last) and first in self.records and torch.is_grad_enabled():
+        equal = unit not in (first, last) and first in self.records
+        if equal and torch.is_grad_enabled() and not _saved_elsewhere():
             record = self.records[first]
             if record.spec is not None and record.signature == _signature(flat):
                 self.trace.num_replayed += 1
                 return self._replayed(unit, record, flat)
         run = original
+        if _saved_elsewhere():  # the user's own checkpointing around the block: nothing is kept as it would be
+            return run(*args, **kwargs)
         if self.checkpointing and torch.is_grad_enabled():
             run = partial(checkpoint, original, use_reentrant=False, preserve_rng_state=False)
         if unit not in (first, last) or unit in self.records:
@@ -515,6 +522,12 @@ class _Tracer:
             peak = 0.0
         self.tracker.peak = live + record.backward[-1].peak_bytes
         self.tracker.flops += record.backward_flops
+
+
+def _saved_elsewhere() -> bool:
+    """Whether hooks of somebody else's decide what autograd saves. Private: PyTorch has no public way to ask."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None
 
 
 def _saved_storages(found: set[int]) -> Any:

@@ -87,7 +87,8 @@ class _Window:
     """Exposed communication outside the optimizer."""
     host_waits: float = 0.0
     """Seconds inside blocking collectives, on the CPU."""
-    host_waits_in_optimizer: float = 0.0
+    optimizer_waits: list[float] = field(default_factory=list)
+    """Of them inside the optimizer."""
     samples: int = 0
     tokens: int = 0
     micro_batches: int = 0
@@ -247,18 +248,24 @@ class ZeroMonitor(Callback):
             self._state["parameters"] = count_bytes(pl_module.parameters())[1]
             self._state["gradients"] = max(self._state["gradients"], count_bytes(gradients_of(pl_module))[1])
         self._optimizer_begin = (self._clock.mark(), self.meter.seconds)
+        self._optimizer_ended = False
 
     def _after_optimizer(self, *unused: Any) -> None:
-        if self._optimizer_begin is not None and self._window is not None:
-            begin, seconds = self._optimizer_begin
-            self._window.optimizer.append((begin, self._clock.mark()))
-            self._window.host_waits_in_optimizer += self.meter.seconds - seconds
-        self._optimizer_begin = None
+        if self._optimizer_begin is None or self._window is None:
+            return
+        begin, seconds = self._optimizer_begin
+        if self._optimizer_ended:  # a step inside a step: the outer one ends later
+            self._window.optimizer.pop()
+            self._window.optimizer_waits.pop()
+        self._window.optimizer.append((begin, self._clock.mark()))
+        self._window.optimizer_waits.append(self.meter.seconds - seconds)
+        self._optimizer_ended = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now = self._batch_end = self._clock.mark()
+        self._optimizer_begin = None
         if trainer.global_step == self._logged_step(trainer) or self._window is None:
             return  # a micro-batch that only accumulated
         if self._sample:
@@ -296,7 +303,7 @@ class ZeroMonitor(Callback):
             window = self._pending.popleft()
             between = self._clock.seconds
             whole = between(window.begin, window.end)
-            optimizer = sum(between(*pair) for pair in window.optimizer) - window.host_waits_in_optimizer
+            optimizer = sum(between(*pair) for pair in window.optimizer) - sum(window.optimizer_waits)
             data = sum(between(*pair) for pair in window.data)
             waits = sum(between(*pair) for pair in window.waits) + (window.host_waits if self._on_host else 0.0)
             parts = {"communication": waits, "optimizer": optimizer, "data": data}

@@ -40,15 +40,16 @@ NOT_COMPARED = {
 }
 MANUAL = ("gan",)
 """Steps of the user's own run units as often as they like, which the plan says it does not count."""
-KINDS = [
-    pytest.param(name, marks=() if name in ALWAYS else pytest.mark.full)
+EVERY_WORLD_SIZE = ("odd_parameters_together", "indivisible_dims")
+CASES = [
+    pytest.param(name, n, marks=() if name in EVERY_WORLD_SIZE or (n == 2 and name in ALWAYS) else pytest.mark.full)
     for name in zoo.KINDS
     if name not in NOT_COMPARED
+    for n in (1, 2, 4)
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "world_size"), CASES)
 def test_states_and_traffic(ranks, kind, world_size):
     results = ranks(account.observe_kind, kind, (0, *STAGES), world_size=world_size, timeout_seconds=240)
     for stage in (0, *STAGES):

@@ -220,7 +220,7 @@ def observe_peak(name: str, stages: tuple[int, ...], **options: Any) -> list[dic
     found = []
     for stage in stages:
         torch.manual_seed(0)
-        found.append(observe(make(), dataset(), stage, batch_size=32, peak=True, **options))
+        found.append(observe(make(), dataset(), stage, batch_size=16, num_steps=2, peak=True, **options))
     return found
 
 
@@ -263,6 +263,7 @@ def bytes_per_parameter(stage: int, mixed: bool, accumulating: bool) -> float:
         Vectors(),
         stage,
         batch_size=1,
+        num_steps=2,
         peak=True,
         precision="bf16-mixed" if mixed else "32-true",
         accumulate_grad_batches=2 if accumulating else 1,
