@@ -38,8 +38,6 @@ class ZeroConfig:
 
     stage: int = 3
     """ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also parameters."""
-    auto: bool = False
-    """The plan picks the stage when a run is set up, whatever ``stage`` says; the name ``zero_auto``."""
     engine: str = "fsdp2"
     """The runtime that does the sharding; ``"fsdp2"`` is ``torch.distributed.fsdp.fully_shard``."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -61,6 +59,8 @@ class ZeroConfig:
     """``torch.distributed`` backend; ``None`` is the device's own (NCCL on CUDA, gloo on CPU)."""
     timeout_seconds: float = 1800.0
     """How long a collective waits for a missing rank before it raises."""
+    auto: bool = False
+    """The plan picks the stage when a run is set up, whatever ``stage`` says; the name ``zero_auto``."""
     device_memory_gib: float | None = None
     """Memory of one device that ``auto`` plans for; ``None`` asks the devices."""
 

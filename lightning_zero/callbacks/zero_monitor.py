@@ -87,8 +87,10 @@ class _Window:
     """Exposed communication outside the optimizer."""
     host_waits: float = 0.0
     """Seconds inside blocking collectives, on the CPU."""
+    data_waits: float = 0.0
+    """Of them between two batches, where Lightning asks all ranks whether one was told to end."""
     optimizer_waits: list[float] = field(default_factory=list)
-    """Of them inside the optimizer."""
+    """Of them inside each optimizer's step."""
     samples: int = 0
     tokens: int = 0
     micro_batches: int = 0
@@ -138,7 +140,7 @@ class ZeroMonitor(Callback):
         self._window: _Window | None = None
         self._batch_end: Any = None
         self._optimizer_begin: Any = None
-        self._steps = self._logged = 0
+        self._steps = self._global_step = 0
         self._sample = False
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -214,7 +216,8 @@ class ZeroMonitor(Callback):
         if window is None:
             window = self._open(now)
         elif self._batch_end is not None:
-            window.data.append((self._batch_end, now))
+            window.data.append((self._batch_end[0], now))
+            window.data_waits += self.meter.seconds - self._batch_end[1]
         samples, tokens = _sizes(batch)
         window.samples += samples
         window.tokens += tokens
@@ -264,9 +267,10 @@ class ZeroMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        now = self._batch_end = self._clock.mark()
+        now = self._clock.mark()
+        self._batch_end = (now, self.meter.seconds)
         self._optimizer_begin = None
-        if trainer.global_step == self._logged_step(trainer) or self._window is None:
+        if trainer.global_step == self._global_step or self._window is None:
             return  # a micro-batch that only accumulated
         if self._sample:
             states = (t for optimizer in trainer.optimizers for t in states_of(optimizer))
@@ -289,9 +293,6 @@ class ZeroMonitor(Callback):
         if self._steps % self._interval(trainer) == 0:
             self._log(trainer, pl_module)
 
-    def _logged_step(self, trainer: Trainer) -> int:
-        return getattr(self, "_global_step", -1) if self._steps else 0
-
     def _interval(self, trainer: Trainer) -> int:
         return self.every_n_steps or int(getattr(trainer, "log_every_n_steps", 0)) or 50
 
@@ -303,8 +304,9 @@ class ZeroMonitor(Callback):
             window = self._pending.popleft()
             between = self._clock.seconds
             whole = between(window.begin, window.end)
-            optimizer = sum(between(*pair) for pair in window.optimizer) - sum(window.optimizer_waits)
-            data = sum(between(*pair) for pair in window.data)
+            optimizer = sum(between(*pair) for pair in window.optimizer)
+            optimizer -= sum(window.optimizer_waits) if self._on_host else 0.0
+            data = sum(between(*pair) for pair in window.data) - (window.data_waits if self._on_host else 0.0)
             waits = sum(between(*pair) for pair in window.waits) + (window.host_waits if self._on_host else 0.0)
             parts = {"communication": waits, "optimizer": optimizer, "data": data}
             parts["compute"] = max(whole - sum(parts.values()), 0.0)
@@ -356,6 +358,7 @@ class ZeroMonitor(Callback):
             rank_zero_warn(f"ZeroMonitor: no plan, {type(error).__name__}: {error}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._global_step = trainer.global_step  # not 0 when a run is resumed
         if self.peak_flops is None and trainer.strategy.root_device.type == "cuda":
             mixed = {"bf16": torch.bfloat16, "16": torch.float16}
             dtype = next((d for name, d in mixed.items() if str(trainer.precision).startswith(name)), torch.float32)

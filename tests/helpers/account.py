@@ -174,7 +174,7 @@ class Convolutions(L.LightningModule):
             nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
             for a, b in pairwise(widths)
         )
-        self.head = nn.Linear(96 * 16, 500)
+        self.head = nn.Linear(96 * 16, 100)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         x = batch
