@@ -107,9 +107,9 @@ class ZeroMonitor(Callback):
         predict: Make the plan (rank 0 prints it, its trace also counts the FLOPs); costs a second or so, once.
         peak_flops: Of one device, per second, for MFU; ``None`` looks the device up.
 
-    Validation, checkpoints and what lies between epochs belong to no window; traffic leaves out the first one, in which
-    optimizers make their states. After the run ``rows`` holds one mapping per rank with everything that was measured,
-    ``plan`` the prediction.
+    Validation, checkpoints and what lies between epochs belong to no window, and the first one is left out, in which
+    everything warms up and optimizers make their states. After the run ``rows`` holds one mapping per rank with
+    everything that was measured, ``plan`` the prediction.
     """
 
     def __init__(self, every_n_steps: int | None = None, predict: bool = True, peak_flops: float | None = None) -> None:
@@ -140,7 +140,7 @@ class ZeroMonitor(Callback):
         self._window: _Window | None = None
         self._batch_end: Any = None
         self._optimizer_begin: Any = None
-        self._steps = self._global_step = 0
+        self._steps = self._global_step = self._num_read = 0
         self._sample = False
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -302,6 +302,10 @@ class ZeroMonitor(Callback):
         """Adds up the windows whose marks have passed."""
         while self._pending and self._clock.passed(self._pending[0].end):
             window = self._pending.popleft()
+            if self._num_read == 1:  # the first step warms up, and waits for ranks that were slow to plan
+                self._parts.clear()
+                self._totals.clear()
+            self._num_read += 1
             between = self._clock.seconds
             whole = between(window.begin, window.end)
             optimizer = sum(between(*pair) for pair in window.optimizer)

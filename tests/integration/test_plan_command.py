@@ -54,6 +54,7 @@ def test_plan_of_70_billion_parameters_takes_seconds_and_little_memory(tmp_path)
         "plan.device_memory_gib=80",
         "plan.json=plan.json",
         cwd=tmp_path,
+        timeout_seconds=240,
     )
     seconds = time.monotonic() - begun
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -98,6 +99,7 @@ def test_zero_auto_and_profile_from_the_command_line(tmp_path):
         "trainer.max_steps=6",
         "hydra.run.dir=run",
         cwd=tmp_path,
+        timeout_seconds=280,
     )
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("zero_auto takes zero1: needs") == 1
