@@ -105,7 +105,11 @@ def observe(
 def observe_kind(name: str, stages: tuple[int, ...], **options: Any) -> list[dict[str, Any]]:
     """One of the zoo's modules under every stage."""
     kind = zoo.KINDS[name]
-    return [observe(zoo.make_module(name), kind.dataset(), stage, **{**kind.trainer, **options}) for stage in stages]
+    found = []
+    for stage in stages:
+        data: Dataset = ConcatDataset([kind.dataset()] * 4)  # whole accumulation windows on every number of ranks
+        found.append(observe(zoo.make_module(name), data, stage, **{**kind.trainer, **options}))
+    return found
 
 
 # -- modules whose activations are worth counting --------------------------------------------------------------------
