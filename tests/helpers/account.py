@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from lightning_zero.callbacks import ZeroMonitor
 from lightning_zero.engines.view import local
