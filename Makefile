@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test test-full lint parity checkpoints clean
+.PHONY: help setup train test test-full lint parity checkpoints memory clean
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	# torch by its pin and alone first: a range would select the largest build the registry has
 	$(BIN)/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
 	$(BIN)/python -m pip install --quiet -c constraints.txt "setuptools>=77" wheel
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,examples]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,examples,plot]'
 	touch $@
 
 train: setup ## Train a small GPT under zero3 on two CPU processes (4 minutes)
@@ -41,6 +41,9 @@ parity: setup ## Write docs/parity.md
 checkpoints: setup ## Write the tables of docs/checkpoints.md (half an hour)
 	$(BIN)/python benchmarks/checkpoints.py memory
 	$(BIN)/python benchmarks/checkpoints.py moves
+
+memory: setup ## Write docs/memory.md
+	$(BIN)/python benchmarks/memory.py > docs/memory.md.new && mv docs/memory.md.new docs/memory.md
 
 clean: ## Remove the environment and what runs have written
 	rm -rf $(VENV) build dist *.egg-info outputs multirun lightning_logs

@@ -25,6 +25,7 @@ COMMANDS = {
     "validate": "run its validation data through it",
     "test": "run its test data through it",
     "predict": "run its predict data through it and store the results, one file per rank",
+    "plan": "say what each stage would store and send, and which one fits",
 }
 TOOLS = {"convert": "turn a checkpoint into another form"}
 """Commands with ordinary arguments."""
@@ -45,6 +46,7 @@ def main() -> None:
         epilog="examples:\n"
         "  lightning-zero fit experiment=main_job\n"
         "  lightning-zero fit strategy=zero2 trainer.devices=2 trainer.max_steps=100\n"
+        "  lightning-zero plan trainer.devices=8 trainer.precision=bf16-mixed plan.device_memory_gib=80\n"
         "  lightning-zero fit --help        every group, its choices and the config they make\n"
         "  lightning-zero fit --cfg job     the config alone",
     )
@@ -119,9 +121,18 @@ def run_command(command: str, cfg: Any) -> None:
 
     from lightning_zero.hydra_config import ConfigError, check_launcher, make_object, make_trainer
 
+    if command == "plan":
+        from lightning_zero.plan_command import run_plan
+
+        run_plan(cfg)
+        return
     run_folder = Path(HydraConfig.get().runtime.output_dir)
     check_launcher(cfg)
     trainer = make_trainer(cfg, default_root_dir=str(run_folder))
+    if cfg.profile:
+        from lightning_zero.callbacks import ChromeTrace
+
+        trainer.callbacks.append(ChromeTrace(str(run_folder)))  # type: ignore[attr-defined]
     environment = getattr(trainer.strategy, "cluster_environment", None)  # a single-device strategy has none
     launches = trainer.num_devices > 1 and environment is not None and not environment.creates_processes_externally
     if str(HydraConfig.get().mode) == "RunMode.MULTIRUN" and launches:

@@ -63,11 +63,16 @@ class ZeroConfig:
     """``torch.distributed`` backend; ``None`` is the device's own (NCCL on CUDA, gloo on CPU)."""
     timeout_seconds: float = 1800.0
     """How long a collective waits for a missing rank before it raises."""
+    auto: bool = False
+    """The plan picks the stage when a run is set up, whatever ``stage`` says; the name ``zero_auto``."""
+    device_memory_gib: float | None = None
+    """Memory of one device that ``auto`` plans for; ``None`` asks the devices."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or not isinstance(self.stage, int):
             raise ValueError(f"stage={self.stage!r}: the ZeRO stage is a whole number; use 1, 2 or 3.")
         _one_of("stage", self.stage, STAGES)
+        _boolean("auto", self.auto)
         _one_of("engine", self.engine, ENGINES)
         object.__setattr__(self, "offload", _as_offload(self.offload))
         if self.engine == "fsdp2" and self.offload.target != "none":
@@ -89,6 +94,7 @@ class ZeroConfig:
         timeout = self.timeout_seconds
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
             raise ValueError(f"timeout_seconds={timeout!r}: use a number of seconds above 0.")
+        _gib_or_none("device_memory_gib", self.device_memory_gib)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> ZeroConfig:
@@ -102,6 +108,38 @@ class ZeroConfig:
     def with_(self, **changes: Any) -> ZeroConfig:
         """A copy with ``changes``, validated again."""
         return replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """What ``lightning-zero plan`` can be told beside the run itself."""
+
+    device_memory_gib: float | None = None
+    """Memory of one device; ``None`` asks the device that is there."""
+    headroom: float = 0.1
+    """Share of it left for the driver, the allocator's gaps and what a trace cannot see."""
+    host_memory_gib: float | None = None
+    """Host memory of one node, for offload; ``None`` asks this machine."""
+    batch: Any = None
+    """Shape of a micro-batch, ``[8, 129]``, or shapes by name, ``{input_ids: [8, 128]}``; ``None`` takes the data's
+    first."""
+    batch_dtype: str = "int64"
+    """Its dtype."""
+    plot: str | None = None
+    """A PNG with a bar for every row is written here; needs matplotlib."""
+    json: str | None = None
+    """The plan is written here as JSON; ``"-"`` prints it instead of the table."""
+
+    def __post_init__(self) -> None:
+        _gib_or_none("plan.device_memory_gib", self.device_memory_gib)
+        _gib_or_none("plan.host_memory_gib", self.host_memory_gib)
+        if isinstance(self.headroom, bool) or not isinstance(self.headroom, (int, float)) or not 0 <= self.headroom < 1:
+            raise ValueError(f"plan.headroom={self.headroom!r}: use a share from 0 to below 1.")
+
+
+def _gib_or_none(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
+        raise ValueError(f"{name}={value!r}: use a number of GiB above 0, or None.")
 
 
 def _as_offload(value: Any) -> OffloadConfig:

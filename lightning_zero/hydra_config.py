@@ -25,7 +25,8 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_zero.config import ZeroConfig
+from lightning_zero.auto import make_strategy as make_zero_strategy
+from lightning_zero.config import PlanConfig, ZeroConfig
 from lightning_zero.strategy import ZeroStrategy
 
 _OF_GROUPS = ("strategy", "callbacks")
@@ -129,6 +130,8 @@ class Job:
     trainer: Any = None
     callbacks: Any = None
     launcher: Any = None
+    profile: bool = False
+    plan: Any = dataclasses.field(default_factory=lambda: schema_of(PlanConfig))
 
 
 def zero_schema() -> type:
@@ -153,7 +156,7 @@ def register_configs() -> None:
 def hint(override: str) -> str | None:
     """What to write instead of a command-line override that names a group's insides wrongly; ``None`` where it is
     right, or not known to be wrong."""
-    match = re.fullmatch(r"(?:\+{0,2}|~)(strategy|trainer)\.(\w+)(?:=(.*))?", override)
+    match = re.fullmatch(r"(?:\+{0,2}|~)(strategy|trainer|plan)\.(\w+)(?:=(.*))?", override)
     if not match:
         return None
     where, name, value = match.groups()
@@ -161,7 +164,11 @@ def hint(override: str) -> str | None:
         return f"strategy.offload is a group of settings: use strategy/offload={value}."
     if where == "trainer" and name in _OF_GROUPS:
         return f"{name} is a group of its own: use {name}={value}."
-    schemas = [trainer_schema()] if where == "trainer" else [schema_of(ZeroConfig), LightningStrategy]
+    schemas = {
+        "trainer": [trainer_schema()],
+        "strategy": [schema_of(ZeroConfig), LightningStrategy],
+        "plan": [schema_of(PlanConfig)],
+    }[where]
     known = [name for schema in schemas for name in _settings(schema)]
     return None if name in (*known, "_target_") else f"{where}.{name} is no setting; {_repair(where, name, known)}"
 
@@ -188,7 +195,7 @@ def make_strategy(**settings: Any) -> ZeroStrategy | str:
     settings.pop("_target_", None)
     if "stage" not in settings:
         return str(_checked(LightningStrategy, settings, "strategy")["name"])
-    return ZeroStrategy(**_fields(make_zero_config(settings)))
+    return make_zero_strategy(**_fields(make_zero_config(settings)))
 
 
 def make_zero_config(settings: Mapping[str, Any] | DictConfig) -> ZeroConfig:
@@ -205,6 +212,14 @@ def make_zero_config(settings: Mapping[str, Any] | DictConfig) -> ZeroConfig:
         return ZeroConfig(**checked)
     except ValueError as error:
         raise ConfigError(f"strategy: {error}") from error
+
+
+def make_plan_config(cfg: DictConfig) -> PlanConfig:
+    """A validated :class:`PlanConfig` from the node ``plan``."""
+    try:
+        return PlanConfig(**_checked(schema_of(PlanConfig), _plain(cfg.get("plan") or {}), "plan"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def make_trainer(cfg: DictConfig, **more: Any) -> Trainer:

@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 NAMES: dict[str, dict[str, Any]] = {f"zero{stage}": {"stage": stage, "engine": "fsdp2"} for stage in (1, 2, 3)}
+NAMES["zero_auto"] = {"auto": True, "engine": "fsdp2"}
 """Registered name -> the fields of ``ZeroConfig`` it stands for."""
 
 
@@ -23,6 +24,6 @@ def register_strategies() -> None:
 
 
 def _make_strategy(**settings: Any) -> Any:
-    from lightning_zero.strategy import ZeroStrategy
+    from lightning_zero.auto import make_strategy
 
-    return ZeroStrategy(**settings)
+    return make_strategy(**settings)

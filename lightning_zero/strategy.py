@@ -141,6 +141,7 @@ class ZeroStrategy(DDPStrategy):
         if module in _LEFT_SHARDED:
             _LEFT_SHARDED.pop(module).restore(True, [])
             self.engine = None
+        self._resolve_stage(trainer)
         if fitting and self._layer_sync:
             module = self._layer_sync.apply(module)
         self.model = self.precision_plugin.convert_module(module)
@@ -158,6 +159,11 @@ class ZeroStrategy(DDPStrategy):
         if self.engine is not None:  # after configure_optimizers: states made there are shards, like their parameters
             self._view = WholeView()
             self._view.__enter__()
+
+    def _resolve_stage(self, trainer: Any) -> None:
+        """``self.config.stage`` is the one to run afterwards, the same on every rank."""
+        if self.config.auto:
+            raise ValueError("auto=True needs the planner: use strategy='zero_auto', or stage=1, 2 or 3.")
 
     def _start_engine(self, trainer: Any) -> None:
         module = self.lightning_module

@@ -1,6 +1,8 @@
 """Callbacks that show what a run does. Floor 5."""
 
+from lightning_zero.callbacks.chrome_trace import ChromeTrace
 from lightning_zero.callbacks.model_state_report import ModelStateReport
 from lightning_zero.callbacks.step_time import StepTime
+from lightning_zero.callbacks.zero_monitor import ZeroMonitor
 
-__all__ = ["ModelStateReport", "StepTime"]
+__all__ = ["ChromeTrace", "ModelStateReport", "StepTime", "ZeroMonitor"]

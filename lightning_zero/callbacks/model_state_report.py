@@ -33,13 +33,13 @@ class ModelStateReport(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         # The one moment at which every gradient is there; with several optimizers the largest sum counts.
-        self._gradients = max(self._gradients, count_bytes(_gradients(pl_module)))
+        self._gradients = max(self._gradients, count_bytes(gradients_of(pl_module)))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         counted = (
             count_bytes(pl_module.parameters()),
             self._gradients,
-            count_bytes(tensor for optimizer in trainer.optimizers for tensor in _states(optimizer)),
+            count_bytes(tensor for optimizer in trainer.optimizers for tensor in states_of(optimizer)),
         )
         self.whole_bytes = {kind: whole for kind, (whole, _) in zip(KINDS, counted, strict=True)}
         mine = {kind: here for kind, (_, here) in zip(KINDS, counted, strict=True)}
@@ -73,7 +73,8 @@ def count_bytes(tensors: Iterable[Tensor]) -> tuple[int, int]:
     return whole, here
 
 
-def _gradients(module: torch.nn.Module) -> Iterator[Tensor]:
+def gradients_of(module: torch.nn.Module) -> Iterator[Tensor]:
+    """Those that exist, shards where they are shards."""
     for p in module.parameters():
         with torch._C.DisableTorchFunction():
             grad = p.grad
@@ -81,7 +82,8 @@ def _gradients(module: torch.nn.Module) -> Iterator[Tensor]:
             yield grad
 
 
-def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def states_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Every tensor in an optimizer's state."""
     for state in getattr(optimizer, "_optimizer", optimizer).state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 

@@ -1324,9 +1324,9 @@ def make_strategy(settings: str | dict[str, Any]) -> Any:
         if settings.startswith("zero"):
             import lightning_zero  # noqa: F401  (registers the name)
         return settings
-    from lightning_zero import ZeroStrategy
+    from lightning_zero import auto
 
-    return ZeroStrategy(**settings)
+    return auto.make_strategy(**settings)
 
 
 def make_trainer(strategy: str | dict[str, Any], **options: Any) -> L.Trainer:

@@ -1,0 +1,254 @@
+"""docs/memory.md: what a rank stores and sends, with every figure computed or measured here.
+
+    python benchmarks/memory.py > docs/memory.md              # measures again, about 4 minutes
+    python benchmarks/memory.py --keep docs/memory.md         # prints the page with that file's measurements
+
+`tests/unit/test_memory_doc.py` tells when the page is not what this prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from lightning_zero.memory import fsdp2_bytes, paper_bytes, paper_bytes_fp32, popular_bytes
+
+BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
+STAGE_NAMES = {0: "DDP", 1: "stage 1", 2: "stage 2", 3: "stage 3"}
+PSI, RANKS = 7.5e9, 64
+POPULAR = {1: "12 + 4/N", 2: "8 + 8/N", 3: "16/N"}
+RIGHT = {1: "4 + 12/N", 2: "2 + 14/N", 3: "16/N"}
+RIGHT_FP32 = {1: "8 + 8/N", 2: "4 + 12/N", 3: "16/N"}
+FSDP2 = (
+    # stage, mixed, accumulating, formula, when
+    (1, True, False, "2Ψ + 16Ψ/N", "bf16-mixed, stage 1 without accumulation"),
+    (2, True, False, "2Ψ + 16Ψ/N", "bf16-mixed, stage 2"),
+    (1, True, True, "6Ψ + 12Ψ/N", "bf16-mixed, stage 1 while accumulating"),
+    (1, False, False, "4Ψ + 16Ψ/N", "fp32, stage 1 without accumulation"),
+    (2, False, False, "4Ψ + 16Ψ/N", "fp32, stage 2"),
+    (1, False, True, "8Ψ + 12Ψ/N", "fp32, stage 1 while accumulating"),
+    (3, True, False, "16Ψ/N and the gathered units", "bf16-mixed, stage 3"),
+    (3, False, False, "16Ψ/N and the gathered units", "fp32, stage 3"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", type=Path, help="take the measurements from this page")
+    options = parser.parse_args()
+    text = measured_part(options.keep.read_text(encoding="utf-8")) if options.keep else measure()
+    print(page(text), end="")
+
+
+def measured_part(text: str) -> str:
+    """What stands between the marks."""
+    return text.split(BEGIN)[1].split(END)[0].strip("\n")
+
+
+def page(measured: str) -> str:
+    return f"""# What a rank stores and sends
+
+`lightning-zero plan` answers it for your module; this page says where the numbers come from. Ψ is the number of
+parameters, N the number of ranks. Every figure is made by `make memory` (`benchmarks/memory.py`).
+
+## What training keeps
+
+For each parameter, training with Adam in mixed precision keeps 2 bytes of weight and 2 of gradient to compute with, and
+12 that only the optimizer needs: an fp32 copy of the weight and two running averages. That is 16Ψ bytes, on every rank
+of plain data parallelism (DDP), although all ranks hold the same. ZeRO keeps one copy and gives each rank a part:
+
+| | sharded | bytes per rank, mixed precision | in fp32 | {PSI / 1e9:g} B parameters on {RANKS} GPUs, mixed |
+|---|---|---|---|---|
+{_paper_rows()}
+
+This is table 1 and figure 1 of the [ZeRO paper](https://arxiv.org/abs/1910.02054) (sections 3 and 5), in GB of 10⁹
+bytes. In fp32 the same 16Ψ split differently: 4 of weight, 4 of gradient, 8 of optimizer states.
+
+## Formulas that are often quoted, and wrong
+
+| | quoted, bytes per parameter | the paper's | N = 1 | N = 8: quoted / right | N = 64: quoted / right |
+|---|---|---|---|---|---|
+{_popular_rows()}
+
+All agree on one rank, where nobody checks. Beyond, only stage 3's holds: stage 1's has the coefficients of 4 + 12/N
+swapped, so it promises almost no saving where there is most of it, and stage 2's is the fp32 formula of stage 1.
+
+## What `fsdp2` really does
+
+PyTorch's `fully_shard` keeps the fp32 shard beside the copy it has gathered, so inside a step a parameter costs the
+gathered copy (2 bytes mixed, 4 in fp32) and its share of 16:
+
+| | formula | N = 8, bytes per parameter | N = 64 |
+|---|---|---|---|
+{_fsdp2_rows()}
+
+- Without accumulation stage 1 is stage 2: each unit's gradients are shared out as soon as they are complete.
+- While accumulating, stage 1 holds whole gradients in the dtype they are reduced in, and no shards of them.
+- Between two steps every stage holds 16Ψ/N. DDP holds 20Ψ: its reducer's buckets are a second copy of the gradients.
+- Lightning zeroes gradients after the next forward, so that one still sees the last step's.
+- A shard is `ceil(rows / N)` rows, padded; the plan counts padding, frozen and unused parameters, and what cannot be
+  split and stays whole, parameter by parameter. Optimizer states are those that one step of your own optimizer makes.
+
+On top come buffers on their way (the flat message of the unit being gathered, at stage 3 also the next one's; the
+message of the last reduced unit) and activations. The plan traces one micro-batch with fake tensors, notes what is
+alive whenever a unit begins, ends or completes a gradient, and walks each stage through these moments.
+
+## What goes over the wire
+
+Per rank and optimizer step of A micro-batches, in elements, each times (N−1)/N (section 7 of the paper). The root unit
+of stage 3 is gathered once per micro-batch, every other unit twice.
+
+| | gathered | reduced |
+|---|---|---|
+| DDP | – | 2Ψ, once (an all-reduce) |
+| stage 1 | Ψ | Ψ |
+| stage 2 | Ψ | AΨ |
+| stage 3 | 2AΨ | AΨ |
+
+Stages 1 and 2 gather A times instead of once if a hook of yours looks at the module between micro-batches. Small
+messages (agreements between ranks, the buffers' broadcast) are counted as well. An optimizer that looks across elements
+(Adafactor, Muon, LAMB) also gathers its parameters, gradients and states.
+
+## Offload
+
+Rows with `_offload` and `_nvme` are arithmetic: shards of parameters, gradients and optimizer states move to host
+memory (ZeRO-Offload, arXiv:2101.06840) or files (ZeRO-Infinity, arXiv:2104.07857), every gather brings the fp32 shard
+up, every reduction takes a gradient shard down. No engine runs them here yet; `zero_auto` says so when only they would
+fit.
+
+## Checked against what happens
+
+Tests compare the plan with what `ZeroMonitor` counts on every rank, for module kinds × stages × 1, 2 and 4 ranks: model
+states and bytes sent within 1 %, the CPU allocator's peak within 10 % (`tests/distributed/test_plan.py`).
+
+{BEGIN}
+{measured}
+{END}
+
+Nothing here was measured on a GPU: none was at hand. `tests/gpu/test_plan_cuda.py` compares the plan with
+`torch.cuda.max_memory_allocated` for four models where there is one; it is skipped elsewhere. A plan for CUDA that is
+made on a machine without it traces the CPU's operators, whose attention may keep other tensors, and says so.
+
+## In your run
+
+`callbacks=zero_monitor` (`lightning_zero.callbacks.ZeroMonitor`) logs per optimizer step: seconds of compute, exposed
+communication, optimizer and waiting for data; samples and tokens per second; FLOP/s, and MFU where the device's peak is
+known; bytes of parameters, gradients and optimizer states, of memory at the peak, and sent. At the end it prints a
+column per rank beside the plan's. Its hooks take well below 1 % of a step (`benchmarks/monitor.py`; a test holds it to
+that). On the CPU the peak is the process's resident memory. `profile=true` writes a Chrome
+trace of three steps per rank into the run folder.
+"""
+
+
+def _paper_rows() -> str:
+    sharded = {0: "–", 1: "optimizer states", 2: "+ gradients", 3: "+ parameters"}
+    formulas = {0: "16Ψ", 1: "4Ψ + 12Ψ/N", 2: "2Ψ + 14Ψ/N", 3: "16Ψ/N"}
+    in_fp32 = {0: "16Ψ", 1: "8Ψ + 8Ψ/N", 2: "4Ψ + 12Ψ/N", 3: "16Ψ/N"}
+    return _rows(
+        (STAGE_NAMES[s], sharded[s], formulas[s], in_fp32[s], f"{paper_bytes(s, PSI, RANKS) / 1e9:.3g} GB")
+        for s in STAGE_NAMES
+    )
+
+
+def _popular_rows() -> str:
+    def pair(stage: int, n: int) -> str:
+        return f"{popular_bytes(stage, 1, n):.4g} / {paper_bytes(stage, 1, n):.4g}"
+
+    rows = []
+    for s in (1, 2, 3):
+        right = RIGHT[s] if RIGHT[s] == RIGHT_FP32[s] else f"{RIGHT[s]} (fp32: {RIGHT_FP32[s]})"
+        one = {popular_bytes(s, 1, 1), paper_bytes(s, 1, 1), paper_bytes_fp32(s, 1, 1)}
+        assert len(one) == 1
+        rows.append((STAGE_NAMES[s], POPULAR[s], right, f"{one.pop():g}", pair(s, 8), pair(s, 64)))
+    return _rows(rows)
+
+
+def _fsdp2_rows() -> str:
+    return _rows(
+        (when, formula, *(f"{fsdp2_bytes(stage, 1, n, mixed, accumulating):.4g}" for n in (8, 64)))
+        for stage, mixed, accumulating, formula, when in FSDP2
+    )
+
+
+def _rows(rows: object) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)  # type: ignore[attr-defined]
+
+
+# -- measurements ----------------------------------------------------------------------------------------------------
+
+
+def measure() -> str:
+    import platform
+
+    import torch
+
+    from tests.helpers import account
+    from tests.helpers.ranks import RankPool
+
+    with RankPool() as pool:
+        states = [_measured_state(pool, *case) for case in FSDP2]
+        peaks: list[tuple[str, ...]] = []
+        for name, n, options in (
+            ("mlp", 1, {}),
+            ("mlp", 2, {}),
+            ("mlp", 4, {"precision": "bf16-mixed"}),
+            ("recomputed", 2, {}),
+            ("attention", 2, {}),
+            ("convolutions", 2, {}),
+        ):
+            peaks += _measured_peaks(pool, name, n, options)
+            print(f"measured: {name} on {n}", file=sys.stderr, flush=True)
+    unit = account.Stack.WIDTH**2 / (account.Stack.NUM_UNITS * account.Stack.WIDTH**2)
+    return f"""Bytes per parameter at the peak of a step on 2 CPU ranks, by the allocator's record of every block, for
+{account.Stack.NUM_UNITS} equal units (one is {4 * unit:.2f} bytes per parameter in fp32) and next to no activations:
+
+| | formula | by the formula, N = 2 | measured |
+|---|---|---|---|
+{_rows(states)}
+
+Peaks with activations, MiB, rank 0, micro-batches of 16 (`tests/helpers/account.py`), and bytes sent per step:
+
+| module, ranks | | planned peak | measured | | planned KiB sent | measured |
+|---|---|---|---|---|---|---|
+{_rows(peaks)}
+
+torch {torch.__version__}, Python {platform.python_version()}, CPU, gloo."""
+
+
+def _measured_state(
+    pool: object, stage: int, mixed: bool, accumulating: bool, formula: str, when: str
+) -> tuple[str, ...]:
+    from tests.helpers import account
+
+    found = max(pool.run(account.bytes_per_parameter, stage, mixed, accumulating, world_size=2))  # type: ignore[attr-defined]
+    print(f"measured: {when}: {found:.2f}", file=sys.stderr, flush=True)
+    return when, formula, f"{fsdp2_bytes(stage, 1, 2, mixed, accumulating):.4g}", f"{found:.2f}"
+
+
+def _measured_peaks(pool: object, name: str, n: int, options: dict[str, object]) -> Sequence[tuple[str, ...]]:
+    from tests.distributed.test_plan import _peaks
+
+    rows = []
+    for each in pool.run(_peaks, name, (0, 1, 2, 3), options, world_size=n, timeout_seconds=300)[0]:  # type: ignore[attr-defined]
+        row, measured = each["planned"], each["measured"]
+        sent = sum(v for k, v in measured.items() if k.startswith("sent per step"))
+        rows.append(
+            (
+                f"{name}, {n}" + (f", {options['precision']}" if options else ""),
+                row.name,
+                f"{row.peak / 2**20:.1f}",
+                f"{each['peak'] / 2**20:.1f}",
+                f"{row.peak / each['peak'] - 1:+.1%}",
+                f"{row.sent_total / 2**10:.1f}",
+                f"{sent / 2**10:.1f}",
+            )
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

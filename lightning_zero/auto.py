@@ -1,0 +1,95 @@
+"""``zero_auto``: the stage is the one that the plan picks, when the run is set up. Floor 5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from lightning_zero.planner import GIB, Plan, Planner, choose, device_memory_bytes, first_batch
+from lightning_zero.strategy import ZeroStrategy
+
+HEADROOM = 0.1
+
+
+def make_strategy(**settings: Any) -> ZeroStrategy:
+    """The strategy of these settings: a :class:`ZeroStrategy`, or the one that plans if ``auto``."""
+    return (AutoStrategy if settings.get("auto") else ZeroStrategy)(**settings)
+
+
+class AutoStrategy(ZeroStrategy):
+    """Plans the run on rank 0, tells every rank the stage, and says in one line which and why."""
+
+    strategy_name = "zero_auto"
+
+    def __init__(self, *args: Any, auto: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, auto=auto, **kwargs)
+        self.plan: Plan | None = None
+        """On rank 0, the plan of the last fit."""
+
+    def _resolve_stage(self, trainer: Any) -> None:
+        memory = self._smallest_device_bytes()
+        answer: tuple[int, str, str] | None = None
+        if self.is_global_zero:  # every rank would find the same; one of them asks the data
+            answer = self._answer(trainer, memory)
+        answer = self.broadcast(answer)
+        assert answer is not None
+        stage, line, error = answer
+        if error:
+            raise ValueError(error)
+        self.config = self.config.with_(stage=stage)
+        rank_zero_info(f"zero_auto takes {line}")
+
+    def _smallest_device_bytes(self) -> float:
+        if self.config.device_memory_gib is not None:
+            return self.config.device_memory_gib * GIB
+        mine = device_memory_bytes(self.root_device, self.num_processes)
+        if not dist.is_initialized() or self.world_size == 1:
+            return mine
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, mine)
+        return min(everyone)
+
+    def _answer(self, trainer: Any, memory: float) -> tuple[int, str, str]:
+        """``(stage, why, error)``: an error is raised by all ranks, not by one."""
+        module = self.lightning_module
+        assert module is not None
+        try:
+            if trainer.state.fn != TrainerFn.FITTING:
+                return self._answer_without_fit(module, memory)
+            batch = first_batch(_loader_of(trainer))
+            planner = Planner.of_run(trainer, module, device_memory_gib=memory / GIB, headroom=HEADROOM)
+            plan = self.plan = planner(batch)
+        except Exception as error:
+            text = f"strategy='zero_auto': the run could not be planned ({type(error).__name__}: {error}); "
+            return 0, "", text + "use strategy='zero1', 'zero2' or 'zero3'."
+        name, checkpointing, reason = choose(
+            plan.rows, plan.usable_bytes, None, plan.ranks_per_host, runnable_only=True
+        )
+        notes = "".join(f" ({note})" for note in plan.notes)
+        if name is not None:
+            if checkpointing:
+                notes += " Switch activation checkpointing on in your module: without it no stage fits."
+            return plan.row(name).stage, reason + notes, ""
+        wanted = f" {plan.choice} would fit, but is not built yet." if plan.choice else ""
+        return 3, f"zero3, which stores the least, though {reason}{wanted}{notes}", ""
+
+    def _answer_without_fit(self, module: nn.Module, memory: float) -> tuple[int, str, str]:
+        whole = sum(p.numel() * p.element_size() for p in module.parameters())
+        usable = memory * (1 - HEADROOM)
+        sizes = f"parameters take {whole / GIB:.4g} of {usable / GIB:.4g} usable GiB"
+        return (1, f"whole parameters: {sizes}.", "") if whole <= usable else (3, f"zero3: {sizes}.", "")
+
+
+def _loader_of(trainer: Any) -> Any:
+    """The training dataloader, before the loop has set it up. Private: Lightning offers no way to see it that early."""
+    source = getattr(getattr(trainer.fit_loop, "_data_source", None), "instance", None)
+    if source is None:
+        return None
+    if isinstance(source, LightningModule) or hasattr(source, "train_dataloader"):
+        return source.train_dataloader()
+    return source

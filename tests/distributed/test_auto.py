@@ -1,0 +1,108 @@
+"""``zero_auto``: one stage for all ranks, picked before anything is sharded, and training as with its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch.utils.data import DataLoader
+
+from lightning_zero import ZeroConfig, auto, plan
+from lightning_zero.planner import GIB
+from tests.helpers import account, zoo
+from tests.helpers.ranks import outcome
+
+OPTIONS: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 4, "accumulate_grad_batches": 2}
+
+
+def _fit(settings: Any, module: Any = None) -> tuple[int, list[str], list[float]]:
+    """The stage that ran, what was said on this rank, the parameters' sums."""
+    torch.manual_seed(1)
+    module = module or account.Mlp()
+    said: list[str] = []
+    original, auto.rank_zero_info = auto.rank_zero_info, rank_zero_only(said.append)
+    try:
+        trainer = zoo.make_trainer(settings, **OPTIONS)
+        trainer.fit(module, DataLoader(account.Tokens(), batch_size=4))
+    finally:
+        auto.rank_zero_info = original
+    return trainer.strategy.config.stage, said, [float(p.sum()) for p in module.parameters()]
+
+
+def _between(below: str, above: str) -> float:
+    """GiB in which ``below`` fits and ``above`` does not."""
+    made = plan(
+        account.Mlp(),
+        torch.zeros(4, 65, dtype=torch.long),
+        world_size=2,
+        micro_batches=2,
+        config=ZeroConfig(min_unit_numel=1),
+    )
+    low, high = made.row(below).peak, made.row(above).peak
+    assert low < high
+    return (low + high) / 2 / GIB / (1 - auto.HEADROOM)
+
+
+@pytest.mark.parametrize(
+    ("stage", "gib"),
+    [
+        (1, lambda: 10.0),
+        (2, lambda: _between("zero2", "zero1")),
+        (3, lambda: _between("zero3", "zero2")),
+    ],
+)
+def test_the_cheapest_stage_that_fits_is_run_on_every_rank(ranks2, stage, gib):
+    settings = {"auto": True, "min_unit_numel": 1, "device_memory_gib": gib()}
+    results = ranks2(_fit, settings)
+    named = ranks2(_fit, {"stage": stage, "min_unit_numel": 1})
+    assert [r[0] for r in results] == [stage, stage]
+    assert [r[2] for r in results] == [r[2] for r in named]
+    (line,) = results[0][1]
+    assert line.startswith(f"zero_auto takes zero{stage}: needs")
+    assert results[1][1] == []
+
+
+def test_when_nothing_fits_stage_3_runs_and_the_offload_that_would_fit_is_named(ranks2):
+    tiny = {"auto": True, "min_unit_numel": 1, "device_memory_gib": 1e-6}
+    results = ranks2(_fit, tiny)
+    assert [r[0] for r in results] == [3, 3]
+    assert "nothing fits" in results[0][1][0]
+    made = plan(account.Mlp(), torch.zeros(4, 65, dtype=torch.long), world_size=2, config=ZeroConfig(min_unit_numel=1))
+    between = made.row("zero3_offload").peak_checkpointed + made.row("zero3").peak_checkpointed
+    offload = {**tiny, "device_memory_gib": between / 2 / GIB / (1 - auto.HEADROOM)}
+    (line,) = ranks2(_fit, offload)[0][1]
+    assert "_offload would fit, but is not built yet" in line
+
+
+class CannotBeCopied(account.Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = (line for line in "abc")  # a generator
+
+
+def _fit_what_cannot_be_copied() -> None:
+    _fit("zero_auto", CannotBeCopied())
+
+
+def test_a_module_that_cannot_be_planned_is_an_error_on_every_rank(ranks2):
+    for kind, text in ranks2(outcome, _fit_what_cannot_be_copied):
+        assert kind == "ValueError"
+        assert "strategy='zero_auto': the run could not be planned" in text
+        assert "use strategy='zero1'" in text
+
+
+def _validate_then_fit() -> list[int]:
+    module = account.Mlp()
+    module.validation_step = lambda batch, batch_idx: None
+    stages = []
+    trainer = zoo.make_trainer("zero_auto", **OPTIONS, limit_val_batches=1)
+    for run in (trainer.validate, trainer.fit, trainer.validate):
+        run(module, DataLoader(account.Tokens(), batch_size=4))
+        stages.append(trainer.strategy.config.stage)
+    return stages
+
+
+def test_validation_shards_nothing_that_fits(ranks2):
+    assert ranks2(_validate_then_fit) == [[1, 1, 1]] * 2

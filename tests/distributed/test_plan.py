@@ -1,0 +1,122 @@
+"""The plan is what happens: predicted bytes against those that every rank really stores and sends.
+
+Model states are counted tensor by tensor, traffic call by call (both by ``ZeroMonitor``, which also makes the plan in
+the run it measures), peaks by the CPU allocator's own record of every block.
+
+What a failure localises: parameters or gradients to ``units`` and ``memory.state_bytes``; optimizer states to the
+planner's fake step; gathers and reductions to ``memory._FullyShard``; a peak alone to ``tracing``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers import account, zoo
+
+STAGES = (1, 2, 3)
+ALWAYS = (
+    "adam",
+    "adafactor",
+    "muon_and_adamw",
+    "frozen_in_optimizer",
+    "unused_everywhere",
+    "tied_embedding_and_head",
+    "odd_parameters_together",
+    "indivisible_dims",
+    "accumulation_and_clip",
+    "gan",
+)
+"""A kind for each way in which a rank's bytes are not Ψ/N; the others are walked by ``make test-full``."""
+NOT_COMPARED = {
+    "step_returns_none": "Lightning refuses it at more than one rank",
+    "lbfgs": "its state is a list of vectors as long as the module, which grows for history_size steps",
+    "unused_on_some_ranks_blocks": "refused at stage 3",
+    "unused_on_some_ranks_fewer_blocks": "refused at stage 3",
+    "unused_in_turn": "which parameters have states depends on the step",
+    "unused_and_accumulation": "which parameters have states depends on the step",
+    "accumulation_scheduler": "accumulates another number of micro-batches in each epoch",
+}
+MANUAL = ("gan",)
+"""Steps of the user's own run units as often as they like, which the plan says it does not count."""
+EVERY_WORLD_SIZE = ("odd_parameters_together", "indivisible_dims")
+CASES = [
+    pytest.param(name, n, marks=() if name in EVERY_WORLD_SIZE or (n == 2 and name in ALWAYS) else pytest.mark.full)
+    for name in zoo.KINDS
+    if name not in NOT_COMPARED
+    for n in (1, 2, 4)
+]
+
+
+@pytest.mark.parametrize(("kind", "world_size"), CASES)
+def test_states_and_traffic(ranks, kind, world_size):
+    results = ranks(account.observe_kind, kind, (0, *STAGES), world_size=world_size, timeout_seconds=240)
+    for stage in (0, *STAGES):
+        of_ranks = [rank[stage] for rank in results]
+        _states_agree([r["measured"] for r in of_ranks], of_ranks[0]["planned"])
+        if kind in ALWAYS and kind not in MANUAL:
+            for each in of_ranks:
+                _traffic_agrees(each["measured"], each["planned"])
+
+
+def _states_agree(measured: list[dict[str, float]], planned: Any) -> None:
+    """The plan is for the fullest rank, which rank 0 is; within 1 %, and 8 bytes for a step counter."""
+    for kind in ("parameters", "gradients", "optimizer"):
+        most = max(row[f"{kind} bytes"] for row in measured)
+        assert getattr(planned, kind) == pytest.approx(most, rel=0.01, abs=8), (planned.name, kind)
+
+
+def _traffic_agrees(measured: dict[str, float], planned: Any) -> None:
+    for collective in ("all_gather", "reduce_scatter"):
+        found = measured.get(f"sent per step: {collective} bytes", 0.0)
+        assert planned.sent.get(collective, 0.0) == pytest.approx(found, rel=0.01), (planned.name, collective)
+    # Lightning's own 8-byte flag travels beside each batch, and clipping's norm beside each step
+    found = sum(value for name, value in measured.items() if name.startswith("sent per step"))
+    assert planned.sent_total == pytest.approx(found, rel=0.01, abs=64), planned.name
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "options"),
+    [
+        ("mlp", 1, {}),
+        ("mlp", 2, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}),
+        ("recomputed", 2, {}),
+        ("convolutions", 2, {}),
+        ("attention", 4, {}),
+        pytest.param("mlp", 4, {}, marks=pytest.mark.full),
+        pytest.param("mlp", 2, {}, marks=pytest.mark.full),
+        pytest.param("mlp", 2, {"accumulate_grad_batches": 3}, marks=pytest.mark.full),
+        pytest.param("mlp", 2, {"precision": "bf16-true"}, marks=pytest.mark.full),
+        pytest.param("mlp", 2, {"gradient_clip_val": 0.5}, marks=pytest.mark.full),
+        pytest.param("recomputed", 4, {"precision": "bf16-mixed"}, marks=pytest.mark.full),
+        pytest.param("recomputed", 1, {}, marks=pytest.mark.full),
+        pytest.param("attention", 1, {}, marks=pytest.mark.full),
+        pytest.param("attention", 2, {"precision": "bf16-mixed"}, marks=pytest.mark.full),
+        pytest.param("convolutions", 1, {}, marks=pytest.mark.full),
+        pytest.param("convolutions", 4, {"precision": "bf16-mixed"}, marks=pytest.mark.full),
+    ],
+)
+def test_peak_with_activations(ranks, kind, world_size, options):
+    """Within 10 %: the allocator's peak over two steps against the walked one.
+
+    Blocks that gloo's threads release are missed by the record, which only ever adds to it; so where the first run is
+    too high, the lower of two counts.
+    """
+    stages = (0, *STAGES)
+    results = ranks(_peaks, kind, stages, options, world_size=world_size, timeout_seconds=200)
+    again = None
+    for stage in stages:
+        for rank, found in enumerate(results):
+            each = found[stage]
+            assert not each["notes"]
+            _traffic_agrees(each["measured"], each["planned"])
+            expected, peak = each["planned"].peak, each["peak"]
+            if world_size > 1 and expected < 0.9 * peak:
+                again = again or ranks(_peaks, kind, stages, options, world_size=world_size, timeout_seconds=200)
+                peak = min(peak, again[rank][stage]["peak"])
+            assert expected == pytest.approx(peak, rel=0.1), each["planned"].name
+
+
+def _peaks(kind: str, stages: tuple[int, ...], options: dict[str, Any]) -> list[dict[str, Any]]:
+    return account.observe_peak(kind, stages, **options)

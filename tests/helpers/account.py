@@ -1,0 +1,275 @@
+"""Fits a module under the monitor, and asks the allocator itself what the peak was."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
+
+from lightning_zero.callbacks import ZeroMonitor
+from lightning_zero.engines.view import local
+from tests.helpers import zoo
+
+
+class AllocatorPeak(Callback):
+    """The most that the CPU allocator had given out at once, from every block's own allocation and release.
+
+    Blocks that were there before are not seen: for sharded modules watching starts when training starts and the
+    parameters are added; DDP's buckets are made before that, so for DDP it starts with the run.
+    """
+
+    def __init__(self, whole_run: bool) -> None:
+        self.whole_run = whole_run
+        self.bytes = 0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self.whole_run:
+            self._start(pl_module)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if not self.whole_run:
+            self._start(pl_module)
+
+    def _start(self, module: nn.Module) -> None:
+        with torch._C.DisableTorchFunction():
+            self.before = sum(local(p).untyped_storage().nbytes() for p in module.parameters())
+        self._profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profiler.start()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._profiler.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profiler.export_chrome_trace(str(path))
+            events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+        live: dict[int, int] = {}
+        now = peak = 0
+        for event in sorted(events, key=lambda e: e["ts"]):
+            # gloo's threads release blocks unseen; an address that is given out again was free
+            now -= live.pop(event["args"]["Addr"], 0)
+            if event["args"]["Bytes"] > 0:
+                live[event["args"]["Addr"]] = event["args"]["Bytes"]
+                now += event["args"]["Bytes"]
+            peak = max(peak, now)
+        self.bytes = self.before + peak
+
+
+def settings_of(stage: int, units: Mapping[str, Any] = zoo.BLOCKS) -> Any:
+    return {"stage": stage, "after_fit": "sharded", **units} if stage else "ddp_find_unused_parameters_true"
+
+
+def observe(
+    module: L.LightningModule,
+    dataset: Dataset,
+    stage: int,
+    batch_size: int = zoo.BATCH,
+    num_steps: int = 3,
+    peak: bool = False,
+    **trainer_options: Any,
+) -> dict[str, Any]:
+    """``measured``, ``planned`` (a row), ``notes`` and, if asked, ``peak`` of a short fit on this rank."""
+    monitor = ZeroMonitor(every_n_steps=1)
+    watch = AllocatorPeak(whole_run=stage == 0)
+    accumulated = trainer_options.get("accumulate_grad_batches", 1)
+    trainer = zoo.make_trainer(
+        settings_of(stage),
+        max_epochs=1,
+        limit_train_batches=num_steps * accumulated,
+        limit_val_batches=0,
+        callbacks=[monitor, *([watch] if peak else [])],
+        **trainer_options,
+    )
+    trainer.fit(module, DataLoader(dataset, batch_size=batch_size))
+    assert monitor.plan is not None
+    row = monitor.plan.row(f"zero{stage}" if stage else "ddp")
+    return {
+        "measured": monitor.rows[trainer.global_rank],
+        "planned": row,
+        "notes": monitor.plan.notes,
+        "peak": watch.bytes,
+        "global_step": trainer.global_step,
+    }
+
+
+def observe_kind(name: str, stages: tuple[int, ...], **options: Any) -> list[dict[str, Any]]:
+    """One of the zoo's modules under every stage."""
+    kind = zoo.KINDS[name]
+    found = []
+    for stage in stages:
+        data: Dataset = ConcatDataset([kind.dataset()] * 4)  # whole accumulation windows on every number of ranks
+        found.append(observe(zoo.make_module(name), data, stage, **{**kind.trainer, **options}))
+    return found
+
+
+# -- modules whose activations are worth counting --------------------------------------------------------------------
+
+
+class MlpBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Mlp(L.LightningModule):
+    """Six equal blocks, of which the tracer replays four."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1000, width)
+        self.blocks = nn.ModuleList(MlpBlock(width) for _ in range(6))
+        self.head = nn.Linear(width, 1000)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        x = self.embedding(batch[:, :-1])
+        for block in self.blocks:
+            x = self.run_block(block, x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch[:, 1:].flatten())
+
+    def run_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return block(x)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Recomputed(Mlp):
+    """Its blocks' activations are recomputed in the backward."""
+
+    def run_block(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+
+
+class Attention(Mlp):
+    """Encoder layers with attention, dropout and SGD with momentum."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__(width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True) for _ in range(4)
+        )
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+
+class Convolutions(L.LightningModule):
+    """Convolutions, BatchNorm and unequal blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [3, 32, 64, 96]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
+            for a, b in pairwise(widths)
+        )
+        self.head = nn.Linear(96 * 16, 100)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        x = batch
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.flatten(1)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.RMSprop(self.parameters(), lr=1e-3)
+
+
+class Tokens(Dataset):
+    """``(65,)`` ids of a vocabulary of 1000."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randint(1000, (65,), generator=torch.Generator().manual_seed(index))
+
+
+class Images(Dataset):
+    """``(3, 32, 32)``."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(index))
+
+
+SIZEABLE: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Dataset]]] = {
+    "mlp": (Mlp, Tokens),
+    "recomputed": (Recomputed, Tokens),
+    "attention": (Attention, Tokens),
+    "convolutions": (Convolutions, Images),
+}
+
+
+def observe_peak(name: str, stages: tuple[int, ...], **options: Any) -> list[dict[str, Any]]:
+    """One of :data:`SIZEABLE` under every stage, with the allocator watched."""
+    make, dataset = SIZEABLE[name]
+    found = []
+    for stage in stages:
+        torch.manual_seed(0)
+        found.append(observe(make(), dataset(), stage, batch_size=16, num_steps=2, peak=True, **options))
+    return found
+
+
+# -- states without activations ---------------------------------------------------------------------------------------
+
+
+class Stack(L.LightningModule):
+    """Sixty small equal units and next to no activations, so that a step's peak is its states."""
+
+    NUM_UNITS = 60
+    WIDTH = 192
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(self.WIDTH, self.WIDTH, bias=False) for _ in range(self.NUM_UNITS))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        for block in self.blocks:
+            batch = torch.tanh(block(batch))
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Vectors(Dataset):
+    """``(Stack.WIDTH,)``."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(Stack.WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+def bytes_per_parameter(stage: int, mixed: bool, accumulating: bool) -> float:
+    """The allocator's peak on this rank, divided by Ψ."""
+    found = observe(
+        Stack(),
+        Vectors(),
+        stage,
+        batch_size=1,
+        num_steps=2,
+        peak=True,
+        precision="bf16-mixed" if mixed else "32-true",
+        accumulate_grad_batches=2 if accumulating else 1,
+    )
+    return found["peak"] / (Stack.NUM_UNITS * Stack.WIDTH**2)

@@ -1,0 +1,20 @@
+"""docs/memory.md is what `make memory` prints, its measurements aside, which only a run can give."""
+
+from __future__ import annotations
+
+from benchmarks import memory
+from tests.helpers.ranks import ROOT
+
+PAGE = ROOT / "docs" / "memory.md"
+
+
+def test_the_page_is_current():
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == memory.page(memory.measured_part(text)), "docs/memory.md is not what `make memory` prints; run it"
+
+
+def test_it_holds_the_papers_and_the_popular_figures():
+    text = PAGE.read_text(encoding="utf-8")
+    for figure in ("120 GB", "31.4 GB", "16.6 GB", "1.88 GB", "12 + 4/N", "8 + 8/N"):
+        assert figure in text
+    assert "| stage 1 | " in memory.measured_part(text) or "zero1" in memory.measured_part(text)
