@@ -1,7 +1,7 @@
 """The command ``lightning-zero``. Floor 5.
 
-The first word is the command, everything after it Hydra's. Lightning starts the other processes of a run by executing
-``sys.argv`` again, which is therefore left as the user typed it, with ``hydra.run.dir`` pinned to this run's folder.
+The first word is the command, everything after it Hydra's. How the other processes of a run are started stands in
+:mod:`lightning_zero.launcher`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,8 +25,6 @@ COMMANDS = {
     "test": "run its test data through it",
     "predict": "run its predict data through it and store the results, one file per rank",
 }
-_CHILD_EXIT_SECONDS = 60.0
-"""How long rank 0 waits, after its own end, for the processes it started."""
 
 
 def main() -> None:
@@ -56,14 +53,16 @@ def main() -> None:
 def _run_hydra(command: str, arguments: list[str]) -> None:
     import hydra  # half a second that --help does not need
 
+    from lightning_zero import launcher
+
     typed, fell_back = sys.argv, "HYDRA_FULL_ERROR" not in os.environ
 
     @hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf", config_name="config")
     def app(cfg: Any) -> None:
-        sys.argv = typed
         run_command(command, cfg)
 
     sys.argv = [typed[0], *arguments]
+    launcher.program_arguments = [command]  # other ranks are started with it in front of Hydra's arguments
     # Hydra would print a shortened traceback and exit; with this it raises, and what is shown is decided here.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
@@ -86,10 +85,6 @@ def run_command(command: str, cfg: Any) -> None:
     run_folder = Path(HydraConfig.get().runtime.output_dir)
     check_launcher(cfg)
     trainer = make_trainer(cfg, default_root_dir=str(run_folder))
-    environment = getattr(trainer.strategy, "cluster_environment", None)  # a single-device strategy has none
-    launches = trainer.num_devices > 1 and environment is not None and not environment.creates_processes_externally
-    if str(HydraConfig.get().mode) == "RunMode.MULTIRUN" and launches:
-        raise ConfigError("--multirun: processes started by Lightning would sweep again; use trainer.devices=1.")
     if cfg.seed is not None:
         seed_everything(cfg.seed, workers=True, verbose=False)
     module = make_object(cfg, "model")
@@ -98,13 +93,13 @@ def run_command(command: str, cfg: Any) -> None:
         raise ConfigError("model is empty: give one, as model=gpt or model=custom model._target_=my_module.MyClass")
     _put_checkpoints_in(run_folder, trainer)
     rank_zero_only(_save_resolved)(cfg, run_folder)
-    with _children_end_with_us(trainer):
+    with _ranks_end_with_us():
         results = _call(trainer, command, module, data, cfg.ckpt_path)
-    if command == "predict":
-        path = run_folder / f"predictions-rank{trainer.global_rank}.pt"
-        torch.save(results, path)
-        print(f"predictions: {path}", flush=True)
-    rank_zero_only(print)(f"run folder: {run_folder}", flush=True)
+        if command == "predict":
+            path = run_folder / f"predictions-rank{trainer.global_rank}.pt"
+            torch.save(results, path)
+            print(f"predictions: {path}", flush=True)
+        rank_zero_only(print)(f"run folder: {run_folder}", flush=True)
 
 
 def _call(trainer: Any, command: str, module: Any, data: Any, ckpt_path: str | None) -> Any:
@@ -133,29 +128,20 @@ def _save_resolved(cfg: Any, run_folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _children_end_with_us(trainer: Any) -> Iterator[None]:
-    """No process that Lightning started outlives this one, and none fails unnoticed."""
+def _ranks_end_with_us() -> Iterator[None]:
+    """The ranks that this job has started end with it, so that the next job of a sweep finds nothing of it."""
+    from lightning_zero.launcher import end_session
+
     try:
         yield
     except BaseException:
-        for process in _children(trainer):
-            process.kill()
+        end_session("failed")
         raise
-    failed = []
-    for process in _children(trainer):
-        try:
-            code: int | str = process.wait(timeout=_CHILD_EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = "no end after " + f"{_CHILD_EXIT_SECONDS:.0f} s"
-        if code:
-            failed.append(f"process {process.pid}: {code}")
-    if failed:
-        raise RuntimeError(f"The run is done on rank 0, but other ranks failed: {', '.join(failed)}.")
-
-
-def _children(trainer: Any) -> list[subprocess.Popen[Any]]:
-    return list(getattr(trainer.strategy.launcher, "procs", []))
+    answer = end_session()
+    if failure := answer.get("failed"):
+        raise RuntimeError(f"The run is done on rank 0, but rank {failure['rank']} {failure['what']}.")
+    if answer.get("late"):
+        raise RuntimeError(f"The run is done on rank 0, but not on {answer['late']}, which had to be killed.")
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

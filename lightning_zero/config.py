@@ -15,6 +15,7 @@ STAGES = (1, 2, 3)
 ENGINES = ("fsdp2",)
 OFFLOAD_TARGETS = ("none", "cpu", "nvme")
 AFTER_FIT = ("auto", "whole", "sharded")
+START_METHODS = ("auto", "popen", "spawn", "fork")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,13 @@ class ZeroConfig:
     """``torch.distributed`` backend; ``None`` is the device's own (NCCL on CUDA, gloo on CPU)."""
     timeout_seconds: float = 1800.0
     """How long a collective waits for a missing rank before it raises."""
+    start_method: str = "auto"
+    """How the other ranks of a machine are started: ``"popen"`` executes the program again, ``"spawn"`` and ``"fork"``
+    make processes that bring their results back; ``"auto"`` is popen for programs, fork in notebooks, spawn in pytest.
+    Without effect under torchrun, srun and mpirun."""
+    rank_logs: str | None = None
+    """Folder for one log file per rank (``rank1.log``); ``None`` is ``ranks/`` in a Hydra job's folder, and the
+    terminal outside of Hydra. Used by popen."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or not isinstance(self.stage, int):
@@ -81,6 +89,9 @@ class ZeroConfig:
             raise ValueError(
                 f"process_group_backend={self.process_group_backend!r}: use a name such as 'gloo' or 'nccl', or None."
             )
+        _one_of("start_method", self.start_method, START_METHODS)
+        if self.rank_logs is not None and not isinstance(self.rank_logs, str):
+            raise ValueError(f"rank_logs={self.rank_logs!r}: use the name of a folder, or None.")
         timeout = self.timeout_seconds
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
             raise ValueError(f"timeout_seconds={timeout!r}: use a number of seconds above 0.")

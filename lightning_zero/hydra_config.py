@@ -22,10 +22,12 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_zero.config import ZeroConfig
+from lightning_zero.launcher import LaunchedDDP
 from lightning_zero.strategy import ZeroStrategy
 
 _OF_GROUPS = ("strategy", "callbacks")
@@ -178,7 +180,7 @@ def _repair(where: str, name: str, known: Sequence[str]) -> str:
 # -- the way out -----------------------------------------------------------------------------------------------------
 
 
-def make_strategy(**settings: Any) -> ZeroStrategy | str:
+def make_strategy(**settings: Any) -> DDPStrategy | str:
     """What ``Trainer(strategy=...)`` takes, from the ``strategy`` group (also through Hydra's ``instantiate``).
 
     Raises:
@@ -187,8 +189,16 @@ def make_strategy(**settings: Any) -> ZeroStrategy | str:
     settings = _plain(settings)
     settings.pop("_target_", None)
     if "stage" not in settings:
-        return str(_checked(LightningStrategy, settings, "strategy")["name"])
+        return _lightning_strategy(str(_checked(LightningStrategy, settings, "strategy")["name"]))
     return ZeroStrategy(**_fields(make_zero_config(settings)))
+
+
+def _lightning_strategy(name: str) -> DDPStrategy | str:
+    """Lightning's strategy of that name; DDP, which starts processes as ours do, with our launching."""
+    known = StrategyRegistry.get(name, None) if name in StrategyRegistry.available_strategies() else None
+    if type(known) is not DDPStrategy or known._start_method != "popen":
+        return name
+    return LaunchedDDP(**StrategyRegistry[name]["init_params"])
 
 
 def make_zero_config(settings: Mapping[str, Any] | DictConfig) -> ZeroConfig:

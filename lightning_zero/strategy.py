@@ -28,7 +28,9 @@ from torch.optim import Optimizer
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine, require
 from lightning_zero.engines.view import WholeView
+from lightning_zero.launcher import Launched
 from lightning_zero.precision import DtypePolicy, adapt_precision
+from lightning_zero.watch import watch
 
 _BETWEEN_MICRO_BATCHES = ("on_after_backward", "on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
 """Hooks that can look at the module after one micro-batch and before the next."""
@@ -38,7 +40,7 @@ _LEFT_SHARDED: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
 """Modules that a run left sharded, so that the next one, under any strategy object, makes them whole first."""
 
 
-class ZeroStrategy(DDPStrategy):
+class ZeroStrategy(Launched, DDPStrategy):
     """Trains any LightningModule under ZeRO stage 1, 2 or 3.
 
     Args:
@@ -65,6 +67,7 @@ class ZeroStrategy(DDPStrategy):
         **settings: Any,
     ) -> None:
         self.config = ZeroConfig.from_kwargs(stage=stage, engine=engine, **settings)
+        self.start_method, self.rank_logs = self.config.start_method, self.config.rank_logs
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -120,6 +123,7 @@ class ZeroStrategy(DDPStrategy):
         module: Any = self.lightning_module
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        watch(trainer, self)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._failed = False
         if module in _LEFT_SHARDED:
