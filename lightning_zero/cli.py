@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +25,9 @@ COMMANDS = {
     "validate": "run its validation data through it",
     "test": "run its test data through it",
     "predict": "run its predict data through it and store the results, one file per rank",
+    "submit": "write a batch script that runs fit and give it to SLURM (--dry-run only writes it)",
 }
+_DRY_RUN = "LIGHTNING_ZERO_DRY_RUN"
 
 
 def main() -> None:
@@ -61,6 +64,9 @@ def _run_hydra(command: str, arguments: list[str]) -> None:
     def app(cfg: Any) -> None:
         run_command(command, cfg)
 
+    if command == "submit" and "--dry-run" in arguments:
+        arguments = [item for item in arguments if item != "--dry-run"]
+        os.environ[_DRY_RUN] = "1"  # also for the jobs of a sweep
     sys.argv = [typed[0], *arguments]
     launcher.program_arguments = [command]  # other ranks are started with it in front of Hydra's arguments
     # Hydra would print a shortened traceback and exit; with this it raises, and what is shown is decided here.
@@ -70,6 +76,7 @@ def _run_hydra(command: str, arguments: list[str]) -> None:
             app()
     finally:
         sys.argv = typed
+        os.environ.pop(_DRY_RUN, None)
         if fell_back:
             os.environ.pop("HYDRA_FULL_ERROR", None)
 
@@ -83,7 +90,10 @@ def run_command(command: str, cfg: Any) -> None:
     from lightning_zero.hydra_config import ConfigError, check_launcher, make_object, make_trainer
 
     run_folder = Path(HydraConfig.get().runtime.output_dir)
-    check_launcher(cfg)
+    if command == "submit":
+        submit(cfg, run_folder)
+        return
+    check_launcher(cfg, "local")
     trainer = make_trainer(cfg, default_root_dir=str(run_folder))
     if cfg.seed is not None:
         seed_everything(cfg.seed, workers=True, verbose=False)
@@ -100,6 +110,53 @@ def run_command(command: str, cfg: Any) -> None:
             torch.save(results, path)
             print(f"predictions: {path}", flush=True)
         rank_zero_only(print)(f"run folder: {run_folder}", flush=True)
+
+
+def submit(cfg: Any, run_folder: Path) -> None:
+    """Writes ``job.sbatch`` into the run folder, where the job itself will run, and hands it to SLURM."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from lightning_zero.hydra_config import ConfigError, make_slurm_job, make_strategy
+
+    job = make_slurm_job(cfg)
+    make_strategy(**cfg.strategy)  # what is wrong with it is said here, not in a queue
+    given = [item for item in HydraConfig.get().overrides.task if not item.lstrip("+~").startswith("launcher")]
+    fixed = {"trainer.devices": job.devices, "trainer.num_nodes": job.nodes}
+    for item in given:
+        name, _, value = item.lstrip("+").partition("=")
+        if name in fixed and value != str(fixed[name]):
+            raise ConfigError(f"{item}: the job has {name}={fixed[name]}; leave it to launcher.* alone.")
+    if job.gpus_per_node and not any(item.startswith("trainer=") for item in given):
+        given.append("trainer=gpu")
+    given = [item for item in given if item.lstrip("+").partition("=")[0] not in fixed]
+    given += [f"{name}={value}" for name, value in fixed.items()]
+    given.append(f"hydra.run.dir='{run_folder}'")
+    start = Path(HydraConfig.get().runtime.cwd)
+    command = [sys.executable, "-m", "lightning_zero", "fit", *_hydra_flags(sys.argv[1:]), *given]
+    path = run_folder / "job.sbatch"
+    path.write_text(job.script(command, run_folder, start), encoding="utf-8")
+    (run_folder / "ranks").mkdir(exist_ok=True)
+    print(f"batch script: {path}", flush=True)
+    if _DRY_RUN in os.environ:
+        return
+    try:
+        done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True, check=False, cwd=start)
+    except FileNotFoundError:
+        raise ConfigError(f"sbatch is not on this machine: give {path} to SLURM where it is.") from None
+    if done.returncode:
+        raise ConfigError(f"sbatch refused {path}: {done.stderr.strip()}")
+    print(done.stdout.strip(), flush=True)
+
+
+def _hydra_flags(arguments: list[str]) -> list[str]:
+    """The flags that say where the config comes from, which the job needs again."""
+    kept: list[str] = []
+    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        if flag in ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"):
+            kept += [flag, os.path.abspath(value) if flag in ("--config-dir", "-cd") else value]
+        elif flag.startswith(("--config-dir=", "--config-name=", "--config-path=")):
+            kept.append(flag)
+    return kept
 
 
 def _call(trainer: Any, command: str, module: Any, data: Any, ckpt_path: str | None) -> Any:

@@ -7,6 +7,10 @@ collective, where no Python code of its own runs any more.
     rank 0 -> guard    a plan (first line), then ``{"do": "wait" | "stop", ...}``; end of file: rank 0 is gone
     guard -> rank 0    ``{"started": [pid, ...]}``, ``{"failed": {...}}`` once at most, ``{"ended": {rank: code}}`` last
 
+The plan: ``ranks`` (of each ``rank``, ``command``, ``env``, the paths ``log``, ``errors``, ``ready``), ``cwd``,
+``folder`` (the run's own, removed at the end), ``scratch`` (rank 0's, removed if it was killed), ``stdout`` (the number
+of an open file for ranks without a log).
+
 Each rank is the leader of its own session, so that what it started ends with it.
 """
 
@@ -46,6 +50,7 @@ class Guard:
         self.codes: dict[int, int] = {}
         self.failure: dict[str, Any] | None = None
         self._stopping = False
+        self._killed_rank0 = False
 
     def start(self) -> None:
         for spec in self.plan["ranks"]:
@@ -131,8 +136,17 @@ class Guard:
                 self.codes[rank] = process.wait()
         if late and seconds and not self._stopping:
             _tell(f"rank {', '.join(map(str, late))} had not ended {seconds:.0f} s after rank 0: killed.")
-        shutil.rmtree(self.plan["folder"], ignore_errors=True)
+        self._remove_files()
         _say({"ended": self.codes, "failed": self.failure, "late": late})
+
+    def _remove_files(self) -> None:
+        """The run's own folder, and the scratch folders (sockets of data loader workers) of killed processes."""
+        for spec in self.plan["ranks"]:
+            with contextlib.suppress(OSError), open(spec["ready"], encoding="utf-8") as path:
+                shutil.rmtree(path.read(), ignore_errors=True)
+        if os.getppid() != self.rank0 or self._killed_rank0:
+            shutil.rmtree(self.plan["scratch"], ignore_errors=True)
+        shutil.rmtree(self.plan["folder"], ignore_errors=True)
 
     def _reap(self) -> None:
         for spec in self.plan["ranks"]:
@@ -160,6 +174,7 @@ class Guard:
     def _kill_rank0(self) -> None:
         if os.getppid() == self.rank0:
             os.kill(self.rank0, signal.SIGKILL)
+            self._killed_rank0 = True
 
 
 def _messages() -> Iterator[str | None]:

@@ -29,6 +29,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot, _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
@@ -117,7 +120,8 @@ class _Session:
             self._errors.append(errors)
             env = {**os.environ, **more_env, "LOCAL_RANK": str(local_rank), _CHILD: errors}
             log = os.path.join(self._logs, f"rank{rank}.log") if self._logs else None
-            ranks.append({"rank": rank, "command": command, "env": env, "log": log, "errors": errors})
+            spec = {"rank": rank, "command": command, "env": env, "log": log, "errors": errors}
+            ranks.append({**spec, "ready": str(Path(errors).with_suffix(_READY))})
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         stdout = os.dup(1)
@@ -131,7 +135,7 @@ class _Session:
             )
         finally:
             os.close(stdout)
-        plan = {"ranks": ranks, "cwd": os.getcwd(), "folder": self._folder, "stdout": stdout}
+        plan = {"ranks": ranks, "cwd": os.getcwd(), "folder": self._folder, "stdout": stdout, "scratch": get_temp_dir()}
         assert process.stdin is not None
         process.stdin.write(json.dumps(plan).encode() + b"\n")
         process.stdin.flush()
@@ -242,7 +246,7 @@ class PopenLauncher(_SubprocessScriptLauncher):
             _session = _Session(self.cluster_environment, self.num_processes, self.num_nodes, self._log_folder)
             _session.wait_until_ready()
         elif errors := os.environ.get(_CHILD):
-            Path(errors).with_suffix(_READY).touch()
+            Path(errors).with_suffix(_READY).write_text(get_temp_dir(), encoding="utf-8")
         _set_num_threads_if_needed(num_processes=self.num_processes)
         if dist.is_available():
             atexit.unregister(destroy_process_group)
@@ -358,15 +362,46 @@ def _hydra_output_dir() -> str | None:
 # -- spawn and fork --------------------------------------------------------------------------------------------------
 
 
-class ProcessesLauncher(_MultiProcessingLauncher):
+class _Collector(_MultiProcessingLauncher):
+    """Lightning's way of bringing results back, without the empty folder that it leaves behind."""
+
+    folder = ""
+
+    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        default = tempfile.tempdir
+        tempfile.tempdir = self.folder
+        try:  # a whole state_dict is collective for shards: all ranks come here
+            return super()._collect_rank_zero_results(trainer, results)
+        finally:
+            tempfile.tempdir = default
+
+
+class ProcessesLauncher(_Launcher):
     """All ranks of a machine are children of this process, which gets back what they have made.
 
     Beyond Lightning's own: predictions of all ranks come back, not only rank 0's; nothing is left in the environment
     or in the temporary folder; a rank that fails ends the others within seconds.
     """
 
-    _strategy: Any
-    _folder: str
+    def __init__(self, strategy: Any, start_method: Any) -> None:
+        self._strategy = strategy
+        self._start_method = start_method
+        self._collector = _Collector(strategy, start_method)
+        self._folder = ""
+        self._already_fit = False
+        self.procs: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "procs": []}  # a process cannot be pickled
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return bool(self._start_method == "fork")
+
+    def kill(self, signum: int) -> None:
+        for process in self.procs:
+            if process.is_alive():
+                os.kill(process.pid, signum)
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         environment: Any = self._strategy.cluster_environment
@@ -374,7 +409,7 @@ class ProcessesLauncher(_MultiProcessingLauncher):
         if environment.creates_processes_externally:
             return function(*args, **kwargs)
         before = dict(os.environ)
-        self._folder = tempfile.mkdtemp(prefix="lightning_zero-")
+        self._folder = self._collector.folder = tempfile.mkdtemp(prefix="lightning_zero-")
         try:
             os.environ["MASTER_PORT"] = str(environment.main_port)
             return self._launch(function, args, kwargs, trainer)
@@ -398,8 +433,8 @@ class ProcessesLauncher(_MultiProcessingLauncher):
             )
         snapshot = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
         context: Any = mp.start_processes(
-            self._wrapping_function,  # type: ignore[arg-type]
-            args=(trainer, function, args, kwargs, None, snapshot),
+            self._rank,  # type: ignore[arg-type]
+            args=(trainer, function, args, kwargs, snapshot),
             nprocs=self._strategy.num_processes,
             start_method=self._start_method,
             join=False,
@@ -416,20 +451,13 @@ class ProcessesLauncher(_MultiProcessingLauncher):
         if trainer is None:
             return ranks[0]["results"]
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
-        self._recover_results_in_main_process(ranks[0]["output"], trainer)
+        self._collector._recover_results_in_main_process(ranks[0]["output"], trainer)
         if trainer.state.fn == TrainerFn.PREDICTING:
             return whole_predictions([rank["results"] for rank in ranks], ranks[0]["loaders"])
         return ranks[0]["results"]
 
-    def _wrapping_function(
-        self,
-        process_idx: int,
-        trainer: Any,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        return_queue: Any,
-        global_states: Any = None,
+    def _rank(
+        self, process_idx: int, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any, snapshot: Any
     ) -> None:
         """What one rank does; its results go into files, as a queue would hold them in shared memory."""
         box: Any = _Box()
@@ -439,7 +467,7 @@ class ProcessesLauncher(_MultiProcessingLauncher):
             results.append(function(*a, **k))
             return results[0]
 
-        super()._wrapping_function(process_idx, trainer, call, args, kwargs, box, global_states)
+        self._collector._wrapping_function(process_idx, trainer, call, args, kwargs, box, snapshot)
         predicts = trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
         loaders = trainer.predict_loop.num_dataloaders if predicts else 0
         self._write(f"rank{process_idx}", {"output": box.value, "results": results[0], "loaders": loaders})
@@ -450,15 +478,6 @@ class ProcessesLauncher(_MultiProcessingLauncher):
 
     def _read(self, name: str) -> Any:
         return torch.load(os.path.join(self._folder, name), map_location="cpu", weights_only=False)
-
-    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
-        # Lightning would leave an empty folder of its own behind; a whole state_dict is collective for shards.
-        default = tempfile.tempdir
-        tempfile.tempdir = self._folder
-        try:
-            return super()._collect_rank_zero_results(trainer, results)
-        finally:
-            tempfile.tempdir = default
 
     def kill_all(self) -> None:
         for process in self.procs:
@@ -515,9 +534,11 @@ class Launched:
             os.environ["MASTER_PORT"] = str(environment.main_port)
             limit: timedelta = self._timeout or default_pg_timeout  # type: ignore[attr-defined]
             rank, size = self.global_rank, self.world_size  # type: ignore[attr-defined]
+            backend = self._get_process_group_backend()  # type: ignore[attr-defined]
+            rank_zero_info(f"Initializing distributed: {size} ranks, backend {backend}")
             store, *_ = next(rendezvous("env://", rank, size, timeout=max(limit, _START_LIMIT)))
             dist.init_process_group(
-                self._get_process_group_backend(),  # type: ignore[attr-defined]
+                backend,
                 store=store,
                 rank=rank,
                 world_size=size,
