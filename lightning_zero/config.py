@@ -51,6 +51,9 @@ class ZeroConfig:
     find_unused_parameters: bool = True
     """Agree after each synchronized backward which parameters no rank used, so that their gradients stay ``None`` as
     under DDP. ``False`` saves one small all-reduce per step and leaves zeros there instead."""
+    shard_size: int | None = None
+    """Ranks that share one copy of the model: shards lie inside groups of this many consecutive ranks (the GPUs of a
+    host, say), and the groups are replicas of each other (HSDP). ``None`` shards over all ranks."""
     broadcast_buffers: bool = True
     """Rank 0's buffers become everybody's at each training forward, as under DDP."""
     after_fit: str = "auto"
@@ -82,6 +85,9 @@ class ZeroConfig:
         object.__setattr__(self, "units", _as_names("units", self.units))
         if isinstance(self.min_unit_numel, bool) or not isinstance(self.min_unit_numel, int) or self.min_unit_numel < 0:
             raise ValueError(f"min_unit_numel={self.min_unit_numel!r}: use a number of elements, 0 or more.")
+        size = self.shard_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 2):
+            raise ValueError(f"shard_size={size!r}: use a number of ranks, 2 or more, or None for all of them.")
         _boolean("find_unused_parameters", self.find_unused_parameters)
         _boolean("broadcast_buffers", self.broadcast_buffers)
         _one_of("after_fit", self.after_fit, AFTER_FIT)

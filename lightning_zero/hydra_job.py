@@ -8,6 +8,7 @@ from the frame of ``hydra.core.utils.run_job``, and ``tests/integration/test_mul
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import sys
@@ -34,7 +35,7 @@ def job_command(command: list[str], folder: Path) -> list[str]:
             "hydra.output_subdir=null",
             "hydra.mode=RUN",
         ]
-    config = _for_another_process(frame.f_locals["config"])
+    config = _for_another_process(frame.f_locals["task_cfg"], frame.f_locals["config"].hydra)
     path = folder / "job.pickle"
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name.split(".")[0] in _FOREIGN_MAINS:
@@ -62,12 +63,16 @@ def _job_frame() -> FrameType | None:
     return frame
 
 
-def _for_another_process(config: Any) -> Any:
+def _for_another_process(task: Any, hydra: Any) -> Any:
     """A copy whose interpolations have been answered here, and whose logging goes to the console alone."""
     from omegaconf import OmegaConf, open_dict, read_write
     from omegaconf.errors import OmegaConfBaseException
 
-    config = copy.deepcopy(config)
+    with contextlib.suppress(OmegaConfBaseException):
+        OmegaConf.to_container(task, resolve=True)  # what is asked for the first time now, rank 0 will find answered
+    config = copy.deepcopy(task)
+    with open_dict(config):
+        config.hydra = copy.deepcopy(hydra)
     with read_write(config), open_dict(config), read_write(config.hydra), open_dict(config.hydra):
         for node in (config, config.hydra):
             for key in list(node):

@@ -6,6 +6,7 @@ the process that started it reads them all. The groups ``strategy=...`` bring :c
 
 from __future__ import annotations
 
+import atexit
 import json
 import time
 from pathlib import Path
@@ -51,8 +52,16 @@ def is_sweep() -> bool:
 class CompareRuns(HydraCallback):
     """Prints a table of the jobs of a sweep when it ends, and stores it in the sweep's folder."""
 
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        self._folder = Path(str(config.hydra.sweep.dir)).resolve()
+        atexit.register(self._report)  # Hydra does not tell its callbacks of the end when a job has failed
+
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        folder = Path(str(config.hydra.sweep.dir))
+        atexit.unregister(self._report)
+        self._report()
+
+    def _report(self) -> None:
+        folder = self._folder
         table = compare(folder)
         if table:
             (folder / COMPARISON).write_text(table + "\n", encoding="utf-8")

@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.environment import MpiEnvironment, check_world
@@ -43,6 +43,14 @@ class Regression(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class InOrder(Regression):
+    """Rank r takes items r, r + 2, ..."""
+
+    def train_dataloader(self):
+        sampler = DistributedSampler(data(), self.trainer.world_size, self.global_rank, shuffle=False)
+        return DataLoader(data(), batch_size=4, sampler=sampler)
+
+
 def data(count: int = 24) -> TensorDataset:
     x = torch.arange(4.0 * count).view(count, 4) / 100
     return TensorDataset(x, x.sum(1, keepdim=True))
@@ -59,10 +67,10 @@ sys.path.insert(0, {str(ROOT)!r})
 from tests.integration.test_launch import *
 
 if __name__ == "__main__":
-    module = Regression()
+    module = InOrder()
     nodes = int(os.environ.get("NUM_NODES", 1))
     t = trainer(ZeroStrategy(stage=3, units=["Linear"]), devices=2 // nodes, num_nodes=nodes)
-    t.fit(module, DataLoader(data(), batch_size=4))
+    t.fit(module)
     if t.is_global_zero:
         print("LOSSES", json.dumps(module.losses), t.world_size, flush=True)
 """
@@ -163,10 +171,6 @@ def _run(command: list[str], folder: Path, fails: bool = False) -> str:
     )
     assert (done.returncode != 0) == fails, done.stdout
     return done.stdout
-
-
-class _External:
-    creates_processes_externally = True
 
 
 @pytest.mark.parametrize(
