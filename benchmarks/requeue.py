@@ -22,8 +22,8 @@ from tests.helpers import requeued
 from tests.helpers.slurm import running_slurm, why_not
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = 400
-STEP_SECONDS = 0.12
+STEPS = 600
+STEP_SECONDS = 0.2
 COLOURS = ("#d1495b", "#edae49", "#00798c")
 WIDTH, HEIGHT, MARGIN = 720, 360, 50
 

@@ -48,7 +48,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from lightning_zero import continuation, guard
 from lightning_zero.environment import adapt_environment, check_world
-from lightning_zero.watch import watch
+from lightning_zero.watch import listen_early, watch
 
 _CHILD = "LIGHTNING_ZERO_ERROR_FILE"
 """Set in ranks that a guard started: where they write what made them fail."""
@@ -548,6 +548,7 @@ class Launched:
         super().setup_distributed()  # type: ignore[misc]
 
     def _configure_launcher(self) -> None:
+        listen_early()
         method = choose_start_method(self.start_method)
         if method == "popen" or self.cluster_environment.creates_processes_externally:
             self._launcher: Any = PopenLauncher(self, self.rank_logs)

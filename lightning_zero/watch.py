@@ -47,7 +47,7 @@ class StepWatch(Callback):
         self._strategy = strategy
         self._group: Any = None
         self._pending: tuple[Any, torch.Tensor, int] | None = None
-        self._signal: int | None = None
+        self._signal: int | None = _early.pop() if _early else None
         self._agreed: int = 0
         self._step = -1
         self._loop: Any = None
@@ -188,6 +188,17 @@ class StepWatch(Callback):
         if requeue and trainer.is_global_zero:
             _requeue()
         sys.exit(PREEMPTED_EXIT_CODE)
+
+
+_early: list[int] = []
+"""SIGUSR1, if SLURM has sent it while the run was still being set up."""
+
+
+def listen_early() -> None:
+    """From now on SIGUSR1 under SLURM does not kill a rank whose training has not begun; it will requeue then."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if _slurm_job() and in_main and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, lambda number, frame: _early.append(number))
 
 
 def watch(trainer: Any, strategy: Any) -> None:

@@ -83,14 +83,14 @@ def command(steps: int, step_seconds: float) -> list[str]:
     ]
 
 
-def batch_script(python: str, arguments: list[str], signal_seconds: int) -> str:
+def batch_script(python: str, arguments: list[str], time_minutes: int, signal_seconds: int) -> str:
     """By hand, as ``examples/slurm/train.sbatch`` does it."""
     words = " ".join(map(shlex.quote, arguments))
     return f"""#!/bin/bash
 #SBATCH --job-name=requeued
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=2
-#SBATCH --time=1
+#SBATCH --time={time_minutes}
 #SBATCH --signal=USR1@{signal_seconds}
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -140,8 +140,8 @@ def run_interrupted(
     """Requeues the job with ``scontrol`` in its first life and, if ``by_signal``, lets SLURM's signal do it again."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "train.sbatch"
-    # SLURM counts in minutes and is up to half a minute early with its signal: it comes 25 to 55 s after the start.
-    script.write_text(batch_script(python, command(steps, step_seconds), 5))
+    # SLURM counts in minutes and is up to half a minute early with its signal: it comes 55 to 85 s after the start.
+    script.write_text(batch_script(python, command(steps, step_seconds), 2 if by_signal else 5, 35))
     slurm = Slurm({**slurm.env, **env, "LOSSES": str(folder / "losses.jsonl")})
     job = slurm.run("sbatch", "--parsable", str(script), cwd=folder).strip()
     losses = folder / "losses.jsonl"

@@ -44,8 +44,8 @@ def uninterrupted(folder, steps):
 @pytest.mark.parametrize("by_signal", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_requeued_job_continues_exactly(by_signal, slurm, tmp_path):
     """`scontrol requeue`, and SLURM's signal before the time limit; the run folder carries a date."""
-    steps = 400 if by_signal else 60
-    job = requeued.run_interrupted(slurm, sys.executable, tmp_path / "job", ENV, steps, 0.12, by_signal)
+    steps = 600 if by_signal else 60
+    job = requeued.run_interrupted(slurm, sys.executable, tmp_path / "job", ENV, steps, 0.2, by_signal)
     assert job.state["JobState"] == "COMPLETED", job.log
     assert job.state["Restarts"] == ("2" if by_signal else "1"), job.log
     reference = uninterrupted(tmp_path / "reference", steps)
