@@ -243,6 +243,7 @@ class PopenLauncher(_SubprocessScriptLauncher):
         check_world(self.cluster_environment, self.num_processes, self.num_nodes)
         if not self.cluster_environment.creates_processes_externally and self.num_processes > 1:
             global _session
+            _drop_process_group()
             _session = _Session(self.cluster_environment, self.num_processes, self.num_nodes, self._log_folder)
             _session.wait_until_ready()
         elif errors := os.environ.get(_CHILD):
@@ -304,6 +305,15 @@ def destroy_process_group() -> None:
     """Whatever its backend: sockets, threads and the store's port are given back before the interpreter goes."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _drop_process_group() -> None:
+    """What a failed job of a sweep has left in this process; its other ranks are gone."""
+    if dist.is_initialized():
+        if dist.is_nccl_available() and "nccl" in dist.get_backend_config():
+            dist.distributed_c10d._abort_process_group()  # to destroy it would wait for them
+        else:
+            dist.destroy_process_group()
 
 
 class _Copy:
