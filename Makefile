@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test test-full lint parity clean
+.PHONY: help setup train test test-full lint parity reliability clean
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,10 @@ test-full: lint ## The whole matrices too
 
 parity: setup ## Write docs/parity.md
 	$(BIN)/python benchmarks/parity.py > docs/parity.md.new && mv docs/parity.md.new docs/parity.md
+
+reliability: setup ## Write the table of docs/reliability.md and, where there is a SLURM, the requeued job's log and plot
+	$(BIN)/python benchmarks/faults.py docs/reliability.md
+	$(BIN)/python benchmarks/requeue.py docs
 
 clean: ## Remove the environment and what runs have written
 	rm -rf $(VENV) build dist *.egg-info outputs multirun lightning_logs
