@@ -1,7 +1,7 @@
 """The command ``lightning-zero``. Floor 5.
 
-The first word is the command, everything after it Hydra's. Lightning starts the other processes of a run by executing
-``sys.argv`` again, which is therefore left as the user typed it, with ``hydra.run.dir`` pinned to this run's folder.
+The first word is the command, everything after it Hydra's. How the other processes of a run are started stands in
+:mod:`lightning_zero.launcher`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ COMMANDS = {
     "test": "run its test data through it",
     "predict": "run its predict data through it and store the results, one file per rank",
     "plan": "say what each stage would store and send, and which one fits",
+    "submit": "write a batch script that runs fit and give it to SLURM (--dry-run only writes it)",
 }
 TOOLS = {"convert": "turn a checkpoint into another form"}
 """Commands with ordinary arguments."""
-_CHILD_EXIT_SECONDS = 60.0
-"""How long rank 0 waits, after its own end, for the processes it started."""
+_DRY_RUN = "LIGHTNING_ZERO_DRY_RUN"
 
 
 def main() -> None:
@@ -94,14 +94,19 @@ def _convert(arguments: argparse.Namespace) -> None:
 def _run_hydra(command: str, arguments: list[str]) -> None:
     import hydra  # half a second that --help does not need
 
+    from lightning_zero import launcher
+
     typed, fell_back = sys.argv, "HYDRA_FULL_ERROR" not in os.environ
 
     @hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf", config_name="config")
     def app(cfg: Any) -> None:
-        sys.argv = typed
         run_command(command, cfg)
 
+    if command == "submit" and "--dry-run" in arguments:
+        arguments = [item for item in arguments if item != "--dry-run"]
+        os.environ[_DRY_RUN] = "1"  # also for the jobs of a sweep
     sys.argv = [typed[0], *arguments]
+    launcher.program_arguments = [command]  # other ranks are started with it in front of Hydra's arguments
     # Hydra would print a shortened traceback and exit; with this it raises, and what is shown is decided here.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
@@ -109,6 +114,7 @@ def _run_hydra(command: str, arguments: list[str]) -> None:
             app()
     finally:
         sys.argv = typed
+        os.environ.pop(_DRY_RUN, None)
         if fell_back:
             os.environ.pop("HYDRA_FULL_ERROR", None)
 
@@ -127,16 +133,15 @@ def run_command(command: str, cfg: Any) -> None:
         run_plan(cfg)
         return
     run_folder = Path(HydraConfig.get().runtime.output_dir)
-    check_launcher(cfg)
+    if command == "submit":
+        submit(cfg, run_folder)
+        return
+    check_launcher(cfg, "local")
     trainer = make_trainer(cfg, default_root_dir=str(run_folder))
     if cfg.profile:
         from lightning_zero.callbacks import ChromeTrace
 
         trainer.callbacks.append(ChromeTrace(str(run_folder)))  # type: ignore[attr-defined]
-    environment = getattr(trainer.strategy, "cluster_environment", None)  # a single-device strategy has none
-    launches = trainer.num_devices > 1 and environment is not None and not environment.creates_processes_externally
-    if str(HydraConfig.get().mode) == "RunMode.MULTIRUN" and launches:
-        raise ConfigError("--multirun: processes started by Lightning would sweep again; use trainer.devices=1.")
     if cfg.seed is not None:
         seed_everything(cfg.seed, workers=True, verbose=False)
     module = make_object(cfg, "model")
@@ -145,13 +150,60 @@ def run_command(command: str, cfg: Any) -> None:
         raise ConfigError("model is empty: give one, as model=gpt or model=custom model._target_=my_module.MyClass")
     _put_checkpoints_in(run_folder, trainer)
     rank_zero_only(_save_resolved)(cfg, run_folder)
-    with _children_end_with_us(trainer):
+    with _ranks_end_with_us():
         results = _call(trainer, command, module, data, cfg.ckpt_path)
-    if command == "predict":
-        path = run_folder / f"predictions-rank{trainer.global_rank}.pt"
-        torch.save(results, path)
-        print(f"predictions: {path}", flush=True)
-    rank_zero_only(print)(f"run folder: {run_folder}", flush=True)
+        if command == "predict":
+            path = run_folder / f"predictions-rank{trainer.global_rank}.pt"
+            torch.save(results, path)
+            print(f"predictions: {path}", flush=True)
+        rank_zero_only(print)(f"run folder: {run_folder}", flush=True)
+
+
+def submit(cfg: Any, run_folder: Path) -> None:
+    """Writes ``job.sbatch`` into the run folder, where the job itself will run, and hands it to SLURM."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from lightning_zero.hydra_config import ConfigError, make_slurm_job, make_strategy
+
+    job = make_slurm_job(cfg)
+    make_strategy(**cfg.strategy)  # what is wrong with it is said here, not in a queue
+    given = [item for item in HydraConfig.get().overrides.task if not item.lstrip("+~").startswith("launcher")]
+    fixed = {"trainer.devices": job.devices, "trainer.num_nodes": job.nodes}
+    for item in given:
+        name, _, value = item.lstrip("+").partition("=")
+        if name in fixed and value != str(fixed[name]):
+            raise ConfigError(f"{item}: the job has {name}={fixed[name]}; leave it to launcher.* alone.")
+    if job.gpus_per_node and not any(item.startswith("trainer=") for item in given):
+        given.append("trainer=gpu")
+    given = [item for item in given if item.lstrip("+").partition("=")[0] not in fixed]
+    given += [f"{name}={value}" for name, value in fixed.items()]
+    given.append(f"hydra.run.dir='{run_folder}'")
+    start = Path(HydraConfig.get().runtime.cwd)
+    command = [sys.executable, "-m", "lightning_zero", "fit", *_hydra_flags(sys.argv[1:]), *given]
+    path = run_folder / "job.sbatch"
+    path.write_text(job.script(command, run_folder, start), encoding="utf-8")
+    (run_folder / "ranks").mkdir(exist_ok=True)
+    print(f"batch script: {path}", flush=True)
+    if _DRY_RUN in os.environ:
+        return
+    try:
+        done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True, check=False, cwd=start)
+    except FileNotFoundError:
+        raise ConfigError(f"sbatch is not on this machine: give {path} to SLURM where it is.") from None
+    if done.returncode:
+        raise ConfigError(f"sbatch refused {path}: {done.stderr.strip()}")
+    print(done.stdout.strip(), flush=True)
+
+
+def _hydra_flags(arguments: list[str]) -> list[str]:
+    """The flags that say where the config comes from, which the job needs again."""
+    kept: list[str] = []
+    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        if flag in ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"):
+            kept += [flag, os.path.abspath(value) if flag in ("--config-dir", "-cd") else value]
+        elif flag.startswith(("--config-dir=", "--config-name=", "--config-path=")):
+            kept.append(flag)
+    return kept
 
 
 def _call(trainer: Any, command: str, module: Any, data: Any, ckpt_path: str | None) -> Any:
@@ -180,29 +232,20 @@ def _save_resolved(cfg: Any, run_folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _children_end_with_us(trainer: Any) -> Iterator[None]:
-    """No process that Lightning started outlives this one, and none fails unnoticed."""
+def _ranks_end_with_us() -> Iterator[None]:
+    """The ranks that this job has started end with it, so that the next job of a sweep finds nothing of it."""
+    from lightning_zero.launcher import end_session
+
     try:
         yield
     except BaseException:
-        for process in _children(trainer):
-            process.kill()
+        end_session("failed")
         raise
-    failed = []
-    for process in _children(trainer):
-        try:
-            code: int | str = process.wait(timeout=_CHILD_EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = "no end after " + f"{_CHILD_EXIT_SECONDS:.0f} s"
-        if code:
-            failed.append(f"process {process.pid}: {code}")
-    if failed:
-        raise RuntimeError(f"The run is done on rank 0, but other ranks failed: {', '.join(failed)}.")
-
-
-def _children(trainer: Any) -> list[subprocess.Popen[Any]]:
-    return list(getattr(trainer.strategy.launcher, "procs", []))
+    answer = end_session()
+    if failure := answer.get("failed"):
+        raise RuntimeError(f"The run is done on rank 0, but rank {failure['rank']} {failure['what']}.")
+    if answer.get("late"):
+        raise RuntimeError(f"The run is done on rank 0, but not on {answer['late']}, which had to be killed.")
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ ENGINES = ("fsdp2",)
 OFFLOAD_TARGETS = ("none", "cpu", "nvme")
 CHECKPOINTS = ("file", "sharded", "sharded-async")
 AFTER_FIT = ("auto", "whole", "sharded")
+START_METHODS = ("auto", "popen", "spawn", "fork")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,9 @@ class ZeroConfig:
     find_unused_parameters: bool = True
     """Agree after each synchronized backward which parameters no rank used, so that their gradients stay ``None`` as
     under DDP. ``False`` saves one small all-reduce per step and leaves zeros there instead."""
+    shard_size: int | None = None
+    """Ranks that share one copy of the model: shards lie inside groups of this many consecutive ranks (the GPUs of a
+    host, say), and the groups are replicas of each other (HSDP). ``None`` shards over all ranks."""
     broadcast_buffers: bool = True
     """Rank 0's buffers become everybody's at each training forward, as under DDP."""
     after_fit: str = "auto"
@@ -67,6 +71,13 @@ class ZeroConfig:
     """The plan picks the stage when a run is set up, whatever ``stage`` says; the name ``zero_auto``."""
     device_memory_gib: float | None = None
     """Memory of one device that ``auto`` plans for; ``None`` asks the devices."""
+    start_method: str = "auto"
+    """How the other ranks of a machine are started: ``"popen"`` executes the program again, ``"spawn"`` and ``"fork"``
+    make processes that bring their results back; ``"auto"`` is popen for programs, fork in notebooks, spawn in pytest.
+    Without effect under torchrun, srun and mpirun."""
+    rank_logs: str | None = None
+    """Folder for one log file per rank (``rank1.log``); ``None`` is ``ranks/`` in a Hydra job's folder, and the
+    terminal outside of Hydra. Used by popen."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or not isinstance(self.stage, int):
@@ -83,6 +94,9 @@ class ZeroConfig:
         object.__setattr__(self, "units", _as_names("units", self.units))
         if isinstance(self.min_unit_numel, bool) or not isinstance(self.min_unit_numel, int) or self.min_unit_numel < 0:
             raise ValueError(f"min_unit_numel={self.min_unit_numel!r}: use a number of elements, 0 or more.")
+        size = self.shard_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 2):
+            raise ValueError(f"shard_size={size!r}: use a number of ranks, 2 or more, or None for all of them.")
         _boolean("find_unused_parameters", self.find_unused_parameters)
         _boolean("broadcast_buffers", self.broadcast_buffers)
         _one_of("after_fit", self.after_fit, AFTER_FIT)
@@ -91,6 +105,9 @@ class ZeroConfig:
             raise ValueError(
                 f"process_group_backend={self.process_group_backend!r}: use a name such as 'gloo' or 'nccl', or None."
             )
+        _one_of("start_method", self.start_method, START_METHODS)
+        if self.rank_logs is not None and not isinstance(self.rank_logs, str):
+            raise ValueError(f"rank_logs={self.rank_logs!r}: use the name of a folder, or None.")
         timeout = self.timeout_seconds
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
             raise ValueError(f"timeout_seconds={timeout!r}: use a number of seconds above 0.")

@@ -22,12 +22,15 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_zero.auto import make_strategy as make_zero_strategy
 from lightning_zero.config import PlanConfig, ZeroConfig
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.launcher import LaunchedDDP
+from lightning_zero.slurm import SlurmJob, run_stamp
+from lightning_zero.sweep import RunRecord, is_sweep
 
 _OF_GROUPS = ("strategy", "callbacks")
 """Arguments of the Trainer that are groups of their own."""
@@ -119,6 +122,13 @@ class Launcher:
 
 
 @dataclasses.dataclass
+class HydraCallback:
+    """A callback of Hydra's own."""
+
+    _target_: str = "lightning_zero.sweep.CompareRuns"
+
+
+@dataclasses.dataclass
 class Job:
     """The top level of this project's own ``config.yaml``."""
 
@@ -148,7 +158,10 @@ def register_configs() -> None:
         "lightning_strategy": LightningStrategy,
         "trainer": trainer_schema(),
         "launcher": Launcher,
+        "slurm": dataclasses.make_dataclass("Slurm", [], bases=(schema_of(SlurmJob), Launcher)),
     }
+    OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True)
+    store.store(name="_compare_runs", node=HydraCallback, provider="lightning_zero")
     for name, schema in schemas.items():
         store.store(name=f"_{name}_schema", node=schema, provider="lightning_zero")
 
@@ -185,7 +198,7 @@ def _repair(where: str, name: str, known: Sequence[str]) -> str:
 # -- the way out -----------------------------------------------------------------------------------------------------
 
 
-def make_strategy(**settings: Any) -> ZeroStrategy | str:
+def make_strategy(**settings: Any) -> DDPStrategy | str:
     """What ``Trainer(strategy=...)`` takes, from the ``strategy`` group (also through Hydra's ``instantiate``).
 
     Raises:
@@ -194,8 +207,16 @@ def make_strategy(**settings: Any) -> ZeroStrategy | str:
     settings = _plain(settings)
     settings.pop("_target_", None)
     if "stage" not in settings:
-        return str(_checked(LightningStrategy, settings, "strategy")["name"])
+        return _lightning_strategy(str(_checked(LightningStrategy, settings, "strategy")["name"]))
     return make_zero_strategy(**_fields(make_zero_config(settings)))
+
+
+def _lightning_strategy(name: str) -> DDPStrategy | str:
+    """Lightning's strategy of that name; DDP, which starts processes as ours do, with our launching."""
+    known = StrategyRegistry.get(name, None) if name in StrategyRegistry.available_strategies() else None
+    if type(known) is not DDPStrategy or known._start_method != "popen":
+        return name
+    return LaunchedDDP(**StrategyRegistry[name]["init_params"])
 
 
 def make_zero_config(settings: Mapping[str, Any] | DictConfig) -> ZeroConfig:
@@ -244,6 +265,8 @@ def make_trainer(cfg: DictConfig, **more: Any) -> Trainer:
         arguments["callbacks"] = [
             _instantiate(node, f"callbacks.{name}") for name, node in _plain(cfg.callbacks).items() if node is not None
         ]
+    if is_sweep():
+        arguments["callbacks"] = [*(arguments.get("callbacks") or []), RunRecord()]
     try:
         return Trainer(**arguments)
     except (ValueError, TypeError) as error:  # MisconfigurationException is neither: see cli
@@ -262,11 +285,25 @@ def make_object(cfg: DictConfig, group: str) -> Any:
     return _instantiate(_plain(node), group)
 
 
-def check_launcher(cfg: DictConfig) -> None:
-    """Raises unless ``launcher`` is one that is built."""
-    name = _checked(Launcher, _plain(cfg.launcher), "launcher")["name"]
-    if name != "local":
-        raise ConfigError(f"launcher.name={name!r}: use 'local'.")
+def check_launcher(cfg: DictConfig, name: str) -> None:
+    """Raises unless ``launcher`` is the one that the command is for."""
+    found = _plain(cfg.launcher).get("name")
+    if found not in ("local", "slurm"):
+        raise ConfigError(f"launcher.name={found!r}: use 'local' or 'slurm'.")
+    if name == "local" and found == "slurm":
+        raise ConfigError("launcher=slurm: use the command submit, or leave it out under srun.")
+    if name == "slurm" and found == "local":
+        raise ConfigError("launcher=local starts no batch job: use submit launcher=slurm launcher.nodes=...")
+
+
+def make_slurm_job(cfg: DictConfig) -> SlurmJob:
+    """What the group ``launcher=slurm`` asks for, validated."""
+    check_launcher(cfg, "slurm")
+    settings = {key: value for key, value in _plain(cfg.launcher).items() if key != "name"}
+    try:
+        return SlurmJob(**_checked(schema_of(SlurmJob), settings, "launcher"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _fields(config: ZeroConfig) -> dict[str, Any]:

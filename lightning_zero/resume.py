@@ -162,13 +162,13 @@ class Resume:
         """Puts loaders and random states where they were; called before the first batch is fetched."""
         loaders = _loaders(trainer)
         num_done = _batches_done(trainer)
-        if self._same and not num_done:
+        if self._same and num_done is None:
             self._set_rng(trainer)  # the new epoch draws its order from it
-        self._move_on(trainer, loaders, num_done)
+        self._move_on(trainer, loaders, num_done or 0)
         fetcher = trainer.fit_loop._data_fetcher
         if fetcher is not None:
             iter(fetcher)  # as Lightning begins an epoch: iterators made before know nothing of the above
-        if self._same and num_done:
+        if self._same and num_done is not None:
             self._set_rng(trainer)
 
     def _set_rng(self, trainer: Any) -> None:
@@ -206,12 +206,14 @@ def leave_finished_epoch(fit_loop: Any) -> None:
         _Loop.restarting.fset(fit_loop, False)  # type: ignore[attr-defined]
 
 
-def _batches_done(trainer: Any) -> int:
-    """Batches of the current epoch that were trained on; 0 between epochs."""
+def _batches_done(trainer: Any) -> int | None:
+    """Batches of the current epoch that were trained on; ``None`` between epochs."""
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
     done = progress.current.completed + int(loop.restarted_on_train_batch_end)
-    return 0 if progress.is_last_batch or done >= trainer.num_training_batches else done
+    epoch = trainer.fit_loop.epoch_progress.current
+    between = epoch.ready == epoch.processed or progress.is_last_batch or done >= trainer.num_training_batches
+    return None if between else done
 
 
 def _cycle(trainer: Any, index: int, loader: Any) -> int:

@@ -33,8 +33,10 @@ from lightning_zero.collectives import Meeting
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine, require
 from lightning_zero.engines.view import WholeView
+from lightning_zero.launcher import Launched
 from lightning_zero.precision import DtypePolicy, adapt_precision
 from lightning_zero.resume import Resume, collect, follow, leave_finished_epoch
+from lightning_zero.watch import watch
 
 _BETWEEN_MICRO_BATCHES = ("on_after_backward", "on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
 """Hooks that can look at the module after one micro-batch and before the next."""
@@ -44,7 +46,7 @@ _LEFT_SHARDED: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
 """Modules that a run left sharded, so that the next one, under any strategy object, makes them whole first."""
 
 
-class ZeroStrategy(DDPStrategy):
+class ZeroStrategy(Launched, DDPStrategy):
     """Trains any LightningModule under ZeRO stage 1, 2 or 3.
 
     Args:
@@ -71,6 +73,7 @@ class ZeroStrategy(DDPStrategy):
         **settings: Any,
     ) -> None:
         self.config = ZeroConfig.from_kwargs(stage=stage, engine=engine, **settings)
+        self.start_method, self.rank_logs = self.config.start_method, self.config.rank_logs
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -136,6 +139,7 @@ class ZeroStrategy(DDPStrategy):
         module: Any = self.lightning_module
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        watch(trainer, self)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._failed = self._dump_failed = False
         if module in _LEFT_SHARDED:
@@ -438,6 +442,7 @@ class ZeroStrategy(DDPStrategy):
                 if self._background is None:
                     self._background = BackgroundSaver(Meeting(self.config.timeout_seconds))
                 self._background.save(checkpoint, path)
+        self.note_checkpoint(checkpoint, path)
 
     def _save_file(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
         if not self.is_global_zero:

@@ -6,6 +6,9 @@
 - *sharded parameter*: ``DTensor`` on the module between steps and in every hook; what optimizers hold. Each rank owns
   ``ceil(rows / N)`` rows of dim 0.
 - *gathered parameter*: plain, whole, on the module only inside a step, owned by ``fully_shard``.
+- *shard axis*: the N ranks that one copy is shared out over. All of them, or with ``shard_size`` (HSDP) groups of so
+  many consecutive ranks, which are replicas of each other along the *replicate axis*: gradients are reduce-scattered
+  along the first and all-reduced along the second.
 - *replicated parameter*: plain and whole on every rank all the time, because it cannot be split (see ``units``).
 
 [Plan of one optimizer step, A micro-batches]
@@ -90,7 +93,7 @@ class Fsdp2Engine(Engine):
         return self._root
 
     def shard(self, module: nn.Module) -> None:
-        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        self.mesh = self._make_mesh()
         # autocast keeps BatchNorm in fp32, and its kernels refuse low-precision weights beside fp32 statistics
         keep_whole = (nn.modules.batchnorm._BatchNorm,) if self.dtypes.is_mixed else ()
         self._plan: UnitPlan = plan_units(module, self.config.units, self.config.min_unit_numel, keep_whole)
@@ -111,6 +114,25 @@ class Fsdp2Engine(Engine):
         )
         self._order = {p: i for i, p in enumerate([*self._originals, *self._replicated])}
         self._start_window()
+
+    def _make_mesh(self) -> DeviceMesh:
+        """Axis "shard" over all ranks; with ``shard_size``, axes "replicate" and "shard" (consecutive ranks)."""
+        world_size, size = dist.get_world_size(), self.config.shard_size
+        if size is None or size == world_size:
+            return init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("shard",))
+        if world_size % size:
+            divisors = [n for n in range(2, world_size + 1) if world_size % n == 0]
+            raise ValueError(
+                f"shard_size={size} does not divide the {world_size} ranks of this run into equal groups: use one of"
+                f" {', '.join(map(str, divisors)) or 'None'}, or None."
+            )
+        grid = torch.arange(world_size).view(-1, size)
+        timeout = timedelta(seconds=self.config.timeout_seconds)  # init_device_mesh would take the default
+        shard, _ = dist.new_subgroups_by_enumeration(grid.tolist(), timeout=timeout)
+        replicate, _ = dist.new_subgroups_by_enumeration(grid.T.tolist(), timeout=timeout)
+        return DeviceMesh.from_group(
+            [replicate, shard], self.device.type, mesh=grid, mesh_dim_names=("replicate", "shard")
+        )
 
     def _shard_units(self) -> None:
         stage = self.config.stage
@@ -424,8 +446,8 @@ class Fsdp2Engine(Engine):
             shards = [local(p.grad) for p in params if isinstance(p, DTensor) and p.grad is not None]
             wholes = [p.grad for p in params if not isinstance(p, DTensor)]
             squared = _sum_of_squares(shards, self.device)
-            if self.mesh.size() > 1:
-                dist.all_reduce(squared)
+            if self.mesh.size() > 1:  # replicas hold the same shards: each counts once
+                dist.all_reduce(squared, group=self.mesh.get_group("shard"))
             norm = (squared + _sum_of_squares(wholes, self.device)).sqrt()
             scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
             for grads in _by_dtype(shards + wholes):

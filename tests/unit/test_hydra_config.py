@@ -20,6 +20,7 @@ from lightning_zero.hydra_config import (
     schema_of,
     trainer_schema,
 )
+from lightning_zero.launcher import LaunchedDDP
 
 
 def test_schema_has_the_fields_and_defaults_of_the_config():
@@ -32,7 +33,8 @@ def test_settings_become_one_validated_config():
     config = make_zero_config({"stage": 2, "offload": {"target": "none"}, "units": ["Block"]})
     assert config == ZeroConfig(stage=2, offload=OffloadConfig(), units=["Block"])
     assert make_strategy(stage=1).config.stage == 1
-    assert make_strategy(name="ddp") == "ddp"
+    assert isinstance(make_strategy(name="ddp"), LaunchedDDP)
+    assert make_strategy(name="fsdp") == "fsdp"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,217 @@
+"""Breaks a run on purpose, in every way that runs break, and looks at what is left.
+
+``FAULTS`` is the table; :func:`break_run` starts this very file as a user would start a script (two ranks, stage 3, a
+data loader with a worker process, a checkpoint after every step), lets the fault happen on one rank in step 3, and
+measures from that moment until the last process is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HANG_SECONDS = 5.0
+"""``timeout_seconds`` of the runs: what a rank that stops answering may cost."""
+_MARK = "LIGHTNING_ZERO_FAULT_TEST"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One way to break a run."""
+
+    text: str
+    rank: int
+    shows: tuple[str, ...]
+    """What the user must see."""
+    hangs: bool = False
+    """Whether the end may take ``timeout_seconds`` longer."""
+
+
+FAULTS = {
+    "exception-0": Fault("exception on rank 0", 0, ("LookupError: rank 0 is not well", "Traceback")),
+    "exception-1": Fault("exception on rank 1", 1, ("rank 1 (process", "LookupError: rank 1 is not well", "Traceback")),
+    "kill-0": Fault("kill -9 of rank 0", 0, ("rank 0 (process", "ended unexpectedly")),
+    "kill-1": Fault("kill -9 of rank 1", 1, ("rank 1 (process", "was killed by SIGKILL")),
+    "stop-0": Fault("rank 0 stops answering (SIGSTOP)", 0, ("rank 0 (process", "is stopped"), hangs=True),
+    "stop-1": Fault("rank 1 stops answering (SIGSTOP)", 1, ("rank 1 (process", "is stopped"), hangs=True),
+    "dry-0": Fault("data loader of rank 0 runs dry early", 0, ("rank 0 ends its epoch after 3 training batches",)),
+    "dry-1": Fault("data loader of rank 1 runs dry early", 1, ("rank 1 ends its epoch after 3 training batches",)),
+    "memory-1": Fault("out of memory on rank 1", 1, ("rank 1 (process", "allocate memory", "Traceback")),
+    "interrupt": Fault("Ctrl-C", 0, ("KeyboardInterrupt",)),
+}
+
+
+@dataclass
+class Outcome:
+    """What was seen of a broken run."""
+
+    exit_code: int
+    seconds: float
+    """From the fault to the end of the last process."""
+    output: str
+    left_behind: list[str] = field(default_factory=list)
+    """Processes, ports, files in ``/dev/shm`` and in the temporary folder."""
+    checkpoint_step: int = -1
+    """``global_step`` of the newest checkpoint, read back."""
+
+
+def break_run(name: str, folder: Path, limit_seconds: float = 150.0) -> Outcome:
+    """Runs until the fault ``name`` has ended it, and for at most ``limit_seconds``."""
+    temporary = folder / "tmp"
+    temporary.mkdir(parents=True)
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": str(temporary),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        _MARK: str(folder),
+    }
+    with open(folder / "output.txt", "w+b") as output:
+        process = subprocess.Popen(
+            [sys.executable, __file__, name],
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            _wait_for(lambda: (folder / "fault").exists() or process.poll() is not None, limit_seconds)
+            if name == "interrupt":
+                os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            code = process.wait(limit_seconds)
+            _wait_for(lambda: not marked_processes(folder), 30.0)
+            ended = time.time()
+            left = marked_processes(folder)
+        finally:
+            for pid in map(int, marked_processes(folder)):
+                os.kill(pid, signal.SIGKILL)
+    text = (folder / "output.txt").read_text(errors="replace")
+    began = float((folder / "fault").read_text()) if (folder / "fault").exists() else ended
+    outcome = Outcome(code, ended - began, text, [f"process {pid}" for pid in left])
+    _wait_for(lambda: not _files_left(folder, temporary), 5.0)  # a killed process closes its sockets last
+    outcome.left_behind += _files_left(folder, temporary)
+    outcome.checkpoint_step = _newest_step(folder)
+    return outcome
+
+
+def _files_left(folder: Path, temporary: Path) -> list[str]:
+    # torch's cache of compiled code is meant to stay
+    left = [f"temporary file {p.name}" for p in temporary.iterdir() if not p.name.startswith("torchinductor_")]
+    pids = [path.name.removeprefix("pid") for path in folder.glob("pid*")]
+    shared = [path.name for path in Path("/dev/shm").iterdir()]
+    left += [f"/dev/shm/{name}" for name in shared if any(f"_{pid}_" in name for pid in pids)]
+    if (folder / "port").exists():
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", int((folder / "port").read_text()))) == 0:
+                left.append("port")
+    return left
+
+
+def _newest_step(folder: Path) -> int:
+    import torch
+
+    (newest,) = (folder / "checkpoints").glob("last.ckpt")
+    state = torch.load(newest, weights_only=False)
+    assert state["optimizer_states"]
+    assert all(value.isfinite().all() for value in state["state_dict"].values())
+    return int(state["global_step"])
+
+
+def _wait_for(condition: Any, limit_seconds: float) -> None:
+    deadline = time.monotonic() + limit_seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def marked_processes(folder: Path, mark: str = _MARK) -> list[str]:
+    """Numbers of the processes that were started, directly or not, with ``mark`` set to ``folder``."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            if f"{mark}={folder}".encode() in variables and "Z" not in (entry / "stat").read_text().split()[2]:
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The program that is broken
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _happen(name: str) -> None:
+    Path("fault").write_text(str(time.time()))
+    rank = FAULTS[name].rank
+    if name.startswith("exception"):
+        raise LookupError(f"rank {rank} is not well")
+    if name.startswith("kill"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name.startswith("stop"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if name.startswith("memory"):
+        import resource
+
+        import torch
+
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, used + 2**26))
+        torch.empty(2**34)
+
+
+def _main(name: str) -> None:
+    import lightning as L
+    import torch
+    from torch.utils.data import DataLoader
+
+    from lightning_zero import ZeroStrategy
+
+    fault = FAULTS[name]
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+
+        def train_dataloader(self) -> Any:
+            dry = name.startswith("dry") and self.global_rank == fault.rank
+            batches = 3 if dry else 10_000 if name == "interrupt" else 20
+            return DataLoader(torch.ones(4 * batches, 8), batch_size=4, num_workers=1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2 and self.global_rank == fault.rank:
+                Path("port").write_text(os.environ["MASTER_PORT"])
+                _happen(name)
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    Path(f"pid{os.getpid()}").touch()
+    L.Trainer(
+        strategy=ZeroStrategy(stage=3, timeout_seconds=HANG_SECONDS if fault.hangs else 600.0, units=["Linear"]),
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        callbacks=[L.pytorch.callbacks.ModelCheckpoint("checkpoints", every_n_train_steps=1, save_last=True)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Module())
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

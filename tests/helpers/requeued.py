@@ -1,0 +1,157 @@
+"""A training that a batch system interrupts, and the one it is compared with.
+
+``Numbered`` is trained on a loader that knows where it stands, so a checkpoint from the middle of an epoch continues
+with the next batch. Global rank 0 appends every step's loss, averaged over the ranks, to ``$LOSSES``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from tests.helpers.slurm import Slurm
+
+
+class NumberedBatches:
+    """``count`` batches, each made from its number and the rank."""
+
+    def __init__(self, count: int, rank: int) -> None:
+        self.count, self.rank, self.at = count, rank, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < self.count:
+            generator = torch.Generator().manual_seed(2 * self.at + self.rank)
+            self.at += 1
+            yield torch.randn(8, 16, generator=generator)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Numbered(L.LightningModule):
+    """Learns a fixed linear map; every step of its first lives takes ``step_seconds``."""
+
+    def __init__(self, steps: int = 60, step_seconds: float = 0.1) -> None:
+        super().__init__()
+        self.steps, self.step_seconds = steps, step_seconds
+        self.dies = os.environ.get("DIES", "").split()  # "life:step", what rank 1 does not survive
+        self.net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
+
+    def train_dataloader(self) -> Any:
+        return NumberedBatches(self.steps, self.global_rank)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = (self.net(batch) - batch.roll(1, dims=1)).square().mean()
+        mean = self.all_gather(loss.detach()).mean().item()
+        life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", os.environ.get("SLURM_RESTART_COUNT", "0")))
+        if self.trainer.world_size > 1 and self.global_rank == 1 and f"{life}:{self.global_step}" in self.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.global_rank == 0:
+            with open(os.environ["LOSSES"], "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": self.global_step, "loss": mean, "life": life}) + "\n")
+        if life < 2:
+            time.sleep(self.step_seconds)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 40, 0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def command(steps: int, step_seconds: float) -> list[str]:
+    """Arguments of ``python`` that train it on two ranks, in a run folder that carries a date and time."""
+    return [
+        *("-m", "lightning_zero", "fit", "strategy=zero3", "trainer.devices=2", "trainer.max_epochs=1"),
+        *("model=custom", "model._target_=tests.helpers.requeued.Numbered", f"+model.steps={steps}"),
+        *(f"+model.step_seconds={step_seconds}", "data=none", "callbacks=none"),
+        *("trainer.enable_progress_bar=false", "trainer.enable_model_summary=false", "trainer.logger=false"),
+        *("trainer.use_distributed_sampler=false", "trainer.enable_checkpointing=false"),
+        "hydra.run.dir='outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}'",
+    ]
+
+
+def batch_script(python: str, arguments: list[str], time_minutes: int, signal_seconds: int) -> str:
+    """By hand, as ``examples/slurm/train.sbatch`` does it."""
+    words = " ".join(map(shlex.quote, arguments))
+    return f"""#!/bin/bash
+#SBATCH --job-name=requeued
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=2
+#SBATCH --time={time_minutes}
+#SBATCH --signal=USR1@{signal_seconds}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=job.log
+srun --kill-on-bad-exit=1 --output=rank%t.log --open-mode=append {python} {words}
+"""
+
+
+def read_losses(path: Path) -> list[dict[str, Any]]:
+    """One entry per step that rank 0 has begun, in order."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def wait_for_step(slurm: Slurm, job: str, losses: Path, life: int, step: int, limit_seconds: float) -> None:
+    """Until the training has come to ``step`` in its ``life``; raises if the job ends before or time runs out."""
+    deadline = time.monotonic() + limit_seconds
+    while not any(entry["life"] == life and entry["step"] >= step for entry in read_losses(losses)):
+        state = slurm.job(job)
+        if time.monotonic() > deadline or state["JobState"] in ("FAILED", "TIMEOUT", "COMPLETED", "NODE_FAIL"):
+            raise RuntimeError(f"job {job} is {state['JobState']} before step {step} of life {life}: {state}")
+        time.sleep(0.3)
+
+
+def wait_until_done(slurm: Slurm, job: str, limit_seconds: float) -> dict[str, str]:
+    """What SLURM says of the job when it has ended for good."""
+    deadline = time.monotonic() + limit_seconds
+    while (state := slurm.job(job))["JobState"] not in ("COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED"):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"job {job} has not ended within {limit_seconds} s: {state}")
+        time.sleep(0.3)
+    return state
+
+
+class Interrupted:
+    """The losses of a job that was requeued, and what is known about it."""
+
+    def __init__(self, folder: Path, losses: list[dict[str, Any]], state: dict[str, str], log: str) -> None:
+        self.folder, self.losses, self.state, self.log = folder, losses, state, log
+
+
+def run_interrupted(
+    slurm: Slurm, python: str, folder: Path, env: dict[str, str], steps: int, step_seconds: float, by_signal: bool
+) -> Interrupted:
+    """Requeues the job with ``scontrol`` in its first life and, if ``by_signal``, lets SLURM's signal do it again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / "train.sbatch"
+    # SLURM counts in minutes and is up to half a minute early with its signal: it comes 55 to 85 s after the start.
+    script.write_text(batch_script(python, command(steps, step_seconds), 2 if by_signal else 5, 35))
+    slurm = Slurm({**slurm.env, **env, "LOSSES": str(folder / "losses.jsonl")})
+    job = slurm.run("sbatch", "--parsable", str(script), cwd=folder).strip()
+    losses = folder / "losses.jsonl"
+    wait_for_step(slurm, job, losses, 0, 8, 100.0)
+    slurm.run("scontrol", "requeue", job)
+    state = wait_until_done(slurm, job, 300.0 if by_signal else 150.0)
+    logs = [folder / name for name in ("job.log", "rank0.log", "rank1.log")]
+    log = "\n".join(f"== {path.name}\n{path.read_text(errors='replace')}" for path in logs if path.exists())
+    return Interrupted(folder, read_losses(losses), state, log)
