@@ -6,6 +6,9 @@ were not averaged with the others', of ``adafactor`` that whole tensors were put
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.fsdp2 import Fsdp2Engine
 from lightning_zero.precision import DtypePolicy
-from tests.helpers import zoo
+from tests.helpers import moves, zoo
 from tests.helpers.ranks import outcome
-from tests.helpers.zoo import KINDS
+from tests.helpers.zoo import KINDS, make_trainer
 
 OFTEN = (
     ("adam", 3),
@@ -70,3 +73,25 @@ def test_unequal_groups_are_refused_on_all_ranks(ranks3) -> None:
 def test_a_group_of_all_is_no_group(ranks2) -> None:
     reference = ranks2(zoo.train, "adam", {"stage": 3})
     assert zoo.difference(ranks2(zoo.train, "adam", {"stage": 3, "shard_size": 2}), reference).largest == 0.0
+
+
+def _save_and_resume(settings: dict[str, Any], path: str, resume: str | None) -> moves.Run:
+    torch.manual_seed(2)
+    module = moves.Features()
+    trainer = make_trainer({"min_unit_numel": 1, **settings}, max_steps=10 if resume is None else 14)
+    trainer.fit(module, moves.loader("mid-epoch", 4), ckpt_path=resume)
+    trainer.save_checkpoint(path)
+    return moves.Run(module.losses, {k: v.detach().clone() for k, v in module.state_dict().items()}, None)
+
+
+@pytest.mark.parametrize("form", ["file", "sharded"])
+def test_replicas_save_once_and_resume_anywhere(form: str, ranks4, tmp_path: Path) -> None:
+    groups, whole = {"stage": 3, "shard_size": 2, "checkpoint": form}, {"stage": 2}
+    first, second, third = (str(tmp_path / name) for name in ("1.ckpt", "2.ckpt", "3.ckpt"))
+    ranks4(_save_and_resume, groups, first, None)
+    into_groups = ranks4(_save_and_resume, groups, second, first)
+    into_one = ranks4(_save_and_resume, whole, third, first)
+    for ours, reference in zip(into_groups, into_one, strict=True):
+        torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(reference.losses), rtol=1e-5, atol=1e-6)
+        for name, weight in reference.weights.items():  # order of summation
+            torch.testing.assert_close(ours.weights[name], weight, rtol=1e-5, atol=1e-6)
