@@ -643,6 +643,34 @@ def test_callbacks_read_whole_state_on_every_rank(stage: int, ranks2) -> None:
     assert ranks2(_callback_reads, stage) == [True, True]
 
 
+def _exports(path: str) -> bool:
+    from torch.onnx import export
+
+    class Exports(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *unused: Any) -> None:
+            with trainer.strategy.full_parameters(module):
+                if trainer.is_global_zero and trainer.global_step == 2:
+                    module.last.eval()
+                    export(module.last, (torch.ones(1, moves.WIDTH),), path, verbose=False)
+                    self.expected = module.last(torch.ones(1, moves.WIDTH)).detach()
+                    module.last.train()
+
+    callback = Exports()
+    moves.run("zero3", "file", "features", "epoch end", 3, callbacks=[callback, moves._StopAt(3)])
+    if int(os.environ["RANK"]):
+        return True
+    from onnx.reference import ReferenceEvaluator
+
+    (out,) = ReferenceEvaluator(path).run(None, {"input": torch.ones(1, moves.WIDTH).numpy()})
+    return torch.allclose(torch.from_numpy(out), callback.expected, rtol=1e-5, atol=1e-6)
+
+
+def test_onnx_gets_real_weights_during_a_run(ranks2, tmp_path: Path) -> None:
+    pytest.importorskip("onnx", reason="pip install onnx onnxscript")
+    pytest.importorskip("onnxscript", reason="pip install onnx onnxscript")
+    assert ranks2(_exports, str(tmp_path / "last.onnx")) == [True, True]
+
+
 def _modifies(strategy: Any) -> tuple[dict[str, Tensor], str]:
     said = []
 
