@@ -547,6 +547,9 @@ class Launched:
             backend = self._get_process_group_backend()  # type: ignore[attr-defined]
             rank_zero_info(f"Initializing distributed: {size} ranks, backend {backend}")
             store, *_ = next(rendezvous("env://", rank, size, timeout=max(limit, _START_LIMIT)))
+            # torchrun keeps its store over a restart, with the addresses of the ranks that have died
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"lightning_zero/attempt_{attempt}", store)
             dist.init_process_group(
                 backend,
                 store=store,
