@@ -84,6 +84,8 @@ def _for_another_process(task: Any, hydra: Any) -> Any:
                         node[key] = value
                 except OmegaConfBaseException:  # never asked for, or it would have failed here
                     continue
+        for plugin in ("launcher", "sweeper"):  # done with, and of classes that may not be found again
+            config.hydra[plugin] = OmegaConf.to_container(config.hydra[plugin])
         logging = config.hydra.job_logging
         files = [name for name, handler in (logging.get("handlers") or {}).items() if "filename" in handler]
         for name in files:

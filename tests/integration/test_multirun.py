@@ -33,6 +33,25 @@ def test_a_sweep_of_two_ranks_each_runs_every_job_once(strategies, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # the order of fp32 sums differs
 
 
+@pytest.mark.parametrize("launcher", ["joblib", pytest.param("submitit_local", marks=pytest.mark.full)])
+def test_jobs_in_workers_of_another_launcher(launcher, tmp_path):
+    pytest.importorskip(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher", reason="not installed")
+    workers = ["hydra.launcher.n_jobs=2"] if launcher == "joblib" else []
+    done = run(
+        *MODULE,
+        *("fit", "-m", f"hydra/launcher={launcher}", *workers, "strategy=ddp,zero2", "trainer.devices=2", *SMALL),
+        *("callbacks.progress=null", "trainer.enable_progress_bar=false", "hydra.sweep.dir=sweep"),
+        cwd=tmp_path,
+        timeout_seconds=280,
+    )
+    assert done.returncode == 0, done.stdout
+    for job in range(2):
+        folder = tmp_path / "sweep" / str(job)
+        assert sorted(p.name for p in (folder / "ranks").iterdir()) == ["rank0.log", "rank1.log"]
+    losses = [json.loads((tmp_path / f"sweep/{i}/result.json").read_text())["metrics"]["loss"] for i in range(2)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # the order of fp32 sums differs
+
+
 @pytest.mark.full
 def test_a_sweep_of_ones_own_app(tmp_path):
     app = ROOT / "examples" / "hydra_app" / "app.py"
