@@ -127,7 +127,10 @@ class Meeting:
             BaseException: ``error`` itself where there is one, elsewhere the closest of :data:`_REPEATABLE`.
         """
         message = None if error is None else (_repeatable(error), str(error))
-        found = self.gather(message)
+        try:
+            found = self.gather(message)
+        except RuntimeError as lost:
+            raise (error or lost) from lost
         if error is not None:
             raise error
         for rank, other in enumerate(found):

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import fsspec
+
 from lightning_zero.checkpoint.layout import MARKER
 
 FOLDER = ".lightning_zero"
@@ -73,7 +75,7 @@ def note(checkpoint: Mapping[str, Any], filepath: Any) -> None:
     path = _file()
     if path is None or "optimizer_states" not in checkpoint:
         return
-    absolute = os.path.abspath(filepath)
+    absolute = str(filepath) if "://" in str(filepath) else os.path.abspath(filepath)
     others = [entry for entry in _read(path) if entry["path"] != absolute]
     entry = {"path": absolute, "step": int(checkpoint.get("global_step", 0))}
     path.parent.mkdir(exist_ok=True)
@@ -93,7 +95,8 @@ def find() -> str | None:
 
 def _is_whole(path: str) -> bool:
     """A file appears all at once, a sharded folder with its marker."""
-    return os.path.isfile(path) or os.path.isfile(os.path.join(path, MARKER))
+    fs, target = fsspec.core.url_to_fs(path)
+    return bool(fs.isfile(target) or fs.isfile(f"{target}/{MARKER}"))
 
 
 def forget() -> None:

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot, _MultiProcessingLauncher
@@ -575,7 +575,10 @@ class Launched:
     def note_checkpoint(self, checkpoint: dict[str, Any], filepath: Any) -> None:
         """Lets the run that continues this one find what was just stored."""
         if self.is_global_zero:  # type: ignore[attr-defined]
-            continuation.note(checkpoint, filepath)
+            try:
+                continuation.note(checkpoint, filepath)
+            except OSError as error:  # the checkpoint itself is stored
+                rank_zero_warn(f"A run that continues this one will not find {filepath} by itself: {error}")
 
 
 class LaunchedDDP(Launched, DDPStrategy):

@@ -26,6 +26,7 @@ from lightning.pytorch.loops.loop import _Loop
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.checkpoint.layout import EXTRA
+from lightning_zero.checkpoint.store import together
 from lightning_zero.collectives import Meeting
 
 # -- random states ---------------------------------------------------------------------------------------------------
@@ -138,14 +139,16 @@ def _loaders(trainer: Any) -> list[Any]:
 
 def collect(trainer: Any, meeting: Meeting) -> dict[str, Any]:
     """What :data:`~lightning_zero.checkpoint.layout.EXTRA` holds (collective)."""
+    return {"ranks": meeting.gather(together(meeting, lambda: _of_this_rank(trainer)))}
+
+
+def _of_this_rank(trainer: Any) -> dict[str, Any]:
     loaders = _loaders(trainer)
-    orders = [_order_of(loader) for loader in loaders]
-    mine = {
+    return {
         "rng": rng_state(trainer.strategy.root_device),
-        "orders": [order and order.drawn_from for order in orders],
+        "orders": [order and order.drawn_from for order in map(_order_of, loaders)],
         "loaders": [loader.state_dict() for loader in loaders if _is_stateful(loader)],
     }
-    return {"ranks": meeting.gather(mine)}
 
 
 class Resume:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -94,11 +94,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._dumping = False  # Lightning collects a checkpoint: only rank 0 needs its values
         self._loaded: Loaded | None = None
         self._background: BackgroundSaver | None = None
-        if self.config.checkpoint != "file" and checkpoint_io is not None:
-            raise ValueError(
-                f"checkpoint={self.config.checkpoint!r} with a CheckpointIO plugin ({type(checkpoint_io).__name__}):"
-                " plugins write the one-file form; use checkpoint='file' or no plugin."
-            )
+        self._refuse_plugin(checkpoint_io)
 
     # -- what Lightning asks of a strategy by its type ------------------------------------------------------------
 
@@ -199,6 +195,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             loop.inference_mode = False
 
     def setup_environment(self) -> None:
+        self._refuse_plugin(self._checkpoint_io)  # the Trainer's plugins=[...] come after __init__
         super().setup_environment()
         if self._meeting is not None:
             self._meeting.close()
@@ -206,7 +203,12 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._meeting = Meeting(self.config.timeout_seconds)
 
     def teardown(self) -> None:
-        self._end_saving()
+        try:
+            self._end_saving()
+        finally:
+            self._end_run()
+
+    def _end_run(self) -> None:
         for loop, inference_mode in self._loops:
             loop.inference_mode = inference_mode
         self._loops.clear()
@@ -330,6 +332,13 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     # -- state ---------------------------------------------------------------------------------------------------
 
+    def _refuse_plugin(self, checkpoint_io: Any) -> None:
+        if self.config.checkpoint != "file" and type(checkpoint_io) not in (type(None), TorchCheckpointIO):
+            raise ValueError(
+                f"checkpoint={self.config.checkpoint!r} with a CheckpointIO plugin ({type(checkpoint_io).__name__}):"
+                " plugins write the one-file form; use checkpoint='file' or no plugin."
+            )
+
     @property
     def meeting(self) -> Meeting:
         """Where the ranks agree on what is no engine's business."""
@@ -431,6 +440,11 @@ class ZeroStrategy(Launched, DDPStrategy):
         """
         assert self.lightning_module is not None
         path = os.fspath(filepath)
+        if self._saves_shards and storage_options is not None:
+            raise TypeError(
+                "save_checkpoint(storage_options=...) is for CheckpointIO plugins, which"
+                f" checkpoint={self.config.checkpoint!r} has none of: use checkpoint='file', or leave it out."
+            )
         with torch._C.DisableTorchFunction():
             if "optimizer_states" in checkpoint:  # not save_weights_only
                 checkpoint[EXTRA] = collect(self.lightning_module.trainer, self.meeting)
@@ -457,8 +471,11 @@ class ZeroStrategy(Launched, DDPStrategy):
             return
 
         def remove_it() -> None:
-            if not remove(os.fspath(filepath)):
-                super(ZeroStrategy, self).remove_checkpoint(filepath)
+            try:
+                if not remove(os.fspath(filepath)):
+                    super(ZeroStrategy, self).remove_checkpoint(filepath)
+            except OSError as error:  # on this rank alone, and nothing depends on it
+                rank_zero_warn(f"{filepath} could not be deleted: {error}")
 
         if self._background is not None:
             self._background.then(remove_it)
@@ -474,13 +491,15 @@ class ZeroStrategy(Launched, DDPStrategy):
         """
         self._forget_loaded()
         path = os.fspath(checkpoint_path)
+        path = self.meeting.gather(path)[0]  # what a rank finds for itself, it may find later than others
         if self._background is not None:
-            self._background.wait()
-        if type(self.checkpoint_io) is TorchCheckpointIO or is_directory(path):
+            together(self.meeting, self._background.wait)
+        ours = type(_innermost(self.checkpoint_io)) is TorchCheckpointIO  # plugins around it change the writing only
+        if ours or together(self.meeting, lambda: is_directory(path)):
             self._loaded = load(path, weights_only, self.meeting)
         else:
-            io = self.checkpoint_io
-            content = together(self.meeting, lambda: io.load_checkpoint(path, weights_only=weights_only))
+            safely, io = weights_only is not False, self.checkpoint_io
+            content = together(self.meeting, lambda: io.load_checkpoint(path, weights_only=safely))
             self._loaded = Loaded(content)
         return self._loaded.content
 
@@ -493,7 +512,12 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._forget_loaded()
         if self._background is not None:
             background, self._background = self._background, None
-            background.close()
+            try:
+                background.close()
+            except Exception as error:
+                if not self._failed:
+                    raise
+                rank_zero_warn(f"The last checkpoint could not be completed: {error}")  # beside what ended the run
 
     def units_table(self) -> str:
         """What is gathered together during the current run: unit, class, tensors, elements, bytes."""
@@ -508,6 +532,10 @@ def _make_engine(config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) 
     from lightning_zero.engines.fsdp2 import Fsdp2Engine  # imported with the first run, not with the package
 
     return Fsdp2Engine(config, device, dtypes)
+
+
+def _innermost(checkpoint_io: Any) -> Any:
+    return _innermost(checkpoint_io.checkpoint_io) if hasattr(checkpoint_io, "checkpoint_io") else checkpoint_io
 
 
 def _user_looks_between_micro_batches(trainer: Any, module: nn.Module) -> bool:

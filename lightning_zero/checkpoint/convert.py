@@ -15,13 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from lightning_zero.checkpoint import directory, file, layout
 from lightning_zero.checkpoint.layout import CheckpointError
 from lightning_zero.checkpoint.lazy import LazyTensor
-from lightning_zero.checkpoint.store import Loaded, load
+from lightning_zero.checkpoint.store import Loaded, is_directory, load
 from lightning_zero.collectives import Meeting
 
 MAX_SHARD_SIZE = "5GB"
@@ -32,7 +34,7 @@ def default_format(source: str, target: str) -> str:
     """``safetensors`` where ``target`` is called so, else the form that ``source`` does not have."""
     if target.endswith(".safetensors"):
         return "safetensors"
-    return "file" if os.path.isdir(source) else "sharded"
+    return "file" if is_directory(source) else "sharded"
 
 
 def convert(
@@ -60,7 +62,8 @@ def convert(
         CheckpointError: If ``source`` cannot be read or ``target`` not be written.
     """
     form = form or default_format(source, target)
-    if os.path.exists(target):
+    fs, place = fsspec.core.url_to_fs(target)
+    if fs.exists(place):
         raise CheckpointError(f"{target} already exists: choose another name, or delete it.")
     meeting = Meeting(alone=True)
     loaded = load(source, weights_only, meeting)
@@ -75,7 +78,7 @@ def _write(loaded: Loaded, target: str, form: str, meeting: Meeting, prefix: str
     if form == "sharded":
         directory.write(loaded.content, target, meeting)
         return
-    with _on_disk(Path(target).absolute().parent) as on_disk:
+    with _on_disk(target) as on_disk:
         if form == "file":
             file.write(layout.map_tensors(on_disk, loaded.content), target)
         else:
@@ -86,8 +89,10 @@ def _write(loaded: Loaded, target: str, form: str, meeting: Meeting, prefix: str
 
 
 @contextmanager
-def _on_disk(folder: Path) -> Iterator[Any]:
-    """Gives a function for :func:`layout.map_tensors` that copies lazy tensors into mapped files below ``folder``."""
+def _on_disk(target: str) -> Iterator[Any]:
+    """Gives a function for :func:`layout.map_tensors` that copies lazy tensors into mapped files beside ``target``."""
+    fs, place = fsspec.core.url_to_fs(target)
+    folder = Path(place).parent if isinstance(fs, LocalFileSystem) else Path(tempfile.gettempdir())
     folder.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".convert-", dir=folder))
     done: dict[int, Tensor] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import mmap
 import os
 import pickle
@@ -16,17 +17,32 @@ import tempfile
 import uuid
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import torch
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter, LoadPlan, Metadata
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    LoadPlan,
+    Metadata,
+)
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: what an index's entries are
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
@@ -59,6 +75,8 @@ def write(checkpoint: dict[str, Any], path: str, meeting: Meeting) -> None:
                 folder.mkdir(parents=True, exist_ok=True)
             with _agreeing(meeting, path):
                 tensors, rest = split(checkpoint)
+                if meeting.rank:  # buffers and the like: rank 0's, as in one file
+                    tensors = {key: t for key, t in tensors.items() if isinstance(t, DTensor)}
                 write_tensors(tensors, folder, meeting)
                 if meeting.rank == 0:
                     file.write(rest, str(folder / layout.REST))
@@ -66,10 +84,11 @@ def write(checkpoint: dict[str, Any], path: str, meeting: Meeting) -> None:
                     for each in folder.iterdir():
                         fs.put_file(str(each), f"{target}/{data}/{each.name}")
         except BaseException:
-            if is_local and meeting.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+            if meeting.rank == 0:
                 with contextlib.suppress(OSError):
-                    folder.parent.rmdir()  # if the save would have been its first
+                    fs.rm(f"{target}/{data}", recursive=True)
+                with contextlib.suppress(OSError):
+                    fs.rmdir(target)  # if the save would have been its first
             raise
     with _agreeing(meeting, path):
         if meeting.rank == 0:
@@ -79,6 +98,8 @@ def write(checkpoint: dict[str, Any], path: str, meeting: Meeting) -> None:
 def prepare(path: str) -> None:
     """Makes the folder, where there is not something else under its name."""
     fs, target = fsspec.core.url_to_fs(path)
+    if isinstance(fs, LocalFileSystem) and os.path.islink(target):
+        os.unlink(target)  # the link of an earlier save, never the checkpoint it points to
     if fs.isfile(target):
         raise CheckpointError(f"{path} is a file: choose another name for the folder, or delete the file.")
     fs.makedirs(target, exist_ok=True)
@@ -94,7 +115,10 @@ def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]
         if small or path[0] == layout.EXTRA:
             return tensor
         if id(tensor) not in placeholders:
-            tensors[layout.tensor_key(path)] = tensor.detach()
+            key = layout.tensor_key(path)
+            if key in tensors:
+                raise CheckpointError(f"two tensors of the checkpoint are called {key!r}: rename one of their keys.")
+            tensors[key] = tensor.detach()
             placeholders[id(tensor)] = layout.placeholder(tensor)
         return placeholders[id(tensor)]
 
@@ -107,7 +131,13 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path, meeting: Meeting) ->
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant, on one rank
-            dcp.save(tensors, storage_writer=writer, process_group=meeting.group, no_dist=meeting.group is None)
+            dcp.save(
+                tensors,
+                storage_writer=writer,
+                planner=_Materializing(),
+                process_group=meeting.group,
+                no_dist=meeting.group is None,
+            )
     except dcp.CheckpointException as error:  # no Exception, so that nothing else would catch it
         causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())
         raise CheckpointError(f"{folder} could not be written ({causes}); {file.free_space(str(folder))}.") from error
@@ -117,9 +147,13 @@ def commit(path: str, data: str) -> None:
     """Declares the folder ``data`` inside ``path`` complete and deletes the others."""
     fs, target = fsspec.core.url_to_fs(path)
     if isinstance(fs, LocalFileSystem):
+        Index(Path(target) / data)  # finds files that other hosts have written to disks of their own
         file.sync_folder(Path(target) / data)
-    with file.writing(f"{path}/{layout.MARKER}") as stream:
-        stream.write(layout.marker_text(data).encode())
+        file.sync_folder(Path(target))
+    with fs.open(f"{target}/{data}/.metadata", "rb") as index, file.writing(f"{path}/{layout.MARKER}") as stream:
+        stream.write(layout.marker_text(data, index.read()).encode())
+    if isinstance(fs, LocalFileSystem):
+        file.sync_folder(Path(target).parent)
     for other in fs.ls(target, detail=False):
         name = other.rstrip("/").rpartition("/")[2]
         if name.startswith(layout.DATA_PREFIX) and name != data:
@@ -129,6 +163,7 @@ def commit(path: str, data: str) -> None:
 def remove(path: Path) -> None:
     """Deletes a sharded directory; killed half-way, what is left is no checkpoint."""
     (path / layout.MARKER).unlink(missing_ok=True)
+    file.sync_folder(path)
     shutil.rmtree(path)
 
 
@@ -169,10 +204,15 @@ def read(path: Path, weights_only: bool | None, part: int = 0, parts: int = 1) -
 
     def fill(where: layout.Path, tensor: Tensor) -> Tensor:
         if tensor.is_meta and id(tensor) not in lazy:
-            lazy[id(tensor)] = index.lazy(layout.tensor_key(where), tensor)
+            found = index.lazy(layout.tensor_key(where), tensor)
+            # These are copied at once; what callbacks and others keep must not depend on the disk.
+            lazy[id(tensor)] = found if where[0] in _COPIED_AT_ONCE else found.materialize()
         return lazy.get(id(tensor), tensor)
 
     return layout.map_tensors(fill, rest)
+
+
+_COPIED_AT_ONCE = ("state_dict", "optimizer_states")
 
 
 def complete_data(path: Path) -> Path:
@@ -190,10 +230,13 @@ def complete_data(path: Path) -> Path:
             f"{path}: {layout.MARKER} is missing, so {what}. "
             + (f"Complete ones beside it: {', '.join(beside)}." if beside else "Use another checkpoint.")
         )
-    folder = path / layout.read_marker(marker.read_text(encoding="utf-8", errors="replace"), str(path))
+    data, crc32 = layout.read_marker(marker.read_text(encoding="utf-8", errors="replace"), str(path))
+    folder = path / data
     for name in (layout.REST, ".metadata"):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing: the checkpoint is damaged, use another one.")
+    if crc32 is not None and zlib.crc32((folder / ".metadata").read_bytes()) != crc32:
+        raise CheckpointError(f"{folder / '.metadata'} is damaged (its checksum is another): use another checkpoint.")
     return folder
 
 
@@ -206,16 +249,29 @@ _ALLOWED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
 }
+_WITH_STATE = (
+    Metadata, TensorStorageMetadata, ChunkStorageMetadata, TensorProperties, MetadataIndex, StorageMeta, _StorageInfo
+)  # fmt: skip
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    """Knows the classes an index of tensors consists of and no other."""
+class _IndexUnpickler(pickle._Unpickler):  # the one in Python: the one in C cannot be told what may get state
+    """Knows the classes an index of tensors consists of and no other, and gives state to their instances only: given
+    to a class itself, state would change it for the whole process."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+
+    def load_build(self) -> None:
+        if type(self.stack[-2]) not in _WITH_STATE:  # type: ignore[attr-defined]
+            raise pickle.UnpicklingError("it gives state to something that has none")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
-        module = "pathlib" if module == "pathlib._local" else module  # where python 3.13 pickles it
+        if module.split(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
+            # where the checkpoint was, which nobody asks
+            return lambda *parts: "/".join(map(str, parts))
         known = (module, name) in _ALLOWED or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         )
@@ -230,23 +286,26 @@ class Index(FileSystemReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.folder = folder
-        self.metadata = self.read_metadata()
-        self.set_up_storage_reader(self.metadata, is_coordinator=True)
-        self._require_whole_files()
+        try:
+            self.metadata = self.read_metadata()
+            self.set_up_storage_reader(self.metadata, is_coordinator=True)
+            self._require_whole_files()
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged pickle raises anything
+            path = folder / ".metadata"
+            raise CheckpointError(f"{path} is damaged or not ours ({error}): use another checkpoint.") from error
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = self.folder / ".metadata"
-        try:
-            with open(path, "rb") as stream:
-                metadata = _IndexUnpickler(stream).load()
-            entries = metadata.state_dict_metadata.values()
-            if not all(isinstance(entry, TensorStorageMetadata) for entry in entries):
-                raise pickle.UnpicklingError("it lists other things than tensors")
-        except Exception as error:  # a damaged pickle raises anything
-            raise CheckpointError(f"{path} is damaged or not ours ({error}): use another checkpoint.") from error
+        with open(self.folder / ".metadata", "rb") as stream:
+            metadata = _IndexUnpickler(stream).load()
+        if type(metadata) is not Metadata or not isinstance(metadata.storage_data, dict):
+            raise pickle.UnpicklingError("it is no index")
+        if not all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()):
+            raise pickle.UnpicklingError("it lists other things than tensors")
         return metadata
 
-    def lazy(self, key: str, like: Tensor) -> Tensor:
+    def lazy(self, key: str, like: Tensor) -> LazyTensor:
         """The tensor named ``key``, which ``like`` says the shape and dtype of.
 
         Raises:
@@ -260,6 +319,9 @@ class Index(FileSystemReader):
                 f"{self.folder}: {key!r} is {tuple(entry.size)} {entry.properties.dtype} in .metadata and"
                 f" {tuple(like.shape)} {like.dtype} in {layout.REST}; use another checkpoint."
             )
+        stored = [self.storage_data.get(MetadataIndex(key, c.offsets, i)) for i, c in enumerate(entry.chunks)]
+        if None in stored or sum(math.prod(c.sizes) for c in entry.chunks) != like.numel():
+            raise CheckpointError(f"{self.folder}: parts of {key!r} are missing; use another checkpoint.")
         return LazyTensor(like.shape, like.dtype, lambda start, stop: self.rows(key, start, stop))
 
     def rows(self, key: str, start: int, stop: int) -> Tensor:
@@ -272,7 +334,10 @@ class Index(FileSystemReader):
         rows = torch.empty(shape, dtype=entry.properties.dtype)
         if rows.numel():
             wanted = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(shape))
-            self.read_data(LoadPlan(create_read_items_for_chunk_list(key, entry, [wanted])), _Into(rows))
+            items = create_read_items_for_chunk_list(key, entry, [wanted])
+            if sum(math.prod(item.lengths) for item in items) != rows.numel():
+                raise CheckpointError(f"{self.folder}: parts of {key!r} are missing; use another checkpoint.")
+            self.read_data(LoadPlan(items), _Into(rows))
         return rows
 
     def _require_whole_files(self) -> None:
@@ -307,6 +372,14 @@ class Index(FileSystemReader):
 
 def _mapped(stream: Any) -> mmap.mmap:
     return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+class _Materializing(DefaultSavePlanner):
+    """Lets a checkpoint that was read lazily be written again."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        data = super().resolve_data(write_item)
+        return data.materialize() if isinstance(data, LazyTensor) else data
 
 
 class _Into(DefaultLoadPlanner):

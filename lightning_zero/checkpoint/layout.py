@@ -5,7 +5,7 @@
 *Sharded directory*::
 
     x.ckpt/
-        checkpoint.json     the marker, written last: {"format": 1, "data": "data-1f0c…"}
+        checkpoint.json     the marker, written last: {"format": 1, "data": "data-1f0c…", "index_crc32": …}
         data-1f0c…/
             rest.pt         the same dictionary with meta tensors where a tensor lies beside it; torch.save
             *.distcp        the tensors, by torch.distributed.checkpoint; each rank its own shards
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import json
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -78,19 +79,19 @@ def placeholder(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def marker_text(data: str) -> str:
-    return json.dumps({"format": FORMAT, "data": data}) + "\n"
+def marker_text(data: str, index: bytes) -> str:
+    return json.dumps({"format": FORMAT, "data": data, "index_crc32": zlib.crc32(index)}) + "\n"
 
 
-def read_marker(text: str, where: str) -> str:
-    """The name of the data folder that the marker ``text`` declares complete.
+def read_marker(text: str, where: str) -> tuple[str, int | None]:
+    """The name of the data folder that the marker ``text`` declares complete, and the checksum of its index.
 
     Raises:
         CheckpointError: For a marker of another kind or of a later format.
     """
     try:
         marker = json.loads(text)
-        number, data = int(marker["format"]), str(marker["data"])
+        number, data, crc32 = int(marker["format"]), str(marker["data"]), marker.get("index_crc32")
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"{where}/{MARKER} is damaged ({error!r}): the folder is no checkpoint of lightning_zero, or the file was"
@@ -102,4 +103,4 @@ def read_marker(text: str, where: str) -> str:
         )
     if not data.startswith(DATA_PREFIX) or "/" in data or "\\" in data:
         raise CheckpointError(f"{where}/{MARKER} names {data!r}, which is no data folder: use another checkpoint.")
-    return data
+    return data, crc32

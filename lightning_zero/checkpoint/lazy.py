@@ -24,7 +24,9 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, read: Read, start: int = 0) -> LazyTensor:
-        tensor: Any = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)  # type: ignore[attr-defined]
+        tensor: Any = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu")
+        )  # type: ignore[attr-defined]
         tensor._read, tensor._start = read, start
         return tensor
 
@@ -34,8 +36,11 @@ class LazyTensor(Tensor):
         """The values, in a new plain tensor."""
         return self._read(self._start, self._start + self.shape[0]) if self.dim() else self._read(0, 0)
 
-    def __deepcopy__(self, memo: Any) -> LazyTensor:
-        return self
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return memo.setdefault(id(self), self.materialize())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.materialize().__reduce_ex__(protocol)
 
     def __repr__(self, **unused: Any) -> str:  # type: ignore[override]
         return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -47,12 +52,21 @@ class LazyTensor(Tensor):
         if func is torch.ops.aten.slice.Tensor and (rows := _rows(*args, **(kwargs or {}))) is not None:
             tensor, start, stop = rows
             return cls((stop - start, *tensor.shape[1:]), tensor.dtype, tensor._read, tensor._start + start)
-        if func._schema.is_mutable and isinstance(args[0], LazyTensor):
+        if func._schema.is_mutable and _writes_to_lazy(func._schema, args, kwargs or {}):
             raise RuntimeError(
                 f"{func} on a checkpoint's tensor, which is read from disk: put the changed tensor into the dictionary"
                 " instead, as checkpoint['state_dict'][name] = checkpoint['state_dict'][name] * 2."
             )
         return func(*_materialized(args), **{key: _materialized([v])[0] for key, v in (kwargs or {}).items()})
+
+
+def _writes_to_lazy(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            if any(isinstance(v, LazyTensor) for v in (value if isinstance(value, (list, tuple)) else [value])):
+                return True
+    return False
 
 
 def _rows(

@@ -7,6 +7,7 @@ waits for anybody.
 from __future__ import annotations
 
 import atexit
+import copy
 import os
 import shutil
 import socket
@@ -67,14 +68,15 @@ def load(path: str, weights_only: bool | None, meeting: Meeting) -> Loaded:
         FileNotFoundError: On every rank, if there is nothing at ``path``.
         CheckpointError: On every rank, if any finds it incomplete, damaged or foreign.
     """
-    fs, target = fsspec.core.url_to_fs(path)
+    fs, target = together(meeting, lambda: fsspec.core.url_to_fs(path))
     if isinstance(fs, LocalFileSystem):
-        return Loaded(together(meeting, lambda: _read(target, weights_only, meeting)))
-    copy = _fetch(path, meeting)
+        share = meeting.rank, meeting.world_size
+        return Loaded(together(meeting, lambda: _read(target, weights_only, *share)))
+    fetched, *of_host = _fetch(path, meeting)
     try:
-        return Loaded(together(meeting, lambda: _read(str(copy / "checkpoint"), weights_only, meeting)), copy)
+        return Loaded(together(meeting, lambda: _read(str(fetched / "checkpoint"), weights_only, *of_host)), fetched)
     except BaseException:
-        shutil.rmtree(copy, ignore_errors=True)
+        shutil.rmtree(fetched, ignore_errors=True)
         raise
 
 
@@ -93,9 +95,13 @@ def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> 
     return loaded.content
 
 
-def _read(path: str, weights_only: bool | None, meeting: Meeting) -> dict[str, Any]:
-    read: Any = directory.read if os.path.isdir(path) else file.read
-    content = read(Path(path) if os.path.isdir(path) else path, weights_only, meeting.rank, meeting.world_size)
+def _read(path: str, weights_only: bool | None, part: int, parts: int) -> dict[str, Any]:
+    """What lies at the local ``path``; this rank compares checksums of the ``part``-th of ``parts`` shares."""
+    content: dict[str, Any] = (
+        directory.read(Path(path), weights_only, part, parts)
+        if os.path.isdir(path)
+        else file.read(path, weights_only, part, parts)
+    )
     if "state_dict" not in content or "pytorch-lightning_version" not in content:
         missing = "state_dict" if "state_dict" not in content else "pytorch-lightning_version"
         raise CheckpointError(
@@ -105,12 +111,14 @@ def _read(path: str, weights_only: bool | None, meeting: Meeting) -> dict[str, A
     return content
 
 
-def _fetch(path: str, meeting: Meeting) -> Path:
-    """A folder on this host with a copy named ``checkpoint``, made by the first rank of each host."""
+def _fetch(path: str, meeting: Meeting) -> tuple[Path, int, int]:
+    """A folder on this host with a copy named ``checkpoint``, made by the first rank of each host; which of the host's
+    ranks this is, and how many there are."""
     hosts = meeting.gather(socket.gethostname())
-    first = hosts.index(hosts[meeting.rank])
+    of_host = [rank for rank, host in enumerate(hosts) if host == hosts[meeting.rank]]
+    first = of_host[0]
 
-    def copy() -> str:
+    def fetch() -> str:
         if meeting.rank != first:
             return ""
         fs, target = fsspec.core.url_to_fs(path)
@@ -120,7 +128,8 @@ def _fetch(path: str, meeting: Meeting) -> Path:
         fs.get(target, os.path.join(folder, "checkpoint"), recursive=bool(fs.isdir(target)))
         return folder
 
-    return Path(meeting.gather(together(meeting, copy))[first])
+    folder = Path(meeting.gather(together(meeting, fetch))[first])
+    return folder, of_host.index(meeting.rank), len(of_host)
 
 
 def remove(path: str) -> bool:
@@ -145,16 +154,27 @@ class BackgroundSaver:
         self._pending: list[Future[None]] = []
 
     def save(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Begins to write; waits first for the save before."""
-        self.wait()
+        """Begins to write; waits first for the save before.
+
+        Raises:
+            CheckpointError: On every rank, what went wrong on any since the last call.
+        """
+        together(self._meeting, self.wait)
         # At once, so that what Lightning does next (link to it, look whether it exists) finds it.
         together(self._meeting, lambda: directory.prepare(path) if self._meeting.rank == 0 else None)
-        staged = layout.map_tensors(_staged, checkpoint)
+        staged = together(self._meeting, lambda: _copied(checkpoint))
         self._pending.append(self._thread.submit(directory.write, staged, path, self._meeting))
 
     def then(self, action: Callable[[], None]) -> None:
-        """Runs ``action`` once what was begun before is complete: the old checkpoint goes when the new one is there."""
-        self._pending.append(self._thread.submit(action))
+        """Runs ``action`` once what was begun before is complete, and never if that failed: the old checkpoint goes
+        when the new one is there."""
+        before = list(self._pending)
+
+        def run() -> None:
+            if all(future.exception() is None for future in before):
+                action()
+
+        self._pending.append(self._thread.submit(run))
 
     def wait(self) -> None:
         """Returns when nothing is being written.
@@ -172,7 +192,17 @@ class BackgroundSaver:
             self.wait()
         finally:
             self._thread.shutdown()
+            self._meeting.close()
 
 
-def _staged(path: layout.Path, tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)  # of a DTensor: its shard
+def _copied(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """``checkpoint`` as it is now, whatever training does to what it refers to; a tied tensor stays one."""
+    copies: dict[int, Tensor] = {}
+
+    def staged(path: layout.Path, tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().to("cpu", copy=True)  # of a DTensor: its shard
+        return copies[id(tensor)]
+
+    on_cpu = layout.map_tensors(staged, checkpoint)
+    return copy.deepcopy(on_cpu, {id(t): t for t in copies.values()})

@@ -533,13 +533,22 @@ class Fsdp2Engine(Engine):
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
 
+        saved = sum(len(group["params"]) for group in state["param_groups"])
+        if saved != len(params):
+            raise ValueError(
+                f"the checkpoint's {type(optimizer).__name__} state is of {saved} parameters, the optimizer has"
+                f" {len(params)}: resume with the module and configure_optimizers that saved it."
+            )
+
         def lay_out(index: int, value: Any) -> Any:
             p = params[index]
-            if not isinstance(value, Tensor):
-                return value
-            if isinstance(p, DTensor) and value.dim() and value.shape == p.shape:
-                return shard_like(value, p)
-            return value.clone()  # off the disk
+
+            def one(path: Any, tensor: Tensor) -> Tensor:
+                if isinstance(p, DTensor) and tensor.dim() and tensor.shape == p.shape:
+                    return shard_like(tensor, p)
+                return tensor.clone()  # off the disk
+
+            return map_tensors(one, value)
 
         with torch.no_grad(), torch._C.DisableTorchFunction():
             per_param = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import resource
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,10 @@ from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader
 
 import lightning_zero
+from lightning_zero.checkpoint import directory
 from lightning_zero.checkpoint.layout import CheckpointError
+from lightning_zero.checkpoint.store import BackgroundSaver
+from lightning_zero.collectives import Meeting
 from tests.helpers import moves, saving
 from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.zoo import make_trainer
@@ -334,6 +339,10 @@ def _damage_folder(path: Path, how: str) -> None:
         at = (at + 127) // 64 * 64
         content[at + 1] ^= 0x10
         shards[0].write_bytes(content)
+    elif how == "changed index":
+        content = bytearray((data / ".metadata").read_bytes())
+        content[-20] ^= 1
+        (data / ".metadata").write_bytes(content)
     elif how == "no index":
         (data / ".metadata").unlink()
     elif how == "no rest":
@@ -354,6 +363,7 @@ def _damage_folder(path: Path, how: str) -> None:
         ("short shard", "__1_0.distcp is truncated"),
         ("flipped", "is damaged at the tensor"),
         ("no index", ".metadata is missing"),
+        ("changed index", ".metadata is damaged (its checksum is another)"),
         ("no rest", "rest.pt is missing"),
         ("foreign", "it is no sharded checkpoint of lightning_zero"),
     ],
@@ -376,7 +386,7 @@ class Harm:
         return (Path.write_text, (Path(self.path), "harm done"))
 
 
-@pytest.mark.parametrize("where", ["file", "rest", "index", "index class"])
+@pytest.mark.parametrize("where", ["file", "rest", "index", "index class", "state of a class"])
 def test_nothing_beyond_the_allow_list_is_unpickled(where: str, ranks2, tmp_path: Path) -> None:
     path, harm = tmp_path / "x.ckpt", tmp_path / "harm"
     ranks2(_save, "file" if where == "file" else "sharded", str(path))
@@ -390,11 +400,17 @@ def test_nothing_beyond_the_allow_list_is_unpickled(where: str, ranks2, tmp_path
             metadata: Any = pickle.loads((data / ".metadata").read_bytes())
             assert isinstance(metadata, Metadata)
             metadata.planner_data = Harm(str(harm)) if where == "index" else moves.Features
-            (data / ".metadata").write_bytes(pickle.dumps(metadata))
+            content = pickle.dumps(metadata)
+            if where == "state of a class":  # would make every such object of the process answer with it
+                content = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}Vversion\nVharm\nstb."
+            (data / ".metadata").write_bytes(content)
+            marker = json.loads((path / "checkpoint.json").read_text())
+            (path / "checkpoint.json").write_text(json.dumps({**marker, "index_crc32": zlib.crc32(content)}))
     for text in ranks2(_said, _resume, str(path)):
         assert str(path) in text
-        assert "weights_only" in text or "does not belong there" in text
+        assert "weights_only" in text or "does not belong there" in text or "state to something" in text
     assert not harm.exists()
+    assert not hasattr(Metadata, "version") or Metadata.version != "harm"
 
 
 def _unpickles_if_told(path: str) -> int:
@@ -443,6 +459,57 @@ def test_a_full_disk_is_an_error_on_every_rank_and_training_goes_on(form: str, r
         assert went_on
     assert len(ranks2(_resume, str(tmp_path / "x.ckpt"))[0]) == 3  # the one before is whole
     assert [p.name for p in tmp_path.iterdir()] == ["x.ckpt"]  # and nothing else is left
+
+
+def test_what_was_there_stays_until_the_new_one_is_whole_in_the_background(tmp_path: Path) -> None:
+    """A save that fails must not be followed by the deletion of the one before it."""
+    saver = BackgroundSaver(Meeting(alone=True))
+    old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
+    weights = {"state_dict": {"w": torch.ones(2000, 3)}, "live": {"steps": 1}}
+    saver.save(weights, str(old))
+    saver.wait()
+    saver.save({**weights, "unpicklable": lambda: None}, str(new))
+    saver.then(lambda: shutil.rmtree(old))
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        saver.wait()
+    assert [p.name for p in tmp_path.iterdir()] == ["old.ckpt"]
+    saver.save(weights, str(new))
+    weights["live"]["steps"] = 2  # training goes on
+    saver.then(lambda: shutil.rmtree(old))
+    saver.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["new.ckpt"]
+    assert directory.read(new, None)["live"] == {"steps": 1}
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    meeting = Meeting(alone=True)
+    directory.write({"state_dict": {}, "epoch": 3}, str(tmp_path / "e3.ckpt"), meeting)
+    os.symlink("e3.ckpt", tmp_path / "last.ckpt")
+    directory.write({"state_dict": {}, "epoch": 9}, str(tmp_path / "last.ckpt"), meeting)
+    assert [directory.read(tmp_path / name, None)["epoch"] for name in ("e3.ckpt", "last.ckpt")] == [3, 9]
+
+
+def _batch_norm(form: str, path: str) -> None:
+    class Norm(moves.Features):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Sequential(nn.Linear(5, 2000), nn.BatchNorm1d(2000))  # statistics above SMALL_BYTES
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return self.loss(batch) + self.wide(batch[0]).square().mean()
+
+    torch.manual_seed(1)
+    trainer = make_trainer({"stage": 3, "checkpoint": form}, max_steps=3, callbacks=[moves._SaveAt(3, path)])
+    trainer.fit(Norm(), moves.loader("mid-epoch", 2))
+
+
+def test_buffers_in_a_folder_are_rank_0s_as_in_a_file(ranks2, tmp_path: Path) -> None:
+    """Each rank has seen other samples; DDP, and one file, keep rank 0's statistics."""
+    paths = {form: str(tmp_path / f"{form}.ckpt") for form in ("file", "sharded")}
+    for form, path in paths.items():
+        ranks2(_batch_norm, form, path)
+    file_, folder = (lightning_zero.load_checkpoint(path)["state_dict"] for path in paths.values())
+    assert all(torch.equal(folder[name].clone(), value) for name, value in file_.items())
 
 
 def _refuses_other_form(form: str, path: str) -> None:
