@@ -89,6 +89,10 @@ def break_run(name: str, folder: Path, limit_seconds: float = 150.0) -> Outcome:
             _wait_for(lambda: (folder / "fault").exists() or process.poll() is not None, limit_seconds)
             if name == "interrupt":
                 os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+                try:
+                    process.wait(15.0)
+                except subprocess.TimeoutExpired:  # raised inside a callback from C++, Python drops it
+                    os.killpg(process.pid, signal.SIGINT)
             code = process.wait(limit_seconds)
             _wait_for(lambda: not marked_processes(folder), 30.0)
             ended = time.time()
