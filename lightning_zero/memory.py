@@ -19,6 +19,7 @@ The paper is Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Trainin
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -335,7 +336,7 @@ def simulate(layout: Layout, moments: Sequence[Moment], rules: StepRules, optimi
     )
 
 
-class _Account:
+class _Account(ABC):
     """Bytes alive by kind, their peak, and what was sent."""
 
     def __init__(self, layout: Layout, rules: StepRules) -> None:
@@ -378,8 +379,9 @@ class _Account:
             self.drop("gradients", self.stale)
             self.stale = 0.0
 
+    @abstractmethod
     def micro_batch(self, moments: Iterable[Moment], last: bool) -> None:
-        raise NotImplementedError
+        """Forward and backward of one micro-batch; ``last`` of its optimizer step."""
 
     def optimizer_step(self, peak_bytes: float) -> None:
         self.add("buffers", peak_bytes)
