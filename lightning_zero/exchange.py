@@ -69,7 +69,9 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup, buff
         buffer: Two pieces to receive into, in the dtype of ``whole``.
     """
     rank, world_size = group.rank(), group.size()
-    if not output.numel():
+    if world_size == 1:
+        output.copy_(whole)
+    if world_size == 1 or not output.numel():
         return
     slots = buffer.chunk(2)
     parts, piece_numel = whole.chunk(world_size), slots[0].numel()
@@ -79,23 +81,27 @@ def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup, buff
         for peer in reversed(others)
         for piece in parts[peer].split(piece_numel)
     ]
-    output.copy_(parts[rank])
-    pieces = [(peer, piece) for peer in others for piece in output.split(piece_numel)]
-    arriving: list[tuple[Any, Tensor, Tensor]] = []
-    for i, (peer, piece) in enumerate(pieces):
+    own, sums = parts[rank].split(piece_numel), output.split(piece_numel)
+    pieces = [
+        (peer, so_far, piece)
+        for peer in others
+        for so_far, piece in zip(own if peer == others[0] else sums, sums, strict=True)
+    ]
+    arriving: list[tuple[Any, ...]] = []
+    for i, (peer, so_far, piece) in enumerate(pieces):
         if len(arriving) == 2:
             _add(*arriving.pop(0))
         slot = slots[i % 2][: piece.numel()]
-        arriving.append((dist.irecv(slot, group=group, group_src=peer), slot, piece))
+        arriving.append((dist.irecv(slot, group=group, group_src=peer), so_far, slot, piece))
     for each in arriving:
         _add(*each)
     for send in sends:
         send.wait()
 
 
-def _add(work: Any, slot: Tensor, piece: Tensor) -> None:
+def _add(work: Any, so_far: Tensor, slot: Tensor, out: Tensor) -> None:
     work.wait()
-    piece.add_(slot)
+    torch.add(so_far, slot, out=out)
 
 
 def _others(rank: int, world_size: int) -> list[int]:

@@ -82,6 +82,8 @@ class Fsdp2Engine(Engine):
         self._in_step = False
         self._in_backward = False
         self._reduced: set[int] = set()
+        self._latest = -1  # the unit that ran before this one, -1 for none
+        self._follower: dict[int, int] = {}  # unit -> the one that always ran after it, -1 for none
         self._raw_state_dict = False
         self._is_whole = False  # inside full_parameters
         self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
@@ -245,6 +247,21 @@ class Fsdp2Engine(Engine):
             low = -low
         if high != low:
             self._refuse_different_units([int(i) for i in (low, high) if i >= 0])
+        if not self._in_backward:  # where activations are recomputed, units run in another order
+            self._prefetch_after(index)
+
+    def _prefetch_after(self, index: int) -> None:
+        """The unit that followed another one last time travels while that one computes, on all ranks alike because
+        they have just agreed where they are; given up for good where another one, or none, follows once."""
+        before, self._latest = self._latest, index
+        if before < 0:
+            return
+        expected = self._follower.setdefault(before, index)
+        if expected == index:
+            following = [self.unit_modules[index]] if index >= 0 else []
+        else:
+            self._follower[before], following = -1, []
+        self.unit_modules[before].set_modules_to_forward_prefetch(following)
 
     def _gather_root(self, *unused: Any) -> None:
         for group in self._root_groups if not self._is_whole else ():
@@ -296,6 +313,7 @@ class Fsdp2Engine(Engine):
         self._sync_buffers_next = torch.is_grad_enabled() and self._sync
 
     def settle(self) -> None:
+        self._latest = -1
         for unit in self.unit_modules:
             unit.reshard()
         private.forget_forwards(self._root)

@@ -94,7 +94,7 @@ def is_gathered(group: Group) -> bool:
 
 
 def forget_forwards(root: nn.Module) -> None:
-    """Drops what forwards without backward have recorded for prefetching; nothing else ever clears it."""
+    """Drops what forwards without backward have recorded for prefetching, and prefetched; nothing else clears it."""
     state = _state(root)
     state._comm_ctx.post_forward_order.clear()
     state._state_ctx.iter_forward_root = None
@@ -103,6 +103,10 @@ def forget_forwards(root: nn.Module) -> None:
         for module in each._modules:
             for group in groups(module):
                 group._post_forward_indices.clear()
+                if group._all_gather_result is not None:  # gathered ahead, never used, of values that grow old
+                    if group._all_gather_result.all_gather_work is not None:
+                        group._all_gather_result.all_gather_work.wait()
+                    group._all_gather_result = None
 
 
 def registrations(group: Group) -> Iterator[tuple[Tensor, list[tuple[nn.Module, str]]]]:

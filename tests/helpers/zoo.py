@@ -810,6 +810,25 @@ class CalledTwice(Zoo):
         return F.mse_loss(self(x), y) + 0.1 * F.mse_loss(self(-x), -y)
 
 
+class VaryingOrder(Zoo):
+    """Blocks run in another order each time, some not at all, and the first alone in every third forward without
+    gradients: what was gathered ahead for a block that does not come is old after the next step."""
+
+    ORDERS = ((0, 1, 2), (0, 1, 2), (0, 2), (0, 1, 2), (2, 0, 1), (0,), (0, 1))
+
+    def build(self) -> None:
+        self.net = Net()
+        self.turn = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = self.ORDERS[self.turn % len(self.ORDERS)] if torch.is_grad_enabled() or self.turn % 3 else (0,)
+        self.turn += 1
+        x = self.net.stem(x)
+        for i in order:
+            x = self.net.blocks[i](x)
+        return self.net.head(x)
+
+
 class Checkpointed(Zoo):
     """Activation checkpointing around each block, with dropout inside."""
 
@@ -1257,6 +1276,7 @@ KINDS: dict[str, Kind] = {
     "built_in_configure_model": Kind(module=_of(LateBuilt, half=False)),
     "built_half_and_half": Kind(module=_of(LateBuilt, half=True)),
     "called_twice": Kind(module=_of(CalledTwice)),
+    "varying_order": Kind(module=_of(VaryingOrder), reference=UNUSED, validates=True),
     "checkpointed": Kind(module=_of(Checkpointed, reentrant=False), random=True),
     "checkpointed_reentrant": Kind(
         module=_of(Checkpointed, reentrant=True), random=True, note="DDP manages it only without find_unused_parameters"
