@@ -8,6 +8,10 @@ they are handed stand-ins:
 - any other (Muon, Adafactor, LBFGS, LAMB, ...) looks across elements, so it steps on whole tensors: parameters,
   gradients and states are gathered, every rank computes the same step, and the shards are stored again.
 
+With CPU offload the shards lie in host memory, and so does the step of an element-wise optimizer: for its length Adam
+and AdamW get PyTorch's fused kernel, which reads and writes every element once, unless their user chose a kernel. The
+others' whole tensors are gathered on the device.
+
 Either way ``optimizer.state`` holds, between steps, one ``DTensor`` per state tensor that has its parameter's shape.
 """
 
@@ -25,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zero.engines.view import gathered, local, shard_like
+from lightning_zero.engines.view import as_shard, gathered, local, shard_like
 
 KNOWN_ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -34,10 +38,16 @@ KNOWN_ELEMENTWISE = frozenset(
 
 
 class ShardedStep:
-    """Steps one optimizer; see the module's text."""
+    """Steps one optimizer; see the module's text.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    Args:
+        optimizer: Holds the module's own parameters.
+        fuses: Whether its shards lie in host memory, so that Adam is fused there.
+    """
+
+    def __init__(self, optimizer: Optimizer, fuses: bool = False) -> None:
         self.optimizer = optimizer
+        self.fuses = fuses
         self.elementwise = is_elementwise(optimizer)
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
@@ -67,9 +77,14 @@ class ShardedStep:
         on_shards = self.elementwise if on_shards is None else on_shards
         with torch._C.DisableTorchFunction():  # our own work on shards needs no translation for user code
             swap = _LocalSwap(self.optimizer) if on_shards else _WholeSwap(self.optimizer)
+        fused = fusible_groups(self.optimizer) if self.fuses and on_shards else []
+        for group in fused:
+            group["fused"] = True
         try:
             yield swap
         finally:
+            for group in fused:
+                group["fused"] = None  # not the user's, so no checkpoint's either
             with torch._C.DisableTorchFunction():
                 swap.undo()
 
@@ -147,7 +162,7 @@ class _LocalSwap(_Swap):
             return value
         if isinstance(seen, DTensor) and local(seen) is value:
             return seen
-        return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        return as_shard(value, p)
 
 
 class _WholeSwap(_Swap):
@@ -189,6 +204,26 @@ class _WholeSwap(_Swap):
             return loss
 
         return evaluate
+
+
+def fusible_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The groups of an Adam or AdamW that PyTorch's fused CPU kernel can step: no kernel was chosen for them, and all
+    they hold are floating-point tensors in host memory."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return []
+
+    def is_plain(group: dict[str, Any]) -> bool:
+        chosen = any(group[key] is not None for key in ("fused", "foreach"))
+        special = group["capturable"] or group["differentiable"] or isinstance(group["lr"], Tensor)
+        return not chosen and not special
+
+    return [
+        group
+        for group in optimizer.param_groups
+        if is_plain(group)
+        and all(p.is_floating_point() and local(p).device.type == "cpu" for p in group["params"])
+        and not any(isinstance(beta, Tensor) for beta in group["betas"])
+    ]
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
