@@ -21,7 +21,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -77,14 +77,10 @@ class ShardedStep:
         on_shards = self.elementwise if on_shards is None else on_shards
         with torch._C.DisableTorchFunction():  # our own work on shards needs no translation for user code
             swap = _LocalSwap(self.optimizer) if on_shards else _WholeSwap(self.optimizer)
-        fused = fusible_groups(self.optimizer) if self.fuses and on_shards else []
-        for group in fused:
-            group["fused"] = True
         try:
-            yield swap
+            with _fused(self.optimizer) if self.fuses and on_shards else nullcontext():
+                yield swap
         finally:
-            for group in fused:
-                group["fused"] = None  # not the user's, so no checkpoint's either
             with torch._C.DisableTorchFunction():
                 swap.undo()
 
@@ -207,23 +203,39 @@ class _WholeSwap(_Swap):
 
 
 def fusible_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups of an Adam or AdamW that PyTorch's fused CPU kernel can step: no kernel was chosen for them, and all
-    they hold are floating-point tensors in host memory."""
+    """The groups of an Adam or AdamW for PyTorch's fused kernel: floating-point shards in host memory, and no kernel
+    was chosen."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return []
 
-    def is_plain(group: dict[str, Any]) -> bool:
+    def fits(group: dict[str, Any]) -> bool:
         chosen = any(group[key] is not None for key in ("fused", "foreach"))
-        special = group["capturable"] or group["differentiable"] or isinstance(group["lr"], Tensor)
-        return not chosen and not special
+        special = group["capturable"] or group["differentiable"]
+        tensors = any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"]))
+        return not (chosen or special or tensors)
 
-    return [
-        group
-        for group in optimizer.param_groups
-        if is_plain(group)
-        and all(p.is_floating_point() and local(p).device.type == "cpu" for p in group["params"])
-        and not any(isinstance(beta, Tensor) for beta in group["betas"])
-    ]
+    def on_host(group: dict[str, Any]) -> bool:
+        params = [local(p) for p in group["params"]]
+        return all(p.is_floating_point() for p in params) and any(p.device.type == "cpu" for p in params)
+
+    return [group for group in optimizer.param_groups if fits(group) and on_host(group)]
+
+
+@contextmanager
+def _fused(optimizer: Optimizer) -> Iterator[None]:
+    """For the length of a step; what users and checkpoints see of the groups stays as it was."""
+    groups = fusible_groups(optimizer)
+    for group in groups:
+        group["fused"] = True
+        for p in group["params"]:  # the kernel wants the counter of a replicated parameter beside it on the device
+            state = optimizer.state.get(p)
+            if state and p.device != state["step"].device:
+                state["step"] = state["step"].to(p.device)
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["fused"] = None
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import ZeroConfig
+from lightning_zero.model_state import ModelState
 from lightning_zero.precision import DtypePolicy
 
 CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -117,6 +118,10 @@ class Engine(ABC):
     @abstractmethod
     def full_parameters(self, modify: bool = False) -> AbstractContextManager[None]:
         """The module holds whole plain parameters of its own dtype; with ``modify``, rank 0's become everybody's."""
+
+    @abstractmethod
+    def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
+        """What this rank holds right now, and where; not collective."""
 
     @property
     @abstractmethod

@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -63,6 +63,7 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines import fsdp2_private as private
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.view import gathered, gathered_on_rank_0, local, shard_like
+from lightning_zero.model_state import ModelState, place_of, states_of
 from lightning_zero.optim import ShardedStep
 from lightning_zero.precision import DtypePolicy
 from lightning_zero.units import UnitPlan, plan_units
@@ -589,6 +590,26 @@ class Fsdp2Engine(Engine):
             optimizer.load_state_dict({**state, "state": per_param})
 
     # -- the end -------------------------------------------------------------------------------------------------
+
+    def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
+        state = ModelState()
+        with torch._C.DisableTorchFunction():
+            for p in [*self._originals, *self._replicated]:
+                state.add("parameters", p, self._place(p))
+                if p.grad is not None:
+                    state.add("gradients", p.grad, self._place(p.grad))
+            for group in self._groups:
+                for sharded in group.fsdp_params:
+                    copies, gradients = private.whole_bytes(sharded)
+                    state.add_bytes("parameters", copies, "device")
+                    state.add_bytes("gradients", gradients, "device")
+            replicated = set(self._replicated)
+            for p, value in states_of(optimizers):  # counters lie with what they count
+                state.add("optimizer", value, self._place(value if p in replicated else p))
+        return state
+
+    def _place(self, tensor: Tensor) -> str:
+        return place_of(tensor, self.device, self._on_host)
 
     @property
     def whole_bytes(self) -> int:
