@@ -63,7 +63,7 @@ class WholeView(TorchFunctionMode):
         if func in _SETTERS:
             return _assign(_SETTERS[func], *args)
         if name == "__get__":
-            if func is _DEVICE:
+            if func == _DEVICE:
                 return mesh_device(args[0])
             return func(*args) if func not in _VIEW_PROPERTIES else func(read_only(args[0]))
         if name in ("register_hook", "register_post_accumulate_grad_hook") and args[0].is_leaf:

@@ -7,7 +7,6 @@ it may round differently. What a failure localises: one kind under every stage t
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from lightning_zero import strategy
 from tests.helpers import zoo
 from tests.helpers.ranks import outcome
 
@@ -96,9 +96,9 @@ def _resumed(folder: str, saved: dict[str, Any], loaded: dict[str, Any]) -> tupl
     trainer.fit(module, loader)
     trainer.save_checkpoint(path)
     found = []
-    for strategy in (saved, loaded):
+    for settings in (saved, loaded):
         module = zoo.make_module("parameter_groups")
-        zoo.make_trainer(strategy).fit(module, loader, ckpt_path=path)
+        zoo.make_trainer(settings).fit(module, loader, ckpt_path=path)
         found.append(module.losses)
     return found[0], found[1]
 
@@ -135,15 +135,6 @@ def test_gradients_flow_through_copies_of_shards(ranks2, kind):
     assert zoo.difference(result, reference).largest == 0
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _groups_during_steps(kind: str) -> tuple[list[Any], list[Any], list[str]]:
     """What ``fused`` is while the optimizer steps and afterwards, and what was said about it."""
     seen: list[Any] = []
@@ -155,17 +146,15 @@ def _groups_during_steps(kind: str) -> tuple[list[Any], list[Any], list[str]]:
                     lambda o, *unused: seen.append([group.get("fused") for group in o.param_groups])
                 )
 
-    logger = logging.getLogger("lightning.fabric.utilities.rank_zero")
-    lines = _Lines()
-    logger.addHandler(lines)
+    said: list[str] = []
+    original, strategy.rank_zero_info = strategy.rank_zero_info, said.append
     try:
         trainer = zoo.make_trainer({"stage": 3, "offload": "cpu", **zoo.BLOCKS}, max_steps=2, callbacks=[Watch()])
-        logger.setLevel(logging.INFO)
         trainer.fit(zoo.make_module(kind), DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
     finally:
-        logger.removeHandler(lines)
+        strategy.rank_zero_info = original
     after = [group.get("fused") for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    return seen, after, [line for line in lines.lines if "fused" in line]
+    return seen, after, [line for line in said if "fused" in line]
 
 
 @pytest.mark.parametrize(
