@@ -62,7 +62,7 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def __init__(
         self,
-        stage: int = 3,
+        stage: int | None = None,
         engine: str = "fsdp2",
         *,
         accelerator: Any = None,
@@ -529,6 +529,8 @@ class ZeroStrategy(Launched, DDPStrategy):
 
 
 def _make_engine(config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> Engine:
+    if config.engine != "fsdp2":
+        raise ValueError(f"engine={config.engine!r} is not built yet: use engine='fsdp2'.")
     from lightning_zero.engines.fsdp2 import Fsdp2Engine  # imported with the first run, not with the package
 
     return Fsdp2Engine(config, device, dtypes)
