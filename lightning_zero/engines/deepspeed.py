@@ -48,6 +48,7 @@ from lightning_zero.collectives import all_reduce_mean, broadcast_coalesced
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines import deepspeed_private as private
 from lightning_zero.engines.base import Engine
+from lightning_zero.engines.deepspeed_config import RunFacts, ds_config
 from lightning_zero.engines.deepspeed_optim import Cut, Joined, Managed, PieceStep, parameters
 from lightning_zero.engines.deepspeed_view import ShardView
 from lightning_zero.precision import DtypePolicy
@@ -75,7 +76,9 @@ class DeepSpeedEngine(Engine):
         self._in_step = False
         self._busy = False
         self._is_whole = False
-        self._touched: set[Tensor] = set()
+        self._touched: set[Tensor] = set()  # since the last agreement
+        self._touched_now: set[Tensor] = set()  # in this backward
+        self._window_open = False  # between the first backward of a window and its agreement
         self._seen: dict[Tensor, tuple[Tensor, int]] = {}
         self._dirty: set[Tensor] = set()
         self._steps: weakref.WeakKeyDictionary[Optimizer, PieceStep] = weakref.WeakKeyDictionary()
@@ -83,6 +86,8 @@ class DeepSpeedEngine(Engine):
         self._agreement: dist.ProcessGroup | None = None
         self._managed: Managed | None = None
         self._optimizers: list[Optimizer] = []
+        self._stage3 = config.stage == 3
+        self._follows_order = False
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
@@ -115,7 +120,7 @@ class DeepSpeedEngine(Engine):
                 " complete: use on_after_backward or on_before_optimizer_step."
             )
 
-    def attach(self, optimizers: list[Optimizer]) -> None:
+    def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
         """Hands the module to DeepSpeed, grouped as ``optimizers`` group its parameters."""
         self._optimizers = optimizers
         self.check_parameters()
@@ -134,14 +139,13 @@ class DeepSpeedEngine(Engine):
                     model=self._root,
                     optimizer=joined,
                     model_parameters=trainable,
-                    config=self._config(),
+                    config=ds_config(self.config, self._facts(trainer)),
                     dist_init_required=False,
                 )
-        self._stage3 = self.config.stage == 3
         if self._stage3:
-            self._away_by_nature = set(self._parameters.values()) - odd
             private.without_view(self._engine, lambda: self._is_whole)
-            if self._agreement is not None and self.device.type == "cpu":
+            self._follows_order = self._agreement is not None and self.device.type == "cpu"
+            if self._follows_order:
                 private.before_gathers(self._engine, self._require_same_order)
         if joined is not None:
             shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine)
@@ -166,23 +170,16 @@ class DeepSpeedEngine(Engine):
             for m, name, p in places:
                 m._parameters[name] = p
 
-    def _config(self) -> dict[str, Any]:
-        numel = max(sum(p.numel() for p in self._parameters.values()), 2)
-        bucket = min(2**26, numel + numel % 2)
-        return {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": 0.0,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {
-                "stage": self.config.stage,
-                "overlap_comm": False,
-                "reduce_bucket_size": bucket,
-                "allgather_bucket_size": bucket,
-                "stage3_param_persistence_threshold": 0,
-            },
-        }
+    def _facts(self, trainer: Mapping[str, Any]) -> RunFacts:
+        sizes = [shape.numel() for shape in self._shapes.values()]
+        return RunFacts(
+            world_size=dist.get_world_size(),
+            device_type=self.device.type,
+            numel=sum(sizes),
+            largest_numel=max(sizes),
+            offload_path=None,
+            **trainer,
+        )
 
     def _table(self) -> str:
         return ""
@@ -206,7 +203,10 @@ class DeepSpeedEngine(Engine):
         wants_grad = torch.is_grad_enabled()
         try:
             with torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
-                return self._root(method, *args, **kwargs)[0]
+                output = self._root(method, *args, **kwargs)[0]
+                if self._follows_order:
+                    self._require_same_order()
+                return output
         finally:
             self._in_step = False
 
@@ -216,8 +216,18 @@ class DeepSpeedEngine(Engine):
             broadcast_coalesced(list(self.module.buffers()))
         self._sync_buffers_next = torch.is_grad_enabled() and self._sync
 
-    def _require_same_order(self, module: Any) -> None:
-        """Stage 3 on the CPU: ranks say which module they gather next, before gathers could be mixed up."""
+    def _require_same_order(self, module: Any = None) -> None:
+        """Stage 3 on the CPU: ranks say which module they gather next (none: -1), before gathers could be mixed up."""
+        number = -1 if module is None else module.ds_id
+        ends = torch.tensor([number, -number])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._agreement)
+        high, low = ends[0].item(), -ends[1].item()  # on the CPU: no device waits
+        if high != low:
+            names = [n for n, m in self.module.named_modules() if getattr(m, "ds_id", None) in (high, low) and n]
+            raise ValueError(
+                f"stage=3: the units {', '.join(map(repr, names))} ran on some ranks only, or in another order, but all"
+                " ranks must gather the same parameters together. Run them on every rank, or use stage=2."
+            )
 
     def settle(self) -> None:
         pass
@@ -233,7 +243,7 @@ class DeepSpeedEngine(Engine):
             self._sync = True
 
     def _touch(self, p: Tensor) -> None:
-        self._touched.add(p)
+        self._touched_now.add(p)
 
     def backward(self, run_backward: Callable[[], None]) -> None:
         managed = self._managed
@@ -247,10 +257,12 @@ class DeepSpeedEngine(Engine):
                 if first:
                     managed.shards.before_backward(managed.with_grad)
                     self._window_open = True
-                self._engine.set_gradient_accumulation_boundary(sync if not self._stage3 else False)
-                with self._gathering_gradients(sync):
+                self._touched_now.clear()
+                self._engine.set_gradient_accumulation_boundary(sync and not self._stage3)
+                with self._engine.coalesce_grad_reduction() if self._reduces_at_end else nullcontext():
                     private.backward(self._engine, run_backward, lambda: self._complete(sync))
-                managed.shards.after_backward(sync)
+                self._touched |= self._touched_now
+                managed.shards.after_backward(sync or self._reduces_at_end)
             finally:
                 self._busy = False
             if sync:
@@ -258,13 +270,24 @@ class DeepSpeedEngine(Engine):
                 self._agree_on_used()
                 self._window_open = False
 
-    _window_open = False
+    @property
+    def _fills(self) -> bool:
+        """Whether parameters without a gradient on this rank take part in reductions, with zeros."""
+        return self.config.find_unused_parameters and dist.get_world_size() > 1
 
-    def _gathering_gradients(self, sync: bool) -> Any:
-        return nullcontext()
+    @property
+    def _reduces_at_end(self) -> bool:
+        """Ranks may have used other parameters, so their buckets would not fit together."""
+        return self.config.stage == 2 and self._fills and self.device.type == "cpu"
 
     def _complete(self, sync: bool) -> None:
-        pass
+        """All gradients of this backward are there; some are not yet reduced."""
+        managed = self._managed
+        assert managed is not None
+        if self._fills and (sync or self.config.stage > 1):
+            here = self._touched_now if self._stage3 else {p for p in managed.shards.pieces if p.grad is not None}
+            missing = [p for p in managed.shards.pieces if p.requires_grad and p not in here]
+            managed.shards.add_late(missing)
 
     def _reduce_odd(self) -> None:
         trainable = [p for p in self._odd if p.requires_grad]
@@ -280,8 +303,7 @@ class DeepSpeedEngine(Engine):
         managed = self._managed
         assert managed is not None
         used = torch.zeros(len(self._order), dtype=torch.int32)
-        touched = [self._order[p] for p in self._touched]
-        used[touched] = 1
+        used[[self._order[p] for p in self._touched]] = 1
         if not self.config.find_unused_parameters:
             used[[i for p, i in self._order.items() if p.requires_grad]] = 1
         if self._agreement is not None:
@@ -289,11 +311,9 @@ class DeepSpeedEngine(Engine):
         for (p, _), count in zip(self._order.items(), used.tolist(), strict=True):
             if count and p in managed:
                 managed.with_grad.add(p)
-            elif p not in managed and not count and p not in self._kept_odd:
+            elif p not in managed and not count:
                 p.grad = None
         self._touched.clear()
-
-    _kept_odd: frozenset[Tensor] = frozenset()
 
     # -- gradients as user code sees them ------------------------------------------------------------------------
 

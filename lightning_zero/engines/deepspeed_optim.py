@@ -200,6 +200,22 @@ class _Swap:
                 self.leave(p, stand_in, new)
         self.state.update(stepped)
 
+    def release(self) -> None:
+        """The optimizer holds its own parameters for the length of a closure; the masters have the stand-ins' values."""
+        for p, stand_in in self.pairs:
+            self.store(p, stand_in)
+        self._exchange({id(stand_in): p for p, stand_in in self.pairs})
+
+    def take(self) -> None:
+        """Stand-ins again, with the gradients of now."""
+        self._exchange({id(p): stand_in for p, stand_in in self.pairs})
+        for p, stand_in in self.pairs:
+            stand_in.grad = self.grad(p, stand_in) if p in self.managed.with_grad else None
+
+    def _exchange(self, instead: dict[int, Tensor]) -> None:
+        for group in self.groups:  # in place: LBFGS keeps the list itself
+            group["params"][:] = [instead.get(id(p), p) for p in group["params"]]
+
     def stand_in(self, p: Tensor) -> Tensor:
         raise NotImplementedError
 

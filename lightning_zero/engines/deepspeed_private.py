@@ -94,32 +94,6 @@ def prepare(device: torch.device) -> Any:
     return deepspeed
 
 
-def undo(root: nn.Module, attributes: dict[int, set[str]]) -> None:
-    """Takes off modules and parameters what ``deepspeed.initialize`` put on, hooks aside.
-
-    Args:
-        root: The module that was given to it.
-        attributes: Names of the attributes that each parameter had before, by identity.
-    """
-    for module in root.modules():
-        if hasattr(module, "_original_parameters"):
-            plain = type(module._original_parameters)()
-            plain.update(module._parameters.items())
-            module._parameters = plain
-        for name in list(vars(module)):
-            if name.startswith("ds_") or name in _ON_MODULES:
-                delattr(module, name)
-    for parameter in root.parameters():
-        for name in set(vars(parameter)) - attributes.get(id(parameter), set()):
-            delattr(parameter, name)
-
-
-_ON_MODULES = (
-    "_original_parameters", "_external_params", "pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt",
-    "all_parameters", "register_external_parameter",
-)  # fmt: skip
-
-
 # -- one backward --------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +212,9 @@ class Shards12(Shards):
         self._grads = {i: grads for i, grads in self._grads.items() if i in needed}
         if self.zero.cpu_offload:  # DeepSpeed writes into the same buffer again
             self._grads = {i: grads.clone() for i, grads in self._grads.items()}
+        for p, piece in self.pieces.items():
+            if piece.flat in self._grads and p not in kept:
+                piece.of(self._grads[piece.flat]).zero_()
 
     def after_backward(self, sync: bool) -> None:
         if not sync:
@@ -380,21 +357,75 @@ def fetch(p: Any) -> None:
     p.all_gather()
 
 
-def without_view(engine: Any) -> None:
-    """DeepSpeed's own work inside a forward is not translated for user code."""
-    offload = engine.optimizer if not hasattr(engine.optimizer, "parameter_offload") else None
-    offload = offload or engine.optimizer.parameter_offload
-    for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function",
-                 "pre_sub_module_backward_function", "post_sub_module_backward_function"):  # fmt: skip
-        setattr(offload, name, _plainly(getattr(offload, name)))
+def without_view(engine: Any, is_whole: Callable[[], bool]) -> None:
+    """DeepSpeed's own work inside a forward is not translated for user code, and rests while ``is_whole()``."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    def plainly(method: Callable[..., Any], begins: bool) -> Callable[..., Any]:
+        def call(module: nn.Module) -> Any:
+            if not is_whole():
+                with torch._C.DisableTorchFunction():
+                    return method(module)
+            if begins:
+                FWD_MODULE_STACK.append(module)
+
+        return call
+
+    offload = _offload(engine)
+    for name in ("pre_sub_module_forward", "post_sub_module_forward", "pre_sub_module_backward", "post_sub_module_backward"):
+        method = f"{name}_function"
+        setattr(offload, method, plainly(getattr(offload, method), name == "pre_sub_module_forward"))
     # Parameters used outside their module's forward are found by our view, which knows more ways of using them.
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
 
 
-def _plainly(method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return method(*args)
+def before_gathers(engine: Any, call: Callable[[nn.Module], None]) -> None:
+    """``call(module)`` comes before the gather of each module that has parameters of its own."""
+    offload = _offload(engine)
+    gather = offload.pre_sub_module_forward_function
 
-    return call
+    def first(module: nn.Module) -> Any:
+        if any(p is not None for p in module._parameters.values()):
+            call(module)
+        return gather(module)
+
+    offload.pre_sub_module_forward_function = first
+
+
+def _offload(engine: Any) -> Any:
+    """What gathers and releases at stage 3; without optimizers DeepSpeed puts it in the optimizer's place."""
+    return getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+
+
+def end(engine: Any, root: nn.Module, attributes: dict[int, set[str]]) -> None:
+    """Takes DeepSpeed off: its hooks, and what it put on modules and parameters.
+
+    Args:
+        engine: What ``deepspeed.initialize`` made.
+        root: The module that was given to it.
+        attributes: Names of the attributes that each parameter had before, by identity.
+    """
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+    engine.destroy()
+    FWD_MODULE_STACK.clear()
+    for module in root.modules():
+        if hasattr(module, "_original_parameters"):
+            plain = type(module._original_parameters)()
+            plain.update(module._parameters.items())
+            module._parameters = plain
+        for name in list(vars(module)):
+            if name.startswith("ds_") or name in _ON_MODULES:
+                delattr(module, name)
+    for parameter in root.parameters():
+        for name in set(vars(parameter)) - attributes.get(id(parameter), set()):
+            delattr(parameter, name)
+
+
+_ON_MODULES = (
+    "_original_parameters", "_external_params", "pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt",
+    "all_parameters", "register_external_parameter",
+)  # fmt: skip
