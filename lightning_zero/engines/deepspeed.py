@@ -107,6 +107,7 @@ class DeepSpeedEngine(Engine):
         self._shapes: dict[Tensor, torch.Size] = {p: p.shape for p in self._parameters.values()}
         self._strides = {p: p.stride() for p in self._parameters.values()}
         self._odd = _odd_parameters(list(self._parameters.values()))
+        self._held = set(self._parameters.values()) - set(self._odd)
         # A group of its own, so that an agreement never meets an engine's collective
         if dist.get_world_size() > 1 and self.config.find_unused_parameters:
             self._agreement = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.timeout_seconds))
@@ -125,8 +126,9 @@ class DeepSpeedEngine(Engine):
         self._optimizers = optimizers
         self.check_parameters()
         self._attributes = {id(p): set(vars(p)) for p in self._parameters.values()}
-        odd = set(self._odd)
-        trainable = [p for p in self._parameters.values() if p.requires_grad and p not in odd]
+        trainable = [p for p in self._parameters.values() if p.requires_grad and p in self._held]
+        for p in self._held:
+            p.data = p.data.contiguous()  # DeepSpeed looks at it as bytes
         joined = Joined(_flat_groups(trainable, optimizers)) if optimizers and trainable else None
         self._order = {p: i for i, p in enumerate([*trainable, *self._odd])}
         for p in self._order:
@@ -318,7 +320,7 @@ class DeepSpeedEngine(Engine):
     # -- gradients as user code sees them ------------------------------------------------------------------------
 
     def holds(self, p: Any) -> bool:
-        return p in self._shapes and p not in self._odd
+        return p in self._held
 
     def is_away(self, p: Any) -> bool:
         return self._stage3 and private.is_partitioned(p)
@@ -620,7 +622,7 @@ class DeepSpeedEngine(Engine):
             del self._engine
 
     def _value_afterwards(self, p: Tensor) -> Tensor:
-        value = private.gathered_copy(p) if self._stage3 and p not in self._odd else p.detach()
+        value = private.gathered_copy(p) if self._stage3 and p in self._held else p.detach()
         return torch.empty_strided(self._shapes[p], self._strides[p], dtype=p.dtype).copy_(value)
 
 

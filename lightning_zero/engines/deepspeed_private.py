@@ -85,6 +85,7 @@ def prepare(device: torch.device) -> Any:
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
         set_accelerator(CPU_Accelerator())  # an earlier run in this process was on another device
+    _skip_odd_parameters()
     world = getattr(comm.comm.cdb, "_lightning_zero_world", None)
     if comm.comm.cdb is None or world is not dist.group.WORLD:
         comm.comm.cdb = None  # belongs to a process group that is gone
@@ -92,6 +93,21 @@ def prepare(device: torch.device) -> Any:
         comm.init_distributed(dist_backend=get_accelerator().communication_backend_name(), dist_init_required=False)
         comm.comm.cdb._lightning_zero_world = dist.group.WORLD
     return deepspeed
+
+
+def _skip_odd_parameters() -> None:
+    """Stage 3 passes over parameters that are not its own, instead of failing on them."""
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
+
+    every = partitioned_param_coordinator.iter_params
+    if not hasattr(every, "_lightning_zero"):
+
+        def iter_params(module: nn.Module, recurse: bool = False) -> Iterator[Any]:
+            return (p for p in every(module, recurse=recurse) if hasattr(p, "ds_id"))
+
+        iter_params._lightning_zero = True  # type: ignore[attr-defined]
+        for place in (parameter_offload, partitioned_param_coordinator):
+            place.iter_params = iter_params
 
 
 # -- one backward --------------------------------------------------------------------------------------------------
@@ -307,7 +323,10 @@ class Shards3(Shards):
 
     def add_late(self, params: Iterable[Tensor]) -> None:
         for p in params:
-            p.grad = torch.zeros(p.ds_shape, dtype=p.dtype, device=p.device)  # type: ignore[attr-defined]
+            zero = torch.zeros(p.ds_shape, dtype=p.dtype, device=p.device)  # type: ignore[attr-defined]
+            kept, p.data = p.data, zero  # a gradient must have its parameter's shape
+            p.grad = zero
+            p.data = kept
             self.zero.reduce_ready_partitions_and_remove_grads(p)
 
     def settle(self) -> None:

@@ -21,9 +21,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.engines.view import _is_in_place
 
+# slot wrappers are made anew at each access: compared by value
 _GRAD_GET, _GRAD_SET = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
 _GRAD_DELETE = Tensor.grad.__delete__  # type: ignore[attr-defined]
-_DATA_SET = Tensor.data.__set__  # type: ignore[attr-defined]
+_DATA_GET, _DATA_SET = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 _SHARES_MEMORY = frozenset(("detach", "view_as", "view", "alias"))
 _AS_THEY_ARE = frozenset(
     getattr(Tensor, name).__get__
@@ -70,7 +71,7 @@ class ShardView(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         holder, name = self.holder, func.__name__
-        if name == "backward" and func is Tensor.backward and not holder.busy():
+        if name == "backward" and func == Tensor.backward and not holder.busy():
             return holder.user_backward(lambda: func(*args, **kwargs))
         held = self._held(args) if args else []
         if kwargs:
@@ -98,14 +99,14 @@ class ShardView(TorchFunctionMode):
         holder = self.holder
         if holder.busy():
             return func(*args, **kwargs)
-        if func is _GRAD_GET:
+        if func == _GRAD_GET:
             own = func(*args)
             return own if own is not None else holder.see_grad(args[0])
-        if func is _GRAD_SET or func is _GRAD_DELETE:
-            return holder.set_grad(args[0], args[1] if func is _GRAD_SET else None)
+        if func == _GRAD_SET or func == _GRAD_DELETE:
+            return holder.set_grad(args[0], args[1] if func == _GRAD_SET else None)
         if func in _AS_THEY_ARE or name in _METADATA:
             return func(*args, **kwargs)
-        if func is _DATA_SET:
+        if func == _DATA_SET:
             return self._assign(*args)
         away = [p for p in held if holder.is_away(p)]
         if name in _SHAPES or func in _SHAPE_GETTERS:
@@ -118,7 +119,7 @@ class ShardView(TorchFunctionMode):
             away = []
         if not away:
             result = func(*args, **kwargs)
-            if (func is Tensor.data.__get__ or name in _SHARES_MEMORY) and isinstance(result, Tensor):  # type: ignore[attr-defined]
+            if (func == _DATA_GET or name in _SHARES_MEMORY) and isinstance(result, Tensor):
                 self._lent[result] = held[0]
             return result
         wholes = {id(p): self._lend(p) for p in {id(p): p for p in away}.values()}
