@@ -35,6 +35,7 @@ FLOORS = {
     "engines.deepspeed": 3,
     "engines.deepspeed_config": 3,
     "engines.deepspeed_ops": 3,
+    "engines.deepspeed_folder": 3,
     "engines.deepspeed_optimizer": 3,
     "checkpoint": 3,
     "environment": 4,
