@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,7 +32,6 @@ from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_director
 from lightning_zero.collectives import Meeting
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine, require
-from lightning_zero.engines.view import WholeView
 from lightning_zero.launcher import Launched
 from lightning_zero.precision import DtypePolicy, adapt_precision
 from lightning_zero.resume import Resume, collect, follow, leave_finished_epoch
@@ -86,7 +85,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.engine: Engine | None = None
         """What shards the module; ``None`` outside a run."""
         self._ended: Engine | None = None  # knows the optimizers' shards after the run
-        self._view: WholeView | None = None
+        self._view: AbstractContextManager[Any] | None = None
         self._failed = False
         self._loops: list[tuple[Any, bool]] = []
         self._meeting: Meeting | None = None
@@ -154,10 +153,12 @@ class ZeroStrategy(Launched, DDPStrategy):
             _sync_module_states(module)
         if fitting:
             self.setup_optimizers(trainer)
+        if self.engine is not None:
+            self.engine.attach([getattr(o, "_optimizer", o) for o in self.optimizers] if fitting else [], _told(trainer))
         self.setup_precision_plugin()
         self._follow_dumps(trainer)
         if self.engine is not None:  # after configure_optimizers: states made there are shards, like their parameters
-            self._view = WholeView()
+            self._view = self.engine.view()
             self._view.__enter__()
 
     def _resolve_stage(self, trainer: Any) -> None:
@@ -529,11 +530,23 @@ class ZeroStrategy(Launched, DDPStrategy):
 
 
 def _make_engine(config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> Engine:
-    if config.engine != "fsdp2":
-        raise ValueError(f"engine={config.engine!r} is not built yet: use engine='fsdp2'.")
+    if config.engine == "deepspeed":
+        from lightning_zero.engines.deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(config, device, dtypes)
     from lightning_zero.engines.fsdp2 import Fsdp2Engine  # imported with the first run, not with the package
 
     return Fsdp2Engine(config, device, dtypes)
+
+
+def _told(trainer: Any) -> dict[str, Any]:
+    """What the Trainer was told and an engine may have to know."""
+    return {
+        "precision": str(trainer.precision),
+        "accumulation": trainer.accumulate_grad_batches,
+        "clip_value": trainer.gradient_clip_val,
+        "clip_algorithm": str(trainer.gradient_clip_algorithm or "norm"),
+    }
 
 
 def _innermost(checkpoint_io: Any) -> Any:
