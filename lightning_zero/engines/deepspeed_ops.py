@@ -244,3 +244,37 @@ def _is_on_network(path: Path) -> bool:
         if (real == mount or real.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(best):
             best, kind = mount, found
     return kind.startswith(_NETWORK)
+
+
+# -- what there is ---------------------------------------------------------------------------------------------------
+
+
+def every_op() -> dict[str, str]:
+    """DeepSpeed's ops by name: ``"built"``, ``"can be built"``, or why not; empty where deepspeed is not installed."""
+    if find_spec("deepspeed") is None:
+        return {}
+    import logging
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    said = {}
+    for name, builder in sorted(ALL_OPS.items()):
+        if installed_ops.get(name) or _is_built(build_folder(name)):
+            said[name] = "built"
+        elif why := why_not(name) or _why_incompatible(builder):
+            said[name] = f"no: {why}"
+        else:
+            said[name] = "can be built"
+    return said
+
+
+def _why_incompatible(builder: object) -> str | None:
+    """What DeepSpeed itself finds missing; its checks raise, or leave a line in ``error_log``."""
+    try:
+        if builder.is_compatible(verbose=False):  # type: ignore[attr-defined]
+            return None
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return str(getattr(builder, "error_log", None) or "it does not go with this hardware or software")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -50,13 +50,13 @@ def make_optimizer(raw: RawConfig, parameters: Iterable[Any]) -> Optimizer:
         raise ValueError(f"optimizer.params={settings} in {raw.origin}: {made.__name__} says {error}.") from error
 
 
-def make_scheduler(raw: RawConfig, optimizer: Optimizer, total_steps: float) -> LRScheduler | None:
+def make_scheduler(raw: RawConfig, optimizer: Optimizer, total_steps: Callable[[], float]) -> LRScheduler | None:
     """The schedule of the file's section, to be stepped after each optimizer step; ``None`` where there is none.
 
     Args:
         raw: The file.
         optimizer: What :func:`make_optimizer` made.
-        total_steps: Optimizer steps of the whole run, for ``total_num_steps: "auto"``.
+        total_steps: Says how many optimizer steps the whole run takes, for ``total_num_steps: "auto"``.
     """
     section = raw.section("scheduler")
     name = section.get("type")
@@ -64,9 +64,10 @@ def make_scheduler(raw: RawConfig, optimizer: Optimizer, total_steps: float) -> 
         return None
     settings = dict(section.get("params") or {})
     if settings.get("total_num_steps") == "auto":
-        if not math.isfinite(total_steps):
+        steps = total_steps()
+        if not math.isfinite(steps):
             raise ValueError(f'scheduler.params.total_num_steps="auto" in {raw.origin}: set Trainer(max_steps=...).')
-        settings["total_num_steps"] = int(total_steps)
+        settings["total_num_steps"] = int(steps)
     if settings.get("warmup_num_steps") == "auto":
         raise ValueError(f'scheduler.params.warmup_num_steps="auto" in {raw.origin}: use a number of steps.')
     settings = {key: value for key, value in settings.items() if value != "auto"}

@@ -85,7 +85,7 @@ def test_schedules_are_deepspeeds_own() -> None:
     }
     section["params"]["total_num_steps"] = "auto"
     optimizer = torch.optim.SGD(parameters()[:1], lr=0.1)
-    schedule = make_scheduler(raw(scheduler=section), optimizer, total_steps=10)
+    schedule = make_scheduler(raw(scheduler=section), optimizer, total_steps=lambda: 10)
     assert isinstance(schedule, torch.optim.lr_scheduler.LRScheduler)
     rates = []
     for _ in range(10):
@@ -96,7 +96,7 @@ def test_schedules_are_deepspeeds_own() -> None:
     # before the first step: the least rate; then i / 4 of 0.1, then down to 0 at step 10
     expected = [0.0, 0.0, 0.025, 0.05, 0.075, 0.1, *(0.1 * (10 - i) / 6 for i in range(5, 9))]
     assert rates == pytest.approx(expected)
-    again = make_scheduler(raw(scheduler=section), torch.optim.SGD(parameters()[:1], lr=0.1), total_steps=10)
+    again = make_scheduler(raw(scheduler=section), torch.optim.SGD(parameters()[:1], lr=0.1), total_steps=lambda: 10)
     again.load_state_dict(schedule.state_dict())
     again.step()
     schedule.step()
@@ -113,7 +113,7 @@ def test_every_schedule_can_be_made(name: str) -> None:
         "StepLR": {"step_size": 2},
     }.get(name, {})
     optimizer = torch.optim.AdamW(parameters()[:1])
-    schedule = make_scheduler(raw(scheduler={"type": name, "params": params}), optimizer, total_steps=8)
+    schedule = make_scheduler(raw(scheduler={"type": name, "params": params}), optimizer, total_steps=lambda: 8)
     assert schedule is not None
     optimizer.step()
     schedule.step()
@@ -132,5 +132,5 @@ def test_every_schedule_can_be_made(name: str) -> None:
 def test_schedules_that_are_refused(section: Any, steps: float, part: str) -> None:
     pytest.importorskip("deepspeed")
     with pytest.raises(ValueError, match=part):
-        make_scheduler(raw(scheduler=section), torch.optim.SGD(parameters()[:1], lr=0.1), steps)
-    assert make_scheduler(raw(), torch.optim.SGD(parameters()[:1], lr=0.1), steps) is None
+        make_scheduler(raw(scheduler=section), torch.optim.SGD(parameters()[:1], lr=0.1), lambda: steps)
+    assert make_scheduler(raw(), torch.optim.SGD(parameters()[:1], lr=0.1), lambda: steps) is None

@@ -46,6 +46,7 @@ FLOORS = {
     "launcher": 4,
     "resume": 4,
     "watch": 4,
+    "deepspeed_run": 4,
     "strategy": 4,
     "auto": 5,
     "plan_command": 5,
