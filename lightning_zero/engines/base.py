@@ -51,6 +51,10 @@ class Engine(ABC):
         """Whether parameters may stay whole between micro-batches: no user hook looks at the module there."""
         self.automatic = True
         """Whether one :meth:`run` is one forward (else the user runs forwards and backwards inside it)."""
+        self.offload_path: str | None = None
+        """This run's folder on a fast disk, with nvme."""
+        self.cpu_adam = False
+        """Whether DeepSpeed's CPU Adam can be used."""
         self.units_table = ""
         """What is gathered together, as text."""
 

@@ -179,7 +179,7 @@ class DeepSpeedEngine(Engine):
             device_type=self.device.type,
             numel=sum(sizes),
             largest_numel=max(sizes),
-            offload_path=None,
+            offload_path=self.offload_path,
             **trainer,
         )
 
