@@ -28,9 +28,29 @@ _DATA_GET, _DATA_SET = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[
 _SHARES_MEMORY = frozenset(("detach", "view_as", "view", "alias"))
 _AS_THEY_ARE = frozenset(
     getattr(Tensor, name).__get__
-    for name in ("requires_grad", "is_leaf", "grad_fn", "dtype", "device", "layout", "_backward_hooks", "is_cuda",
-                 "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "name", "names", "output_nr", "_version",
-                 "retains_grad", "is_mps", "is_xpu", "is_cpu", "itemsize")  # fmt: skip
+    for name in (
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "dtype",
+        "device",
+        "layout",
+        "_backward_hooks",
+        "is_cuda",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_mkldnn",
+        "name",
+        "names",
+        "output_nr",
+        "_version",
+        "retains_grad",
+        "is_mps",
+        "is_xpu",
+        "is_cpu",
+        "itemsize",
+    )  # fmt: skip
     if hasattr(getattr(Tensor, name, None), "__get__")
 )
 _METADATA = frozenset(
@@ -110,7 +130,9 @@ class ShardView(TorchFunctionMode):
             return self._assign(*args)
         away = [p for p in held if holder.is_away(p)]
         if name in _SHAPES or func in _SHAPE_GETTERS:
-            return func(*_instead(args, {id(p): torch.empty(holder.shape_of(p), device="meta") for p in away}), **kwargs)
+            return func(
+                *_instead(args, {id(p): torch.empty(holder.shape_of(p), device="meta") for p in away}), **kwargs
+            )
         if _is_in_place(name):
             return self._write(func, name, args, kwargs)
         if away and holder.in_step():
@@ -151,7 +173,9 @@ class ShardView(TorchFunctionMode):
                 " parameter under torch.no_grad() or through .data."
             )
         everything = self._held(args) + self._held(tuple(kwargs.values()))
-        wholes = {id(p): self.holder.whole(p) for p in {id(p): p for p in everything}.values() if self.holder.is_away(p)}
+        wholes = {
+            id(p): self.holder.whole(p) for p in {id(p): p for p in everything}.values() if self.holder.is_away(p)
+        }
         func(*_instead(args, wholes), **{k: _instead([v], wholes)[0] for k, v in kwargs.items()})
         for p in mine:
             self.holder.written(p, wholes.get(id(p)))
@@ -179,4 +203,3 @@ def _instead(values: Sequence[Any], wholes: dict[int, Tensor]) -> list[Any]:
         return wholes.get(id(value), value)
 
     return [one(value) for value in values]
-
