@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,8 +33,8 @@ from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
 from lightning_zero.collectives import Meeting
 from lightning_zero.config import ZeroConfig
+from lightning_zero.deepspeed_run import DeepSpeedRun
 from lightning_zero.engines.base import Engine, require
-from lightning_zero.engines.view import WholeView
 from lightning_zero.launcher import Launched
 from lightning_zero.optim import fusible_groups
 from lightning_zero.precision import DtypePolicy, ZeroMixedPrecision, adapt_precision
@@ -89,7 +89,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.engine: Engine | None = None
         """What shards the module; ``None`` outside a run."""
         self._ended: Engine | None = None  # knows the optimizers' shards after the run
-        self._view: WholeView | None = None
+        self._view: AbstractContextManager[Any] | None = None
         self._failed = False
         self._loops: list[tuple[Any, bool]] = []
         self._meeting: Meeting | None = None
@@ -98,6 +98,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._dumping = False  # Lightning collects a checkpoint: only rank 0 needs its values
         self._loaded: Loaded | None = None
         self._background: BackgroundSaver | None = None
+        self._deepspeed = DeepSpeedRun(self.config) if self.config.engine == "deepspeed" else None
         self._refuse_plugin(checkpoint_io)
 
     # -- what Lightning asks of a strategy by its type ------------------------------------------------------------
@@ -140,6 +141,11 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     # -- set-up and end ------------------------------------------------------------------------------------------
 
+    def connect(self, model: Any) -> None:
+        super().connect(model)
+        if self._deepspeed is not None:
+            self._deepspeed.connect(model)
+
     def setup(self, trainer: Any) -> None:
         module: Any = self.lightning_module
         assert self.accelerator is not None
@@ -165,10 +171,15 @@ class ZeroStrategy(Launched, DDPStrategy):
         if fitting:
             self.setup_optimizers(trainer)
             self._tell_what_is_fused()
+        optimizers = [getattr(o, "_optimizer", o) for o in self.optimizers] if fitting else []
+        if self._deepspeed is not None:
+            self._deepspeed.check_optimizers(optimizers)
+        if self.engine is not None:
+            self.engine.attach(optimizers, _told(trainer))
         self.setup_precision_plugin()
         self._follow_dumps(trainer)
         if self.engine is not None:  # after configure_optimizers: states made there are shards, like their parameters
-            self._view = WholeView()
+            self._view = self.engine.view()
             self._view.__enter__()
 
     @property
@@ -216,6 +227,10 @@ class ZeroStrategy(Launched, DDPStrategy):
         plugin = self.precision_plugin
         dtypes = plugin.dtype_policy() if hasattr(plugin, "dtype_policy") else DtypePolicy()
         engine = _make_engine(self.config, self.root_device, dtypes)
+        if self._deepspeed is not None:
+            told = _told(trainer), self.root_device.type
+            self._deepspeed.prepare(module, *told, trainer.default_root_dir, self.meeting)
+            engine.offload_path, engine.cpu_adam = self._deepspeed.offload_path, self._deepspeed.cpu_adam
         engine.shard(module)
         engine.automatic = module.automatic_optimization
         engine.keep_gathered = not _user_looks_between_micro_batches(trainer, module)
@@ -257,6 +272,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._view.__exit__(None, None, None)
             self._view = None
         if self.engine is None:
+            self._end_deepspeed()
             super().teardown()
             return
         # After an error the other ranks may be anywhere: no collective here, and the error is seen at once.
@@ -265,12 +281,17 @@ class ZeroStrategy(Launched, DDPStrategy):
         if module is not None and self.engine is None:
             self.model = self._layer_sync.revert(module) if self._layer_sync else module
             module.cpu()
+        self._end_deepspeed()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+    def _end_deepspeed(self) -> None:
+        if self._deepspeed is not None:  # a module that stays sharded has parts of itself in these files
+            self._deepspeed.end(keep_files=self.engine is not None and not self._failed)
 
     def _end_engine(self, whole: bool) -> None:
         assert self.engine is not None
@@ -302,6 +323,11 @@ class ZeroStrategy(Launched, DDPStrategy):
     def on_train_start(self) -> None:
         if self.engine is not None:
             self.engine.check_parameters()
+        if self._deepspeed is not None:
+            assert self.lightning_module is not None
+            trainer = self.lightning_module.trainer
+            told = _told(trainer), self.root_device.type
+            self._deepspeed.check_batches(self.lightning_module, *told, trainer.train_dataloader)
         if self._loaded is not None:
             assert self.lightning_module is not None
             Resume(self._loaded.content, self.meeting).apply(self.lightning_module.trainer)
@@ -570,8 +596,10 @@ class ZeroStrategy(Launched, DDPStrategy):
 
 
 def _make_engine(config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> Engine:
-    if config.engine != "fsdp2":
-        raise ValueError(f"engine={config.engine!r} is not built yet: use engine='fsdp2'.")
+    if config.engine == "deepspeed":
+        from lightning_zero.engines.deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(config, device, dtypes)
     from lightning_zero.engines.fsdp2 import Fsdp2Engine  # imported with the first run, not with the package
 
     return Fsdp2Engine(config, device, dtypes)
@@ -585,6 +613,16 @@ def all_but_tensors_to(module: nn.Module, device: torch.device) -> None:
             each._device = device  # private: the property has no setter
         elif isinstance(each, Metric):
             each.to(device)
+
+
+def _told(trainer: Any) -> dict[str, Any]:
+    """What the Trainer was told and an engine may have to know."""
+    return {
+        "precision": str(trainer.precision),
+        "accumulation": trainer.accumulate_grad_batches,
+        "clip_value": trainer.gradient_clip_val,
+        "clip_algorithm": str(trainer.gradient_clip_algorithm or "norm"),
+    }
 
 
 def _innermost(checkpoint_io: Any) -> Any:

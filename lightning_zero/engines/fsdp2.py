@@ -57,12 +57,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.layout import map_tensors, placeholder
+from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.collectives import all_reduce_mean, broadcast_coalesced
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines import fsdp2_private as private
 from lightning_zero.engines.base import Engine
-from lightning_zero.engines.view import gathered, gathered_on_rank_0, local, shard_like
+from lightning_zero.engines.view import gathered, local, shard_like
 from lightning_zero.model_state import ModelState, place_of, states_of
 from lightning_zero.optim import ShardedStep
 from lightning_zero.precision import DtypePolicy
@@ -515,18 +515,6 @@ class Fsdp2Engine(Engine):
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         with torch._C.DisableTorchFunction():
             return optimizer.state_dict()
-
-    def full(self, state: Any, on_rank_0: bool = False) -> Any:
-        done: dict[int, Tensor] = {}
-
-        def one(path: Any, tensor: Tensor) -> Tensor:
-            if id(tensor) not in done:
-                value = gathered_on_rank_0(tensor) if on_rank_0 else gathered(tensor)
-                done[id(tensor)] = placeholder(tensor) if value is None else value.cpu()
-            return done[id(tensor)]
-
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            return map_tensors(one, state)
 
     @contextmanager
     def full_parameters(self, modify: bool = False) -> Iterator[None]:
