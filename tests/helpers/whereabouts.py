@@ -40,7 +40,7 @@ class Look(Callback):
 
 
 def held(settings: dict[str, Any] | str, **options: Any) -> dict[str, Any]:
-    """Bytes per parameter of this rank: ``kind -> place -> bytes``, and of parameters on the device inside a forward."""
+    """Bytes per parameter on this rank: ``kind -> place -> bytes``; *inside*: parameters on the device in a forward."""
     look = Look()
     torch.manual_seed(0)
     module = _Looking()
