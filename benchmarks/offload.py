@@ -2,7 +2,7 @@
 
     python benchmarks/offload.py docs/offload.md              # fills in the page's tables, about 5 minutes
 
-On two CPU ranks; ``lightning_zero.model_state`` says how host and device are told apart there. The copies are counted on
+On two CPU ranks; ``lightning_zero.model_state`` says how host and device are told apart there. Copies are counted on
 a pretended accelerator (``tests/helpers/pretend.py``), operator by operator.
 """
 
