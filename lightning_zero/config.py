@@ -118,7 +118,8 @@ class DeepSpeedConfig:
     quantized_gradients: bool | None = None
     """Stage 3, ZeRO++: gradients are reduced as int4 between hosts; without effect on one host; needs CUDA."""
     activation_checkpointing: bool | None = None
-    """The units' activations are recomputed in the backward, by DeepSpeed; the module needs no change."""
+    """The units' activations are recomputed in the backward (PyTorch's ``checkpoint``); the module needs no change. The
+    file's section ``activation_checkpointing`` is for modules that call ``deepspeed.checkpointing`` themselves."""
     activation_cpu_offload: bool | None = None
     """What is kept of them (the units' inputs) waits in host memory; needs ``activation_checkpointing``."""
 

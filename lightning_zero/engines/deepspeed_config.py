@@ -111,8 +111,6 @@ def ds_config(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
     made["zero_optimization"] = _zero_section(config, facts, raw)
     if config.offload.target == "nvme":
         made["aio"] = _aio_section(config, raw)
-    if section := _activation_section(config, raw):
-        made["activation_checkpointing"] = section
     return made
 
 
@@ -320,12 +318,6 @@ def _aio_section(config: ZeroConfig, raw: RawConfig) -> dict[str, Any]:
     made = _without_auto(raw.section("aio"))
     for name, key in _AIO_KEYS.items():
         _fill(made, key, getattr(config.offload, name), None, raw)
-    return made
-
-
-def _activation_section(config: ZeroConfig, raw: RawConfig) -> dict[str, Any]:
-    made = _without_auto(raw.section("activation_checkpointing"))
-    _fill(made, "cpu_checkpointing", config.deepspeed.activation_cpu_offload, None, raw)
     return made
 
 

@@ -150,6 +150,41 @@ def _run(settings: Any, kind: type, trainer: dict[str, Any]) -> None:
     _fit(settings, kind, **trainer)
 
 
+class Blocks(OwnOptimizer):
+    """Blocks with a residual around them and an input that all share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh()) for _ in range(3))
+        self.calls = 0
+        self.layers[0][2].register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.calls += 1
+
+    def training_step(self, batch: Any) -> Any:
+        x = batch[0]
+        for layer in self.layers:
+            x = x + layer(x * 1.0)
+        return x.square().mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.rates.append(float(self.calls))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_recomputed_activations_change_nothing(ranks2: Any, stage: int) -> None:
+    settings = {"engine": "deepspeed", "stage": stage, "units": ["Sequential"]}
+    recomputes = {
+        "deepspeed": lightning_zero.DeepSpeedConfig(activation_checkpointing=True, activation_cpu_offload=True)
+    }
+    want, calls, _ = ranks2(_fit, settings, Blocks, timeout_seconds=240)[0]
+    got, more_calls, _ = ranks2(_fit, {**settings, **recomputes}, Blocks, timeout_seconds=240)[0]
+    assert more_calls == [2 * number for number in calls]
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
 def _offloads(root: str) -> Any:
     strategy = {"engine": "deepspeed", "stage": 3, "offload": "nvme"}
     seen: list[int] = []
