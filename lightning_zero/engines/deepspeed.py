@@ -49,7 +49,7 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines import deepspeed_private as private
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.deepspeed_config import RunFacts, ds_config
-from lightning_zero.engines.deepspeed_optim import Cut, Joined, Managed, PieceStep, parameters
+from lightning_zero.engines.deepspeed_optim import Cut, Joined, Managed, Only, PieceStep, parameters
 from lightning_zero.engines.deepspeed_view import ShardView
 from lightning_zero.precision import DtypePolicy
 
@@ -106,7 +106,9 @@ class DeepSpeedEngine(Engine):
         broadcast_coalesced([*module.parameters(), *module.buffers()])
         self._shapes: dict[Tensor, torch.Size] = {p: p.shape for p in self._parameters.values()}
         self._strides = {p: p.stride() for p in self._parameters.values()}
+        self._dtypes = {p: p.dtype for p in self._parameters.values()}
         self._odd = _odd_parameters(list(self._parameters.values()))
+        self._held = set(self._parameters.values()) - set(self._odd)
         # A group of its own, so that an agreement never meets an engine's collective
         if dist.get_world_size() > 1 and self.config.find_unused_parameters:
             self._agreement = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.timeout_seconds))
@@ -125,8 +127,9 @@ class DeepSpeedEngine(Engine):
         self._optimizers = optimizers
         self.check_parameters()
         self._attributes = {id(p): set(vars(p)) for p in self._parameters.values()}
-        odd = set(self._odd)
-        trainable = [p for p in self._parameters.values() if p.requires_grad and p not in odd]
+        trainable = [p for p in self._parameters.values() if p.requires_grad and p in self._held]
+        for p in self._held:
+            p.data = p.data.contiguous()  # DeepSpeed looks at it as bytes
         joined = Joined(_flat_groups(trainable, optimizers)) if optimizers and trainable else None
         self._order = {p: i for i, p in enumerate([*trainable, *self._odd])}
         for p in self._order:
@@ -160,7 +163,10 @@ class DeepSpeedEngine(Engine):
         """``hidden`` are not the module's parameters for a while, so that DeepSpeed does not take them."""
         mine = set(hidden)
         places = [
-            (m, name, p) for m in self.module.modules() for name, p in m._parameters.items() if p is not None and p in mine
+            (m, name, p)
+            for m in self.module.modules()
+            for name, p in m._parameters.items()
+            if p is not None and p in mine
         ]
         for m, name, _ in places:
             m._parameters[name] = None
@@ -318,7 +324,7 @@ class DeepSpeedEngine(Engine):
     # -- gradients as user code sees them ------------------------------------------------------------------------
 
     def holds(self, p: Any) -> bool:
-        return p in self._shapes and p not in self._odd
+        return p in self._held
 
     def is_away(self, p: Any) -> bool:
         return self._stage3 and private.is_partitioned(p)
@@ -433,14 +439,39 @@ class DeepSpeedEngine(Engine):
             with torch.enable_grad():
                 loss = closure()
         self._before_step()
-        with step.stand_ins(), torch._C.DisableTorchFunction():
-            result = optimizer.step(**kwargs)
-        self._after_step(optimizer)
+        with torch._C.DisableTorchFunction():
+            result = self._step_on(step, **kwargs)
         return loss if result is None else result
 
     def _before_step(self) -> None:
         self._flush_grads()
         self._adopt()
+
+    def _step_on(self, step: PieceStep, **kwargs: Any) -> Any:
+        """Steps what is in memory at once, then flat by flat what lies in files."""
+        managed, optimizer = self._managed, step.optimizer
+        assert managed is not None
+        shards = managed.shards
+        flats = managed.flats(p for p in parameters(optimizer) if p in managed.with_grad)
+        in_files = [i for i in flats if shards.is_swapped(i)]
+        result = None
+        here = set(flats) - set(in_files)
+        if not in_files:
+            result = self._call(step, None, **kwargs)
+        elif here or any(p not in managed for p in parameters(optimizer)):
+            result = self._call(step, lambda p: p not in managed or managed.piece(p).flat in here, **kwargs)
+        with torch.no_grad():
+            shards.publish(here)
+            for i in in_files:
+                with shards.loaded(i, write=True):
+                    result = self._call(step, lambda p, i=i: p in managed and managed.piece(p).flat == i, **kwargs)
+                    shards.publish([i])
+        return result
+
+    def _call(self, step: PieceStep, only: Only | None, **kwargs: Any) -> Any:
+        """One ``optimizer.step`` on the parameters of ``only``; by DeepSpeed's kernel where it has one for them."""
+        with step.stand_ins(only=only):
+            return step.optimizer.step(**kwargs)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         managed = self._managed
@@ -528,7 +559,7 @@ class DeepSpeedEngine(Engine):
             accepted = inspect.signature(self.module.state_dict).parameters.values()
             knows = any(p.name == "keep_vars" or p.kind is p.VAR_KEYWORD for p in accepted)
             state = self.module.state_dict(keep_vars=True) if knows else self.module.state_dict()
-            done: dict[int, Tensor] = {}
+            done = self._rows_of_masters()
 
             def one(path: Any, tensor: Tensor) -> Tensor:
                 if id(tensor) not in done:
@@ -537,10 +568,19 @@ class DeepSpeedEngine(Engine):
 
             return map_tensors(one, state)
 
-    def _rows_of(self, p: Tensor) -> Tensor:
+    def _rows_of_masters(self) -> dict[int, Tensor]:
         managed = self._managed
-        if managed is not None and p in managed:
-            return self._rows(p, managed.assemble(p, managed.master(p)).to(p.dtype))
+        if managed is None:
+            return {}
+        rows = {}
+        for i in managed.flats(managed.shards.pieces):
+            with managed.shards.loaded(i):
+                for p, piece in managed.shards.pieces.items():
+                    if piece.flat == i:
+                        rows[id(p)] = self._rows(p, managed.assemble(p, managed.master(p)).to(self._dtypes[p]))
+        return rows
+
+    def _rows_of(self, p: Tensor) -> Tensor:
         return self._rows(p, private.gathered_copy(p) if self._stage3 else p.detach())
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -555,16 +595,18 @@ class DeepSpeedEngine(Engine):
                 optimizer.state = before
 
     def _rows_of_states(self, optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
-        managed, states = self._managed, self._steps[optimizer].states
+        managed, step = self._managed, self._steps[optimizer]
         assert managed is not None
-        return {
-            p: {
-                key: self._rows(p, managed.assemble(p, value.piece)) if type(value) is Cut else value
-                for key, value in states[p].items()
-            }
-            for p in parameters(optimizer)
-            if p in states
-        }
+        rows: dict[Tensor, dict[str, Any]] = {}
+        for i in managed.flats(parameters(optimizer)):
+            with managed.shards.loaded(i):
+                for p in parameters(optimizer):
+                    if p in step.states and managed.piece(p).flat == i:
+                        rows[p] = {
+                            key: self._rows(p, managed.assemble(p, value.piece)) if type(value) is Cut else value
+                            for key, value in step.state(p).items()
+                        }
+        return rows
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         managed = self._managed
@@ -580,14 +622,52 @@ class DeepSpeedEngine(Engine):
         with torch.no_grad(), torch._C.DisableTorchFunction():
             odd = {i: values for i, values in state["state"].items() if params[i] not in managed}
             optimizer.load_state_dict({**state, "state": odd})
-            for i, values in state["state"].items():
-                if params[i] in managed:
-                    step.put_state(params[i], map_tensors(lambda path, t: t.clone(), values))
+            whole = {params[i]: values for i, values in state["state"].items() if params[i] in managed}
+            for flat in managed.flats(whole):
+                with managed.shards.loaded(flat, write=True):
+                    for p, values in whole.items():
+                        if managed.piece(p).flat == flat:
+                            step.put_state(p, values)
 
     @contextmanager
     def full_parameters(self, modify: bool = False) -> Iterator[None]:
-        raise NotImplementedError
-        yield
+        self._adopt()
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            whole = {
+                p: nn.Parameter(private.gathered_copy(p) if self._stage3 else p.detach().clone(), p.requires_grad)
+                for p in self._parameters.values()
+                if p in self._held
+            }
+            versions = {p: w._version for p, w in whole.items()}
+            places = self._register(whole)
+        self._is_whole = True
+        try:
+            yield
+        finally:
+            self._is_whole = False
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                for module, name, p in places:
+                    module._parameters[name] = p
+                if modify:
+                    broadcast_coalesced([*whole.values(), *self._odd])
+                    for p, w in whole.items():
+                        self.written(p, w.detach())
+        if not modify and any(w._version != versions[p] for p, w in whole.items()):
+            raise RuntimeError(
+                "full_parameters(module): parameters were written to, and what was written is lost: use"
+                " full_parameters(module, modify=True)."
+            )
+
+    def _register(self, instead: Mapping[Any, nn.Parameter]) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        places = [
+            (module, name, p)
+            for module in self.module.modules()
+            for name, p in dict(module._parameters).items()
+            if p in instead
+        ]
+        for module, name, p in places:
+            module._parameters[name] = instead[p]
+        return places
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -600,7 +680,7 @@ class DeepSpeedEngine(Engine):
         if not whole:
             return
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            values = {p: self._value_afterwards(p) for p in self._shapes}
+            values = self._values_afterwards()
             for optimizer in optimizers:
                 if self._managed is not None and optimizer in self._steps:
                     rows = self._rows_of_states(optimizer)
@@ -619,9 +699,22 @@ class DeepSpeedEngine(Engine):
             self._steps.clear()
             del self._engine
 
-    def _value_afterwards(self, p: Tensor) -> Tensor:
-        value = private.gathered_copy(p) if self._stage3 and p not in self._odd else p.detach()
-        return torch.empty_strided(self._shapes[p], self._strides[p], dtype=p.dtype).copy_(value)
+    def _values_afterwards(self) -> dict[Tensor, Tensor]:
+        """Whole parameters on the CPU, of their own dtype and strides; masters where DeepSpeed computed in another."""
+        managed, values = self._managed, {}
+        in_fp32 = {p for p in self._held if p.dtype != self._dtypes[p] and managed is not None and p in managed}
+        for i in managed.flats(in_fp32) if managed is not None else ():
+            with managed.shards.loaded(i):
+                for p in self._order:
+                    if p in in_fp32 and managed.piece(p).flat == i:
+                        values[p] = managed.assemble(p, managed.master(p))
+        whole = {}
+        for p, shape in self._shapes.items():
+            value = values.pop(p, None)
+            if value is None:
+                value = private.gathered_copy(p) if self._stage3 and p in self._held else p.detach()
+            whole[p] = torch.empty_strided(shape, self._strides[p], dtype=self._dtypes[p]).copy_(value)
+        return whole
 
 
 def _odd_parameters(params: list[nn.Parameter]) -> list[nn.Parameter]:

@@ -77,8 +77,9 @@ class RunFacts:
 def bucket_numel(numel: int) -> int:
     """Elements of one message for a module of ``numel``: an eighth of it, so that several overlap with computing, but
     at least 25 million, which fill a link, and at most 200 million, as two buckets are always allocated. A small module
-    is one bucket: DeepSpeed's own 500 million take 2 GB whatever the module's size."""
-    return max(1, min(numel, max(numel // _ROUND_BUCKETS, MIN_BUCKET_NUMEL), MAX_BUCKET_NUMEL))
+    is one bucket: DeepSpeed's own 500 million take 2 GB whatever the module's size. Even, as DeepSpeed wants it."""
+    bucket = max(2, min(numel, max(numel // _ROUND_BUCKETS, MIN_BUCKET_NUMEL), MAX_BUCKET_NUMEL))
+    return bucket + bucket % 2
 
 
 def persistence_numel(numel: int) -> int:

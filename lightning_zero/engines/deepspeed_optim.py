@@ -1,7 +1,7 @@
 """Users' optimizers on DeepSpeed's flats. Floor 3.
 
-DeepSpeed is given one optimizer, :class:`Joined`, whose groups say which parameters share a flat. It never steps by
-itself: users' own optimizers do, on what they expect to see. For the length of a step they hold stand-ins, as under
+DeepSpeed is given one optimizer, :class:`Joined`, whose groups say which parameters share a flat. It never steps:
+users' own optimizers do, on what they expect to see. For the length of a step they hold stand-ins, as under
 ``fully_shard`` (see :mod:`lightning_zero.optim`):
 
 - an *element-wise* optimizer holds this rank's pieces of the masters, 1-D views, so the step happens in place;
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,9 @@ from lightning_zero.engines.deepspeed_private import Piece, Shards
 from lightning_zero.optim import is_elementwise
 
 
+Only = Callable[[Tensor], bool]
+
+
 @dataclass(slots=True)
 class Cut:
     """This rank's piece of a state tensor that has its parameter's shape."""
@@ -38,17 +41,13 @@ class Cut:
 
 
 class Joined(Optimizer):
-    """The groups of all optimizers, for DeepSpeed; its step is :attr:`on_step` for every flat it is shown."""
+    """The groups of all optimizers, for DeepSpeed, and the states it keeps in files."""
 
     def __init__(self, groups: list[list[Tensor]]) -> None:
-        self.on_step: Callable[[Tensor], None] | None = None
         super().__init__([{"params": group} for group in groups], {"lr": 0.0})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for flat in group["params"]:
-                if self.on_step is not None:
-                    self.on_step(flat)
+        raise AssertionError("users' own optimizers step")
 
 
 class Managed:
@@ -119,13 +118,27 @@ class PieceStep:
         for p in [p for p in optimizer.state if p in managed]:  # made in its constructor (Adagrad)
             self.put_state(p, optimizer.state.pop(p))
 
-    def put_state(self, p: Tensor, whole: dict[str, Any]) -> None:
-        """Takes over the state of one parameter, given with whole tensors."""
-        device = self.managed.master(p).device
-        self.states[p] = {
-            key: Cut(self.managed.cut(p, value).to(device, copy=True)) if self.managed.is_alike(p, value) else value
-            for key, value in whole.items()
-        }
+    def put_state(self, p: Tensor, whole: Mapping[str, Any]) -> None:
+        """Takes over the state of one parameter, given with whole tensors; its flat is in memory."""
+        piece = self.managed.piece(p)
+        device = self.managed.shards.master(piece.flat).device
+
+        def take(value: Any) -> Any:
+            if self.managed.is_alike(p, value):
+                return Cut(self.managed.cut(p, value).to(device, copy=True))
+            return value.clone() if isinstance(value, Tensor) else value  # off the disk
+
+        self.states[p] = {key: take(value) for key, value in whole.items()}
+        if self.managed.shards.is_swapped(piece.flat):
+            self.into_files(p)
+
+    def state(self, p: Tensor) -> dict[str, Any]:
+        """One parameter's state; its flat is in memory."""
+        state, piece = self.states[p], self.managed.piece(p)
+        if not self.managed.shards.is_swapped(piece.flat):
+            return state
+        kept = self.managed.joined.state.get(self.managed.shards.master(piece.flat), {})
+        return {**state, **{key: Cut(piece.of(value)) for key, value in kept.items()}}
 
     def into_files(self, p: Tensor) -> None:
         """Moves the pieces of one parameter's state beside its master, which is in memory right now."""
@@ -140,16 +153,16 @@ class PieceStep:
                 piece.of(kept[key]).copy_(value)
 
     @contextmanager
-    def stand_ins(self, on_shards: bool | None = None, flats: set[int] | None = None) -> Iterator[_Swap]:
+    def stand_ins(self, on_shards: bool | None = None, only: Only | None = None) -> Iterator[_Swap]:
         """The optimizer holds tensors it can step on; what it did to them is stored on leaving.
 
         Args:
             on_shards: Pieces (``True``) or whole tensors (``False``); by default what the optimizer needs.
-            flats: Only parameters in these flats; others are left out altogether.
+            only: Which of its parameters it holds; others are left out altogether.
         """
         on_shards = self.elementwise if on_shards is None else on_shards
         with torch._C.DisableTorchFunction():
-            swap = (_Pieces if on_shards else _Wholes)(self, flats)
+            swap = (_Pieces if on_shards else _Wholes)(self, only)
         try:
             yield swap
         finally:
@@ -160,16 +173,12 @@ class PieceStep:
 class _Swap:
     """Replaces the managed parameters of an optimizer and their states, and brings both back."""
 
-    def __init__(self, step: PieceStep, flats: set[int] | None) -> None:
+    def __init__(self, step: PieceStep, only: Only | None) -> None:
         self.step, self.managed, self.optimizer = step, step.managed, step.optimizer
         self.groups = self.optimizer.param_groups
         self.lists = [list(group["params"]) for group in self.groups]
         self.state = self.optimizer.state
-        chosen = [
-            p
-            for p in parameters(self.optimizer)
-            if p in self.managed and (flats is None or self.managed.piece(p).flat in flats)
-        ]
+        chosen = [p for p in parameters(self.optimizer) if p in self.managed and (only is None or only(p))]
         self.pairs = [(p, self.stand_in(p)) for p in chosen]
         for p, stand_in in self.pairs:
             if p in self.managed.with_grad:
@@ -177,10 +186,10 @@ class _Swap:
         instead = {id(p): stand_in for p, stand_in in self.pairs}
         for group in self.groups:
             kept = [instead.get(id(p), p) for p in group["params"]]
-            if flats is not None:
-                kept = [t for t, p in zip(kept, group["params"], strict=True) if id(p) in instead]
+            if only is not None:
+                kept = [t for t, p in zip(kept, group["params"], strict=True) if only(p)]
             group["params"][:] = kept
-        if flats is not None:  # so that what a group counts is counted once
+        if only is not None:  # so that what a group counts is counted once
             self.optimizer.param_groups = [group for group in self.groups if group["params"]]
         self.optimizer.state = defaultdict(dict, self.state)
         for p, stand_in in self.pairs:
@@ -248,15 +257,9 @@ class _Pieces(_Swap):
                 mine.copy_(stand_in.grad)
 
     def enter(self, p: Tensor) -> dict[str, Any] | None:
-        state = self.step.states.get(p)
-        if state is None:
+        if p not in self.step.states:
             return None
-        entering = {key: value.piece if type(value) is Cut else value for key, value in state.items()}
-        piece = self.managed.piece(p)
-        if self.managed.shards.is_swapped(piece.flat):
-            kept = self.managed.joined.state.get(self.managed.shards.master(piece.flat), {})
-            entering |= {key: piece.of(value) for key, value in kept.items()}
-        return entering
+        return {key: value.piece if type(value) is Cut else value for key, value in self.step.state(p).items()}
 
     def leave(self, p: Tensor, stand_in: Tensor, new: dict[str, Any]) -> None:
         new = {

@@ -85,6 +85,7 @@ def prepare(device: torch.device) -> Any:
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
         set_accelerator(CPU_Accelerator())  # an earlier run in this process was on another device
+    _skip_odd_parameters()
     world = getattr(comm.comm.cdb, "_lightning_zero_world", None)
     if comm.comm.cdb is None or world is not dist.group.WORLD:
         comm.comm.cdb = None  # belongs to a process group that is gone
@@ -92,6 +93,21 @@ def prepare(device: torch.device) -> Any:
         comm.init_distributed(dist_backend=get_accelerator().communication_backend_name(), dist_init_required=False)
         comm.comm.cdb._lightning_zero_world = dist.group.WORLD
     return deepspeed
+
+
+def _skip_odd_parameters() -> None:
+    """Stage 3 passes over parameters that are not its own, instead of failing on them."""
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
+
+    every = partitioned_param_coordinator.iter_params
+    if not hasattr(every, "_lightning_zero"):
+
+        def iter_params(module: nn.Module, recurse: bool = False) -> Iterator[Any]:
+            return (p for p in every(module, recurse=recurse) if hasattr(p, "ds_id"))
+
+        iter_params._lightning_zero = True  # type: ignore[attr-defined]
+        for place in (parameter_offload, partitioned_param_coordinator):
+            place.iter_params = iter_params
 
 
 # -- one backward --------------------------------------------------------------------------------------------------
@@ -169,14 +185,20 @@ class Shards(ABC):
         """Whether the master lies in a file between steps."""
         return False
 
+    @contextlib.contextmanager
+    def loaded(self, flat: int, write: bool = False) -> Iterator[None]:
+        """The master, and what is kept beside it, is in memory; with ``write`` it goes back to its file."""
+        yield
+
     def adopt(self, p: Tensor) -> None:
-        """The module's values become the master's: somebody wrote to the parameter."""
+        """The module's values become the master's: somebody wrote to the parameter (collective at stage 3)."""
         piece = self.pieces[p]
         weights = self.weights(piece.flat)
-        if weights is not None and not self.is_swapped(piece.flat):
-            master = self.master(piece.flat)
-            if master.data_ptr() != weights.data_ptr():
-                piece.of(master).copy_(piece.of(weights))
+        mine = piece.of_whole(self.whole(p)) if weights is None else piece.of(weights)
+        with self.loaded(piece.flat, write=True):
+            master = piece.of(self.master(piece.flat))
+            if master.data_ptr() != mine.data_ptr():
+                master.copy_(mine)
 
 
 class Shards12(Shards):
@@ -293,6 +315,20 @@ class Shards3(Shards):
     def is_swapped(self, flat: int) -> bool:
         return bool(self.zero._swappable_optimizer_subgroup(flat))
 
+    @contextlib.contextmanager
+    def loaded(self, flat: int, write: bool = False) -> Iterator[None]:
+        if not self.is_swapped(flat):
+            yield
+            return
+        self.zero._optimizer_states_and_gradient_swap_in(flat)
+        try:
+            yield
+        finally:
+            if write:
+                self.zero._optimizer_states_and_gradient_swap_out(flat)
+            else:
+                self.zero._release_swap_buffers(flat)
+
     def grad(self, p: Tensor) -> Tensor:
         return self._grads[p.ds_id].narrow(0, 0, self.pieces[p].numel)  # type: ignore[attr-defined]
 
@@ -307,7 +343,10 @@ class Shards3(Shards):
 
     def add_late(self, params: Iterable[Tensor]) -> None:
         for p in params:
-            p.grad = torch.zeros(p.ds_shape, dtype=p.dtype, device=p.device)  # type: ignore[attr-defined]
+            zero = torch.zeros(p.ds_shape, dtype=p.dtype, device=p.device)  # type: ignore[attr-defined]
+            kept, p.data = p.data, zero  # a gradient must have its parameter's shape
+            p.grad = zero
+            p.data = kept
             self.zero.reduce_ready_partitions_and_remove_grads(p)
 
     def settle(self) -> None:
@@ -372,7 +411,12 @@ def without_view(engine: Any, is_whole: Callable[[], bool]) -> None:
         return call
 
     offload = _offload(engine)
-    for name in ("pre_sub_module_forward", "post_sub_module_forward", "pre_sub_module_backward", "post_sub_module_backward"):
+    for name in (
+        "pre_sub_module_forward",
+        "post_sub_module_forward",
+        "pre_sub_module_backward",
+        "post_sub_module_backward",
+    ):
         method = f"{name}_function"
         setattr(offload, method, plainly(getattr(offload, method), name == "pre_sub_module_forward"))
     # Parameters used outside their module's forward are found by our view, which knows more ways of using them.

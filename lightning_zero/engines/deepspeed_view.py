@@ -21,15 +21,36 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.engines.view import _is_in_place
 
+# slot wrappers are made anew at each access: compared by value
 _GRAD_GET, _GRAD_SET = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
 _GRAD_DELETE = Tensor.grad.__delete__  # type: ignore[attr-defined]
-_DATA_SET = Tensor.data.__set__  # type: ignore[attr-defined]
+_DATA_GET, _DATA_SET = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 _SHARES_MEMORY = frozenset(("detach", "view_as", "view", "alias"))
 _AS_THEY_ARE = frozenset(
     getattr(Tensor, name).__get__
-    for name in ("requires_grad", "is_leaf", "grad_fn", "dtype", "device", "layout", "_backward_hooks", "is_cuda",
-                 "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "name", "names", "output_nr", "_version",
-                 "retains_grad", "is_mps", "is_xpu", "is_cpu", "itemsize")  # fmt: skip
+    for name in (
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "dtype",
+        "device",
+        "layout",
+        "_backward_hooks",
+        "is_cuda",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_mkldnn",
+        "name",
+        "names",
+        "output_nr",
+        "_version",
+        "retains_grad",
+        "is_mps",
+        "is_xpu",
+        "is_cpu",
+        "itemsize",
+    )  # fmt: skip
     if hasattr(getattr(Tensor, name, None), "__get__")
 )
 _METADATA = frozenset(
@@ -70,7 +91,7 @@ class ShardView(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         holder, name = self.holder, func.__name__
-        if name == "backward" and func is Tensor.backward and not holder.busy():
+        if name == "backward" and func == Tensor.backward and not holder.busy():
             return holder.user_backward(lambda: func(*args, **kwargs))
         held = self._held(args) if args else []
         if kwargs:
@@ -98,18 +119,20 @@ class ShardView(TorchFunctionMode):
         holder = self.holder
         if holder.busy():
             return func(*args, **kwargs)
-        if func is _GRAD_GET:
+        if func == _GRAD_GET:
             own = func(*args)
             return own if own is not None else holder.see_grad(args[0])
-        if func is _GRAD_SET or func is _GRAD_DELETE:
-            return holder.set_grad(args[0], args[1] if func is _GRAD_SET else None)
+        if func == _GRAD_SET or func == _GRAD_DELETE:
+            return holder.set_grad(args[0], args[1] if func == _GRAD_SET else None)
         if func in _AS_THEY_ARE or name in _METADATA:
             return func(*args, **kwargs)
-        if func is _DATA_SET:
+        if func == _DATA_SET:
             return self._assign(*args)
         away = [p for p in held if holder.is_away(p)]
         if name in _SHAPES or func in _SHAPE_GETTERS:
-            return func(*_instead(args, {id(p): torch.empty(holder.shape_of(p), device="meta") for p in away}), **kwargs)
+            return func(
+                *_instead(args, {id(p): torch.empty(holder.shape_of(p), device="meta") for p in away}), **kwargs
+            )
         if _is_in_place(name):
             return self._write(func, name, args, kwargs)
         if away and holder.in_step():
@@ -118,7 +141,7 @@ class ShardView(TorchFunctionMode):
             away = []
         if not away:
             result = func(*args, **kwargs)
-            if (func is Tensor.data.__get__ or name in _SHARES_MEMORY) and isinstance(result, Tensor):  # type: ignore[attr-defined]
+            if (func == _DATA_GET or name in _SHARES_MEMORY) and isinstance(result, Tensor):
                 self._lent[result] = held[0]
             return result
         wholes = {id(p): self._lend(p) for p in {id(p): p for p in away}.values()}
@@ -150,7 +173,9 @@ class ShardView(TorchFunctionMode):
                 " parameter under torch.no_grad() or through .data."
             )
         everything = self._held(args) + self._held(tuple(kwargs.values()))
-        wholes = {id(p): self.holder.whole(p) for p in {id(p): p for p in everything}.values() if self.holder.is_away(p)}
+        wholes = {
+            id(p): self.holder.whole(p) for p in {id(p): p for p in everything}.values() if self.holder.is_away(p)
+        }
         func(*_instead(args, wholes), **{k: _instead([v], wholes)[0] for k, v in kwargs.items()})
         for p in mine:
             self.holder.written(p, wholes.get(id(p)))
@@ -178,4 +203,3 @@ def _instead(values: Sequence[Any], wholes: dict[int, Tensor]) -> list[Any]:
         return wholes.get(id(value), value)
 
     return [one(value) for value in values]
-
