@@ -95,7 +95,7 @@ def _read(folder: Path, tag: str, scratch: Path) -> dict[str, Any]:
     model = _load(_model_file(folder / tag))
     with _quiet():
         weights = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag)
-    weights = dict(weights)
+    weights = _complete(dict(weights), model["module"])
     content = {key: value for key, value in model.items() if key not in _OWN_KEYS}
     content["state_dict"] = _renamed(weights)
     content.setdefault("epoch", 0)
@@ -105,6 +105,17 @@ def _read(folder: Path, tag: str, scratch: Path) -> dict[str, Any]:
     if (state := _optimizer_state(folder / tag, model, weights, scratch)) is not None:
         content["optimizer_states"] = [state]
     return content
+
+
+def _complete(weights: dict[str, Tensor], module: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``weights`` in the module's own order; what stage 1 forgets (frozen parameters) is whole in the model file."""
+    made = {}
+    for name, tensor in module.items():
+        if name in weights:
+            made[name] = weights[name]
+        elif isinstance(tensor, Tensor) and tensor.numel():
+            made[name] = tensor.float() if tensor.is_floating_point() else tensor
+    return {**made, **{name: tensor for name, tensor in weights.items() if name not in made}}
 
 
 def _model_file(folder: Path) -> Path:
