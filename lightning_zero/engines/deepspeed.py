@@ -49,7 +49,16 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines import deepspeed_private as private
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.deepspeed_config import RunFacts, ds_config
-from lightning_zero.engines.deepspeed_optim import Cut, Joined, Managed, Only, PieceStep, parameters
+from lightning_zero.engines.deepspeed_optim import (
+    CpuAdam,
+    Cut,
+    Joined,
+    Managed,
+    Only,
+    PieceStep,
+    fused,
+    parameters,
+)
 from lightning_zero.engines.deepspeed_view import ShardView
 from lightning_zero.precision import DtypePolicy
 
@@ -82,6 +91,7 @@ class DeepSpeedEngine(Engine):
         self._seen: dict[Tensor, tuple[Tensor, int]] = {}
         self._dirty: set[Tensor] = set()
         self._steps: weakref.WeakKeyDictionary[Optimizer, PieceStep] = weakref.WeakKeyDictionary()
+        self._kernels: weakref.WeakKeyDictionary[Optimizer, CpuAdam] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
         self._agreement: dist.ProcessGroup | None = None
         self._managed: Managed | None = None
@@ -154,7 +164,13 @@ class DeepSpeedEngine(Engine):
             shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine)
             self._managed = Managed(shards, joined, self._shapes)
             for optimizer in optimizers:
-                self._steps[optimizer] = PieceStep(optimizer, self._managed)
+                step = PieceStep(optimizer, self._managed)
+                if not step.elementwise and any(map(shards.is_swapped, self._managed.flats(parameters(optimizer)))):
+                    raise ValueError(
+                        f"offload='nvme' with {type(optimizer).__name__}, which looks across elements and so needs whole"
+                        " masters and states at a time: use offload='cpu', or an element-wise optimizer such as AdamW."
+                    )
+                self._steps[optimizer] = step
                 optimizer.zero_grad = self._zero_grad_of(optimizer)  # type: ignore[method-assign]
         self.units_table = self._table()
 
@@ -350,8 +366,9 @@ class DeepSpeedEngine(Engine):
         """User code wrote to ``p``: ``value`` is to be it, or (``None``) ``p`` holds it already."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if self._stage3:
-                value = p.detach().clone() if value is None else value
-                private.store(p, value)
+                private.store(p, p.detach().clone() if value is None else value)
+                if self._in_step:  # it may be used again before DeepSpeed fetches it
+                    private.fetch(p)
             elif value is not None and value.data_ptr() != p.data_ptr():
                 p.detach().copy_(value)
         if self._managed is not None and p in self._managed:
@@ -469,9 +486,34 @@ class DeepSpeedEngine(Engine):
         return result
 
     def _call(self, step: PieceStep, only: Only | None, **kwargs: Any) -> Any:
-        """One ``optimizer.step`` on the parameters of ``only``; by DeepSpeed's kernel where it has one for them."""
-        with step.stand_ins(only=only):
-            return step.optimizer.step(**kwargs)
+        """One ``optimizer.step`` on the parameters of ``only``, masters in host memory by a kernel made for it."""
+        optimizer = step.optimizer
+        if not self.config.offloads_optimizer or not step.elementwise or not CpuAdam.knows(optimizer):
+            with step.stand_ins(only=only):
+                return optimizer.step(**kwargs)
+        chosen = [p for p in parameters(optimizer) if only is None or only(p)]
+        in_host = {p for p in chosen if self._is_in_host(p)}
+        rest = set(chosen) - in_host
+        if in_host and self.cpu_adam:
+            if optimizer not in self._kernels:
+                self._kernels[optimizer] = CpuAdam(optimizer)
+            with step.stand_ins(only=in_host.__contains__):
+                self._kernels[optimizer].step()
+        elif in_host:
+            with step.stand_ins(only=in_host.__contains__), fused(optimizer):
+                optimizer.step(**kwargs)
+        if rest:
+            with step.stand_ins(only=rest.__contains__):
+                return optimizer.step(**kwargs)
+        return None
+
+    def _is_in_host(self, p: Tensor) -> bool:
+        managed = self._managed
+        assert managed is not None
+        if p not in managed:
+            return False
+        master = managed.shards.master(managed.piece(p).flat)
+        return master.device.type == "cpu" and master.dtype == torch.float32
 
     def _after_step(self, optimizer: Optimizer) -> None:
         managed = self._managed

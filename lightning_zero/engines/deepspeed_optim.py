@@ -170,6 +170,56 @@ class PieceStep:
                 swap.undo()
 
 
+class CpuAdam:
+    """DeepSpeed's CPU kernel in the place of an ``Adam`` or ``AdamW``, whose groups and states it works on."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiles at the first use
+
+        self.optimizer = optimizer
+        self.adam = DeepSpeedCPUAdam([torch.zeros(1)], adamw_mode=type(optimizer) is torch.optim.AdamW)
+
+    @staticmethod
+    def knows(optimizer: Optimizer) -> bool:
+        """Whether the kernel computes what ``optimizer`` does."""
+        plain = all(
+            not group.get("amsgrad") and not group.get("maximize") and not isinstance(group["lr"], Tensor)
+            for group in optimizer.param_groups
+        )
+        return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and plain
+
+    def step(self) -> None:
+        """One step on what the optimizer holds; its step counts stay tensors, as PyTorch has them."""
+        self.adam.param_groups = [{**group, "bias_correction": True} for group in self.optimizer.param_groups]
+        states = {p: self.optimizer.state.get(p, {}) for p in parameters(self.optimizer) if p.grad is not None}
+        for state in states.values():
+            if "step" in state:
+                state["step"] = int(state["step"])
+        self.adam.state = defaultdict(dict, states)
+        self.adam.step()
+        for p in states:
+            state = self.adam.state[p]
+            state["step"] = torch.tensor(float(state["step"]))
+            self.optimizer.state[p] = state
+        self.adam.param_groups, self.adam.state = [], defaultdict(dict)
+
+
+@contextmanager
+def fused(optimizer: Optimizer) -> Iterator[None]:
+    """An ``Adam`` or ``AdamW`` steps by PyTorch's fused kernel, unless its user chose another."""
+    if not CpuAdam.knows(optimizer):
+        yield
+        return
+    free = [g for g in optimizer.param_groups if g.get("fused") is None and g.get("foreach") is None]
+    for group in free:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in free:
+            group["fused"] = None
+
+
 class _Swap:
     """Replaces the managed parameters of an optimizer and their states, and brings both back."""
 

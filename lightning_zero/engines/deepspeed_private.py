@@ -177,10 +177,6 @@ class Shards(ABC):
     def whole(self, p: Tensor) -> Tensor:
         """The parameter's values on every rank, in its own shape (collective at stage 3); a copy at stage 3 only."""
 
-    @abstractmethod
-    def store(self, p: Tensor, value: Tensor) -> None:
-        """``value`` becomes the parameter's, each rank keeping its part; masters are left alone."""
-
     def is_swapped(self, flat: int) -> bool:
         """Whether the master lies in a file between steps."""
         return False
@@ -288,9 +284,6 @@ class Shards12(Shards):
     def whole(self, p: Tensor) -> Tensor:
         return p.detach()
 
-    def store(self, p: Tensor, value: Tensor) -> None:
-        p.detach().copy_(value)
-
 
 class Shards3(Shards):
     """Stage 3: every parameter is cut into N equal parts, the last ones padded."""
@@ -363,12 +356,6 @@ class Shards3(Shards):
     def whole(self, p: Any) -> Tensor:
         return gathered_copy(p)
 
-    def store(self, p: Any, value: Tensor) -> None:
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([p], modifier_rank=0):
-            p.data.copy_(value)
-
 
 def gathered_copy(p: Any) -> Tensor:
     """The values of a stage-3 parameter, on every rank (collective)."""
@@ -380,6 +367,14 @@ def gathered_copy(p: Any) -> Tensor:
     value = p.detach()  # keeps the memory that partition() lets go of
     p.partition()
     return value
+
+
+def store(p: Any, value: Tensor) -> None:
+    """``value`` (rank 0's) becomes the stage-3 parameter's, each rank keeping its part (collective)."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([p], modifier_rank=0):
+        p.data.copy_(value)
 
 
 def is_partitioned(p: Any) -> bool:
