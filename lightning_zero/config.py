@@ -104,8 +104,8 @@ class DeepSpeedConfig:
     reduce_scatter: bool | None = None
     """Stages 1 and 2: each rank receives its share of a reduction only; ``None`` is yes."""
     round_robin_gradients: bool | None = None
-    """Stages 1 and 2: ranks take turns per parameter, so that copies to host memory go in parallel; ``None`` is yes
-    with CPU offload on an accelerator."""
+    """Stages 1 and 2: ranks take turns per parameter, so that copies to host memory go in parallel; ``None`` is
+    no."""
     communication_dtype: str | None = None
     """``"fp32"``, ``"bf16"`` or ``"fp16"``: what gradients are reduced in; ``None`` is what the precision says."""
     hpz_partition_size: int | None = None

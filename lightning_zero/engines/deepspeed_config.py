@@ -71,7 +71,7 @@ class RunFacts:
     @property
     def dtype(self) -> str:
         """What forward and backward compute in: ``"fp32"``, ``"fp16"``, ``"bf16"`` or ``"fp64"``."""
-        return _PRECISIONS[str(self.precision)[:2]]
+        return _PRECISIONS.get(str(self.precision)[:2], "fp32")
 
 
 def bucket_numel(numel: int) -> int:

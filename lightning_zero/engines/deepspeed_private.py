@@ -81,6 +81,8 @@ def prepare(device: torch.device) -> Any:
     from deepspeed.utils import groups
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    # Else every rank compiles an exchange through shared memory at once, for CPUs with AVX-512, before anything runs
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if get_accelerator().device_name() != device.type and device.type == "cpu":
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_zero
-from tests.helpers.ranks import outcome
+from tests.helpers.ranks import outcome, run_ranks
 
 pytest.importorskip("deepspeed")
 
@@ -95,6 +95,17 @@ def test_a_files_optimizer_and_schedule_serve_where_the_module_has_none(ranks2: 
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b)
     assert rates[2] > rates[1]  # the schedule did something
+
+
+def _fit_without_compiler(cache: str) -> None:
+    os.environ.update(TORCH_EXTENSIONS_DIR=cache, CXX="/nowhere/c++")
+    _fit({"engine": "deepspeed", "stage": 2}, OwnOptimizer)
+
+
+@pytest.mark.timeout(400)
+def test_a_run_without_offload_compiles_nothing(tmp_path: Path) -> None:
+    run_ranks(_fit_without_compiler, 2, str(tmp_path), timeout_seconds=350)  # fresh: nothing was loaded before
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
