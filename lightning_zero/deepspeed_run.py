@@ -105,7 +105,8 @@ class DeepSpeedRun:
         configure_deepspeeds_own(made)
         if self.config.deepspeed.activation_checkpointing:
             on_cpu = bool(self.config.deepspeed.activation_cpu_offload)
-            self._recomputed = Recomputed(module, self.config.units, self.config.min_unit_numel, on_cpu)
+            units = self.config.units, self.config.min_unit_numel
+            self._recomputed = Recomputed(module, *units, on_cpu, gathers=self.config.stage == 3)
 
     def _open_folder(self, facts: RunFacts, root: str, meeting: Meeting, place: tuple[int, int, int]) -> None:
         local_rank, node_rank, local_size = place
