@@ -434,6 +434,12 @@ def before_gathers(engine: Any, call: Callable[[nn.Module], None]) -> None:
     offload.pre_sub_module_forward_function = first
 
 
+def keep(p: Any) -> None:
+    """Makes a stage-3 parameter whole until all are released, after the step."""
+    p.ds_active_sub_modules.add(-1)  # no module's number
+    p.all_gather()
+
+
 def _offload(engine: Any) -> Any:
     """What gathers and releases at stage 3; without optimizers DeepSpeed puts it in the optimizer's place."""
     return getattr(engine.optimizer, "parameter_offload", engine.optimizer)
