@@ -52,7 +52,7 @@ from lightning_zero.units import UnitPlan, plan_units
 GIB = 2**30
 OFFLOADS: dict[str, dict[int, str]] = {
     "none": {1: "fsdp2", 2: "fsdp2", 3: "fsdp2"},
-    "cpu": {},
+    "cpu": {1: "fsdp2", 2: "fsdp2", 3: "fsdp2"},
     "nvme": {},
 }
 """offload -> stage -> the engine that runs it here; what is missing is planned but cannot be picked."""
@@ -679,8 +679,11 @@ class _Study:
     ) -> tuple[StepBytes, OffloadBytes, dict[str, float], float]:
         moments = self.moments(sharded=rules.stage > 0, checkpointing=checkpointing, factor=factor)
         temporary = self.optimizer_peak if rules.stage else self.optimizer_peak_whole
-        step = simulate(self.layout, moments, rules, 0.0 if offload != "none" else temporary)
-        moved = offload_bytes(self.layout, step, rules, offload)
+        host_is_device = self.target.type == "cpu"
+        steps_elsewhere = offload != "none" and not host_is_device
+        rules = dataclasses.replace(rules, from_host=steps_elsewhere)
+        step = simulate(self.layout, moments, rules, 0.0 if steps_elsewhere else temporary)
+        moved = offload_bytes(self.layout, step, rules, offload, host_is_device)
         at_peak = {kind: max(step.at_peak[kind] - moved.off_device.get(kind, 0.0), 0.0) for kind in KINDS}
         return step, moved, at_peak, sum(at_peak.values())
 

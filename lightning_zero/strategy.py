@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback
 from lightning.pytorch.overrides.distributed import _sync_module_states
@@ -25,6 +26,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_zero.checkpoint import directory, file
 from lightning_zero.checkpoint.layout import EXTRA
@@ -34,7 +36,8 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.deepspeed_run import DeepSpeedRun
 from lightning_zero.engines.base import Engine, require
 from lightning_zero.launcher import Launched
-from lightning_zero.precision import DtypePolicy, adapt_precision
+from lightning_zero.optim import fusible_groups
+from lightning_zero.precision import DtypePolicy, ZeroMixedPrecision, adapt_precision
 from lightning_zero.resume import Resume, collect, follow, leave_finished_epoch
 from lightning_zero.watch import watch
 
@@ -90,6 +93,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._failed = False
         self._loops: list[tuple[Any, bool]] = []
         self._meeting: Meeting | None = None
+        self._shards = False
         self._dump_failed = False
         self._dumping = False  # Lightning collects a checkpoint: only rank 0 needs its values
         self._loaded: Loaded | None = None
@@ -128,6 +132,11 @@ class ZeroStrategy(Launched, DDPStrategy):
                 f"process_group_backend={backend!r}: torch.distributed knows {', '.join(dist.Backend.backend_list)};"
                 f" use one of them, or None for {default!r}."
             )
+        if self._loads_on_host and "cpu" not in dist.BackendConfig(dist.Backend(backend)).get_device_backend_map():
+            raise ValueError(
+                f"process_group_backend={backend!r} with offload='cpu': gradients lie in host memory, and their norms"
+                f" are joined there; use {default!r}, or None for it."
+            )
         return backend
 
     # -- set-up and end ------------------------------------------------------------------------------------------
@@ -151,15 +160,17 @@ class ZeroStrategy(Launched, DDPStrategy):
         if fitting and self._layer_sync:
             module = self._layer_sync.apply(module)
         self.model = self.precision_plugin.convert_module(module)
+        self._shards = fitting or self.config.stage == 3  # nothing to shard without gradients and optimizer states
         self.model_to_device()
         if fitting:
             self._reset_optimizers_and_schedulers()
-        if fitting or self.config.stage == 3:
+        if self._shards:
             self._start_engine(trainer)
-        else:  # nothing to shard without gradients and optimizer states
+        else:
             _sync_module_states(module)
         if fitting:
             self.setup_optimizers(trainer)
+            self._tell_what_is_fused()
         optimizers = [getattr(o, "_optimizer", o) for o in self.optimizers] if fitting else []
         if self._deepspeed is not None:
             self._deepspeed.check_optimizers(optimizers)
@@ -170,6 +181,34 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.engine is not None:  # after configure_optimizers: states made there are shards, like their parameters
             self._view = self.engine.view()
             self._view.__enter__()
+
+    @property
+    def _loads_on_host(self) -> bool:
+        """Whether the module stays in host memory until the engine takes it from there, unit by unit."""
+        return self.config.engine == "fsdp2" and self.config.offload.target != "none" and self.root_device.type != "cpu"
+
+    def model_to_device(self) -> None:
+        if self._loads_on_host and self._shards:
+            assert self.model is not None
+            all_but_tensors_to(self.model, self.root_device)
+        else:
+            super().model_to_device()
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        with super().tensor_init_context(empty_init), torch.device("cpu") if self._loads_on_host else nullcontext():
+            yield
+
+    def _tell_what_is_fused(self) -> None:
+        if self.config.engine != "fsdp2" or self.config.offload.target == "none":
+            return
+        optimizers = [getattr(o, "_optimizer", o) for o in self.optimizers]
+        names = sorted({type(o).__name__ for o in optimizers if fusible_groups(o)})
+        if names:
+            rank_zero_info(
+                f"offload='cpu': {', '.join(names)} steps in host memory with PyTorch's fused kernel, as neither fused"
+                " nor foreach was chosen."
+            )
 
     def _resolve_stage(self, trainer: Any) -> None:
         """``self.config.stage`` is the one to run afterwards, the same on every rank."""
@@ -199,6 +238,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.model = engine.root
         if hasattr(plugin, "engine"):
             plugin.engine = engine
+        if self._loads_on_host and isinstance(plugin, ZeroMixedPrecision):
+            plugin.scale_on_host()
         self._switch_off_inference_mode(trainer)
         if self.world_size == 1:
             rank_zero_info(f"ZeRO stage {self.config.stage} on one process: nothing is shared out, memory is as usual.")
@@ -562,6 +603,16 @@ def _make_engine(config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) 
     from lightning_zero.engines.fsdp2 import Fsdp2Engine  # imported with the first run, not with the package
 
     return Fsdp2Engine(config, device, dtypes)
+
+
+def all_but_tensors_to(module: nn.Module, device: torch.device) -> None:
+    """What ``module.to(device)`` does beside moving parameters and buffers: Lightning's ``self.device`` says where
+    steps are computed, and metrics keep their states there."""
+    for each in module.modules():
+        if isinstance(each, _DeviceDtypeModuleMixin):
+            each._device = device  # private: the property has no setter
+        elif isinstance(each, Metric):
+            each.to(device)
 
 
 def _told(trainer: Any) -> dict[str, Any]:

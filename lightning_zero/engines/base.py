@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import ZeroConfig
 from lightning_zero.checkpoint.layout import map_tensors, placeholder
+from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.view import WholeView, gathered, gathered_on_rank_0
+from lightning_zero.model_state import ModelState
 from lightning_zero.precision import DtypePolicy
 
 CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -140,6 +141,10 @@ class Engine(ABC):
     @abstractmethod
     def full_parameters(self, modify: bool = False) -> AbstractContextManager[None]:
         """The module holds whole plain parameters of its own dtype; with ``modify``, rank 0's become everybody's."""
+
+    @abstractmethod
+    def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
+        """What this rank holds right now, and where; not collective."""
 
     @property
     @abstractmethod

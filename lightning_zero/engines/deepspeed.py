@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -59,7 +59,9 @@ from lightning_zero.engines.deepspeed_optim import (
     fused,
     parameters,
 )
+from lightning_zero.engines.deepspeed_state import Account
 from lightning_zero.engines.deepspeed_view import ShardView
+from lightning_zero.model_state import ModelState
 from lightning_zero.precision import DtypePolicy
 
 
@@ -720,6 +722,18 @@ class DeepSpeedEngine(Engine):
         return places
 
     # -- the end -------------------------------------------------------------------------------------------------
+
+    def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            account = Account(self.config, self.device, self._shapes)
+            account.parameters(self._odd)
+            account.odd_gradients(self._odd)
+            if self._managed is not None:
+                account.managed(self._managed)
+            for optimizer in optimizers:
+                account.optimizer(self._steps[getattr(optimizer, "_optimizer", optimizer)])
+            account.files(self.offload_path, self._managed)
+        return account.state
 
     @property
     def whole_bytes(self) -> int:

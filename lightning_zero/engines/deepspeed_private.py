@@ -160,6 +160,14 @@ class Shards(ABC):
         """This rank's part of the averaged gradient, 1-D, to be read and written."""
 
     @abstractmethod
+    def grad_buffers(self) -> list[Tensor]:
+        """The memory that gradients take on this rank."""
+
+    @abstractmethod
+    def numel(self, flat: int) -> int:
+        """Elements of a flat's master, wherever it lies."""
+
+    @abstractmethod
     def before_backward(self, kept: set[Tensor]) -> None:
         """Gradients of ``kept`` are to be added to, others to be replaced."""
 
@@ -226,6 +234,12 @@ class Shards12(Shards):
             size = int(self.zero.partition_size[piece.flat])
             self._grads[piece.flat] = torch.zeros(size, dtype=torch.float32, device=self.master(piece.flat).device)
         return piece.of(self._grads[piece.flat])
+
+    def grad_buffers(self) -> list[Tensor]:
+        return list(self._grads.values())
+
+    def numel(self, flat: int) -> int:
+        return self.master(flat).numel()
 
     def before_backward(self, kept: set[Tensor]) -> None:
         needed = {self.pieces[p].flat for p in kept}
@@ -326,6 +340,12 @@ class Shards3(Shards):
 
     def grad(self, p: Tensor) -> Tensor:
         return self._grads[p.ds_id].narrow(0, 0, self.pieces[p].numel)  # type: ignore[attr-defined]
+
+    def grad_buffers(self) -> list[Tensor]:
+        return list(self._grads.values())
+
+    def numel(self, flat: int) -> int:
+        return int(self.zero.fp16_partitioned_groups_flat_numel[flat])
 
     def before_backward(self, kept: set[Tensor]) -> None:
         fresh = [self._grads[p.ds_id] for p in self.pieces if p not in kept]  # type: ignore[attr-defined]
