@@ -57,7 +57,7 @@ class Recomputed:
                 vars(unit).pop("forward", None)
             else:
                 unit.forward = forward
-        self._units = self._before = []
+        self._units, self._before = [], []
 
 
 def _recomputing(forward: Any, on_cpu: bool, gathers: bool) -> Any:
