@@ -1,7 +1,7 @@
 """Counts what goes over the wire: calls, bytes and waiting of every collective that Python starts. Floor 2.
 
 One table says which function moves how much; everything that counts traffic uses it. Bytes are what a rank sends and
-receives by :func:`lightning_zero.memory.wire_bytes`, which is what rings and pairwise exchanges really send (gloo's own
+receives by :func:`lightning_zero.memory.wire_bytes`, which is what rings and direct exchanges really send (gloo's own
 reduce-scatter may send more).
 """
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
+from lightning_zero import exchange
 from lightning_zero.memory import wire_bytes
 
 # function -> collective, and the bytes of the whole tensor from (arguments, ranks)
@@ -61,6 +62,11 @@ _FUNCTIONAL: dict[str, tuple[str, tuple[str, ...], Size]] = {
     "all_reduce": ("all_reduce", ("self", "reduceOp", "group"), _of("self")),
 }
 """What ``DTensor`` calls."""
+_DIRECT: dict[str, tuple[str, tuple[str, ...], Size]] = {
+    "all_gather": ("all_gather", ("output", "shard", "group"), _of("output")),
+    "reduce_scatter": ("reduce_scatter", ("output", "whole", "group"), _of("whole")),
+}
+"""Our own exchanges between processes on CPUs."""
 _ALIASES = {"output_tensor": "output", "input_tensor": "input"}
 """Keywords that torch renamed; either is understood."""
 
@@ -90,6 +96,8 @@ class TrafficMeter:
                 self._replace(module, name, kind, parameters, size)
         for name, (kind, parameters, size) in _FUNCTIONAL.items():
             self._replace(functional, name, kind, parameters, size)
+        for name, (kind, parameters, size) in _DIRECT.items():
+            self._replace(exchange, name, kind, parameters, size)
         self._replace(functional, "wait_tensor", "wait", (), lambda call, n: 0.0)
 
     def remove(self) -> None:

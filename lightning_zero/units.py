@@ -73,7 +73,7 @@ def plan_units(
 
     Args:
         module: A whole module: plain parameters, nothing sharded yet.
-        patterns: Class names or ``fnmatch`` patterns on module names that become units; ``None`` chooses repeated
+        patterns: Class names or patterns on module names, level by level, that become units; ``None`` chooses repeated
             blocks, an empty sequence makes everything the root's.
         min_unit_numel: Automatic units with fewer elements are left to the unit around them.
         keep_whole: Module classes whose parameters are replicated (BatchNorm under mixed precision).
@@ -159,7 +159,7 @@ def _matching(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
         found = [
             m
             for name, m in module.named_modules()
-            if m is not module and (type(m).__name__ == pattern or fnmatchcase(name, pattern))
+            if m is not module and (type(m).__name__ == pattern or _matches(name, pattern))
         ]
         usable = [m for m in found if not isinstance(m, (nn.ModuleList, nn.ModuleDict)) and _holds_parameters(m)]
         if not usable:
@@ -171,6 +171,12 @@ def _matching(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
             )
         chosen.update(dict.fromkeys(usable))
     return list(chosen)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """A wildcard stays within one level, as in file names: ``blocks.*`` is the blocks, not what is inside them."""
+    levels, wanted = name.split("."), pattern.split(".")
+    return len(levels) == len(wanted) and all(map(fnmatchcase, levels, wanted))
 
 
 def _example_name(module: nn.Module) -> str:

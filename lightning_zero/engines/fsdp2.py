@@ -57,6 +57,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_zero import exchange
 from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.collectives import all_reduce_mean, broadcast_coalesced
 from lightning_zero.config import ZeroConfig
@@ -179,10 +180,22 @@ class Fsdp2Engine(Engine):
             # Dropping them inside a backward would pull saved tensors from under uses outside the unit's forward.
             target.set_reshard_after_backward(stage == 3, recurse=False)
             self.unit_modules.append(target)
+        self._exchange_directly()
         private.init_now(self._root)
         self._carry_hooks_over()
         self._groups = [g for unit in self.unit_modules for g in private.groups(unit)]
         self._root_groups = private.groups(self._root)
+
+    def _exchange_directly(self) -> None:
+        """Between processes on CPUs gloo's own collectives take longer and more memory than they must."""
+        group = self.mesh.get_group("shard")
+        if self.device.type != "cpu" or group.size() == 1 or dist.get_backend(group) != "gloo":
+            return
+        pool = exchange.Pool()
+        gather, reduce = exchange.AllGather(pool), exchange.ReduceScatter(pool)
+        for unit in self.unit_modules:
+            unit.set_custom_all_gather(gather)
+            unit.set_custom_reduce_scatter(reduce)
 
     def _carry_hooks_over(self) -> None:
         """Hooks that the user registered on parameters see this rank's gradient before it is reduced, as under DDP."""

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_zero.traffic import TrafficMeter
 from tests.helpers import zoo
 
-# torch 2.13 calls them *_single
-GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-REDUCE = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 STEPS, MICRO_BATCHES, BLOCKS = 4, 3, 3
 
 
@@ -29,33 +28,35 @@ class Looks(zoo.Zoo):
 
 
 def _count(stage: int, looks: bool) -> Counter[str]:
-    calls: Counter[str] = Counter()
-    originals = {name: getattr(dist, name) for name in (GATHER, REDUCE)}
-
-    def counting(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return originals[name](*args, **kwargs)
-
-        return call
-
     torch.manual_seed(0)
     module = Looks() if looks else zoo.Zoo()
+    meter = TrafficMeter()
+    _fit(module, {"stage": stage, "min_unit_numel": 1}, MICRO_BATCHES, meter)
+    return meter.calls
+
+
+def _fit(module: Any, strategy: dict[str, Any], micro_batches: int, meter: TrafficMeter) -> None:
+    """``STEPS`` optimizer steps, counted from the first batch to the last."""
     trainer = zoo.make_trainer(
-        {"stage": stage, "min_unit_numel": 1, "after_fit": "sharded"},
-        accumulate_grad_batches=MICRO_BATCHES,
+        {**strategy, "after_fit": "sharded", "find_unused_parameters": False},
+        accumulate_grad_batches=micro_batches,
         max_steps=STEPS,
         max_epochs=-1,
+        callbacks=[_Metered(meter)],
     )
-    items = zoo.RandomDataset(zoo.BATCH * 2 * STEPS * MICRO_BATCHES)
-    for name in originals:
-        setattr(dist, name, counting(name))
-    try:
-        trainer.fit(module, DataLoader(items, batch_size=zoo.BATCH))
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-    return calls
+    items = zoo.RandomDataset(zoo.BATCH * 2 * STEPS * micro_batches)
+    trainer.fit(module, DataLoader(items, batch_size=zoo.BATCH))
+
+
+class _Metered(Callback):
+    def __init__(self, meter: TrafficMeter) -> None:
+        self.meter = meter
+
+    def on_train_start(self, *unused: Any) -> None:
+        self.meter.install()
+
+    def on_train_end(self, *unused: Any) -> None:
+        self.meter.remove()
 
 
 @pytest.mark.parametrize(
@@ -72,4 +73,33 @@ def _count(stage: int, looks: bool) -> Counter[str]:
 )
 def test_collectives_per_stage(ranks2, stage, looks, gathers, reductions):
     for calls in ranks2(_count, stage, looks):
-        assert calls == {GATHER: gathers, REDUCE: reductions}
+        assert (calls["all_gather"], calls["reduce_scatter"]) == (gathers, reductions)
+
+
+class Even(zoo.Zoo):
+    """2048 elements in blocks that share out evenly, so that no padding is sent; nothing at the root."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.net(torch.ones(4, 16)).square().mean()
+
+
+def _sent(stage: int, accumulate: int) -> dict[str, float]:
+    meter = TrafficMeter()
+    torch.manual_seed(0)
+    _fit(Even(), {"stage": stage, "units": ["Linear"]}, accumulate, meter)
+    return {kind: nbytes / STEPS for kind, nbytes in meter.sent.items()}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_equal_the_table(ranks, stage, world_size):
+    """A step of 8 micro-batches; the table of docs/architecture.md, in units of Ψ elements times (N-1)/N."""
+    accumulate = 8
+    gathers, reductions = {1: (1, 1), 2: (1, accumulate), 3: (2 * accumulate, accumulate)}[stage]
+    unit = 8 * 16 * 16 * 4 * (world_size - 1) / world_size
+    for sent in ranks(_sent, stage, accumulate, world_size=world_size):
+        assert sent["all_gather"] == gathers * unit
+        assert sent["reduce_scatter"] == reductions * unit

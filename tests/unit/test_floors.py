@@ -27,6 +27,7 @@ FLOORS = {
     "engines.base": 2,
     "engines.view": 2,
     "collectives": 2,
+    "exchange": 2,
     "model_state": 2,
     "optim": 2,
     "tracing": 2,

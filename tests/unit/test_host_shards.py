@@ -169,6 +169,59 @@ def test_what_is_copied(steps, stage, mixed):
     assert step["up"] == 4 * gathered
 
 
+def copied() -> dict[tuple[int, bool, int], tuple[float, float]]:
+    """``(stage, mixed, micro-batches) -> (up, down)``, bytes per parameter of this rank's share (docs/offload.md)."""
+    found = {}
+    with pretend.accelerator(RANKS) as device:
+        for stage in (1, 2, 3):
+            for mixed, micro_batches in ((False, 1), (False, 4), (True, 1), (True, 4)):
+                engine = _engine(device, stage, mixed)
+                optimizer = torch.optim.AdamW(engine.module.parameters())
+                step = _train(engine, optimizer, micro_batches)
+                share = sum(p._local_tensor.numel() for p in _sharded(engine))
+                found[stage, mixed, micro_batches] = (step["up"] / share, step["down"] / share)
+    return found
+
+
+def _planned() -> list[tuple[float, float]]:
+    """``(measured, planned)`` bytes copied per step, for every stage, precision and number of micro-batches."""
+    from lightning_zero.memory import Layout, ParameterSize, StepRules, UnitSize, offload_bytes, simulate, untraced
+
+    pairs = []
+    with pretend.accelerator(RANKS) as device:
+        for stage in (1, 2, 3):
+            for mixed, micro_batches in ((False, 1), (True, 3)):
+                engine = _engine(device, stage, mixed)
+                compute = 2 if mixed else 4
+                units = tuple(
+                    UnitSize(
+                        name=unit.name,
+                        parameters=tuple(
+                            ParameterSize(
+                                name=name,
+                                shape=tuple(dict(engine.module.named_parameters())[name].shape),
+                                itemsize=4,
+                                compute_itemsize=compute,
+                                reduce_itemsize=4,
+                            )
+                            for name in unit.parameters
+                        ),
+                    )
+                    for unit in engine._plan.units
+                )
+                layout = Layout(units=units)
+                rules = StepRules(stage=stage, world_size=RANKS, micro_batches=micro_batches, from_host=True)
+                planned = offload_bytes(layout, simulate(layout, untraced(layout), rules), rules, "cpu")
+                step = _train(engine, torch.optim.AdamW(engine.module.parameters()), micro_batches)
+                pairs.append((step["up"] + step["down"], planned.pcie_per_step))
+    return pairs
+
+
+def test_the_plan_counts_the_copies():
+    for measured, planned in run_ranks(_planned, 1)[0]:
+        assert planned == measured > 0
+
+
 def _reads_and_writes() -> dict[str, Any]:
     """What user code meets in hooks, and every other use of whole tensors."""
     found: dict[str, Any] = {}

@@ -71,6 +71,7 @@ def test_tied_parameter_goes_to_the_lowest_module_around_all_users():
 def test_units_by_class_name_and_by_pattern():
     assert _names(plan_units(Model(), ["Block"]))[:-1] == ["blocks.0", "blocks.1", "blocks.2"]
     assert set(_names(plan_units(Model(), ["blocks.[02]", "stem"]))) == {"blocks.0", "blocks.2", "stem", ROOT}
+    assert _names(plan_units(Model(), ["blocks.*"]))[:-1] == ["blocks.0", "blocks.1", "blocks.2"]  # not what is inside
     assert _names(plan_units(Model(), [])) == [ROOT]
 
 
