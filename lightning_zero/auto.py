@@ -77,14 +77,19 @@ class AutoStrategy(ZeroStrategy):
         assert self._asked is not None
         rows = [r for r in plan.rows if self._asked.target in ("none", r.offload)]
         host = _available_host_bytes() / GIB
-        name, checkpointing, reason = choose(rows, plan.usable_bytes, host, plan.ranks_per_host, runnable_only=True)
+        name, checkpointing, reason = choose(
+            rows, plan.usable_bytes, host, plan.ranks_per_host, engine=self.config.engine
+        )
         notes = "".join(f" ({note})" for note in plan.notes)
         if name is not None:
             if checkpointing:
                 notes += " Switch activation checkpointing on in your module: without it no stage fits."
             row = plan.row(name)
             return row.stage, row.offload, reason + notes, ""
-        wanted = f" {plan.choice} would fit, but is not built yet." if plan.choice else ""
+        wanted = ""
+        if plan.choice:
+            runs = plan.row(plan.choice).engine
+            wanted = f" {plan.choice} would fit" + (": take it by that name." if runs else ", but is not built yet.")
         return 3, "none", f"zero3, which stores the least, though {reason}{wanted}{notes}", ""
 
     def _answer_without_fit(self, module: nn.Module, memory: float) -> tuple[int, str, str, str]:

@@ -66,7 +66,7 @@ def main() -> None:
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     from lightning_zero.checkpoint.layout import FORMATS
 
-    parser.add_argument("source", help="a checkpoint: file, sharded folder or fsspec URL")
+    parser.add_argument("source", help="a checkpoint: file, sharded folder, DeepSpeed's own folder, or fsspec URL")
     parser.add_argument("target", help="what to write; must not exist yet")
     parser.add_argument("--format", choices=FORMATS, help="default: the form that SOURCE does not have")
     parser.add_argument("--prefix", help="safetensors: what to take off the names (default: the only child's name)")

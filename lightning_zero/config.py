@@ -104,8 +104,8 @@ class DeepSpeedConfig:
     reduce_scatter: bool | None = None
     """Stages 1 and 2: each rank receives its share of a reduction only; ``None`` is yes."""
     round_robin_gradients: bool | None = None
-    """Stages 1 and 2: ranks take turns per parameter, so that copies to host memory go in parallel; ``None`` is yes
-    with CPU offload on an accelerator."""
+    """Stages 1 and 2: ranks take turns per parameter, so that copies to host memory go in parallel; ``None`` is
+    no."""
     communication_dtype: str | None = None
     """``"fp32"``, ``"bf16"`` or ``"fp16"``: what gradients are reduced in; ``None`` is what the precision says."""
     hpz_partition_size: int | None = None
@@ -118,7 +118,8 @@ class DeepSpeedConfig:
     quantized_gradients: bool | None = None
     """Stage 3, ZeRO++: gradients are reduced as int4 between hosts; without effect on one host; needs CUDA."""
     activation_checkpointing: bool | None = None
-    """The units' activations are recomputed in the backward, by DeepSpeed; the module needs no change."""
+    """The units' activations are recomputed in the backward (PyTorch's ``checkpoint``); the module needs no change. The
+    file's section ``activation_checkpointing`` is for modules that call ``deepspeed.checkpointing`` themselves."""
     activation_cpu_offload: bool | None = None
     """What is kept of them (the units' inputs) waits in host memory; needs ``activation_checkpointing``."""
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.collectives import Meeting
 from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.deepspeed_activations import Recomputed, configure_deepspeeds_own
 from lightning_zero.engines.deepspeed_config import RunFacts, check_micro_batch, ds_config
 from lightning_zero.engines.deepspeed_folder import SwapFolder, open_folder, swap_bytes
 from lightning_zero.engines.deepspeed_ops import ASYNC_IO, CPU_ADAM, prepare_op, require_deepspeed
@@ -38,6 +39,7 @@ class DeepSpeedRun:
         """Whether DeepSpeed's CPU Adam can be used, on every rank."""
         self.folder: SwapFolder | None = None
         self._supplied: LightningModule | None = None
+        self._recomputed: Recomputed | None = None
 
     @property
     def offload_path(self) -> str | None:
@@ -85,7 +87,7 @@ class DeepSpeedRun:
             ValueError: On every rank, before anything is sharded.
         """
         facts = self.facts(module, told, device_type)
-        ds_config(self.config, facts)  # what contradicts the run is said before minutes are spent on building
+        made = ds_config(self.config, facts)  # contradictions are said before minutes are spent on building
         local_rank, node_rank, local_size = _place()
         if self.config.offload.target == "nvme":
             self._open_folder(facts, default_root_dir, meeting, (local_rank, node_rank, local_size))
@@ -99,6 +101,12 @@ class DeepSpeedRun:
             self.cpu_adam = why is None
             if why is not None:
                 rank_zero_info(f"DeepSpeed's CPU Adam cannot be built ({why}): PyTorch's fused one serves instead.")
+
+        configure_deepspeeds_own(made)
+        if self.config.deepspeed.activation_checkpointing:
+            on_cpu = bool(self.config.deepspeed.activation_cpu_offload)
+            units = self.config.units, self.config.min_unit_numel
+            self._recomputed = Recomputed(module, *units, on_cpu, gathers=self.config.stage == 3)
 
     def _open_folder(self, facts: RunFacts, root: str, meeting: Meeting, place: tuple[int, int, int]) -> None:
         local_rank, node_rank, local_size = place
@@ -137,6 +145,9 @@ class DeepSpeedRun:
         """Gives back what was lent and removes the files, unless a module still uses them: then the process does
         at its end."""
         self._take_back()
+        if self._recomputed is not None:
+            self._recomputed.close()
+            self._recomputed = None
         if self.folder is not None and not keep_files:
             self.folder.close()
             self.folder = None

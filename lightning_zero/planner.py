@@ -53,9 +53,11 @@ GIB = 2**30
 OFFLOADS: dict[str, dict[int, str]] = {
     "none": {1: "fsdp2", 2: "fsdp2", 3: "fsdp2"},
     "cpu": {1: "fsdp2", 2: "fsdp2", 3: "fsdp2"},
-    "nvme": {},
+    "nvme": {3: "deepspeed"},
 }
 """offload -> stage -> the engine that runs it here; what is missing is planned but cannot be picked."""
+ACCOUNTED = ("ddp", "fsdp2")
+"""Engines whose own buffers the plan knows."""
 MAX_MICRO_BATCH = 65536
 
 
@@ -326,14 +328,15 @@ def first_batch(loader: Any) -> Any:
 
 
 def choose(
-    rows: Sequence[Row], usable: float | None, host_gib: float | None, ranks_per_host: int, runnable_only: bool = False
+    rows: Sequence[Row], usable: float | None, host_gib: float | None, ranks_per_host: int, engine: str | None = None
 ) -> tuple[str | None, bool, str]:
     """``(name, needs checkpointing, reason)`` of the cheapest row that fits.
 
     Rows are tried in the order of what they send and recompute: stages 1, 2, 3 on the device, then with activation
-    checkpointing, then with offload. DDP is never the answer: stage 1 sends the same and stores less.
+    checkpointing, then with offload. DDP is never the answer: stage 1 sends the same and stores less. With ``engine``
+    only rows that it runs.
     """
-    candidates = [r for r in rows if r.stage and (r.engine or not runnable_only)]
+    candidates = [r for r in rows if r.stage and engine in (None, r.engine)]
     if usable is None:
         return "zero3", False, "zero3: no device memory was given, and stage 3 stores the least."
     on_device = [r for r in candidates if r.offload == "none"]
@@ -837,7 +840,9 @@ def _table(plan: Plan) -> str:
         largest = f"{r.max_micro_batch}/{r.max_micro_batch_checkpointed}"
         rows.append(
             [
-                r.name + ("" if r.engine else " *") + (" <-" if r.name == plan.choice else ""),
+                r.name
+                + (" *" if r.engine is None else "" if r.engine in ACCOUNTED else " +")
+                + (" <-" if r.name == plan.choice else ""),
                 *map(_gib, (r.parameters, r.gradients, r.optimizer, r.gathered_unit)),
                 _gib(r.activations),
                 _gib(r.peak),
@@ -862,6 +867,8 @@ def _table(plan: Plan) -> str:
     ]
     if any(r.engine is None for r in plan.rows):
         foot.append("* arithmetic only: no engine runs it here yet.")
+    if any(r.engine not in (None, *ACCOUNTED) for r in plan.rows):
+        foot.append("+ run by DeepSpeed, whose own buffers are not counted; states are the same.")
     foot += [f"note: {note}." for note in plan.notes]
     return "\n".join([*head, *lines, *foot, "", f"take {plan.reason}" if plan.choice else plan.reason])
 

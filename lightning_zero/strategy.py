@@ -290,8 +290,12 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.checkpoint_io.teardown()
 
     def _end_deepspeed(self) -> None:
-        if self._deepspeed is not None:  # a module that stays sharded has parts of itself in these files
-            self._deepspeed.end(keep_files=self.engine is not None and not self._failed)
+        if self._deepspeed is None:
+            return
+        stays = self.engine is not None and not self._failed  # a module that stays sharded has parts of itself in files
+        if self._deepspeed.folder is not None and not stays and not self._failed:
+            self.meeting.gather(None, "the end of a run with offload='nvme'")  # others may still read
+        self._deepspeed.end(keep_files=stays)
 
     def _end_engine(self, whole: bool) -> None:
         assert self.engine is not None

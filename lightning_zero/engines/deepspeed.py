@@ -91,7 +91,7 @@ class DeepSpeedEngine(Engine):
         self._touched_now: set[Tensor] = set()  # in this backward
         self._window_open = False  # between the first backward of a window and its agreement
         self._seen: dict[Tensor, tuple[Tensor, int]] = {}
-        self._dirty: set[Tensor] = set()
+        self._dirty: dict[Tensor, None] = {}  # in order, because ranks gather in it
         self._steps: weakref.WeakKeyDictionary[Optimizer, PieceStep] = weakref.WeakKeyDictionary()
         self._kernels: weakref.WeakKeyDictionary[Optimizer, CpuAdam] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
@@ -120,7 +120,8 @@ class DeepSpeedEngine(Engine):
         self._strides = {p: p.stride() for p in self._parameters.values()}
         self._dtypes = {p: p.dtype for p in self._parameters.values()}
         self._odd = _odd_parameters(list(self._parameters.values()))
-        self._held = set(self._parameters.values()) - set(self._odd)
+        # In order, because ranks gather in it
+        self._held = dict.fromkeys(p for p in self._parameters.values() if p not in set(self._odd))
         # A group of its own, so that an agreement never meets an engine's collective
         if dist.get_world_size() > 1 and self.config.find_unused_parameters:
             self._agreement = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.timeout_seconds))
@@ -357,6 +358,13 @@ class DeepSpeedEngine(Engine):
         with torch._C.DisableTorchFunction(), torch.no_grad():
             private.fetch(p)
 
+    def keep_all(self) -> None:
+        """A gradient is to be differentiated: the second backward passes through parameters in no module's order."""
+        if self._stage3:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                for p in self._held:
+                    private.keep(p)
+
     def whole(self, p: Any) -> Tensor:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             return private.gathered_copy(p)
@@ -374,7 +382,7 @@ class DeepSpeedEngine(Engine):
             elif value is not None and value.data_ptr() != p.data_ptr():
                 p.detach().copy_(value)
         if self._managed is not None and p in self._managed:
-            self._dirty.add(p)
+            self._dirty[p] = None
 
     def _adopt(self) -> None:
         """What user code wrote to parameters reaches the masters."""

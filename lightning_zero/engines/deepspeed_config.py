@@ -71,7 +71,7 @@ class RunFacts:
     @property
     def dtype(self) -> str:
         """What forward and backward compute in: ``"fp32"``, ``"fp16"``, ``"bf16"`` or ``"fp64"``."""
-        return _PRECISIONS[str(self.precision)[:2]]
+        return _PRECISIONS.get(str(self.precision)[:2], "fp32")
 
 
 def bucket_numel(numel: int) -> int:
@@ -112,8 +112,6 @@ def ds_config(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
     made["zero_optimization"] = _zero_section(config, facts, raw)
     if config.offload.target == "nvme":
         made["aio"] = _aio_section(config, raw)
-    if section := _activation_section(config, raw):
-        made["activation_checkpointing"] = section
     return made
 
 
@@ -321,12 +319,6 @@ def _aio_section(config: ZeroConfig, raw: RawConfig) -> dict[str, Any]:
     made = _without_auto(raw.section("aio"))
     for name, key in _AIO_KEYS.items():
         _fill(made, key, getattr(config.offload, name), None, raw)
-    return made
-
-
-def _activation_section(config: ZeroConfig, raw: RawConfig) -> dict[str, Any]:
-    made = _without_auto(raw.section("activation_checkpointing"))
-    _fill(made, "cpu_checkpointing", config.deepspeed.activation_cpu_offload, None, raw)
     return made
 
 

@@ -81,6 +81,8 @@ def prepare(device: torch.device) -> Any:
     from deepspeed.utils import groups
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    # Else every rank compiles an exchange through shared memory at once, for CPUs with AVX-512, before anything runs
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if get_accelerator().device_name() != device.type and device.type == "cpu":
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
@@ -450,6 +452,12 @@ def before_gathers(engine: Any, call: Callable[[nn.Module], None]) -> None:
         return gather(module)
 
     offload.pre_sub_module_forward_function = first
+
+
+def keep(p: Any) -> None:
+    """Makes a stage-3 parameter whole until all are released, after the step."""
+    p.ds_active_sub_modules.add(-1)  # no module's number
+    p.all_gather()
 
 
 def _offload(engine: Any) -> Any:

@@ -69,6 +69,7 @@ class Holder(Protocol):
     def in_step(self) -> bool: ...
     def busy(self) -> bool: ...
     def fetch(self, p: Any) -> None: ...
+    def keep_all(self) -> None: ...
     def whole(self, p: Any) -> Tensor: ...
     def shape_of(self, p: Any) -> torch.Size: ...
     def written(self, p: Any, value: Tensor | None) -> None: ...
@@ -93,6 +94,8 @@ class ShardView(TorchFunctionMode):
         holder, name = self.holder, func.__name__
         if name == "backward" and func == Tensor.backward and not holder.busy():
             return holder.user_backward(lambda: func(*args, **kwargs))
+        if func == torch.autograd.grad and kwargs.get("create_graph") and holder.in_step():
+            holder.keep_all()
         held = self._held(args) if args else []
         if kwargs:
             held += self._held(tuple(kwargs.values()))
@@ -141,11 +144,12 @@ class ShardView(TorchFunctionMode):
             away = []
         if not away:
             result = func(*args, **kwargs)
-            if (func == _DATA_GET or name in _SHARES_MEMORY) and isinstance(result, Tensor):
-                self._lent[result] = held[0]
-            return result
-        wholes = {id(p): self._lend(p) for p in {id(p): p for p in away}.values()}
-        return func(*_instead(args, wholes), **{k: _instead([v], wholes)[0] for k, v in kwargs.items()})
+        else:
+            wholes = {id(p): self._lend(p) for p in {id(p): p for p in away}.values()}
+            result = func(*_instead(args, wholes), **{k: _instead([v], wholes)[0] for k, v in kwargs.items()})
+        if (func == _DATA_GET or name in _SHARES_MEMORY) and isinstance(result, Tensor):
+            self._lent[result] = held[0]
+        return result
 
     def _lend(self, p: Any) -> Tensor:
         whole = self.holder.whole(p)

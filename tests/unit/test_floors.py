@@ -35,6 +35,8 @@ FLOORS = {
     "engines.fsdp2": 3,
     "engines.fsdp2_private": 3,
     "engines.deepspeed": 3,
+    "engines.deepspeed_activations": 3,
+    "engines.deepspeed_checkpoint": 3,
     "engines.deepspeed_config": 3,
     "engines.deepspeed_ops": 3,
     "engines.deepspeed_folder": 3,

@@ -58,6 +58,18 @@ def test_a_name_gives_a_strategy_with_its_settings(name: str) -> None:
     assert strategy.config == expected
 
 
+def test_without_deepspeed_its_names_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from lightning_zero.engines import deepspeed_ops
+
+    monkeypatch.setattr(deepspeed_ops, "find_spec", lambda name: None)
+    for name in ("zero2_deepspeed", "zero3_nvme"):
+        with pytest.raises(ModuleNotFoundError, match="pip install deepspeed"):
+            StrategyRegistry.get(name)
+    assert StrategyRegistry.get("zero3_offload").config.offload.target == "cpu"
+
+
 def test_importing_the_package_imports_nothing_heavy() -> None:
     """Measured against importing lightning itself, which brings what it brings."""
     heavy = ("hydra", "omegaconf", "deepspeed", "transformers", "torch.distributed.fsdp._fully_shard")
