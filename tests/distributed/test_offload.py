@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_zero import strategy
-from tests.helpers import zoo
+from lightning_zero.model_state import KINDS, PLACES
+from tests.helpers import account, whereabouts, zoo
 from tests.helpers.ranks import outcome
 
 EXACT = (
@@ -180,3 +181,26 @@ def test_pinned_memory_needs_an_accelerator(ranks1):
     name, text = ranks1(outcome, zoo.train, "sgd_momentum", settings)[0]
     assert name == "ValueError"
     assert "offload.pin_memory=True on accelerator='cpu'" in text
+
+
+ADAM = {"gradients": {"host": 2.0}, "optimizer": {"host": 4.0}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "offload", "expected", "inside"),
+    [
+        ("fsdp2", 2, "cpu", {"parameters": {"host": 2.0}, **ADAM}, 4.0),
+        ("fsdp2", 3, "cpu", {"parameters": {"host": 2.0}, **ADAM}, 4.0 / account.Stack.NUM_UNITS),
+        ("fsdp2", 3, "none", {kind: {"device": n} for kind, n in zip(KINDS, (2.0, 2.0, 4.0), strict=True)}, None),
+        ("deepspeed", 2, "cpu", {"parameters": {"device": 4.0, "host": 2.0}, **ADAM}, 4.0),
+    ],
+)
+def test_where_each_engine_keeps_its_state(ranks2, engine, stage, offload, expected, inside):
+    """Bytes per parameter of two ranks in fp32 with AdamW: shards are half of 4, 4 and 8."""
+    units = zoo.BLOCKS if engine == "fsdp2" else {}
+    settings = {"engine": engine, "stage": stage, "offload": offload, **units}
+    for found in ranks2(whereabouts.held, settings, timeout_seconds=280):
+        for kind in KINDS:
+            for place in PLACES:  # Adam's step counters come on top
+                assert found[kind][place] == pytest.approx(expected[kind].get(place, 0.0), rel=1e-3, abs=1e-3), kind
+        assert inside is None or found["inside"] == pytest.approx(inside, rel=1e-3)
