@@ -368,9 +368,10 @@ def _reason(
     needs = f"{row.name}: needs {_gib(peak)} of {_gib(usable)} usable GiB per rank"
     extra = ""
     if row.offload != "none":
-        least = min(on_device, key=lambda r: r.peak_checkpointed)
-        extra = f"; without offload even {least.name} with activation checkpointing needs"
-        extra += f" {_gib(least.peak_checkpointed)}"
+        if on_device:  # else offload was asked for
+            least = min(on_device, key=lambda r: r.peak_checkpointed)
+            extra = f"; without offload even {least.name} with activation checkpointing needs"
+            extra += f" {_gib(least.peak_checkpointed)}"
         if row.engine is None:
             extra += "; this offload is not built yet, so it cannot be run here"
     elif before:

@@ -150,7 +150,7 @@ class DeepSpeedEngine(Engine):
                 self._handles.append(p.register_post_accumulate_grad_hook(self._touch))
         with private.environment(self.device), self._without(self._odd):
             deepspeed = private.prepare(self.device)
-            with torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction(), private.partial_offload(Joined):
                 self._engine, *_ = deepspeed.initialize(
                     model=self._root,
                     optimizer=joined,

@@ -44,7 +44,9 @@ class Joined(Optimizer):
     """The groups of all optimizers, for DeepSpeed, and the states it keeps in files."""
 
     def __init__(self, groups: list[list[Tensor]]) -> None:
-        super().__init__([{"params": group} for group in groups], {"lr": 0.0})
+        # What DeepSpeed reads of a group when only a part is offloaded
+        unused = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
+        super().__init__([{"params": group} for group in groups], unused)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise AssertionError("users' own optimizers step")

@@ -112,6 +112,20 @@ def _skip_odd_parameters() -> None:
             place.iter_params = iter_params
 
 
+@contextlib.contextmanager
+def partial_offload(joined: type) -> Iterator[None]:
+    """``offload.ratio`` below 1 is admitted for ``joined``: DeepSpeed asks for exactly its own CPU Adam, beside which it
+    steps the masters on the device itself; here users' own optimizers step all of them, wherever they lie."""
+    from deepspeed.runtime.zero import stage3
+
+    before = stage3.DeepSpeedCPUAdam
+    stage3.DeepSpeedCPUAdam = joined
+    try:
+        yield
+    finally:
+        stage3.DeepSpeedCPUAdam = before
+
+
 # -- one backward --------------------------------------------------------------------------------------------------
 
 

@@ -161,6 +161,33 @@ def _run(settings: Any, kind: type, trainer: dict[str, Any]) -> None:
     _fit(settings, kind, **trainer)
 
 
+def _fit_partly(ratio: float) -> Any:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+
+    seen: list[Any] = []
+
+    class Looks(OwnOptimizer):
+        def on_train_start(self) -> None:
+            zero = self.trainer.strategy.engine._engine.optimizer
+            assert isinstance(zero, Stage3)
+            seen.append((zero.partial_offload, len(zero.fp32_partitioned_groups_flat)))
+
+    offload = lightning_zero.OffloadConfig(target="cpu", parameters=False, ratio=ratio)
+    return seen, _fit({"engine": "deepspeed", "stage": 3, "offload": offload}, Looks)
+
+
+@pytest.mark.timeout(1200)
+def test_a_part_of_the_optimizer_states_is_offloaded(ranks2: Any) -> None:
+    """On a CPU both parts lie in the same memory, so what can be told is that there are parts, and DDP's weights."""
+    want, rates, _ = ranks2(_fit, "ddp", OwnOptimizer)[0]
+    for seen, (got, its_rates, _) in ranks2(_fit_partly, 0.5, timeout_seconds=1100):
+        assert seen[0][0] == 0.5
+        assert seen[0][1] > 1
+        assert its_rates == rates
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 class Blocks(OwnOptimizer):
     """Blocks with a residual around them and an input that all share."""
 
