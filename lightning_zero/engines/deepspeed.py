@@ -148,6 +148,8 @@ class DeepSpeedEngine(Engine):
                 self._handles.append(p.register_post_accumulate_grad_hook(self._touch))
         with private.environment(self.device), self._without(self._odd):
             deepspeed = private.prepare(self.device)
+            if not any(hasattr(p, "ds_id") for p in self._held):
+                private.count_from_zero()
             with torch._C.DisableTorchFunction():
                 self._engine, *_ = deepspeed.initialize(
                     model=self._root,
