@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import ZeroConfig
 from lightning_zero.checkpoint.layout import map_tensors, placeholder
+from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.view import WholeView, gathered, gathered_on_rank_0
 from lightning_zero.precision import DtypePolicy
 
@@ -38,8 +38,8 @@ def require(setting: str, value: Any, engine: str) -> None:
 class Engine(ABC):
     """Shards one module over the ranks, runs its steps, and makes it whole again.
 
-    The strategy calls, in this order: :meth:`shard`; :meth:`attach`, when the user's optimizers are there; then for every batch :meth:`run` and, where a gradient is wanted,
-    :meth:`backward` (under :meth:`no_sync` for all but the last micro-batch of a window) and :meth:`step`; at the end
+    The strategy calls, in this order: :meth:`shard`; :meth:`attach`, when the user's optimizers are there; then for
+    every batch :meth:`run` and, where a gradient is wanted, :meth:`backward` (under :meth:`no_sync` for all but the last micro-batch of a window) and :meth:`step`; at the end
     :meth:`restore`. All methods are collective: every rank calls them in the same order.
     """
 

@@ -170,8 +170,8 @@ class DeepSpeedEngine(Engine):
                 step = PieceStep(optimizer, self._managed)
                 if not step.elementwise and any(map(shards.is_swapped, self._managed.flats(parameters(optimizer)))):
                     raise ValueError(
-                        f"offload='nvme' with {type(optimizer).__name__}, which looks across elements and so needs whole"
-                        " masters and states at a time: use offload='cpu', or an element-wise optimizer such as AdamW."
+                        f"offload='nvme' with {type(optimizer).__name__}, which looks across elements and so needs"
+                        " whole masters and states at a time: use offload='cpu', or an element-wise optimizer such as AdamW."
                     )
                 self._steps[optimizer] = step
                 optimizer.zero_grad = self._zero_grad_of(optimizer)  # type: ignore[method-assign]

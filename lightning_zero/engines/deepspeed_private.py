@@ -416,6 +416,7 @@ def without_view(engine: Any, is_whole: Callable[[], bool]) -> None:
                     return method(module)
             if begins:
                 FWD_MODULE_STACK.append(module)
+            return None
 
         return call
 
