@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from lightning_zero.engines.deepspeed_private import Piece, Shards
 from lightning_zero.optim import is_elementwise
 
-
 Only = Callable[[Tensor], bool]
 
 
@@ -262,7 +261,7 @@ class _Swap:
         self.state.update(stepped)
 
     def release(self) -> None:
-        """The optimizer holds its own parameters for the length of a closure; the masters have the stand-ins' values."""
+        """For the length of a closure: the optimizer holds its own parameters, and masters the stand-ins' values."""
         for p, stand_in in self.pairs:
             self.store(p, stand_in)
         self._exchange({id(stand_in): p for p, stand_in in self.pairs})
