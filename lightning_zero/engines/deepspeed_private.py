@@ -126,8 +126,8 @@ def _skip_odd_parameters() -> None:
 
 @contextlib.contextmanager
 def partial_offload(joined: type) -> Iterator[None]:
-    """``offload.ratio`` below 1 is admitted for ``joined``: DeepSpeed asks for exactly its own CPU Adam, beside which it
-    steps the masters on the device itself; here users' own optimizers step all of them, wherever they lie."""
+    """``offload.ratio`` below 1 is admitted for ``joined``: DeepSpeed asks for exactly its own CPU Adam, beside which
+    it steps the masters on the device itself; here users' own optimizers step all of them, wherever they lie."""
     from deepspeed.runtime.zero import stage3
 
     before = stage3.DeepSpeedCPUAdam

@@ -108,6 +108,25 @@ def test_a_run_without_offload_compiles_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def _offload_without_compiler(cache: str, target: str, root: str) -> Any:
+    os.environ.update(TORCH_EXTENSIONS_DIR=cache, CXX="/nowhere/c++")
+    settings = {"engine": "deepspeed", "stage": 3, "offload": target}
+    return outcome(_run, settings, OwnOptimizer, {"default_root_dir": root})
+
+
+@pytest.mark.timeout(400)
+def test_without_a_compiler(ranks2: Any, tmp_path: Path) -> None:
+    """nvme cannot run and says so everywhere, leaving nothing; to host memory goes PyTorch's Adam instead."""
+    cache, root = str(tmp_path / "cache"), str(tmp_path)
+    for kind, message in ranks2(_offload_without_compiler, cache, "nvme", root, timeout_seconds=350):
+        assert kind == "ValueError", message
+        assert "async_io" in message
+        assert "apt-get install g++" in message
+    assert os.listdir(tmp_path / "offload") == []
+    for kind, message in ranks2(_offload_without_compiler, cache, "cpu", root, timeout_seconds=350):
+        assert kind == "ok", message
+
+
 @pytest.mark.parametrize(
     ("strategy", "kind", "trainer", "parts"),
     [
