@@ -99,9 +99,9 @@ def test_a_module_on_the_meta_device_gives_the_same_plan():
 @pytest.mark.parametrize("name", ["mlp", "attention"])
 def test_replayed_blocks_count_as_if_they_had_run(name, checkpointing, monkeypatch):
     def moments(module: Any) -> Any:
-        from lightning_zero.planner import _Study
+        from lightning_zero.planner.study import Study
 
-        study = _Study(module, TOKENS, "32-true", torch.device("cpu"), BLOCKS, 2, 10)
+        study = Study(module, TOKENS, "32-true", torch.device("cpu"), BLOCKS, 2, 10)
         found = study.trace(sharded=True, checkpointing=checkpointing)
         # a replayed block's end may be marked before its saved tensors are gone
         shape = [(m.event, m.unit, m.live_bytes, m.gradient_bytes) for m in found.moments if m.event != "backward_end"]
@@ -125,9 +125,9 @@ class Mixed(Mlp):
 
 @pytest.mark.parametrize("module", [Mixed, Recomputed])
 def test_blocks_that_differ_or_are_recomputed_by_the_user_are_not_replayed(module):
-    from lightning_zero.planner import _Study
+    from lightning_zero.planner.study import Study
 
-    study = _Study(module(), TOKENS, "32-true", torch.device("cpu"), BLOCKS, 2, 10)
+    study = Study(module(), TOKENS, "32-true", torch.device("cpu"), BLOCKS, 2, 10)
     assert study.trace(sharded=True, checkpointing=False).num_replayed == 0
 
 
