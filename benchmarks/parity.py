@@ -107,12 +107,12 @@ def _print_page(rows: list[tuple[str, ...]], world_size: int) -> None:
 
 Largest relative difference of losses / weights against Lightning's `ddp`, step by step and on every rank, after two
 epochs or more on {world_size} CPU processes with gloo in float32. Every rank starts from a different seed; every
-repeated block is a shard unit of `fsdp2`. `0` is bit for bit. **Bold** is beyond the tolerance (there should be none). Logged
-metrics are held to the same tolerance.
+repeated block is a shard unit of `fsdp2`. `0` is bit for bit. **Bold** is beyond the tolerance (there should be none).
+Logged metrics are held to the same tolerance.
 
 Made by `{command}` with lightning_zero {lightning_zero.__version__}, torch {torch.__version__},
-deepspeed {deepspeed.__version__}, lightning {lightning.__version__}, Python {platform.python_version()}. The kinds are the classes of
-`tests/helpers/zoo.py`; `tests/distributed/test_parity.py` holds them to it, also on 1, 3 and 4 ranks and as one unit.
+deepspeed {deepspeed.__version__}, lightning {lightning.__version__}, Python {platform.python_version()}.
+The kinds are the classes of `tests/helpers/zoo.py`; `tests/distributed/test_parity.py` holds them to it, also on 1, 3 and 4 ranks and as one unit.
 
 | kind | fsdp2, stage 1 | 2 | 3 | deepspeed, stage 1 | 2 | 3 | tolerance |
 |---|---|---|---|---|---|---|---|"""

@@ -97,8 +97,8 @@ class DeepSpeedConfig:
     max_reuse_distance_numel: int | None = None
     """Stage 3: a parameter used again within so many others' elements stays whole; ``None`` is 1e9."""
     sub_group_numel: int | None = None
-    """Stage 3: parameters stepped at a time, which with offload is the size of one swap; ``None`` is 1e9, and 1e8 with
-    nvme."""
+    """Stage 3: parameters stepped at a time, which with offload is the size of one swap; ``None`` is 1e9, 1e8 with
+    nvme, and less with ``offload.ratio``, which moves whole ones."""
     contiguous_gradients: bool | None = None
     """Gradients are copied into one buffer as they appear, so that memory does not fragment; ``None`` is yes."""
     reduce_scatter: bool | None = None

@@ -150,7 +150,9 @@ class DeepSpeedEngine(Engine):
                 self._handles.append(p.register_post_accumulate_grad_hook(self._touch))
         with private.environment(self.device), self._without(self._odd):
             deepspeed = private.prepare(self.device)
-            with torch._C.DisableTorchFunction():
+            if not any(hasattr(p, "ds_id") for p in self._held):
+                private.count_from_zero()
+            with torch._C.DisableTorchFunction(), private.partial_offload(Joined):
                 self._engine, *_ = deepspeed.initialize(
                     model=self._root,
                     optimizer=joined,
@@ -170,8 +172,8 @@ class DeepSpeedEngine(Engine):
                 step = PieceStep(optimizer, self._managed)
                 if not step.elementwise and any(map(shards.is_swapped, self._managed.flats(parameters(optimizer)))):
                     raise ValueError(
-                        f"offload='nvme' with {type(optimizer).__name__}, which looks across elements and so needs whole"
-                        " masters and states at a time: use offload='cpu', or an element-wise optimizer such as AdamW."
+                        f"offload='nvme' with {type(optimizer).__name__}, which looks across elements and so needs"
+                        " whole masters and states at a time: use offload='cpu', or an element-wise optimizer such as AdamW."
                     )
                 self._steps[optimizer] = step
                 optimizer.zero_grad = self._zero_grad_of(optimizer)  # type: ignore[method-assign]

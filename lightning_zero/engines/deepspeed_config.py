@@ -17,6 +17,8 @@ MAX_BUCKET_NUMEL = 200_000_000
 MIN_BUCKET_NUMEL = 25_000_000
 _ROUND_BUCKETS = 8
 NVME_SUB_GROUP_NUMEL = 100_000_000
+_RATIO_SUB_GROUPS = 32
+"""Partial offload moves whole sub-groups: so many, that the share is met within a few per cent."""
 
 _ZERO_KEYS = {
     "overlap_comm": "overlap_comm",
@@ -288,6 +290,8 @@ def _defaults(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
         made["persistence_numel"] = persistence_numel(facts.numel)
         if config.offload.target == "nvme":
             made["sub_group_numel"] = NVME_SUB_GROUP_NUMEL
+        elif config.offload.ratio not in (None, 1):
+            made["sub_group_numel"] = max(1, facts.numel // (facts.world_size * _RATIO_SUB_GROUPS))
     else:
         made["allgather_bucket_numel"] = bucket
     return made

@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from lightning_zero.engines.deepspeed_private import Piece, Shards
 from lightning_zero.optim import is_elementwise
 
-
 Only = Callable[[Tensor], bool]
 
 
@@ -44,7 +43,9 @@ class Joined(Optimizer):
     """The groups of all optimizers, for DeepSpeed, and the states it keeps in files."""
 
     def __init__(self, groups: list[list[Tensor]]) -> None:
-        super().__init__([{"params": group} for group in groups], {"lr": 0.0})
+        # What DeepSpeed reads of a group when only a part is offloaded
+        unused = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
+        super().__init__([{"params": group} for group in groups], unused)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise AssertionError("users' own optimizers step")
@@ -260,7 +261,7 @@ class _Swap:
         self.state.update(stepped)
 
     def release(self) -> None:
-        """The optimizer holds its own parameters for the length of a closure; the masters have the stand-ins' values."""
+        """For the length of a closure: the optimizer holds its own parameters, and masters the stand-ins' values."""
         for p, stand_in in self.pairs:
             self.store(p, stand_in)
         self._exchange({id(stand_in): p for p, stand_in in self.pairs})

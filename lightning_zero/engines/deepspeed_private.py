@@ -19,6 +19,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -81,8 +82,6 @@ def prepare(device: torch.device) -> Any:
     from deepspeed.utils import groups
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    # Else every rank compiles an exchange through shared memory at once, for CPUs with AVX-512, before anything runs
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if get_accelerator().device_name() != device.type and device.type == "cpu":
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
@@ -91,10 +90,23 @@ def prepare(device: torch.device) -> Any:
     world = getattr(comm.comm.cdb, "_lightning_zero_world", None)
     if comm.comm.cdb is None or world is not dist.group.WORLD:
         comm.comm.cdb = None  # belongs to a process group that is gone
+        # DeepSpeed's own all-reduce through shared memory is compiled at the first use, remembers the first process
+        # group for ever, and waits for a missing rank for ever.
+        import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # comm.torch is torch
         groups._release_process_group_references(group=None)
         comm.init_distributed(dist_backend=get_accelerator().communication_backend_name(), dist_init_required=False)
         comm.comm.cdb._lightning_zero_world = dist.group.WORLD
     return deepspeed
+
+
+def count_from_zero() -> None:
+    """Parameters and modules are numbered alike on all ranks, whatever ran in their processes before."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    Init.param_id = 0
+    (numbers,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ or ([0],)
+    numbers[0] = 0
 
 
 def _skip_odd_parameters() -> None:
@@ -110,6 +122,20 @@ def _skip_odd_parameters() -> None:
         iter_params._lightning_zero = True  # type: ignore[attr-defined]
         for place in (parameter_offload, partitioned_param_coordinator):
             place.iter_params = iter_params
+
+
+@contextlib.contextmanager
+def partial_offload(joined: type) -> Iterator[None]:
+    """``offload.ratio`` below 1 is admitted for ``joined``: DeepSpeed asks for exactly its own CPU Adam, beside which
+    it steps the masters on the device itself; here users' own optimizers step all of them, wherever they lie."""
+    from deepspeed.runtime.zero import stage3
+
+    before = stage3.DeepSpeedCPUAdam
+    stage3.DeepSpeedCPUAdam = joined
+    try:
+        yield
+    finally:
+        stage3.DeepSpeedCPUAdam = before
 
 
 # -- one backward --------------------------------------------------------------------------------------------------
@@ -424,6 +450,7 @@ def without_view(engine: Any, is_whole: Callable[[], bool]) -> None:
                     return method(module)
             if begins:
                 FWD_MODULE_STACK.append(module)
+            return None
 
         return call
 

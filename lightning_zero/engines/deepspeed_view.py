@@ -50,7 +50,7 @@ _AS_THEY_ARE = frozenset(
         "is_xpu",
         "is_cpu",
         "itemsize",
-    )  # fmt: skip
+    )
     if hasattr(getattr(Tensor, name, None), "__get__")
 )
 _METADATA = frozenset(
@@ -125,7 +125,7 @@ class ShardView(TorchFunctionMode):
         if func == _GRAD_GET:
             own = func(*args)
             return own if own is not None else holder.see_grad(args[0])
-        if func == _GRAD_SET or func == _GRAD_DELETE:
+        if func in (_GRAD_SET, _GRAD_DELETE):
             return holder.set_grad(args[0], args[1] if func == _GRAD_SET else None)
         if func in _AS_THEY_ARE or name in _METADATA:
             return func(*args, **kwargs)

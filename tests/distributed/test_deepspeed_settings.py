@@ -108,6 +108,25 @@ def test_a_run_without_offload_compiles_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def _offload_without_compiler(cache: str, target: str, root: str) -> Any:
+    os.environ.update(TORCH_EXTENSIONS_DIR=cache, CXX="/nowhere/c++")
+    settings = {"engine": "deepspeed", "stage": 3, "offload": target}
+    return outcome(_run, settings, OwnOptimizer, {"default_root_dir": root})
+
+
+@pytest.mark.timeout(400)
+def test_without_a_compiler(ranks2: Any, tmp_path: Path) -> None:
+    """nvme cannot run and says so everywhere, leaving nothing; to host memory goes PyTorch's Adam instead."""
+    cache, root = str(tmp_path / "cache"), str(tmp_path)
+    for kind, message in ranks2(_offload_without_compiler, cache, "nvme", root, timeout_seconds=350):
+        assert kind == "ValueError", message
+        assert "async_io" in message
+        assert "apt-get install g++" in message
+    assert os.listdir(tmp_path / "offload") == []
+    for kind, message in ranks2(_offload_without_compiler, cache, "cpu", root, timeout_seconds=350):
+        assert kind == "ok", message
+
+
 @pytest.mark.parametrize(
     ("strategy", "kind", "trainer", "parts"),
     [
@@ -159,6 +178,33 @@ def _outcome(settings: Any, kind: type, trainer: dict[str, Any]) -> Any:
 
 def _run(settings: Any, kind: type, trainer: dict[str, Any]) -> None:
     _fit(settings, kind, **trainer)
+
+
+def _fit_partly(ratio: float) -> Any:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+
+    seen: list[Any] = []
+
+    class Looks(OwnOptimizer):
+        def on_train_start(self) -> None:
+            zero = self.trainer.strategy.engine._engine.optimizer
+            assert isinstance(zero, Stage3)
+            seen.append((zero.partial_offload, len(zero.fp32_partitioned_groups_flat)))
+
+    offload = lightning_zero.OffloadConfig(target="cpu", parameters=False, ratio=ratio)
+    return seen, _fit({"engine": "deepspeed", "stage": 3, "offload": offload}, Looks)
+
+
+@pytest.mark.timeout(1200)
+def test_a_part_of_the_optimizer_states_is_offloaded(ranks2: Any) -> None:
+    """On a CPU both parts lie in the same memory, so what can be told is that there are parts, and DDP's weights."""
+    want, rates, _ = ranks2(_fit, "ddp", OwnOptimizer)[0]
+    for seen, (got, its_rates, _) in ranks2(_fit_partly, 0.5, timeout_seconds=1100):
+        assert seen[0][0] == 0.5
+        assert seen[0][1] > 1
+        assert its_rates == rates
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 class Blocks(OwnOptimizer):

@@ -111,9 +111,7 @@ def _deepspeed_cases() -> list[Any]:
                 case = Case(kind, stage, world_size, "blocks", "different")
                 sampled = world_size == 2 and stage == 1 + index % 3
                 sampled |= world_size == 3 and index % 15 == 7 and stage == 1 + (index // 15) % 3
-                cases.append(
-                    pytest.param(case, id=f"{case}-deepspeed", marks=() if sampled else pytest.mark.full)
-                )
+                cases.append(pytest.param(case, id=f"{case}-deepspeed", marks=() if sampled else pytest.mark.full))
     return cases
 
 

@@ -174,6 +174,7 @@ def test_offload_sections() -> None:
     assert "offload_param" not in made(offload="cpu", stage=2)["zero_optimization"]
     split = made(offload=OffloadConfig(target="cpu", parameters=False, ratio=0.5))["zero_optimization"]
     assert split["offload_optimizer"]["ratio"] == 0.5
+    assert split["sub_group_size"] == CPU.numel // (CPU.world_size * 32)  # one group could not be split
     assert "offload_param" not in split
     nvme = made(
         replace(CPU, offload_path="/fast/run"), offload=OffloadConfig(target="nvme", aio_num_threads=2, buffer_count=6)
