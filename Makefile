@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test test-full lint parity checkpoints memory offload reliability clean
+.PHONY: help setup train test test-full lint parity checkpoints memory offload reliability bench clean
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -51,6 +51,10 @@ offload: setup ## Write the tables of docs/offload.md
 reliability: setup ## Write the table of docs/reliability.md and, where there is a SLURM, the requeued job's log and plot
 	$(BIN)/python benchmarks/faults.py docs/reliability.md
 	$(BIN)/python benchmarks/requeue.py docs
+
+bench: setup ## Write docs/speed.md: every way to run the same step, side by side (two hours)
+	$(BIN)/python -m pip install --quiet -c constraints.txt accelerate
+	$(BIN)/python benchmarks/bench.py
 
 clean: ## Remove the environment and what runs have written
 	rm -rf $(VENV) build dist *.egg-info outputs multirun lightning_logs

@@ -407,7 +407,12 @@ def _accelerate(job: Job, plugin: str) -> None:
                 }
             )
         }
-    accelerator = Accelerator(cpu=job.device == "cpu", gradient_accumulation_steps=job.accumulate, **settings)
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        os.environ.setdefault("LOCAL_SIZE", str(job.ranks))
+    on_cpu = job.device == "cpu" and plugin == "fsdp2"  # its DeepSpeed knows the device from DeepSpeed itself
+    accelerator = Accelerator(cpu=on_cpu, gradient_accumulation_steps=job.accumulate, **settings)
+    if accelerator.distributed_type.value.lower() not in ("fsdp", "deepspeed"):
+        raise RuntimeError(f"Accelerate runs {accelerator.distributed_type.value} here, whatever the plugin")
     model, optimizer = accelerator.prepare(model, job.optimizer(model.parameters()))
     batches = job.batches()
     for _ in range(job.steps + WARMUP_STEPS):

@@ -258,9 +258,11 @@ class Fsdp2Engine(Engine):
         """
         if self._agreement is None or self.config.stage < 3 or self.device.type != "cpu":
             return
-        ends = torch.tensor([index, -index])
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._agreement)
-        high, low = ends[0].item(), -ends[1].item()  # on the CPU: no device waits
+        with torch._C.DisableTorchFunction():
+            ends = torch.tensor([index, -index])
+            dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._agreement)
+            high, low = ends.tolist()  # on the CPU: no device waits
+            low = -low
         if high != low:
             self._refuse_different_units([int(i) for i in (low, high) if i >= 0])
 
@@ -323,6 +325,7 @@ class Fsdp2Engine(Engine):
     def _follow_backward(self) -> None:
         for group in self._groups:
             private.before_reduce(group, self._before_reduce)
+            private.without_translation(group)
 
     def _start_window(self) -> None:
         """A window is what lies between two agreements."""
@@ -461,13 +464,13 @@ class Fsdp2Engine(Engine):
     def _closure(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
         def evaluate() -> Any:
             result = None if closure is None else closure()
-            # Gradients of a plain loss.backward() under manual optimization, and gathered copies of old values.
-            if any(private.has_grad(p) for g in self._groups for p in private.trainable(g)):
-                self._reduced.clear()
-                with torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction():
+                # Gradients of a plain loss.backward() under manual optimization, and gathered copies of old values.
+                if any(private.has_grad(p) for g in self._groups for p in private.trainable(g)):
+                    self._reduced.clear()
                     self._after_backward(deferred=False)
-            self.settle()
-            self._wait_for_host_copies()
+                self.settle()
+                self._wait_for_host_copies()
             return result
 
         return evaluate

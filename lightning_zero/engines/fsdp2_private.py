@@ -47,6 +47,19 @@ def before_reduce(group: Group, action: Callable[[Group], bool]) -> None:
     group.post_backward = post_backward
 
 
+def without_translation(group: Group) -> None:
+    """What the group itself does around a forward is no user code: no ``TorchFunctionMode`` has to look at it."""
+
+    def quiet(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch._C.DisableTorchFunction():
+                return original(*args, **kwargs)
+
+        return call
+
+    group.pre_forward, group.post_forward = quiet(group.pre_forward), quiet(group.post_forward)
+
+
 def reduce_now(group: Group) -> None:
     """Reduces the gradients lying on the group's whole parameters, outside autograd's own schedule."""
     type(group).post_backward(group)

@@ -1,0 +1,256 @@
+"""How fast a training step is under each way of running it: the tables of docs/speed.md.
+
+    python benchmarks/bench.py                          # everything docs/speed.md shows, about two hours
+    python benchmarks/bench.py gpt --ranks 2            # one table, to the terminal
+    python benchmarks/bench.py gpt --only ddp zero3     # some contenders (floor and fully_shard always run)
+    python benchmarks/bench.py --page                   # docs/speed.md from the stored results
+
+Contenders take turns, round after round, on the same machine, each with as many processes as there are ranks and one
+thread per process; a ratio is taken within a round, and the median over the rounds is what counts. A contender whose
+losses are not DDP's is marked: it did other work. What was measured is stored under benchmarks/results/ with the
+hardware and the versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.contenders import CONTENDERS, SHAPES
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "speed.md"
+ANCHORS = ("floor", "ddp", "fully_shard")
+LOSS_TOLERANCE = 2e-4
+"""Relative, after at most ten steps of Adam in fp32: ranks add gradients in another order."""
+TABLES: list[dict[str, Any]] = [
+    {"shape": "gpt", "ranks": 2, "accumulate": 1},
+    {"shape": "gpt", "ranks": 4, "accumulate": 1},
+    {"shape": "gpt", "ranks": 2, "accumulate": 8, "steps": 3},
+    {"shape": "many", "ranks": 2, "accumulate": 1},
+    {"shape": "embedding", "ranks": 2, "accumulate": 1},
+    {"shape": "tiny", "ranks": 2, "accumulate": 1, "steps": 300},
+]
+NAMES = {
+    "gpt": "GPT of 26 M parameters, 8 blocks of 512",
+    "many": "many small tensors, 200 blocks of 64, clipped by norm",
+    "embedding": "a huge embedding, 64,000 x 256 and its head",
+    "tiny": "a model so small that only overhead is left",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="*", choices=[[], *SHAPES], metavar="SHAPE", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--ranks", type=int, nargs="*", default=None, help="processes")
+    parser.add_argument("--accumulate", type=int, nargs="*", default=None, help="micro-batches per step")
+    parser.add_argument("--rounds", type=int, default=3, help="turns per contender (default: %(default)s)")
+    parser.add_argument("--only", nargs="*", default=None, choices=[*CONTENDERS], metavar="CONTENDER")
+    parser.add_argument("--page", action="store_true", help="only write docs/speed.md from what is stored")
+    options = parser.parse_args()
+    tables = [
+        table
+        for table in TABLES
+        if (not options.shapes or table["shape"] in options.shapes)
+        and (options.ranks is None or table["ranks"] in options.ranks)
+        and (options.accumulate is None or table["accumulate"] in options.accumulate)
+    ]
+    if not tables:
+        parser.error("no table has this shape, number of ranks and of micro-batches")
+    for table in tables if not options.page else ():
+        names = [name for name in CONTENDERS if options.only is None or name in (*ANCHORS, *options.only)]
+        measured = measure(table, names, options.rounds)
+        RESULTS.mkdir(exist_ok=True)
+        _path(table).write_text(json.dumps(measured, indent=1) + "\n")
+        print(render(measured))
+    if options.page or not (options.shapes or options.only):
+        PAGE.write_text(page())
+    return 0
+
+
+def measure(table: dict[str, Any], names: list[str], rounds: int) -> dict[str, Any]:
+    """Every contender of ``names`` once per round."""
+    runs: dict[str, list[Any]] = {name: [] for name in names}
+    failed: dict[str, str] = {}
+    for number in range(rounds):
+        for name in names:
+            if name in failed:
+                continue
+            begun = time.perf_counter()
+            settings = json.dumps({**table, "contender": name})
+            done = subprocess.run(
+                [sys.executable, str(ROOT / "benchmarks" / "contenders.py"), settings],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if done.returncode:
+                failed[name] = done.stderr.strip().splitlines()[-1][:200]
+            else:
+                runs[name].append(_summary(json.loads(done.stdout)))
+            print(
+                f"round {number + 1}/{rounds} {name}: {failed.get(name) or round(time.perf_counter() - begun)}",
+                file=sys.stderr,
+                flush=True,
+            )
+    return {
+        "table": table,
+        "machine": _machine(),
+        "imports": imports(),
+        "runs": {name: found for name, found in runs.items() if found},
+        "failed": failed,
+    }
+
+
+def _summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of all ranks: the slowest one's step, the largest one's memory."""
+    return {
+        "step_seconds": max(statistics.median(r["seconds"]) for r in ranks),
+        "cpu_seconds": statistics.mean(r["cpu_seconds_per_step"] for r in ranks),
+        "update_seconds": max(statistics.median(r["update_seconds"] or [math.nan]) for r in ranks),
+        "peak_bytes": max(r["peak_bytes"] for r in ranks),
+        "wire_bytes": ranks[0]["wire_bytes_per_step"],
+        "start_up_seconds": max(r["start_up_seconds"] for r in ranks),
+        "losses": [statistics.mean(losses) for losses in zip(*(r["losses"] for r in ranks), strict=True)],
+    }
+
+
+def imports(times: int = 5) -> dict[str, float]:
+    """Median seconds that ``import lightning.pytorch`` takes a fresh process, and with ``lightning_zero``."""
+
+    def seconds(code: str) -> float:
+        begun = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+        return time.perf_counter() - begun
+
+    pairs = [
+        (seconds("import lightning.pytorch"), seconds("import lightning.pytorch, lightning_zero")) for _ in range(times)
+    ]
+    return {
+        "lightning": statistics.median(a for a, _ in pairs),
+        "lightning_zero_adds": statistics.median(b - a for a, b in pairs),
+    }
+
+
+# -- pages ---------------------------------------------------------------------------------------------------------
+
+
+def render(measured: dict[str, Any]) -> str:
+    """One table as Markdown."""
+    runs, table = measured["runs"], measured["table"]
+    lines = [
+        f"### {NAMES[table['shape']]}: {table['ranks']} ranks, {_micro_batches(table['accumulate'])}",
+        "",
+        "| | step, ms | to the floor | to fully_shard | clip and update, ms | CPU per rank, ms | peak memory, MB"
+        " | to fully_shard | sent per rank, MB | start-up, s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in runs.items():
+        note = "" if name == "floor" or _same_losses(found, runs["ddp"]) else " (**other losses**)"
+        middle = {key: statistics.median(run[key] for run in found) for key in found[0] if key != "losses"}
+        update = middle["update_seconds"]
+        cells = [
+            f"{middle['step_seconds'] * 1e3:.1f}"
+            if table["shape"] == "tiny"
+            else f"{middle['step_seconds'] * 1e3:.0f}",
+            _ratio(found, runs["floor"], "step_seconds"),
+            _ratio(found, runs["fully_shard"], "step_seconds"),
+            "" if math.isnan(update) else f"{update * 1e3:.1f}",
+            f"{middle['cpu_seconds'] * 1e3:.1f}",
+            f"{middle['peak_bytes'] / 1e6:.0f}",
+            _ratio(found, runs["fully_shard"], "peak_bytes"),
+            f"{middle['wire_bytes'] / 1e6:.1f}",
+            f"{middle['start_up_seconds']:.1f}",
+        ]
+        lines.append(f"| {CONTENDERS[name][0]}{note} | {' | '.join(cells)} |")
+    lines += [f"| {CONTENDERS[name][0]} | failed: {reason} |" for name, reason in measured["failed"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _ratio(found: list[Any], anchor: list[Any], key: str) -> str:
+    """Median over the rounds, with the smallest and the largest."""
+    ratios = [mine[key] / other[key] for mine, other in zip(found, anchor, strict=False) if other[key]]
+    if not ratios:
+        return ""
+    spread = f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 and key == "step_seconds" else ""
+    return f"{statistics.median(ratios):.2f}{spread}"
+
+
+def _same_losses(found: list[Any], ddp: list[Any]) -> bool:
+    return all(
+        math.isclose(a, b, rel_tol=LOSS_TOLERANCE)
+        for run, other in zip(found, ddp, strict=False)
+        for a, b in zip(run["losses"][:10], other["losses"][:10], strict=False)
+    )
+
+
+def page() -> str:
+    """docs/speed.md, from what is stored."""
+    stored = [json.loads(_path(table).read_text()) for table in TABLES if _path(table).exists()]
+    head = PAGE.read_text().split("<!-- tables -->")[0] if PAGE.exists() else "# Speed\n\n"
+    parts = [head.rstrip(), "<!-- tables -->"]
+    for measured in stored:
+        machine, added = measured["machine"], measured["imports"]
+        parts += [
+            render(measured).rstrip(),
+            f"{machine['date']}, {machine['processor']}, {machine['cores']} cores, {machine['versions']};"
+            f" {max(len(found) for found in measured['runs'].values())} rounds."
+            f" `import lightning_zero` took {added['lightning_zero_adds'] * 1e3:.0f} ms more than `import"
+            f" lightning.pytorch` ({added['lightning'] * 1e3:.0f} ms).",
+        ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _micro_batches(number: int) -> str:
+    return "no accumulation" if number == 1 else f"{number} micro-batches per step"
+
+
+def _path(table: dict[str, Any]) -> Path:
+    return RESULTS / f"speed-{table['shape']}-{table['ranks']}ranks-{table['accumulate']}x.json"
+
+
+def _machine() -> dict[str, Any]:
+    names = ["torch", "lightning", "deepspeed", "accelerate"]
+    return {
+        "date": date.today().isoformat(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": ", ".join(f"{name} {_version(name)}" for name in names),
+    }
+
+
+def _processor() -> str:
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            return torch.cuda.get_device_name()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

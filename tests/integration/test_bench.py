@@ -1,0 +1,68 @@
+"""The benchmark measures what it says: the same training under each contender, bytes and steps counted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from benchmarks.bench import ROOT, render
+from benchmarks.contenders import CONTENDERS
+
+
+def _run(contender: str, **settings: Any) -> list[dict[str, Any]]:
+    job = {"contender": contender, "shape": "tiny", "ranks": 2, "steps": 3, **settings}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "contenders.py"), json.dumps(job)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_contenders_do_the_same_work(accumulate):
+    reference = _run("ddp", accumulate=accumulate)
+    for name in ("fully_shard", "engine-2", "zero3"):
+        for rank, found in zip(reference, _run(name, accumulate=accumulate), strict=True):
+            assert found["losses"] == pytest.approx(rank["losses"], rel=1e-5)  # gradients are added in another order
+            assert len(found["seconds"]) == 3
+            assert found["peak_bytes"] > 0
+
+
+def test_a_contender_that_fails_says_why():
+    with pytest.raises(AssertionError, match="KeyError: 'nobody'"):
+        _run("nobody")
+
+
+def test_tables_show_ratios_within_a_round_and_who_did_other_work():
+    def run(seconds: float, loss: float) -> dict[str, Any]:
+        return {
+            "step_seconds": seconds,
+            "cpu_seconds": seconds,
+            "update_seconds": float("nan"),
+            "peak_bytes": 1e8,
+            "wire_bytes": 1e6,
+            "start_up_seconds": 3.0,
+            "losses": [loss],
+        }
+
+    measured = {
+        "table": {"shape": "gpt", "ranks": 2, "accumulate": 1},
+        "runs": {
+            "floor": [run(1, 5.0), run(2, 5.0), run(4, 5.0)],
+            "ddp": [run(1, 4.0)] * 3,
+            "fully_shard": [run(2, 4.0), run(4, 4.0), run(8, 4.0)],
+            "zero3": [run(1.5, 4.1), run(3, 4.0), run(6, 4.0)],
+        },
+        "failed": {"deepspeed-1": "no compiler"},
+    }
+    lines = {line.split(" | ")[0].strip("| "): line for line in render(measured).splitlines()}
+    assert "| 1.50 (1.50–1.50) | 0.75 (0.75–0.75) |" in lines[f"{CONTENDERS['zero3'][0]} (**other losses**)"]
+    assert "failed: no compiler" in lines[CONTENDERS["deepspeed-1"][0]]
