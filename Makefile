@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test test-full lint parity checkpoints memory reliability bench clean
+.PHONY: help setup train test test-full lint parity checkpoints memory offload reliability bench clean
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,9 @@ checkpoints: setup ## Write the tables of docs/checkpoints.md (half an hour)
 
 memory: setup ## Write docs/memory.md
 	$(BIN)/python benchmarks/memory.py > docs/memory.md.new && mv docs/memory.md.new docs/memory.md
+
+offload: setup ## Write the tables of docs/offload.md
+	$(BIN)/python benchmarks/offload.py docs/offload.md
 
 reliability: setup ## Write the table of docs/reliability.md and, where there is a SLURM, the requeued job's log and plot
 	$(BIN)/python benchmarks/faults.py docs/reliability.md

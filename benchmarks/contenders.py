@@ -309,8 +309,8 @@ def _engine(job: Job, stage: int) -> None:
 # -- Lightning and Accelerate --------------------------------------------------------------------------------------
 
 
-def _lightning(job: Job, strategy: Any) -> None:
-    """``strategy`` is a name, a strategy, or a function that makes one."""
+def _lightning(job: Job, strategy: Any, **options: Any) -> None:
+    """``strategy`` is a name, a strategy, or a function that makes one; ``options`` are the Trainer's."""
     import warnings
 
     from lightning.pytorch import LightningModule, Trainer
@@ -354,6 +354,7 @@ def _lightning(job: Job, strategy: Any) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
     trainer.fit(Module(), train_dataloaders=DataLoader(list(job.batches()), batch_size=None))  # type: ignore[arg-type]
 
@@ -455,8 +456,8 @@ CONTENDERS: dict[str, tuple[str, Callable[[Job], None]]] = {
 # -- processes -----------------------------------------------------------------------------------------------------
 
 
-def launch(job: Job, timeout_seconds: float = 300.0) -> list[dict[str, Any]]:
-    """Runs ``job`` on its ranks, each a process; their results by rank.
+def launch(job: Job, timeout_seconds: float = 300.0, script: str = __file__) -> list[dict[str, Any]]:
+    """Runs ``job`` on its ranks, each a process of ``script``, which knows the contender; their results by rank.
 
     Raises:
         RuntimeError: When a rank fails or takes too long, with the end of its output.
@@ -466,7 +467,7 @@ def launch(job: Job, timeout_seconds: float = 300.0) -> list[dict[str, Any]]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        ranks = [_start(job, rank, port, folder) for rank in range(job.ranks)]
+        ranks = [_start(job, rank, port, folder, script) for rank in range(job.ranks)]
         try:
             deadline = time.monotonic() + timeout_seconds
             codes = [process.wait(max(deadline - time.monotonic(), 0.1)) for process in ranks]
@@ -482,7 +483,7 @@ def launch(job: Job, timeout_seconds: float = 300.0) -> list[dict[str, Any]]:
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(job.ranks)]
 
 
-def _start(job: Job, rank: int, port: int, folder: str) -> Any:
+def _start(job: Job, rank: int, port: int, folder: str, script: str) -> Any:
     environment = {
         **os.environ,
         "RANK": str(rank),
@@ -500,7 +501,7 @@ def _start(job: Job, rank: int, port: int, folder: str) -> Any:
     settings = json.dumps(asdict(job) | {"rank": rank, "folder": folder})
     with open(Path(folder, f"{rank}.log"), "w") as log:
         return subprocess.Popen(
-            [sys.executable, __file__, "--rank", settings], env=environment, stdout=log, stderr=log, cwd=folder
+            [sys.executable, script, "--rank", settings], env=environment, stdout=log, stderr=log, cwd=folder
         )
 
 

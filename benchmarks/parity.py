@@ -1,6 +1,6 @@
-"""The table of docs/parity.md: how far each kind of module is from DDP under stages 1, 2 and 3.
+"""The table of docs/parity.md: how far each kind of module is from DDP under both engines at stages 1, 2 and 3.
 
-    python benchmarks/parity.py > docs/parity.md            # every kind, 2 ranks, about 4 minutes
+    python benchmarks/parity.py > docs/parity.md            # every kind, 2 ranks, about 10 minutes
     python benchmarks/parity.py --ranks 3 adam gan          # some kinds, other ranks
 
 Every rank starts from another seed (rank 0's values are everybody's), every repeated block is a unit. A line of
@@ -15,6 +15,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -23,7 +24,9 @@ from tests.helpers.ranks import RankError, RankPool, outcome
 from tests.helpers.zoo import KINDS
 
 STAGES = (1, 2, 3)
-TIMEOUT_SECONDS = 60.0
+ENGINES = ("fsdp2", "deepspeed")
+COLUMNS = [(engine, stage) for engine in ENGINES for stage in STAGES]
+TIMEOUT_SECONDS = 120.0
 
 
 def main() -> int:
@@ -40,7 +43,7 @@ def main() -> int:
     with RankPool() as pool:
         for number, name in enumerate(names, 1):
             cells = _row(pool, name, options.ranks)
-            failed += [f"{name} at stage {stage}" for stage, cell in zip(STAGES, cells, strict=True) if "**" in cell]
+            failed += [f"{name} at stage {s}, {e}" for (e, s), cell in zip(COLUMNS, cells, strict=True) if "**" in cell]
             rows.append((name, *cells, f"{KINDS[name].tolerance:.0e}", KINDS[name].reason))
             print(f"{number}/{len(names)} {name}: {', '.join(cells)}", file=sys.stderr, flush=True)
     _print_page(rows, options.ranks)
@@ -50,20 +53,21 @@ def main() -> int:
 
 
 def _row(pool: RankPool, name: str, world_size: int) -> list[str]:
-    """One cell per stage: ``losses / weights``, or what is refused instead."""
+    """One cell per engine and stage: ``losses / weights``, or what is refused instead."""
     kind = KINDS[name]
     if kind.raises and world_size > 1:
         answers = [
             pool.run(outcome, zoo.train, name, strategy, True, world_size=world_size)
-            for strategy in (kind.reference, *({"stage": stage, **zoo.BLOCKS} for stage in STAGES))
+            for strategy in (kind.reference, *(_strategy(*column) for column in COLUMNS))
         ]
         as_ddp = [all(re.search(kind.raises, text) for _, text in answer) for answer in answers]
         return ["refused, as under DDP" if same else "**not refused as under DDP**" for same in as_ddp[1:]]
     reference = pool.run(zoo.train, name, kind.reference, True, world_size=world_size, timeout_seconds=TIMEOUT_SECONDS)
     cells = []
-    for stage in STAGES:
-        strategy = {"stage": stage, **zoo.BLOCKS}
-        refusal = kind.unsupported_units.get(stage) if world_size > 1 else None
+    for engine, stage in COLUMNS:
+        strategy = _strategy(engine, stage)
+        unsupported = kind.unsupported_units if engine == "fsdp2" else kind.unsupported_deepspeed
+        refusal = unsupported.get(stage) if world_size > 1 else None
         try:
             if refusal:
                 answer = pool.run(
@@ -82,11 +86,16 @@ def _row(pool: RankPool, name: str, world_size: int) -> list[str]:
     return cells
 
 
+def _strategy(engine: str, stage: int) -> dict[str, Any]:
+    return {"stage": stage, "engine": engine, **(zoo.BLOCKS if engine == "fsdp2" else {})}
+
+
 def _short(value: float) -> str:
     return "0" if value == 0 else f"{value:.0e}"
 
 
 def _print_page(rows: list[tuple[str, ...]], world_size: int) -> None:
+    import deepspeed
     import lightning
     import torch
 
@@ -98,21 +107,22 @@ def _print_page(rows: list[tuple[str, ...]], world_size: int) -> None:
 
 Largest relative difference of losses / weights against Lightning's `ddp`, step by step and on every rank, after two
 epochs or more on {world_size} CPU processes with gloo in float32. Every rank starts from a different seed; every
-repeated block is a shard unit. `0` is bit for bit. **Bold** is beyond the tolerance (there should be none). Logged
-metrics are held to the same tolerance.
+repeated block is a shard unit of `fsdp2`. `0` is bit for bit. **Bold** is beyond the tolerance (there should be none).
+Logged metrics are held to the same tolerance.
 
 Made by `{command}` with lightning_zero {lightning_zero.__version__}, torch {torch.__version__},
-lightning {lightning.__version__}, Python {platform.python_version()}. The kinds are the classes of
-`tests/helpers/zoo.py`; `tests/distributed/test_parity.py` holds them to it, also on 1, 3 and 4 ranks and as one unit.
+deepspeed {deepspeed.__version__}, lightning {lightning.__version__}, Python {platform.python_version()}.
+The kinds are the classes of `tests/helpers/zoo.py`; `tests/distributed/test_parity.py` holds them to it, also on 1, 3 and 4 ranks and as one unit.
 
-| kind | stage 1 | stage 2 | stage 3 | tolerance |
-|---|---|---|---|---|"""
+| kind | fsdp2, stage 1 | 2 | 3 | deepspeed, stage 1 | 2 | 3 | tolerance |
+|---|---|---|---|---|---|---|---|"""
     )
     for name, *cells, tolerance, _ in rows:
         print(f"| {name.replace('_', ' ')} | {' | '.join(cells)} | {tolerance} |")
     print(
         "\n¹ Stage 3 gathers a unit when it runs, so one that only some ranks run cannot be gathered; the error names"
-        "\nthe units and what to set instead (`units=`, or stage 2). As one unit these kinds train as under DDP.\n"
+        "\nthe units and what to set instead (`units=`, or stage 2). As one unit these kinds train as under DDP. The"
+        "\nunits of `deepspeed` are the smallest modules.\n"
         "\n## Why the tolerances are not 0\n"
     )
     reasons: dict[tuple[str, str], list[str]] = {}

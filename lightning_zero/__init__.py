@@ -11,14 +11,23 @@ from lightning_zero.registry import register_strategies
 
 if TYPE_CHECKING:
     from lightning_zero.checkpoint.store import load_checkpoint
-    from lightning_zero.config import OffloadConfig, ZeroConfig
+    from lightning_zero.config import DeepSpeedConfig, OffloadConfig, ZeroConfig
     from lightning_zero.planner import plan
     from lightning_zero.strategy import ZeroStrategy
 
 __version__ = "0.1.0"
-__all__ = ["OffloadConfig", "ZeroConfig", "ZeroStrategy", "__version__", "load_checkpoint", "plan"]
+__all__ = [
+    "DeepSpeedConfig",
+    "OffloadConfig",
+    "ZeroConfig",
+    "ZeroStrategy",
+    "__version__",
+    "load_checkpoint",
+    "plan",
+]
 
 _LAZY = {
+    "DeepSpeedConfig": "lightning_zero.config",
     "OffloadConfig": "lightning_zero.config",
     "ZeroConfig": "lightning_zero.config",
     "ZeroStrategy": "lightning_zero.strategy",

@@ -1,4 +1,4 @@
-"""``zero_auto``: the stage is the one that the plan picks, when the run is set up. Floor 5."""
+"""``zero_auto``: stage and offload are those that the plan picks, when the run is set up. Floor 5."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
+from lightning_zero.config import OffloadConfig
 from lightning_zero.planner import GIB, Plan, Planner, choose, device_memory_bytes, first_batch
-from lightning_zero.strategy import ZeroStrategy
+from lightning_zero.strategy import ZeroStrategy, _available_host_bytes
 
 HEADROOM = 0.1
 
@@ -22,7 +23,10 @@ def make_strategy(**settings: Any) -> ZeroStrategy:
 
 
 class AutoStrategy(ZeroStrategy):
-    """Plans the run on rank 0, tells every rank the stage, and says in one line which and why."""
+    """Plans the run on rank 0, tells every rank stage and offload, and says in one line which and why.
+
+    Offload is taken where nothing fits without, or everywhere if it was asked for.
+    """
 
     strategy_name = "zero_auto"
 
@@ -30,18 +34,21 @@ class AutoStrategy(ZeroStrategy):
         super().__init__(*args, auto=auto, **kwargs)
         self.plan: Plan | None = None
         """On rank 0, the plan of the last fit."""
+        self._asked: OffloadConfig | None = None  # by the user; config holds what was picked for the last run
 
     def _resolve_stage(self, trainer: Any) -> None:
         memory = self._smallest_device_bytes()
-        answer: tuple[int, str, str] | None = None
+        self._asked = self._asked or self.config.offload
+        answer: tuple[int, str, str, str] | None = None
         if self.is_global_zero:  # every rank would find the same; one of them asks the data
             answer = self._answer(trainer, memory)
         answer = self.broadcast(answer)
         assert answer is not None
-        stage, line, error = answer
+        stage, offload, line, error = answer
         if error:
             raise ValueError(error)
-        self.config = self.config.with_(stage=stage)
+        moved = self._asked if self._asked.target != "none" else OffloadConfig(target=offload)
+        self.config = self.config.with_(stage=stage, offload=moved)
         rank_zero_info(f"zero_auto takes {line}")
 
     def _smallest_device_bytes(self) -> float:
@@ -54,8 +61,8 @@ class AutoStrategy(ZeroStrategy):
         dist.all_gather_object(everyone, mine)
         return min(everyone)
 
-    def _answer(self, trainer: Any, memory: float) -> tuple[int, str, str]:
-        """``(stage, why, error)``: an error is raised by all ranks, not by one."""
+    def _answer(self, trainer: Any, memory: float) -> tuple[int, str, str, str]:
+        """``(stage, offload, why, error)``: an error is raised by all ranks, not by one."""
         module = self.lightning_module
         assert module is not None
         try:
@@ -66,23 +73,32 @@ class AutoStrategy(ZeroStrategy):
             plan = self.plan = planner(batch)
         except Exception as error:
             text = f"strategy='zero_auto': the run could not be planned ({type(error).__name__}: {error}); "
-            return 0, "", text + "use strategy='zero1', 'zero2' or 'zero3'."
+            return 0, "none", "", text + "use strategy='zero1', 'zero2' or 'zero3'."
+        assert self._asked is not None
+        rows = [r for r in plan.rows if self._asked.target in ("none", r.offload)]
+        host = _available_host_bytes() / GIB
         name, checkpointing, reason = choose(
-            plan.rows, plan.usable_bytes, None, plan.ranks_per_host, runnable_only=True
+            rows, plan.usable_bytes, host, plan.ranks_per_host, engine=self.config.engine
         )
         notes = "".join(f" ({note})" for note in plan.notes)
         if name is not None:
             if checkpointing:
                 notes += " Switch activation checkpointing on in your module: without it no stage fits."
-            return plan.row(name).stage, reason + notes, ""
-        wanted = f" {plan.choice} would fit, but is not built yet." if plan.choice else ""
-        return 3, f"zero3, which stores the least, though {reason}{wanted}{notes}", ""
+            row = plan.row(name)
+            return row.stage, row.offload, reason + notes, ""
+        wanted = ""
+        if plan.choice:
+            runs = plan.row(plan.choice).engine
+            wanted = f" {plan.choice} would fit" + (": take it by that name." if runs else ", but is not built yet.")
+        return 3, "none", f"zero3, which stores the least, though {reason}{wanted}{notes}", ""
 
-    def _answer_without_fit(self, module: nn.Module, memory: float) -> tuple[int, str, str]:
+    def _answer_without_fit(self, module: nn.Module, memory: float) -> tuple[int, str, str, str]:
         whole = sum(p.numel() * p.element_size() for p in module.parameters())
         usable = memory * (1 - HEADROOM)
         sizes = f"parameters take {whole / GIB:.4g} of {usable / GIB:.4g} usable GiB"
-        return (1, f"whole parameters: {sizes}.", "") if whole <= usable else (3, f"zero3: {sizes}.", "")
+        if whole <= usable:
+            return 1, "none", f"whole parameters: {sizes}.", ""
+        return 3, "none", f"zero3: {sizes}.", ""
 
 
 def _loader_of(trainer: Any) -> Any:

@@ -28,7 +28,10 @@ COMMANDS = {
     "plan": "say what each stage would store and send, and which one fits",
     "submit": "write a batch script that runs fit and give it to SLURM (--dry-run only writes it)",
 }
-TOOLS = {"convert": "turn a checkpoint into another form"}
+TOOLS = {
+    "convert": "turn a checkpoint into another form",
+    "doctor": "say what this machine has for training, and what is missing",
+}
 """Commands with ordinary arguments."""
 _DRY_RUN = "LIGHTNING_ZERO_DRY_RUN"
 
@@ -55,6 +58,7 @@ def main() -> None:
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
     _add_convert(commands.add_parser("convert", help=TOOLS["convert"], description=_convert.__doc__))
+    _add_doctor(commands.add_parser("doctor", help=TOOLS["doctor"], description=_doctor.__doc__))
     parsed = parser.parse_args(arguments)  # or --help, --version, an error: no command was given
     parsed.run(parsed)
 
@@ -62,7 +66,7 @@ def main() -> None:
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     from lightning_zero.checkpoint.layout import FORMATS
 
-    parser.add_argument("source", help="a checkpoint: file, sharded folder or fsspec URL")
+    parser.add_argument("source", help="a checkpoint: file, sharded folder, DeepSpeed's own folder, or fsspec URL")
     parser.add_argument("target", help="what to write; must not exist yet")
     parser.add_argument("--format", choices=FORMATS, help="default: the form that SOURCE does not have")
     parser.add_argument("--prefix", help="safetensors: what to take off the names (default: the only child's name)")
@@ -89,6 +93,20 @@ def _convert(arguments: argparse.Namespace) -> None:
     except (OSError, RuntimeError) as error:
         _exit_with(str(error))
     print(f"{arguments.target} ({form})")
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="for each check with processes")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    """Prints versions, accelerators, backends, shared memory, whether two processes can exchange tensors, and which of
+    DeepSpeed's ops can be built; exits with 1 where two processes cannot."""
+    from lightning_zero.doctor import run
+
+    sys.exit(run(arguments.timeout, arguments.json))
 
 
 def _run_hydra(command: str, arguments: list[str]) -> None:

@@ -7,12 +7,14 @@ said here, in a ``ValueError`` that names the setting, the value found and the r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 STAGES = (1, 2, 3)
-ENGINES = ("fsdp2",)
+ENGINES = ("fsdp2", "deepspeed")
 OFFLOAD_TARGETS = ("none", "cpu", "nvme")
 CHECKPOINTS = ("file", "sharded", "sharded-async")
 AFTER_FIT = ("auto", "whole", "sharded")
@@ -23,11 +25,218 @@ START_METHODS = ("auto", "popen", "spawn", "fork")
 class OffloadConfig:
     """Where optimizer states, master weights and (stage 3) parameters live between uses."""
 
-    target: str = "none"
-    """``"none"`` (the accelerator), ``"cpu"`` (host memory) or ``"nvme"`` (files)."""
+    target: str | None = "none"
+    """``"none"`` (the accelerator), ``"cpu"`` (host memory) or ``"nvme"`` (files; DeepSpeed's stage 3); ``None`` is
+    what ``deepspeed_config`` says, else none. A :class:`ZeroConfig` holds it resolved."""
+    optimizer: bool | None = None
+    """Whether optimizer states and master weights move; ``None`` is yes. ``fully_shard`` moves nothing without them."""
+    parameters: bool | None = None
+    """Whether parameter shards move; ``None`` is what the engine and stage do (:meth:`ZeroConfig.offloads_parameters`).
+    Engine ``deepspeed`` only lets it be chosen, at stage 3."""
+    path: str | None = None
+    """nvme: folder on the fast disk, for this run's own subfolder; ``None`` is ``<default_root_dir>/offload``."""
+    pin_memory: bool | None = None
+    """Page-locked host memory, which copies to the accelerator need to overlap; ``None`` is yes where there is one."""
+    buffer_count: int | None = None
+    """nvme: buffers in host memory for parameters on their way, and for optimizer states; ``None`` is what DeepSpeed
+    takes, 5 and 4."""
+    buffer_numel: int | None = None
+    """nvme: elements of a parameter buffer, at least the largest parameter's; ``None`` makes it fit the module."""
+    ratio: float | None = None
+    """cpu, engine ``deepspeed``, stage 3: share of the optimizer states that moves, above 0 to 1; ``None`` is 1."""
+    aio_block_bytes: int | None = None
+    """nvme: bytes of one read or write; ``None`` is 1 MiB."""
+    aio_queue_depth: int | None = None
+    """nvme: requests in flight per thread; ``None`` is 8."""
+    aio_num_threads: int | None = None
+    """nvme: threads that share one request; ``None`` is 1."""
 
     def __post_init__(self) -> None:
-        _one_of("offload.target", self.target, OFFLOAD_TARGETS)
+        _one_of("offload.target", self.target, (*OFFLOAD_TARGETS, None))
+        for name in ("optimizer", "parameters", "pin_memory"):
+            _boolean_or_none(f"offload.{name}", getattr(self, name))
+        for name in ("buffer_count", "buffer_numel", "aio_block_bytes", "aio_queue_depth", "aio_num_threads"):
+            _count_or_none(f"offload.{name}", getattr(self, name))
+        if self.path is not None and not (isinstance(self.path, str) and self.path):
+            raise ValueError(f"offload.path={self.path!r}: use the name of a folder, or None.")
+        ratio = self.ratio
+        if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1):
+            raise ValueError(f"offload.ratio={ratio!r}: use a share above 0, up to 1, or None.")
+        for name in _given(self):
+            if name != "target" and self.target == "none":
+                raise ValueError(
+                    f"offload.{name}={getattr(self, name)!r} with offload.target='none': use 'cpu' or 'nvme'."
+                )
+        for name in ("path", "buffer_count", "buffer_numel", "aio_block_bytes", "aio_queue_depth", "aio_num_threads"):
+            if self.target == "cpu" and getattr(self, name) is not None:
+                raise ValueError(f"offload.{name}={getattr(self, name)!r} with offload.target='cpu': it is for 'nvme'.")
+        if self.target == "nvme" and self.ratio is not None:
+            raise ValueError(f"offload.ratio={ratio!r} with offload.target='nvme': partial offload is for 'cpu'.")
+        if self.target != "none" and self.optimizer is False and self.parameters is False:
+            raise ValueError("offload.optimizer=False with offload.parameters=False: use offload.target='none'.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedConfig:
+    """What only the engine ``deepspeed`` has. ``None`` everywhere is a default chosen for speed, or the
+    ``deepspeed_config`` file's value; ``_numel`` counts elements, whatever their dtype."""
+
+    overlap_comm: bool | None = None
+    """Reduce gradients (stage 3: also gather parameters) while computing goes on; ``None`` is yes on an accelerator.
+    Takes the memory of a second reduce bucket."""
+    reduce_bucket_numel: int | None = None
+    """Gradients reduced in one message; ``None`` scales with the module (:func:`.deepspeed_config.bucket_numel`)."""
+    allgather_bucket_numel: int | None = None
+    """Stages 1 and 2: parameters gathered in one message after a step; ``None`` as above."""
+    prefetch_numel: int | None = None
+    """Stage 3: parameters gathered ahead of their use; ``None`` scales with the module."""
+    persistence_numel: int | None = None
+    """Stage 3: parameters smaller than this stay whole on every rank; ``None`` scales with the module."""
+    max_live_numel: int | None = None
+    """Stage 3: whole parameters kept at a time; ``None`` is 1e9."""
+    max_reuse_distance_numel: int | None = None
+    """Stage 3: a parameter used again within so many others' elements stays whole; ``None`` is 1e9."""
+    sub_group_numel: int | None = None
+    """Stage 3: parameters stepped at a time, which with offload is the size of one swap; ``None`` is 1e9, 1e8 with
+    nvme, and less with ``offload.ratio``, which moves whole ones."""
+    contiguous_gradients: bool | None = None
+    """Gradients are copied into one buffer as they appear, so that memory does not fragment; ``None`` is yes."""
+    reduce_scatter: bool | None = None
+    """Stages 1 and 2: each rank receives its share of a reduction only; ``None`` is yes."""
+    round_robin_gradients: bool | None = None
+    """Stages 1 and 2: ranks take turns per parameter, so that copies to host memory go in parallel; ``None`` is
+    no."""
+    communication_dtype: str | None = None
+    """``"fp32"``, ``"bf16"`` or ``"fp16"``: what gradients are reduced in; ``None`` is what the precision says."""
+    hpz_partition_size: int | None = None
+    """Stage 3, ZeRO++: so many ranks (those of a host) hold a second copy of the parameters, so that the backward
+    gathers inside the host; divides the number of ranks; ``None`` is 1, none."""
+    quantized_weights: bool | None = None
+    """Stage 3, ZeRO++: parameters are gathered as int8; needs CUDA."""
+    quantized_nontrainable_weights: bool | None = None
+    """Stage 3: frozen parameters are stored and gathered as int8; needs CUDA."""
+    quantized_gradients: bool | None = None
+    """Stage 3, ZeRO++: gradients are reduced as int4 between hosts; without effect on one host; needs CUDA."""
+    activation_checkpointing: bool | None = None
+    """The units' activations are recomputed in the backward (PyTorch's ``checkpoint``); the module needs no change. The
+    file's section ``activation_checkpointing`` is for modules that call ``deepspeed.checkpointing`` themselves."""
+    activation_cpu_offload: bool | None = None
+    """What is kept of them (the units' inputs) waits in host memory; needs ``activation_checkpointing``."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "communication_dtype":
+                if value is not None:
+                    _one_of("deepspeed.communication_dtype", value, ("fp32", "bf16", "fp16"))
+            elif f.name.endswith("_numel") or f.name == "hpz_partition_size":
+                _count_or_none(f"deepspeed.{f.name}", value, least=int(f.name not in _MAY_BE_ZERO))
+            else:
+                _boolean_or_none(f"deepspeed.{f.name}", value)
+        if self.activation_cpu_offload and not self.activation_checkpointing:
+            raise ValueError("deepspeed.activation_cpu_offload=True needs deepspeed.activation_checkpointing=True.")
+
+
+_MAY_BE_ZERO = ("prefetch_numel", "persistence_numel", "max_live_numel", "max_reuse_distance_numel")
+_ONLY_AT: dict[str, tuple[int, ...]] = {
+    "allgather_bucket_numel": (1, 2),
+    "round_robin_gradients": (1, 2),
+    "reduce_scatter": (1, 2),
+    "prefetch_numel": (3,),
+    "persistence_numel": (3,),
+    "max_live_numel": (3,),
+    "max_reuse_distance_numel": (3,),
+    "sub_group_numel": (3,),
+    "hpz_partition_size": (3,),
+    "quantized_weights": (3,),
+    "quantized_nontrainable_weights": (3,),
+    "quantized_gradients": (3,),
+}
+"""Setting of DeepSpeedConfig -> the stages at which DeepSpeed looks at it."""
+
+
+@dataclass(frozen=True)
+class RawConfig:
+    """A DeepSpeed config as it was given, read once and never changed; :meth:`content` hands out copies."""
+
+    text: str
+    """As JSON."""
+    origin: str = field(default="deepspeed_config", compare=False)
+    """The file, for messages."""
+
+    @classmethod
+    def read(cls, given: str | os.PathLike[str] | Mapping[str, Any]) -> RawConfig:
+        """The file of that name, or the mapping."""
+        if isinstance(given, Mapping):
+            return cls(json.dumps(_json(given, "deepspeed_config")))
+        path = os.fspath(given)
+        try:
+            with open(path, encoding="utf-8") as lines:
+                text = lines.read()
+        except OSError as error:
+            raise ValueError(f"deepspeed_config={path!r} cannot be read ({error.strerror}): use a JSON file.") from None
+        content = _parse(text, path)
+        if not isinstance(content, dict):
+            raise ValueError(f"deepspeed_config={path!r} holds {type(content).__name__}: use a JSON object.")
+        return cls(json.dumps(_json(content, path)), path)
+
+    def content(self) -> dict[str, Any]:
+        """The whole config; the caller's own copy."""
+        return json.loads(self.text)
+
+    def section(self, name: str) -> dict[str, Any]:
+        """One section's settings; empty if there is none."""
+        found = self.content().get(name)
+        if found is None:
+            return {}
+        if not isinstance(found, dict):
+            raise ValueError(f"{name}={found!r} in {self.origin}: use a section, {{...}}.")
+        return found
+
+    @property
+    def stage(self) -> int | None:
+        """The ZeRO stage it asks for; ``None`` where it doesn't."""
+        stage = self.section("zero_optimization").get("stage", "auto")
+        if stage == "auto":
+            return None
+        if isinstance(stage, bool) or stage not in (0, *STAGES):
+            raise ValueError(f"zero_optimization.stage={stage!r} in {self.origin}: use 1, 2 or 3.")
+        if stage == 0:
+            raise ValueError(
+                f"zero_optimization.stage=0 in {self.origin} is plain data parallelism: use strategy='ddp', or stage 1,"
+                " 2 or 3."
+            )
+        return stage
+
+    @property
+    def offload(self) -> OffloadConfig | None:
+        """The coarse form of its offload sections; ``None`` where it has none."""
+        zero = self.section("zero_optimization")
+        parts = {}
+        for part, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param")):
+            section = zero.get(f"offload_{part}")
+            if section is None and old in zero:
+                section = {"device": "cpu" if zero[old] else "none"}
+            if section is not None:
+                _one_of(f"{self.origin}: offload_{part}.device", section.get("device", "none"), OFFLOAD_TARGETS)
+                parts[part] = section
+        if not parts:
+            return None
+        devices = {part: section.get("device", "none") for part, section in parts.items()}
+        target = max(devices.values(), key=OFFLOAD_TARGETS.index)
+        if target == "none":
+            return OffloadConfig()
+        paths = {
+            section["nvme_path"]
+            for section in parts.values()
+            if section.get("device") == "nvme" and "nvme_path" in section
+        }
+        if len(paths) > 1:
+            raise ValueError(f"nvme_path in {self.origin} is {' and '.join(map(repr, sorted(paths)))}: use one folder.")
+        moved = {part: devices.get(part, "none") != "none" for part in ("optimizer", "param")}
+        return OffloadConfig(
+            target=target, optimizer=moved["optimizer"], parameters=moved["param"], path=min(paths, default=None)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +247,21 @@ class ZeroConfig:
         ValueError: naming the setting, the value found and the repair.
     """
 
-    stage: int = 3
-    """ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also parameters."""
+    # Unset is None here; what is read afterwards is always a stage and an OffloadConfig.
+    stage: int = None  # type: ignore[assignment]
+    """ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also parameters. Unset: what ``deepspeed_config``
+    says, else 3."""
     engine: str = "fsdp2"
-    """The runtime that does the sharding; ``"fsdp2"`` is ``torch.distributed.fsdp.fully_shard``."""
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
-    """A target (``"none"``, ``"cpu"``, ``"nvme"``) or an :class:`OffloadConfig`."""
+    """The runtime that does the sharding: ``"fsdp2"`` is ``torch.distributed.fsdp.fully_shard``, ``"deepspeed"`` is
+    ``deepspeed.initialize``."""
+    offload: OffloadConfig = None  # type: ignore[assignment]
+    """A target (``"none"``, ``"cpu"``, ``"nvme"``) or an :class:`OffloadConfig`. Unset: what ``deepspeed_config`` says,
+    else none."""
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    """Settings that only the engine ``deepspeed`` has."""
+    deepspeed_config: str | Mapping[str, Any] | None = None
+    """A DeepSpeed config, as the path of a JSON file or a mapping, for the engine ``deepspeed``. It fills what is unset
+    here and in the Trainer; where both say something else, that is an error. Read once; afterwards :attr:`raw`."""
     units: Sequence[str] | None = None
     """Modules gathered together, by class name or by name pattern (``"blocks.*"``); ``None`` chooses from the module,
     an empty list makes the whole module one unit."""
@@ -80,17 +298,18 @@ class ZeroConfig:
     terminal outside of Hydra. Used by popen."""
 
     def __post_init__(self) -> None:
+        _one_of("engine", self.engine, ENGINES)
+        _boolean("auto", self.auto)
+        self._resolve_file()
         if isinstance(self.stage, bool) or not isinstance(self.stage, int):
             raise ValueError(f"stage={self.stage!r}: the ZeRO stage is a whole number; use 1, 2 or 3.")
         _one_of("stage", self.stage, STAGES)
-        _boolean("auto", self.auto)
-        _one_of("engine", self.engine, ENGINES)
-        object.__setattr__(self, "offload", _as_offload(self.offload))
-        if self.engine == "fsdp2" and self.offload.target != "none":
-            raise ValueError(
-                f"offload={self.offload.target!r} is not available with engine='fsdp2': use offload='none'"
-                + (" (NVMe is what DeepSpeed's zero3_nvme does)." if self.offload.target == "nvme" else ".")
-            )
+        if not isinstance(self.deepspeed, DeepSpeedConfig):
+            raise ValueError(f"deepspeed={self.deepspeed!r}: use a DeepSpeedConfig.")
+        if self.engine == "fsdp2":
+            self._check_fsdp2()
+        else:
+            self._check_deepspeed()
         object.__setattr__(self, "units", _as_names("units", self.units))
         if isinstance(self.min_unit_numel, bool) or not isinstance(self.min_unit_numel, int) or self.min_unit_numel < 0:
             raise ValueError(f"min_unit_numel={self.min_unit_numel!r}: use a number of elements, 0 or more.")
@@ -112,6 +331,105 @@ class ZeroConfig:
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
             raise ValueError(f"timeout_seconds={timeout!r}: use a number of seconds above 0.")
         _gib_or_none("device_memory_gib", self.device_memory_gib)
+
+    @property
+    def raw(self) -> RawConfig | None:
+        """The ``deepspeed_config``, read."""
+        return self.deepspeed_config  # type: ignore[return-value]
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether optimizer states and master weights leave the accelerator."""
+        return self.offload.target != "none" and self.offload.optimizer is not False
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether parameter shards leave the accelerator between uses: with ``fully_shard`` always (at stages 1 and 2
+        between steps), with DeepSpeed at stage 3."""
+        if self.offload.target == "none":
+            return False
+        if self.offload.parameters is not None:
+            return self.offload.parameters
+        return self.engine == "fsdp2" or self.stage == 3
+
+    def _resolve_file(self) -> None:
+        """``stage`` and ``offload`` are what was given, what the file says, or the default, in this order."""
+        given = self.deepspeed_config
+        raw = given if given is None or isinstance(given, RawConfig) else RawConfig.read(_file_or_mapping(given))
+        object.__setattr__(self, "deepspeed_config", raw)
+        offload = None if self.offload is None else _as_offload(self.offload)
+        if raw is not None:
+            if self.engine != "deepspeed":
+                raise ValueError(
+                    f"deepspeed_config={raw.origin!r} with engine={self.engine!r}: use engine='deepspeed'."
+                )
+            if self.auto:
+                raise ValueError("auto=True with deepspeed_config: use stage=1, 2 or 3, or what the file says.")
+            if self.stage is not None and raw.stage not in (None, self.stage):
+                raise ValueError(
+                    f"stage={self.stage!r}, but zero_optimization.stage={raw.stage} in {raw.origin}: leave stage unset"
+                    f" (on the command line strategy=zero_default), or use stage={raw.stage}."
+                )
+            if offload is not None:
+                offload = _merged(offload, raw)
+        if self.stage is None:
+            object.__setattr__(self, "stage", (raw and raw.stage) or 3)
+        if offload is None:
+            offload = (raw and raw.offload) or OffloadConfig()
+        elif offload.target is None:
+            offload = replace(offload, target="none")
+        object.__setattr__(self, "offload", offload)
+
+    def _check_fsdp2(self) -> None:
+        offload = self.offload
+        if offload.target == "nvme":
+            raise ValueError(
+                "offload='nvme' is not available with engine='fsdp2': use strategy='zero3_nvme' (engine='deepspeed',"
+                " stage 3), or offload='cpu'."
+            )
+        for name in ("optimizer", "parameters"):
+            if getattr(offload, name) is False:
+                raise ValueError(
+                    f"offload.{name}=False with engine='fsdp2': fully_shard moves parameters and optimizer states"
+                    " together; leave it unset, or use engine='deepspeed'."
+                )
+        if offload.ratio is not None:
+            raise ValueError(f"offload.ratio={offload.ratio!r} with engine='fsdp2': use engine='deepspeed' at stage 3.")
+        for name in _given(self.deepspeed):
+            raise ValueError(
+                f"deepspeed.{name}={getattr(self.deepspeed, name)!r} with engine='fsdp2': use engine='deepspeed', or"
+                " leave it unset."
+            )
+
+    def _check_deepspeed(self) -> None:
+        offload = self.offload
+        if self.auto:
+            raise ValueError("auto=True with engine='deepspeed': the plan picks among fsdp2's; use stage=1, 2 or 3.")
+        if offload.target == "nvme" and self.stage != 3:
+            raise ValueError(
+                f"offload='nvme' with stage={self.stage}: DeepSpeed would use host memory instead; use stage=3"
+                " (strategy='zero3_nvme'), or offload='cpu'."
+            )
+        if offload.parameters and self.stage != 3:
+            raise ValueError(
+                f"offload.parameters=True with stage={self.stage} and engine='deepspeed': use stage=3,"
+                " engine='fsdp2', or leave it unset."
+            )
+        if offload.optimizer is False and self.stage != 3:
+            raise ValueError(
+                f"offload.optimizer=False with stage={self.stage}: nothing else is offloaded there; use"
+                " offload.target='none'."
+            )
+        if offload.ratio not in (None, 1) and self.stage != 3:
+            raise ValueError(
+                f"offload.ratio={offload.ratio!r} with stage={self.stage}: use stage=3, or leave it unset."
+            )
+        for name in _given(self.deepspeed):
+            if self.stage not in _ONLY_AT.get(name, STAGES):
+                raise ValueError(
+                    f"deepspeed.{name}={getattr(self.deepspeed, name)!r} with stage={self.stage}: it is for"
+                    f" stage={' and '.join(map(str, _ONLY_AT[name]))}; leave it unset."
+                )
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> ZeroConfig:
@@ -168,6 +486,71 @@ def _as_offload(value: Any) -> OffloadConfig:
     raise ValueError(f"offload={value!r}: use one of {', '.join(map(repr, OFFLOAD_TARGETS))} or an OffloadConfig.")
 
 
+def _merged(offload: OffloadConfig, raw: RawConfig) -> OffloadConfig:
+    """``offload`` filled from the file where it is unset."""
+    filed = raw.offload
+    filled: dict[str, Any] = {}
+    for name in ("target", "optimizer", "parameters", "path") if filed is not None else ():
+        mine, its = getattr(offload, name), getattr(filed, name)
+        if mine is None:
+            filled[name] = its
+        elif its is not None and mine != its:
+            raise ValueError(
+                f"offload.{name}={mine!r}, but {raw.origin} says {its!r}: leave it unset or make them equal."
+            )
+    return replace(offload, **filled)
+
+
+def _file_or_mapping(value: Any) -> str | os.PathLike[str] | Mapping[str, Any]:
+    if isinstance(value, (str, os.PathLike, Mapping)):
+        return value
+    raise ValueError(f"deepspeed_config={value!r}: use the path of a JSON file, a mapping, or None.")
+
+
+def _parse(text: str, path: str) -> Any:
+    """JSON, or Hjson (JSON with comments), which DeepSpeed itself reads, where its reader is installed."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        try:
+            import hjson  # a dependency of deepspeed
+        except ImportError:
+            hjson = None
+        try:
+            if hjson is not None:
+                return _json(hjson.loads(text, object_pairs_hook=_unique), path)
+        except hjson.HjsonDecodeError:
+            pass
+        raise ValueError(
+            f"deepspeed_config={path!r} is no JSON: {error.msg} in line {error.lineno}, column {error.colno}."
+        ) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    for name in content:
+        values = [value for key, value in pairs if key == name]
+        if len(values) > 1:
+            raise ValueError(f"deepspeed_config: {name!r} stands there {len(values)} times, with {values}; keep one.")
+    return content
+
+
+def _json(value: Any, where: str) -> Any:
+    """``value`` in plain dicts and lists."""
+    if isinstance(value, Mapping):
+        return {str(key): _json(inner, f"{where}.{key}") for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_json(inner, f"{where}[{number}]") for number, inner in enumerate(value)]
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    raise ValueError(f"{where}={value!r}: a DeepSpeed config holds numbers, words, lists and sections only.")
+
+
+def _given(config: Any) -> list[str]:
+    """The settings of ``config`` that are not at their default."""
+    return [f.name for f in fields(config) if getattr(config, f.name) != f.default]
+
+
 def _as_names(name: str, value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
@@ -179,6 +562,16 @@ def _as_names(name: str, value: Any) -> tuple[str, ...] | None:
 def _boolean(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r}: use True or False.")
+
+
+def _boolean_or_none(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: use True, False or None.")
+
+
+def _count_or_none(name: str, value: Any, least: int = 1) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ValueError(f"{name}={value!r}: use a whole number, {least} or more, or None.")
 
 
 def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:

@@ -79,8 +79,13 @@ def schema_of(config: type, target: str | None = None) -> type:
         target: What Hydra's ``instantiate`` should call with it.
     """
     hints = get_type_hints(config)
-    made = [(f.name, plain_type(hints[f.name]), _default(f)) for f in dataclasses.fields(config)]
+    made = [(f.name, _or_none(plain_type(hints[f.name]), f), _default(f)) for f in dataclasses.fields(config)]
     return _make_schema(config.__name__, made, target)
+
+
+def _or_none(hint: Any, f: dataclasses.Field[Any]) -> Any:
+    """A field whose default is ``None`` can be unset, whatever type it has once it is resolved."""
+    return Union[hint, None] if f.default is None and hint is not Any else hint  # noqa: UP007
 
 
 def _default(f: dataclasses.Field[Any]) -> Any:

@@ -141,6 +141,12 @@ class UnitSize:
         """Of the shard in the compute dtype, where that is another than the stored one."""
         return sum(p.padded_numel(n) * p.compute_itemsize for p in self.parameters if p.compute_itemsize != p.itemsize)
 
+    def upload_bytes(self, n: int) -> int:
+        """Of host shards on the device before they are joined: all of them, or one at a time where they are cast."""
+        cast = [p.padded_numel(n) * p.itemsize for p in self.parameters if p.compute_itemsize != p.itemsize]
+        kept = [p.padded_numel(n) * p.itemsize for p in self.parameters if p.compute_itemsize == p.itemsize]
+        return sum(kept) + max(cast, default=0)
+
     def whole_gradient_bytes(self) -> int:
         return sum(p.numel * p.compute_itemsize for p in self.parameters if p.trainable)
 
@@ -278,6 +284,8 @@ class StepRules:
     """Stage 3 on the CPU agrees before each gather which unit is next."""
     agrees_on_unused: bool = True
     broadcasts_buffers: bool = True
+    from_host: bool = False
+    """Shards lie in host memory: each gather copies them up first."""
     zeroes_late: bool = True
     """Lightning's automatic optimization zeroes gradients after the next forward, so that one sees the last step's."""
 
@@ -293,6 +301,10 @@ class StepBytes:
     """Collective -> bytes that this rank sends; it receives as many (see :func:`wire_bytes`)."""
     gathers: int
     reductions: int
+    gathered_shards: float
+    """Bytes of this rank's parameter shards, as stored, each time they were gathered."""
+    reduced_shards: float
+    """Bytes of its gradient shards, each time they were reduced."""
 
     @property
     def total_sent(self) -> float:
@@ -333,6 +345,8 @@ def simulate(layout: Layout, moments: Sequence[Moment], rules: StepRules, optimi
         sent={name: value for name, value in account.sent.items() if value},
         gathers=account.gathers,
         reductions=account.reductions,
+        gathered_shards=account.gathered_shards,
+        reduced_shards=account.reduced_shards,
     )
 
 
@@ -347,6 +361,7 @@ class _Account(ABC):
         self.at_peak: dict[str, float] = dict(self.alive)
         self.sent = {"all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0, "broadcast": 0.0}
         self.gathers = self.reductions = 0
+        self.gathered_shards = self.reduced_shards = 0.0
         self.state = state_bytes(layout, rules.stage, self.n)
         self.alive["optimizer"] = self.state.optimizer
         self.root = len(layout.units) - 1
@@ -436,13 +451,18 @@ class _FullyShard(_Account):
 
     def start_gather(self, unit: int) -> None:
         size = self.layout.units[unit]
+        self.gathered_shards += size.shard_bytes(self.n)
         if self.n == 1 or not size.parameters:
             return
-        cast = size.cast_bytes(self.n)
-        self.add("buffers", cast + size.gathered_bytes(self.n))
-        self.drop("buffers", cast)
+        inputs = self.gather_inputs(size)
+        self.add("buffers", inputs + size.gathered_bytes(self.n))
+        self.drop("buffers", inputs)
         self.send("all_gather", size.gathered_bytes(self.n))
         self.gathers += 1
+
+    def gather_inputs(self, size: UnitSize) -> float:
+        """What is made of the shards before they are joined: cast, brought up from the host."""
+        return size.cast_bytes(self.n) + (size.upload_bytes(self.n) if self.rules.from_host else 0)
 
     def finish_gather(self, unit: int, forward: bool) -> None:
         size = self.layout.units[unit]
@@ -453,9 +473,9 @@ class _FullyShard(_Account):
         self.add("gathered", size.gathered_bytes(self.n))
         self.gathered.add(unit)
         if self.n == 1:  # a copy of the shard, cast on the way
-            cast = size.cast_bytes(1)
-            self.add("buffers", cast)
-            self.drop("buffers", cast)
+            inputs = self.gather_inputs(size)
+            self.add("buffers", inputs)
+            self.drop("buffers", inputs)
         elif forward:
             self.kept_buffer = buffer
         else:
@@ -576,6 +596,7 @@ class _FullyShard(_Account):
         self.add("buffers", self.reduce_buffer)
         self.drop("gradients", held)
         shard, output = size.gradient_shard_bytes(n), self.reduce_buffer / n
+        self.reduced_shards += shard
         self.add("buffers", output)
         self.add("gradients", shard if output != shard else 0.0)  # cast to the parameter's dtype, or the very tensor
         self.drop("buffers", output)
@@ -649,32 +670,38 @@ class OffloadBytes:
     """:data:`KINDS` -> bytes that no longer lie on the device."""
 
 
-def offload_bytes(layout: Layout, step: StepBytes, rules: StepRules, target: str) -> OffloadBytes:
-    """Model states moved to ``"cpu"`` or ``"nvme"``.
+def offload_bytes(
+    layout: Layout, step: StepBytes, rules: StepRules, target: str, host_is_device: bool = False
+) -> OffloadBytes:
+    """Model states moved to ``"cpu"`` or ``"nvme"``; with ``host_is_device`` (CPU-only machines) only files are
+    elsewhere.
 
     cpu (ZeRO-Offload, section 4; ``CPUOffloadPolicy``): shards of parameters, gradients and optimizer states live in
-    host memory and the step runs there. Every gather brings the shard up in its stored dtype, every reduction takes a
-    gradient shard down. nvme (ZeRO-Infinity, sections 5 and 6): optimizer states and master weights lie in files, read
-    and written once per step; gradients wait in host memory; what is gathered comes from the files too.
+    host memory and the step runs there; what is replicated stays on the device. Every gather brings the shard up in its
+    stored dtype, every reduction takes a gradient shard down. nvme (ZeRO-Infinity, sections 5 and 6): optimizer states
+    and master weights lie in files, read and written once per step; gradients wait in host memory; what is gathered
+    comes from the files too.
     """
-    if target == "none":
+    if target == "none" or (host_is_device and target == "cpu"):
         return OffloadBytes()
     n = rules.world_size
-    state = state_bytes(layout, rules.stage, n)
+    whole = [p for p in layout.replicated if p.trainable and p.used]
+    states = state_bytes(layout, rules.stage, n).optimizer
+    states -= sum(p.numel * p.state_per_element + p.state_whole for p in whole)
     shards = sum(u.shard_bytes(n) for u in layout.units)
     gradients = sum(u.gradient_shard_bytes(n) for u in layout.units)
-    gathers = step.gathers / max(len(layout.units), 1) if n > 1 else 1.0
-    reductions = step.reductions / max(len(layout.units), 1) if n > 1 else float(rules.micro_batches)
-    pcie = shards * gathers + gradients * reductions
-    off = {"parameters": float(shards), "gradients": float(gradients), "optimizer": state.optimizer}
+    pcie = step.gathered_shards + step.reduced_shards
+    off = {"parameters": float(shards), "gradients": float(gradients), "optimizer": states}
     if target == "cpu":
         return OffloadBytes(host=sum(off.values()), pcie_per_step=pcie, off_device=off)
-    files = shards + state.optimizer
+    files = shards + states
+    if host_is_device:
+        off["gradients"] = 0.0
     return OffloadBytes(
-        host=gradients,
+        host=0.0 if host_is_device else gradients,
         disk=files,
-        pcie_per_step=pcie,
-        disk_per_step=2 * files + shards * max(gathers - 1, 0),
+        pcie_per_step=0.0 if host_is_device else pcie,
+        disk_per_step=2 * files + max(step.gathered_shards - shards, 0),
         off_device=off,
     )
 

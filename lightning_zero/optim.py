@@ -8,6 +8,10 @@ they are handed stand-ins:
 - any other (Muon, Adafactor, LBFGS, LAMB, ...) looks across elements, so it steps on whole tensors: parameters,
   gradients and states are gathered, every rank computes the same step, and the shards are stored again.
 
+With CPU offload the shards lie in host memory, and so does the step of an element-wise optimizer: for its length Adam
+and AdamW get PyTorch's fused kernel, which reads and writes every element once, unless their user chose a kernel. The
+others' whole tensors are gathered on the device.
+
 Either way ``optimizer.state`` holds, between steps, one ``DTensor`` per state tensor that has its parameter's shape.
 """
 
@@ -17,7 +21,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zero.engines.view import gathered, local, shard_like
+from lightning_zero.engines.view import as_shard, gathered, local, shard_like
 
 KNOWN_ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -34,10 +38,16 @@ KNOWN_ELEMENTWISE = frozenset(
 
 
 class ShardedStep:
-    """Steps one optimizer; see the module's text."""
+    """Steps one optimizer; see the module's text.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    Args:
+        optimizer: Holds the module's own parameters.
+        fuses: Whether its shards lie in host memory, so that Adam is fused there.
+    """
+
+    def __init__(self, optimizer: Optimizer, fuses: bool = False) -> None:
         self.optimizer = optimizer
+        self.fuses = fuses
         self.elementwise = is_elementwise(optimizer)
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
@@ -68,7 +78,8 @@ class ShardedStep:
         with torch._C.DisableTorchFunction():  # our own work on shards needs no translation for user code
             swap = _LocalSwap(self.optimizer) if on_shards else _WholeSwap(self.optimizer)
         try:
-            yield swap
+            with _fused(self.optimizer) if self.fuses and on_shards else nullcontext():
+                yield swap
         finally:
             with torch._C.DisableTorchFunction():
                 swap.undo()
@@ -147,7 +158,7 @@ class _LocalSwap(_Swap):
             return value
         if isinstance(seen, DTensor) and local(seen) is value:
             return seen
-        return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        return as_shard(value, p)
 
 
 class _WholeSwap(_Swap):
@@ -189,6 +200,42 @@ class _WholeSwap(_Swap):
             return loss
 
         return evaluate
+
+
+def fusible_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The groups of an Adam or AdamW for PyTorch's fused kernel: floating-point shards in host memory, and no kernel
+    was chosen."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return []
+
+    def fits(group: dict[str, Any]) -> bool:
+        chosen = any(group[key] is not None for key in ("fused", "foreach"))
+        special = group["capturable"] or group["differentiable"]
+        tensors = any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"]))
+        return not (chosen or special or tensors)
+
+    def on_host(group: dict[str, Any]) -> bool:
+        params = [local(p) for p in group["params"]]
+        return all(p.is_floating_point() for p in params) and any(p.device.type == "cpu" for p in params)
+
+    return [group for group in optimizer.param_groups if fits(group) and on_host(group)]
+
+
+@contextmanager
+def _fused(optimizer: Optimizer) -> Iterator[None]:
+    """For the length of a step; what users and checkpoints see of the groups stays as it was."""
+    groups = fusible_groups(optimizer)
+    for group in groups:
+        group["fused"] = True
+        for p in group["params"]:  # the kernel wants the counter of a replicated parameter beside it on the device
+            state = optimizer.state.get(p)
+            if state and p.device != state["step"].device:
+                state["step"] = state["step"].to(p.device)
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["fused"] = None
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:

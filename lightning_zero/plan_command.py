@@ -108,7 +108,9 @@ def _zero_config(cfg: DictConfig) -> ZeroConfig:
     strategy = _plain(cfg.get("strategy")) or {}
     if "min_unit_numel" not in strategy:  # ddp
         return ZeroConfig()
-    return make_zero_config({**strategy, "offload": {"target": "none"}, "engine": "fsdp2"})
+    # The account is that of fully_shard, whatever will run
+    others = {"offload": {"target": "none"}, "engine": "fsdp2", "deepspeed": {}, "deepspeed_config": None}
+    return make_zero_config({**strategy, **others})
 
 
 def _batch(cfg: DictConfig, config: PlanConfig) -> Any:

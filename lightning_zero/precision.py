@@ -136,6 +136,21 @@ class ZeroMixedPrecision(_OnShards, MixedPrecision):
         state = self.scaler._per_optimizer_states[id(optimizer)]
         for found_inf in state["found_inf_per_device"].values():
             self.engine.any_rank(found_inf)
+        scale = self.scaler._scale
+        if scale is not None and scale.device.type == "cpu":
+            # The scaler would copy them without waiting, and the CPU would read too early.
+            state["found_inf_per_device"] = {
+                device: found_inf.to(scale.device) for device, found_inf in state["found_inf_per_device"].items()
+            }
+
+    def scale_on_host(self) -> None:
+        """With gradients in host memory: the loss scale lies there too, so that unscaling never waits for the device.
+
+        Private: the scale is else made where the first loss lies. Its copies from the device to the host are not waited
+        for before the CPU's kernels read them; the other way the stream keeps the order.
+        """
+        if self.scaler is not None and self.scaler._scale is None:
+            self.scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: Lightning would file the scaler under our class's name, where DDP does not look for it."""

@@ -6,13 +6,19 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-NAMES: dict[str, dict[str, Any]] = {f"zero{stage}": {"stage": stage, "engine": "fsdp2"} for stage in (1, 2, 3)}
+NAMES: dict[str, dict[str, Any]] = {
+    f"zero{stage}{offloaded}{suffix}": {"stage": stage, "engine": engine, **offload}
+    for suffix, engine in (("", "fsdp2"), ("_deepspeed", "deepspeed"))
+    for offloaded, offload in (("", {}), ("_offload", {"offload": "cpu"}))
+    for stage in (1, 2, 3)
+}
+NAMES["zero3_nvme"] = {"stage": 3, "engine": "deepspeed", "offload": "nvme"}
 NAMES["zero_auto"] = {"auto": True, "engine": "fsdp2"}
 """Registered name -> the fields of ``ZeroConfig`` it stands for."""
 
 
 def register_strategies() -> None:
-    """Registers every name whose engine is built; safe to call again (Lightning has no entry point for strategies)."""
+    """Registers every name; safe to call again (Lightning has no entry point for strategies)."""
     for name, settings in NAMES.items():
         StrategyRegistry.register(
             name,

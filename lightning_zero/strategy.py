@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback
 from lightning.pytorch.overrides.distributed import _sync_module_states
@@ -25,16 +26,18 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_zero.checkpoint import directory, file
 from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
 from lightning_zero.collectives import Meeting
 from lightning_zero.config import ZeroConfig
+from lightning_zero.deepspeed_run import DeepSpeedRun
 from lightning_zero.engines.base import Engine, require
-from lightning_zero.engines.view import WholeView
 from lightning_zero.launcher import Launched
-from lightning_zero.precision import DtypePolicy, adapt_precision
+from lightning_zero.optim import fusible_groups
+from lightning_zero.precision import DtypePolicy, ZeroMixedPrecision, adapt_precision
 from lightning_zero.resume import Resume, collect, follow, leave_finished_epoch
 from lightning_zero.watch import watch
 
@@ -62,7 +65,7 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def __init__(
         self,
-        stage: int = 3,
+        stage: int | None = None,
         engine: str = "fsdp2",
         *,
         accelerator: Any = None,
@@ -86,14 +89,16 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.engine: Engine | None = None
         """What shards the module; ``None`` outside a run."""
         self._ended: Engine | None = None  # knows the optimizers' shards after the run
-        self._view: WholeView | None = None
+        self._view: AbstractContextManager[Any] | None = None
         self._failed = False
         self._loops: list[tuple[Any, bool]] = []
         self._meeting: Meeting | None = None
+        self._shards = False
         self._dump_failed = False
         self._dumping = False  # Lightning collects a checkpoint: only rank 0 needs its values
         self._loaded: Loaded | None = None
         self._background: BackgroundSaver | None = None
+        self._deepspeed = DeepSpeedRun(self.config) if self.config.engine == "deepspeed" else None
         self._refuse_plugin(checkpoint_io)
 
     # -- what Lightning asks of a strategy by its type ------------------------------------------------------------
@@ -127,9 +132,19 @@ class ZeroStrategy(Launched, DDPStrategy):
                 f"process_group_backend={backend!r}: torch.distributed knows {', '.join(dist.Backend.backend_list)};"
                 f" use one of them, or None for {default!r}."
             )
+        if self._loads_on_host and "cpu" not in dist.BackendConfig(dist.Backend(backend)).get_device_backend_map():
+            raise ValueError(
+                f"process_group_backend={backend!r} with offload='cpu': gradients lie in host memory, and their norms"
+                f" are joined there; use {default!r}, or None for it."
+            )
         return backend
 
     # -- set-up and end ------------------------------------------------------------------------------------------
+
+    def connect(self, model: Any) -> None:
+        super().connect(model)
+        if self._deepspeed is not None:
+            self._deepspeed.connect(model)
 
     def setup(self, trainer: Any) -> None:
         module: Any = self.lightning_module
@@ -145,20 +160,55 @@ class ZeroStrategy(Launched, DDPStrategy):
         if fitting and self._layer_sync:
             module = self._layer_sync.apply(module)
         self.model = self.precision_plugin.convert_module(module)
+        self._shards = fitting or self.config.stage == 3  # nothing to shard without gradients and optimizer states
         self.model_to_device()
         if fitting:
             self._reset_optimizers_and_schedulers()
-        if fitting or self.config.stage == 3:
+        if self._shards:
             self._start_engine(trainer)
-        else:  # nothing to shard without gradients and optimizer states
+        else:
             _sync_module_states(module)
         if fitting:
             self.setup_optimizers(trainer)
+            self._tell_what_is_fused()
+        optimizers = [getattr(o, "_optimizer", o) for o in self.optimizers] if fitting else []
+        if self._deepspeed is not None:
+            self._deepspeed.check_optimizers(optimizers)
+        if self.engine is not None:
+            self.engine.attach(optimizers, _told(trainer))
         self.setup_precision_plugin()
         self._follow_dumps(trainer)
         if self.engine is not None:  # after configure_optimizers: states made there are shards, like their parameters
-            self._view = WholeView()
+            self._view = self.engine.view()
             self._view.__enter__()
+
+    @property
+    def _loads_on_host(self) -> bool:
+        """Whether the module stays in host memory until the engine takes it from there, unit by unit."""
+        return self.config.engine == "fsdp2" and self.config.offload.target != "none" and self.root_device.type != "cpu"
+
+    def model_to_device(self) -> None:
+        if self._loads_on_host and self._shards:
+            assert self.model is not None
+            all_but_tensors_to(self.model, self.root_device)
+        else:
+            super().model_to_device()
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        with super().tensor_init_context(empty_init), torch.device("cpu") if self._loads_on_host else nullcontext():
+            yield
+
+    def _tell_what_is_fused(self) -> None:
+        if self.config.engine != "fsdp2" or self.config.offload.target == "none":
+            return
+        optimizers = [getattr(o, "_optimizer", o) for o in self.optimizers]
+        names = sorted({type(o).__name__ for o in optimizers if fusible_groups(o)})
+        if names:
+            rank_zero_info(
+                f"offload='cpu': {', '.join(names)} steps in host memory with PyTorch's fused kernel, as neither fused"
+                " nor foreach was chosen."
+            )
 
     def _resolve_stage(self, trainer: Any) -> None:
         """``self.config.stage`` is the one to run afterwards, the same on every rank."""
@@ -177,6 +227,10 @@ class ZeroStrategy(Launched, DDPStrategy):
         plugin = self.precision_plugin
         dtypes = plugin.dtype_policy() if hasattr(plugin, "dtype_policy") else DtypePolicy()
         engine = _make_engine(self.config, self.root_device, dtypes)
+        if self._deepspeed is not None:
+            told = _told(trainer), self.root_device.type
+            self._deepspeed.prepare(module, *told, trainer.default_root_dir, self.meeting)
+            engine.offload_path, engine.cpu_adam = self._deepspeed.offload_path, self._deepspeed.cpu_adam
         engine.shard(module)
         engine.automatic = module.automatic_optimization
         engine.keep_gathered = not _user_looks_between_micro_batches(trainer, module)
@@ -184,6 +238,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.model = engine.root
         if hasattr(plugin, "engine"):
             plugin.engine = engine
+        if self._loads_on_host and isinstance(plugin, ZeroMixedPrecision):
+            plugin.scale_on_host()
         self._switch_off_inference_mode(trainer)
         if self.world_size == 1:
             rank_zero_info(f"ZeRO stage {self.config.stage} on one process: nothing is shared out, memory is as usual.")
@@ -216,6 +272,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._view.__exit__(None, None, None)
             self._view = None
         if self.engine is None:
+            self._end_deepspeed()
             super().teardown()
             return
         # After an error the other ranks may be anywhere: no collective here, and the error is seen at once.
@@ -224,12 +281,21 @@ class ZeroStrategy(Launched, DDPStrategy):
         if module is not None and self.engine is None:
             self.model = self._layer_sync.revert(module) if self._layer_sync else module
             module.cpu()
+        self._end_deepspeed()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+    def _end_deepspeed(self) -> None:
+        if self._deepspeed is None:
+            return
+        stays = self.engine is not None and not self._failed  # a module that stays sharded has parts of itself in files
+        if self._deepspeed.folder is not None and not stays and not self._failed:
+            self.meeting.gather(None, "the end of a run with offload='nvme'")  # others may still read
+        self._deepspeed.end(keep_files=stays)
 
     def _end_engine(self, whole: bool) -> None:
         assert self.engine is not None
@@ -261,6 +327,11 @@ class ZeroStrategy(Launched, DDPStrategy):
     def on_train_start(self) -> None:
         if self.engine is not None:
             self.engine.check_parameters()
+        if self._deepspeed is not None:
+            assert self.lightning_module is not None
+            trainer = self.lightning_module.trainer
+            told = _told(trainer), self.root_device.type
+            self._deepspeed.check_batches(self.lightning_module, *told, trainer.train_dataloader)
         if self._loaded is not None:
             assert self.lightning_module is not None
             Resume(self._loaded.content, self.meeting).apply(self.lightning_module.trainer)
@@ -529,9 +600,33 @@ class ZeroStrategy(Launched, DDPStrategy):
 
 
 def _make_engine(config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> Engine:
+    if config.engine == "deepspeed":
+        from lightning_zero.engines.deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(config, device, dtypes)
     from lightning_zero.engines.fsdp2 import Fsdp2Engine  # imported with the first run, not with the package
 
     return Fsdp2Engine(config, device, dtypes)
+
+
+def all_but_tensors_to(module: nn.Module, device: torch.device) -> None:
+    """What ``module.to(device)`` does beside moving parameters and buffers: Lightning's ``self.device`` says where
+    steps are computed, and metrics keep their states there."""
+    for each in module.modules():
+        if isinstance(each, _DeviceDtypeModuleMixin):
+            each._device = device  # private: the property has no setter
+        elif isinstance(each, Metric):
+            each.to(device)
+
+
+def _told(trainer: Any) -> dict[str, Any]:
+    """What the Trainer was told and an engine may have to know."""
+    return {
+        "precision": str(trainer.precision),
+        "accumulation": trainer.accumulate_grad_batches,
+        "clip_value": trainer.gradient_clip_val,
+        "clip_algorithm": str(trainer.gradient_clip_algorithm or "norm"),
+    }
 
 
 def _innermost(checkpoint_io: Any) -> Any:

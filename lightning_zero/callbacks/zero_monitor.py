@@ -35,13 +35,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from lightning_zero.callbacks.model_state_report import count_bytes, gradients_of, states_of
+from lightning_zero.callbacks.model_state_report import state_of_run
+from lightning_zero.model_state import KINDS as STATES
 from lightning_zero.planner import Plan, Planner
 from lightning_zero.traffic import TrafficMeter
 
 MIB = 2**20
 PARTS = ("compute", "communication", "optimizer", "data")
-STATES = ("parameters", "gradients", "optimizer")
 
 
 # -- clocks ----------------------------------------------------------------------------------------------------------
@@ -136,6 +136,7 @@ class ZeroMonitor(Callback):
         self._parts: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
         self._state = dict.fromkeys(STATES, 0)
+        self._elsewhere: dict[str, int] = {}
         self._pending: deque[_Window] = deque()
         self._window: _Window | None = None
         self._batch_end: Any = None
@@ -248,8 +249,9 @@ class ZeroMonitor(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         if self._sample:
-            self._state["parameters"] = count_bytes(pl_module.parameters())[1]
-            self._state["gradients"] = max(self._state["gradients"], count_bytes(gradients_of(pl_module))[1])
+            state = state_of_run(trainer, pl_module)
+            self._state["parameters"] = state.held("parameters")
+            self._state["gradients"] = max(self._state["gradients"], state.held("gradients"))
         self._optimizer_begin = (self._clock.mark(), self.meter.seconds)
         self._optimizer_ended = False
 
@@ -273,8 +275,9 @@ class ZeroMonitor(Callback):
         if trainer.global_step == self._global_step or self._window is None:
             return  # a micro-batch that only accumulated
         if self._sample:
-            states = (t for optimizer in trainer.optimizers for t in states_of(optimizer))
-            self._state["optimizer"] = count_bytes(states)[1]
+            state = state_of_run(trainer, pl_module)
+            self._state["optimizer"] = state.held("optimizer")
+            self._elsewhere = {place: state.at(place) for place in ("host", "disk")}
         window, window.end = self._window, now
         window.host_waits += self.meter.seconds - self._host_begin
         self._pending.append(window)
@@ -377,6 +380,7 @@ class ZeroMonitor(Callback):
         self._read()
         steps = max(self._steps - 1, 1)
         mine: dict[str, float] = {f"{kind} bytes": float(self._state[kind]) for kind in STATES}
+        mine |= {f"of these on {place} bytes": float(held) for place, held in self._elsewhere.items() if held}
         mine["memory peak bytes"] = float(_memory_peak(trainer.strategy.root_device))
         for label, counter in (("sent", self._sent), ("received", self._received)):
             for kind, value in sorted(counter.items()):

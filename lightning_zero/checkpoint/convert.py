@@ -46,10 +46,11 @@ def convert(
     prefix: str | None = None,
     config: str | None = None,
 ) -> str:
-    """Writes the checkpoint ``source`` (a file or a sharded directory) to ``target`` as ``form``; returns the form.
+    """Writes the checkpoint ``source`` to ``target`` as ``form``; returns the form.
 
     Args:
-        source, target: Paths; ``target`` must not exist yet.
+        source, target: Paths; ``source`` is a file, a sharded directory or DeepSpeed's own folder, of which weights and
+            Adam's states are read; ``target`` must not exist yet.
         form: One of :data:`~lightning_zero.checkpoint.layout.FORMATS`; by default :func:`default_format`.
         weights_only: Unless ``False``, nothing beyond torch's allow-list is unpickled.
         prefix: For safetensors: what to take off the parameters' names. By default the name of the module's only
@@ -66,12 +67,29 @@ def convert(
     if fs.exists(place):
         raise CheckpointError(f"{target} already exists: choose another name, or delete it.")
     meeting = Meeting(alone=True)
-    loaded = load(source, weights_only, meeting)
+    loaded = _load(source, weights_only, meeting, target)
     try:
         _write(loaded, target, form, meeting, prefix, config)
     finally:
         loaded.close()
     return form
+
+
+def _load(source: str, weights_only: bool | None, meeting: Meeting, target: str) -> Loaded:
+    from lightning_zero.engines import deepspeed_checkpoint  # few need it
+
+    if deepspeed_checkpoint.find(source) is None:
+        return load(source, weights_only, meeting)
+    fs, place = fsspec.core.url_to_fs(target)
+    folder = Path(place).absolute().parent if isinstance(fs, LocalFileSystem) else Path(tempfile.gettempdir())
+    folder.mkdir(parents=True, exist_ok=True)
+    outer = Path(tempfile.mkdtemp(prefix=".convert-", dir=folder))  # DeepSpeed writes beside its own folder, too
+    try:
+        (outer / "universal").mkdir()
+        return Loaded(deepspeed_checkpoint.read(source, weights_only, outer / "universal"), fetched=outer)
+    except BaseException:
+        shutil.rmtree(outer, ignore_errors=True)
+        raise
 
 
 def _write(loaded: Loaded, target: str, form: str, meeting: Meeting, prefix: str | None, config: str | None) -> None:

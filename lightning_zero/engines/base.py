@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint.layout import map_tensors, placeholder
 from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.view import WholeView, gathered, gathered_on_rank_0
+from lightning_zero.model_state import ModelState
 from lightning_zero.precision import DtypePolicy
 
 CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
     # setting -> engine -> the values it takes
-    "stage": {"fsdp2": (1, 2, 3)},
-    "accelerator": {"fsdp2": ("cpu", "cuda", "xpu", "hpu")},
+    "stage": {"fsdp2": (1, 2, 3), "deepspeed": (1, 2, 3)},
+    "accelerator": {"fsdp2": ("cpu", "cuda", "xpu", "hpu"), "deepspeed": ("cpu", "cuda", "xpu", "hpu")},
 }
 """What an engine cannot do stands here and nowhere else."""
 
@@ -36,8 +39,8 @@ def require(setting: str, value: Any, engine: str) -> None:
 class Engine(ABC):
     """Shards one module over the ranks, runs its steps, and makes it whole again.
 
-    The strategy calls, in this order: :meth:`shard`; then for every batch :meth:`run` and, where a gradient is wanted,
-    :meth:`backward` (under :meth:`no_sync` for all but the last micro-batch of a window) and :meth:`step`; at the end
+    The strategy calls, in this order: :meth:`shard`; :meth:`attach`, when the user's optimizers are there; then for
+    every batch :meth:`run` and, where a gradient is wanted, :meth:`backward` (under :meth:`no_sync` for all but the last micro-batch of a window) and :meth:`step`; at the end
     :meth:`restore`. All methods are collective: every rank calls them in the same order.
     """
 
@@ -49,6 +52,10 @@ class Engine(ABC):
         """Whether parameters may stay whole between micro-batches: no user hook looks at the module there."""
         self.automatic = True
         """Whether one :meth:`run` is one forward (else the user runs forwards and backwards inside it)."""
+        self.offload_path: str | None = None
+        """This run's folder on a fast disk, with nvme."""
+        self.cpu_adam = False
+        """Whether DeepSpeed's CPU Adam can be used."""
         self.units_table = ""
         """What is gathered together, as text."""
 
@@ -60,6 +67,14 @@ class Engine(ABC):
     @abstractmethod
     def shard(self, module: nn.Module) -> None:
         """Gives every rank rank 0's parameters and buffers, then only its share of the parameters."""
+
+    def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:  # noqa: B027
+        """The optimizers of a fit, none of other loops; ``trainer`` holds what the Trainer was told about precision,
+        accumulation and clipping, in the names of ``deepspeed_config.RunFacts``."""
+
+    def view(self) -> AbstractContextManager[Any]:
+        """While it is entered, user code reads and writes whole tensors."""
+        return WholeView()
 
     @abstractmethod
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -107,16 +122,29 @@ class Engine(ABC):
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` in PyTorch's own form, holding this rank's shards themselves."""
 
-    @abstractmethod
     def full(self, state: Any, on_rank_0: bool = False) -> Any:
         """``state``, as one of the two above gave it, with whole tensors on the CPU, gathered one at a time.
 
         With ``on_rank_0`` the others send their parts and get meta tensors, which hold shape and dtype only.
         """
+        done: dict[int, Tensor] = {}
+
+        def one(path: Any, tensor: Tensor) -> Tensor:
+            if id(tensor) not in done:
+                value = gathered_on_rank_0(tensor) if on_rank_0 else gathered(tensor)
+                done[id(tensor)] = placeholder(tensor) if value is None else value.cpu()
+            return done[id(tensor)]
+
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            return map_tensors(one, state)
 
     @abstractmethod
     def full_parameters(self, modify: bool = False) -> AbstractContextManager[None]:
         """The module holds whole plain parameters of its own dtype; with ``modify``, rank 0's become everybody's."""
+
+    @abstractmethod
+    def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
+        """What this rank holds right now, and where; not collective."""
 
     @property
     @abstractmethod

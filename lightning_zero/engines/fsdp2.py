@@ -10,6 +10,10 @@
   many consecutive ranks, which are replicas of each other along the *replicate axis*: gradients are reduce-scattered
   along the first and all-reduced along the second.
 - *replicated parameter*: plain and whole on every rank all the time, because it cannot be split (see ``units``).
+- *host shard*: with ``offload="cpu"`` the sharded parameters (the master weights), their gradients and the optimizer's
+  states lie in host memory, pinned on an accelerator, and the optimizer steps there. On the device are the gathered
+  parameters inside a step, stage 1's whole gradients until the last micro-batch, and what is replicated: it is small,
+  and moving it would take a copy for each.
 
 [Plan of one optimizer step, A micro-batches]
 
@@ -17,6 +21,10 @@
     1       once               after the last one     after the last backward
     2       once               after each             after the last backward
     3       forward, backward  after each             after each use (the root unit's: after each backward)
+
+With host shards each gather begins with a copy to the device, on the stream that gathers ahead of the compute, and
+each reduction ends with a copy to host memory, which only the end of the backward waits for. Norms of gradients are
+joined in host memory, over the gloo half of the process group.
 
 Between micro-batches stages 1 and 2 stay gathered only if no user hook looks at the module there (``keep_gathered``).
 
@@ -36,7 +44,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -45,17 +53,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zero import exchange
-from lightning_zero.checkpoint.layout import map_tensors, placeholder
+from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.collectives import all_reduce_mean, broadcast_coalesced
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines import fsdp2_private as private
 from lightning_zero.engines.base import Engine
-from lightning_zero.engines.view import gathered, gathered_on_rank_0, local, shard_like
+from lightning_zero.engines.view import gathered, local, shard_like
+from lightning_zero.model_state import ModelState, place_of, states_of
 from lightning_zero.optim import ShardedStep
 from lightning_zero.precision import DtypePolicy
 from lightning_zero.units import UnitPlan, plan_units
@@ -77,6 +86,9 @@ class Fsdp2Engine(Engine):
 
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         super().__init__(config, device, dtypes)
+        self._policy = offload_policy(config, device)
+        self._on_host = isinstance(self._policy, CPUOffloadPolicy)
+        self._apart = self._on_host and device.type != "cpu"  # the host's memory is another one than the device's
         self._sync = True
         self._sync_buffers_next = True
         self._in_step = False
@@ -101,11 +113,11 @@ class Fsdp2Engine(Engine):
         keep_whole = (nn.modules.batchnorm._BatchNorm,) if self.dtypes.is_mixed else ()
         self._plan: UnitPlan = plan_units(module, self.config.units, self.config.min_unit_numel, keep_whole)
         self.units_table = self._plan.table()
-        broadcast_coalesced([*module.parameters(), *module.buffers()])
         self.module = module
         self._root = _Root(module)
         self._originals: dict[Tensor, nn.Parameter] = {}
         self._replicated = list(self._plan.replicated.values())
+        self._start_from_rank_0([*self._replicated, *module.buffers()])
         self._shard_units()
         self._follow_backward()
         self._follow_forward()
@@ -117,6 +129,12 @@ class Fsdp2Engine(Engine):
         )
         self._order = {p: i for i, p in enumerate([*self._originals, *self._replicated])}
         self._start_window()
+
+    def _start_from_rank_0(self, tensors: list[Tensor]) -> None:
+        """Rank 0's values, on the device. Unit by unit: a module that is offloaded need not fit there."""
+        for tensor in tensors:
+            tensor.data = tensor.data.to(self.device)
+        broadcast_coalesced(tensors)
 
     def _make_mesh(self) -> DeviceMesh:
         """Axis "shard" over all ranks; with ``shard_size``, axes "replicate" and "shard" (consecutive ranks)."""
@@ -148,10 +166,12 @@ class Fsdp2Engine(Engine):
             is_root = unit.module is self.module
             target: Any = self._root if is_root else unit.module
             mine = dict(unit.parameters)
+            self._start_from_rank_0(list(mine.values()))
             fully_shard(
                 target,
                 mesh=self.mesh,
                 mp_policy=policy,
+                offload_policy=self._policy,
                 reshard_after_forward=stage == 3 and not is_root,  # the root is needed again at once
                 ignored_params=everything - set(mine.values()),
             )
@@ -453,6 +473,12 @@ class Fsdp2Engine(Engine):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         return self._sharded_step(optimizer).step(self._closure(closure), **kwargs)
 
+    def _wait_for_host_copies(self) -> None:
+        """Parameters on their way up must leave before the step writes to them. The backward has waited for the last
+        gradient to come down, so mostly nothing is left; a forward without backward may be."""
+        if self._apart:
+            torch.get_device_module(self.device).synchronize(self.device)
+
     def _closure(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
         def evaluate() -> Any:
             result = None if closure is None else closure()
@@ -462,16 +488,18 @@ class Fsdp2Engine(Engine):
                     self._reduced.clear()
                     self._after_backward(deferred=False)
                 self.settle()
+                self._wait_for_host_copies()
             return result
 
         return evaluate
 
     def _sharded_step(self, optimizer: Optimizer) -> ShardedStep:
         if optimizer not in self._steps:
-            self._steps[optimizer] = ShardedStep(optimizer)
+            self._steps[optimizer] = ShardedStep(optimizer, fuses=self._on_host)
         return self._steps[optimizer]
 
     def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Any:
+        self._wait_for_host_copies()
         return self._sharded_step(optimizer).stand_ins(on_shards)
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
@@ -479,20 +507,23 @@ class Fsdp2Engine(Engine):
             params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             shards = [local(p.grad) for p in params if isinstance(p, DTensor) and p.grad is not None]
             wholes = [p.grad for p in params if not isinstance(p, DTensor)]
-            squared = _sum_of_squares(shards, self.device)
+            home = torch.device("cpu") if self._on_host else self.device
+            squared = _sum_of_squares(shards, home)
             if self.mesh.size() > 1:  # replicas hold the same shards: each counts once
                 dist.all_reduce(squared, group=self.mesh.get_group("shard"))
-            norm = (squared + _sum_of_squares(wholes, self.device)).sqrt()
+            if wholes:
+                squared = squared + _sum_of_squares(wholes, self.device).to(home)
+            norm = squared.sqrt()
             scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
-            for grads in _by_dtype(shards + wholes):
-                torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+            for grads in _by_kind(shards + wholes):
+                torch._foreach_mul_(grads, scale.to(grads[0].device, grads[0].dtype))
             return norm
 
     def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             params = [p for group in optimizer.param_groups for p in group["params"]]
             grads: list[Tensor] = [p.grad for p in params if p.grad is not None]
-            for shards in _by_dtype([local(grad) for grad in grads]):
+            for shards in _by_kind([local(grad) for grad in grads]):
                 torch._foreach_clamp_min_(shards, -clip_value)
                 torch._foreach_clamp_max_(shards, clip_value)
 
@@ -519,18 +550,6 @@ class Fsdp2Engine(Engine):
         with torch._C.DisableTorchFunction():
             return optimizer.state_dict()
 
-    def full(self, state: Any, on_rank_0: bool = False) -> Any:
-        done: dict[int, Tensor] = {}
-
-        def one(path: Any, tensor: Tensor) -> Tensor:
-            if id(tensor) not in done:
-                value = gathered_on_rank_0(tensor) if on_rank_0 else gathered(tensor)
-                done[id(tensor)] = placeholder(tensor) if value is None else value.cpu()
-            return done[id(tensor)]
-
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            return map_tensors(one, state)
-
     @contextmanager
     def full_parameters(self, modify: bool = False) -> Iterator[None]:
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -550,6 +569,7 @@ class Fsdp2Engine(Engine):
                 self._register({p: p for p in whole})
                 if modify:
                     broadcast_coalesced([*whole.values(), *self._replicated])
+                    self._wait_for_host_copies()
                     for p, w in whole.items():
                         local(p).copy_(local(shard_like(w, p)))  # type: ignore[arg-type]
         if not modify and any(w._version != versions[p] for p, w in whole.items()):
@@ -592,6 +612,26 @@ class Fsdp2Engine(Engine):
             optimizer.load_state_dict({**state, "state": per_param})
 
     # -- the end -------------------------------------------------------------------------------------------------
+
+    def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
+        state = ModelState()
+        with torch._C.DisableTorchFunction():
+            for p in [*self._originals, *self._replicated]:
+                state.add("parameters", p, self._place(p))
+                if p.grad is not None:
+                    state.add("gradients", p.grad, self._place(p.grad))
+            for group in self._groups:
+                for sharded in group.fsdp_params:
+                    copies, gradients = private.whole_bytes(sharded)
+                    state.add_bytes("parameters", copies, "device")
+                    state.add_bytes("gradients", gradients, "device")
+            replicated = set(self._replicated)
+            for p, value in states_of(optimizers):  # counters lie with what they count
+                state.add("optimizer", value, self._place(value if p in replicated else p))
+        return state
+
+    def _place(self, tensor: Tensor) -> str:
+        return place_of(tensor, self.device, self._on_host)
 
     @property
     def whole_bytes(self) -> int:
@@ -636,8 +676,26 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack([n.float() if n.dtype.itemsize < 4 else n for n in norms]).square().sum()
 
 
-def _by_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
-    groups: dict[torch.dtype, list[Tensor]] = {}
+def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Together what is of one dtype, on one device."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for t in tensors:
-        groups.setdefault(t.dtype, []).append(t)
+        groups.setdefault((t.dtype, t.device), []).append(t)
     return list(groups.values())
+
+
+def offload_policy(config: ZeroConfig, device: torch.device) -> OffloadPolicy:
+    """Where ``fully_shard`` keeps the shards.
+
+    Raises:
+        ValueError: For pinned memory where there is no accelerator to pin it for.
+    """
+    if config.offload.target != "cpu":
+        return OffloadPolicy()
+    pin_memory = config.offload.pin_memory
+    if pin_memory and device.type == "cpu":
+        raise ValueError(
+            "offload.pin_memory=True on accelerator='cpu': memory is pinned for copies to an accelerator; leave it"
+            " unset."
+        )
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu" if pin_memory is None else pin_memory)

@@ -77,6 +77,15 @@ def has_grad(p: ShardedParam) -> bool:
     return p._unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None
 
 
+def whole_bytes(p: ShardedParam) -> tuple[int, int]:
+    """Bytes of the parameter's gathered copy and of its whole gradients, as far as they are there."""
+    if not hasattr(p, "_unsharded_param"):
+        return 0, 0
+    copies = sum(t.untyped_storage().nbytes() for t in p.all_gather_outputs)
+    grads = [g for g in (p._unsharded_param.grad, p.unsharded_accumulated_grad) if g is not None]
+    return copies, sum(g.numel() * g.element_size() for g in grads)
+
+
 def zero_grad(p: ShardedParam) -> None:
     """Puts zeros where a reduction needs something to add."""
     p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)

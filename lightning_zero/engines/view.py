@@ -10,6 +10,9 @@ While a :class:`WholeView` is active, every torch function that meets a ``DTenso
   whose shards are then stored;
 - **views** of it are read-only, because a write to a gathered copy would be lost: torch raises on the attempt.
 
+With CPU offload a shard lies in host memory while its mesh is of an accelerator. What is read then lies on the device,
+where ``p.device`` says it is, and what is written waits for copies of the old values that are still under way.
+
 Plain tensors, that is all of an ordinary forward, pass with one check per argument.
 """
 
@@ -43,6 +46,7 @@ _ELEMENTWISE = frozenset(
     " _foreach_clamp_max_ _foreach_copy_".split()
 )
 _SPECIAL_IN_PLACE = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"))
+_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 _SETTERS: dict[Any, str] = {getattr(Tensor, name).__set__: name for name in ("data", "grad")}
 
 
@@ -59,6 +63,8 @@ class WholeView(TorchFunctionMode):
         if func in _SETTERS:
             return _assign(_SETTERS[func], *args)
         if name == "__get__":
+            if func == _DEVICE:
+                return mesh_device(args[0])
             return func(*args) if func not in _VIEW_PROPERTIES else func(read_only(args[0]))
         if name in ("register_hook", "register_post_accumulate_grad_hook") and args[0].is_leaf:
             raise ValueError(
@@ -81,7 +87,7 @@ class WholeView(TorchFunctionMode):
 def whole(tensor: DTensor) -> Tensor:
     """The full tensor behind ``tensor``, on every rank (collective); its gradient is averaged over the ranks."""
     if torch.is_grad_enabled() and tensor.requires_grad:
-        return tensor.full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)
+        return on_mesh(tensor).full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)
     return gathered(tensor)
 
 
@@ -95,9 +101,60 @@ def read_only(tensor: DTensor) -> Tensor:
 
 @torch.no_grad()
 def gathered(tensor: Tensor) -> Tensor:
-    """The values of a ``DTensor`` as one plain tensor on every rank (collective), outside autograd; other tensors as
-    they are."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    """The values of a ``DTensor`` as one plain tensor on every rank and its mesh's device (collective), outside
+    autograd; other tensors as they are."""
+    return on_mesh(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+class _Up(torch.autograd.Function):
+    """A host tensor's copy on the device; the gradient comes down when it can be added to others."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, device: torch.device) -> Tensor:
+        ctx.origin = shard.device
+        return shard.to(device, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        _finish_copies(grad.device)  # of reduced gradients to the memory that this one is added to
+        return grad.to(ctx.origin), None
+
+
+def on_mesh(tensor: DTensor) -> DTensor:
+    """``tensor`` with its shard on the device that its ranks exchange over: a copy if it lies in host memory."""
+    return _brought_up(tensor) if is_off_mesh(tensor) else tensor
+
+
+def _brought_up(tensor: DTensor) -> DTensor:
+    part = _Up.apply(tensor.to_local(), mesh_device(tensor))
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def is_off_mesh(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is sharded over an accelerator's mesh, its shards in host memory."""
+    return isinstance(tensor, DTensor) and local(tensor).device.type != tensor.device_mesh.device_type
+
+
+def mesh_device(tensor: Tensor) -> torch.device:
+    """Where this rank finds what it gathers of ``tensor``."""
+    if not is_off_mesh(tensor):
+        return local(tensor).device
+    kind = tensor.device_mesh.device_type  # type: ignore[attr-defined]
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def before_host_write(tensor: Tensor) -> None:
+    """Waits for copies out of a host shard that are queued on the device, because its values are about to change."""
+    if is_off_mesh(tensor):
+        _finish_copies(mesh_device(tensor))
+
+
+def _finish_copies(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
 
 
 @torch.no_grad()
@@ -152,9 +209,20 @@ def shard_like(value: Tensor, like: DTensor) -> DTensor:
     mine = torch.empty_like(shard)
     if length:
         mine.copy_(value.narrow(0, start, length))
-    return DTensor.from_local(
-        mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return as_shard(mine, like)
+
+
+def as_shard(part: Tensor, like: DTensor) -> DTensor:
+    """``part`` itself as this rank's shard of a tensor laid out as ``like``, wherever it lies."""
+    if part.device.type == like.device_mesh.device_type:
+        return DTensor.from_local(
+            part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        sharded = torch.empty_like(like, dtype=part.dtype)  # from_local would move the part to the mesh's device
+    assert isinstance(sharded, DTensor)
+    sharded._local_tensor = part
+    return sharded
 
 
 def rows_of(tensor: DTensor) -> tuple[int, int]:
@@ -194,7 +262,7 @@ def _is_in_place(name: str) -> bool:
 
 def _stand_in(tensor: Tensor) -> Tensor:
     """Enough of a whole tensor for functions that read only its shape, dtype and device."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=local(tensor).device)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=mesh_device(tensor))
 
 
 def _assign(attribute: str, target: Tensor, value: Tensor | None) -> None:
@@ -210,6 +278,7 @@ def _assign(attribute: str, target: Tensor, value: Tensor | None) -> None:
         value = gathered(value)
     if attribute == "data" and isinstance(target, DTensor):
         assert isinstance(value, DTensor)
+        before_host_write(target)
         with torch.no_grad():  # into the engine's own buffer: it gathers from there
             local(target.detach()).copy_(local(value))
     else:
@@ -224,6 +293,7 @@ def _write(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dic
             f"a leaf Variable that requires grad is being used in an in-place operation ({name}): write to a parameter"
             " under torch.no_grad() or through .data."
         )
+    before_host_write(targets[0])
     with torch.no_grad():
         on_shards = name in _ELEMENTWISE and _fits_shards(targets, args[1:], kwargs)
         if on_shards:
@@ -263,9 +333,13 @@ def _to_local(values: Sequence[Any], like: Tensor) -> list[Any]:
         if isinstance(value, DTensor):
             return local(value)
         if isinstance(value, (list, tuple)):
-            return type(value)(local(v) if isinstance(v, Tensor) else v for v in value)
+            return type(value)(beside(v) if isinstance(v, Tensor) else v for v in value)
         if isinstance(value, Tensor) and value.dim() > 0 and isinstance(like, DTensor):
             return local(shard_like(value, like))
-        return value
+        return beside(value) if isinstance(value, Tensor) else value
+
+    def beside(value: Tensor) -> Tensor:
+        value = local(value)  # a scalar made on the device, where the shards are not
+        return value.to(local(like).device) if is_off_mesh(like) and not value.dim() else value
 
     return [one(v) for v in values]

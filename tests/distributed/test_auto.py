@@ -64,16 +64,44 @@ def test_the_cheapest_stage_that_fits_is_run_on_every_rank(ranks2, stage, gib):
     assert results[1][1] == []
 
 
-def test_when_nothing_fits_stage_3_runs_and_the_offload_that_would_fit_is_named(ranks2):
-    tiny = {"auto": True, "min_unit_numel": 1, "device_memory_gib": 1e-6}
-    results = ranks2(_fit, tiny)
+def test_when_nothing_fits_stage_3_runs(ranks2):
+    results = ranks2(_fit, {"auto": True, "min_unit_numel": 1, "device_memory_gib": 1e-6})
     assert [r[0] for r in results] == [3, 3]
     assert "nothing fits" in results[0][1][0]
-    made = plan(account.Mlp(), torch.zeros(4, 65, dtype=torch.long), world_size=2, config=ZeroConfig(min_unit_numel=1))
-    between = made.row("zero3_offload").peak_checkpointed + made.row("zero3").peak_checkpointed
-    offload = {**tiny, "device_memory_gib": between / 2 / GIB / (1 - auto.HEADROOM)}
-    (line,) = ranks2(_fit, offload)[0][1]
-    assert "_offload would fit, but is not built yet" in line
+
+
+def _fit_as_if_on_cuda(settings: Any) -> tuple[Any, list[str], str]:
+    """Planned for a GPU, whose memory is not the host's; run here."""
+    of_run = auto.Planner.of_run
+    auto.Planner.of_run = lambda trainer, module, **more: of_run(trainer, module, **{"device": "cuda", **more})
+    seen: list[str] = []
+
+    class Watch(account.Mlp):
+        def on_train_start(self) -> None:
+            seen.append(self.trainer.strategy.config.offload.target)
+
+    try:
+        stage, said, _ = _fit(settings, Watch())
+    finally:
+        auto.Planner.of_run = of_run
+    return stage, said, seen[0]
+
+
+def test_offload_is_taken_where_nothing_fits_without(ranks2):
+    example = torch.zeros(4, 65, dtype=torch.long)
+    options: Any = {"world_size": 2, "micro_batches": 2, "device": "cuda", "config": ZeroConfig(min_unit_numel=1)}
+    made = plan(account.Mlp(), example, **options)
+    rows = {r.name: r.peak_checkpointed for r in made.rows}
+    least = min(value for name, value in rows.items() if "_" not in name)
+    assert rows["zero3_offload"] < least
+    gib = (rows["zero3_offload"] + least) / 2 / GIB / (1 - auto.HEADROOM)
+    settings = {"auto": True, "min_unit_numel": 1, "device_memory_gib": gib}
+    for stage, said, target in ranks2(_fit_as_if_on_cuda, settings):
+        assert target == "cpu"
+        assert not said or said[0].startswith(f"zero_auto takes zero{stage}_offload: needs")
+    for stage, said, target in ranks2(_fit_as_if_on_cuda, {**settings, "device_memory_gib": 10, "offload": "cpu"}):
+        assert (stage, target) == (1, "cpu")
+        assert not said or "zero1_offload" in said[0]
 
 
 class CannotBeCopied(account.Mlp):

@@ -102,6 +102,35 @@ def test_training_equals_ddp(case: Case, ranks, references) -> None:
     assert difference.largest <= kind.tolerance, (difference, kind.reason)
 
 
+def _deepspeed_cases() -> list[Any]:
+    """Every kind once at 2 ranks, its stage in turn; a few at 3 ranks; all stages and 1 and 3 ranks are ``full``."""
+    cases = []
+    for index, kind in enumerate(KINDS):
+        for world_size in (2, 3, 1):
+            for stage in (1, 2, 3):
+                case = Case(kind, stage, world_size, "blocks", "different")
+                sampled = world_size == 2 and stage == 1 + index % 3
+                sampled |= world_size == 3 and index % 15 == 7 and stage == 1 + (index // 15) % 3
+                cases.append(pytest.param(case, id=f"{case}-deepspeed", marks=() if sampled else pytest.mark.full))
+    return cases
+
+
+@pytest.mark.parametrize("case", _deepspeed_cases())
+def test_deepspeed_equals_ddp(case: Case, ranks, references) -> None:
+    """As above, through ``deepspeed.initialize``: no gradient is clipped unasked, and accumulation scales once."""
+    kind = KINDS[case.kind]
+    arguments = (case.kind, {"engine": "deepspeed", "stage": case.stage}, True)
+    refusal = kind.unsupported_deepspeed.get(case.stage) or kind.raises
+    if refusal is not None and case.world_size > 1:
+        for name, text in ranks(outcome, zoo.train, *arguments, world_size=case.world_size, timeout_seconds=120.0):
+            assert name != "ok"
+            assert re.search(refusal, text), text
+        return
+    results = ranks(zoo.train, *arguments, world_size=case.world_size, timeout_seconds=120.0)
+    difference = zoo.difference(results, references(case))
+    assert difference.largest <= kind.tolerance, (difference, kind.reason)
+
+
 def test_ddp_refuses_what_the_table_says_lightning_refuses(ranks2) -> None:
     for name, kind in KINDS.items():
         if kind.raises is not None:

@@ -60,6 +60,21 @@ def test_states_and_traffic(ranks, kind, world_size):
                 _traffic_agrees(each["measured"], each["planned"])
 
 
+@pytest.mark.parametrize("kind", ["adam", "odd_parameters_together"])
+def test_states_and_traffic_with_offload(ranks2, kind):
+    results = ranks2(account.observe_kind, kind, STAGES, "cpu", timeout_seconds=240)
+    for index in range(len(STAGES)):
+        of_ranks = [rank[index] for rank in results]
+        planned = of_ranks[0]["planned"]
+        assert planned.offload == "cpu"
+        _states_agree([r["measured"] for r in of_ranks], planned)
+        for each in of_ranks:
+            _traffic_agrees(each["measured"], each["planned"])
+            measured = each["measured"]
+            held = sum(measured[f"{state} bytes"] for state in ("parameters", "gradients", "optimizer"))
+            assert 0.9 * held < measured["of these on host bytes"] <= held  # all but what is replicated
+
+
 def _states_agree(measured: list[dict[str, float]], planned: Any) -> None:
     """The plan is for the fullest rank, which rank 0 is; within 1 %, and 8 bytes for a step counter."""
     for kind in ("parameters", "gradients", "optimizer"):

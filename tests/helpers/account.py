@@ -65,8 +65,12 @@ class AllocatorPeak(Callback):
         self.bytes = self.before + peak
 
 
-def settings_of(stage: int, units: Mapping[str, Any] = zoo.BLOCKS) -> Any:
-    return {"stage": stage, "after_fit": "sharded", **units} if stage else "ddp_find_unused_parameters_true"
+def settings_of(stage: int, units: Mapping[str, Any] = zoo.BLOCKS, offload: str = "none") -> Any:
+    return (
+        {"stage": stage, "after_fit": "sharded", "offload": offload, **units}
+        if stage
+        else "ddp_find_unused_parameters_true"
+    )
 
 
 def observe(
@@ -76,6 +80,7 @@ def observe(
     batch_size: int = zoo.BATCH,
     num_steps: int = 3,
     peak: bool = False,
+    offload: str = "none",
     **trainer_options: Any,
 ) -> dict[str, Any]:
     """``measured``, ``planned`` (a row), ``notes`` and, if asked, ``peak`` of a short fit on this rank."""
@@ -83,7 +88,7 @@ def observe(
     watch = AllocatorPeak(whole_run=stage == 0)
     accumulated = trainer_options.get("accumulate_grad_batches", 1)
     trainer = zoo.make_trainer(
-        settings_of(stage),
+        settings_of(stage, offload=offload),
         max_epochs=1,
         limit_train_batches=num_steps * accumulated,
         limit_val_batches=0,
@@ -92,7 +97,7 @@ def observe(
     )
     trainer.fit(module, DataLoader(dataset, batch_size=batch_size))
     assert monitor.plan is not None
-    row = monitor.plan.row(f"zero{stage}" if stage else "ddp")
+    row = monitor.plan.row(f"zero{stage}{'_offload' if offload == 'cpu' else ''}" if stage else "ddp")
     return {
         "measured": monitor.rows[trainer.global_rank],
         "planned": row,
@@ -102,13 +107,14 @@ def observe(
     }
 
 
-def observe_kind(name: str, stages: tuple[int, ...], **options: Any) -> list[dict[str, Any]]:
+def observe_kind(name: str, stages: tuple[int, ...], offload: str = "none", **options: Any) -> list[dict[str, Any]]:
     """One of the zoo's modules under every stage."""
     kind = zoo.KINDS[name]
     found = []
+    options = {**kind.trainer, **options}
     for stage in stages:
         data: Dataset = ConcatDataset([kind.dataset()] * 4)  # whole accumulation windows on every number of ranks
-        found.append(observe(zoo.make_module(name), data, stage, **{**kind.trainer, **options}))
+        found.append(observe(zoo.make_module(name), data, stage, offload=offload, **options))
     return found
 
 

@@ -1139,10 +1139,13 @@ class Kind:
     """Draws random numbers while training, so that ranks with different seeds see different ones."""
     unsupported_units: dict[int, str] = field(default_factory=dict)
     """Stage -> pattern of the ``ValueError`` that says what to do instead, when blocks are units and ranks several."""
+    unsupported_deepspeed: dict[int, str] = field(default_factory=dict)
+    """The same for engine ``deepspeed``, whose units at stage 3 are always the smallest modules."""
     note: str = ""
 
 
 SAME_UNITS = r"units .*net\.blocks\.\d.* ran on some ranks only.*(units=|stage=2)"
+SAME_MODULES = r"units .* ran on some ranks only.*stage=2"
 UNUSED = "ddp_find_unused_parameters_true"
 ADAM = f"{SUM_ORDER}; Adam divides by the root of squared gradients, which magnifies it"
 
@@ -1227,19 +1230,31 @@ KINDS: dict[str, Kind] = {
     "frozen_in_optimizer": Kind(module=_of(FrozenInOptimizer), reason=ADAM),
     "unused_everywhere": Kind(module=_of(Unused), reference=UNUSED, reason=ADAM),
     "unused_in_turn": Kind(module=_of(UsedInTurn), reference=UNUSED, reason=ADAM),
-    "unused_on_some_ranks_in_unit": Kind(module=_of(UsedOnSomeRanks, where="unit"), reference=UNUSED, reason=ADAM),
-    "unused_on_some_ranks_heads": Kind(module=_of(UsedOnSomeRanks, where="heads"), reference=UNUSED, reason=ADAM),
+    "unused_on_some_ranks_in_unit": Kind(
+        module=_of(UsedOnSomeRanks, where="unit"),
+        reference=UNUSED,
+        reason=ADAM,
+        unsupported_deepspeed={3: SAME_MODULES},
+    ),
+    "unused_on_some_ranks_heads": Kind(
+        module=_of(UsedOnSomeRanks, where="heads"),
+        reference=UNUSED,
+        reason=ADAM,
+        unsupported_deepspeed={3: SAME_MODULES},
+    ),
     "unused_on_some_ranks_blocks": Kind(
         module=_of(UsedOnSomeRanks, where="blocks"),
         reference=UNUSED,
         reason=ADAM,
         unsupported_units={3: SAME_UNITS},
+        unsupported_deepspeed={3: SAME_MODULES},
     ),
     "unused_on_some_ranks_fewer_blocks": Kind(
         module=_of(UsedOnSomeRanks, where="fewer_blocks"),
         reference=UNUSED,
         reason=ADAM,
         unsupported_units={3: SAME_UNITS},
+        unsupported_deepspeed={3: SAME_MODULES},
     ),
     "unused_and_accumulation": Kind(
         module=_of(UsedInTurn), trainer={"accumulate_grad_batches": 2}, reference=UNUSED, reason=ADAM

@@ -56,6 +56,8 @@ def test_validates_and_predicts_from_a_checkpoint(tmp_path):
         ("strategy.stage=two", "'two'"),
         ("strategy.offload=cpu", "strategy/offload=cpu"),
         ("strategy/offload=nvme", "offload='nvme' is not available with engine='fsdp2'"),
+        ("strategy.deepspeed_config=/nowhere.json", "deepspeed_config='/nowhere.json' cannot be read"),
+        ("strategy.deepspeed.overlap_com=true", "overlap_com"),
         ("strategy.units=Block", "units"),
         ("strategy=zero4", "zero4"),
         ("strategy.stagee=1", "did you mean strategy.stage?"),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import pickle
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from lightning_zero.config import STAGES, OffloadConfig, ZeroConfig
+from lightning_zero.config import STAGES, DeepSpeedConfig, OffloadConfig, RawConfig, ZeroConfig
+
+FILE = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
 
 def test_defaults() -> None:
@@ -31,15 +35,41 @@ def test_every_stage_is_accepted(stage: int) -> None:
         ({"stage": "3"}, ["stage='3'", "1, 2 or 3"]),
         ({"stage": True}, ["stage=True"]),
         ({"stage": 2.0}, ["stage=2.0"]),
-        ({"stage": None}, ["stage=None"]),
         ({"engine": "fsdp"}, ["engine='fsdp'", "Did you mean 'fsdp2'"]),
         ({"engine": "horovod"}, ["engine='horovod'", "'fsdp2'"]),
         ({"engine": None}, ["engine=None"]),
         ({"offload": "disk"}, ["offload='disk'", "'none'", "'cpu'", "'nvme'"]),
         ({"offload": True}, ["offload=True", "'cpu'", "OffloadConfig"]),
-        ({"offload": None}, ["offload=None", "'none'"]),
         ({"offload": {"target": "cpu"}}, ["offload={'target': 'cpu'}", "OffloadConfig"]),
         ({"offload": "nvme"}, ["offload='nvme'", "engine='fsdp2'", "zero3_nvme"]),
+        ({"offload": OffloadConfig(target="cpu", parameters=False)}, ["offload.parameters=False", "deepspeed"]),
+        ({"offload": OffloadConfig(target="cpu", optimizer=False)}, ["offload.optimizer=False", "deepspeed"]),
+        ({"offload": OffloadConfig(target="cpu", ratio=0.5)}, ["offload.ratio=0.5", "engine='deepspeed'"]),
+        ({"deepspeed": DeepSpeedConfig(overlap_comm=True)}, ["deepspeed.overlap_comm=True", "engine='deepspeed'"]),
+        ({"deepspeed": {"overlap_comm": True}}, ["deepspeed={", "DeepSpeedConfig"]),
+        ({"deepspeed_config": {}}, ["deepspeed_config", "engine='fsdp2'", "engine='deepspeed'"]),
+        ({"engine": "deepspeed", "deepspeed_config": "/nowhere.json"}, ["'/nowhere.json'", "No such file"]),
+        ({"engine": "deepspeed", "deepspeed_config": 3}, ["deepspeed_config=3", "mapping"]),
+        ({"engine": "deepspeed", "deepspeed_config": {"a": {1, 2}}}, ["deepspeed_config.a={1, 2}"]),
+        ({"engine": "deepspeed", "deepspeed_config": FILE, "stage": 3}, ["stage=3", "stage=2"]),
+        ({"engine": "deepspeed", "deepspeed_config": FILE, "offload": "none"}, ["target='none'", "'cpu'"]),
+        ({"engine": "deepspeed", "deepspeed_config": FILE, "auto": True}, ["auto=True", "deepspeed_config"]),
+        ({"engine": "deepspeed", "deepspeed_config": {"zero_optimization": {"stage": 0}}}, ["stage=0", "ddp"]),
+        ({"engine": "deepspeed", "deepspeed_config": {"zero_optimization": 3}}, ["zero_optimization=3", "section"]),
+        ({"engine": "deepspeed", "stage": 2, "offload": "nvme"}, ["offload='nvme'", "stage=2", "zero3_nvme"]),
+        ({"engine": "deepspeed", "auto": True}, ["auto=True", "engine='deepspeed'"]),
+        (
+            {"engine": "deepspeed", "stage": 1, "offload": OffloadConfig(target="cpu", parameters=True)},
+            ["offload.parameters=True", "stage=1", "stage=3"],
+        ),
+        (
+            {"engine": "deepspeed", "stage": 2, "offload": OffloadConfig(target="cpu", ratio=0.5)},
+            ["offload.ratio=0.5", "stage=2", "stage=3"],
+        ),
+        (
+            {"engine": "deepspeed", "stage": 2, "deepspeed": DeepSpeedConfig(prefetch_numel=1)},
+            ["deepspeed.prefetch_numel=1", "stage=2", "stage=3"],
+        ),
         ({"units": "Block"}, ["units='Block'", "list"]),
         ({"units": [1]}, ["units=[1]", "list"]),
         ({"units": [""]}, ["units=['']"]),
@@ -67,6 +97,110 @@ def test_refusals_name_setting_value_and_repair(settings: dict[str, Any], parts:
         ZeroConfig(**settings)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "parts"),
+    [
+        (OffloadConfig, {"target": "none", "pin_memory": True}, ["offload.pin_memory=True", "'cpu' or 'nvme'"]),
+        (OffloadConfig, {"target": "cpu", "path": "/x"}, ["offload.path='/x'", "'nvme'"]),
+        (OffloadConfig, {"target": "nvme", "path": ""}, ["offload.path=''"]),
+        (OffloadConfig, {"target": "nvme", "ratio": 0.5}, ["offload.ratio=0.5", "'cpu'"]),
+        (OffloadConfig, {"target": "cpu", "ratio": 0}, ["offload.ratio=0", "above 0"]),
+        (OffloadConfig, {"target": "cpu", "ratio": 1.5}, ["offload.ratio=1.5", "up to 1"]),
+        (OffloadConfig, {"target": "nvme", "buffer_numel": 1.5}, ["offload.buffer_numel=1.5", "1 or more"]),
+        (OffloadConfig, {"target": "cpu", "optimizer": False, "parameters": False}, ["offload.target='none'"]),
+        (OffloadConfig, {"target": "cpu", "optimizer": 1}, ["offload.optimizer=1", "True, False or None"]),
+        (DeepSpeedConfig, {"reduce_bucket_numel": 0}, ["reduce_bucket_numel=0", "1 or more"]),
+        (DeepSpeedConfig, {"prefetch_numel": -1}, ["prefetch_numel=-1", "0 or more"]),
+        (DeepSpeedConfig, {"overlap_comm": "yes"}, ["overlap_comm='yes'"]),
+        (DeepSpeedConfig, {"communication_dtype": "int8"}, ["communication_dtype='int8'", "'bf16'"]),
+        (DeepSpeedConfig, {"activation_cpu_offload": True}, ["activation_checkpointing=True"]),
+    ],
+)
+def test_sections_refuse_on_their_own(config: Any, settings: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        config(**settings)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_every_setting_of_deepspeed_says_at_which_stage_it_counts() -> None:
+    for f in dataclasses.fields(DeepSpeedConfig):
+        value: Any = 2 if f.name.endswith(("_numel", "_size")) else True
+        value = "bf16" if f.name == "communication_dtype" else value
+        settings = {f.name: value, "activation_checkpointing": True}
+        accepted = []
+        for stage in STAGES:
+            try:
+                ZeroConfig(engine="deepspeed", stage=stage, deepspeed=DeepSpeedConfig(**settings))
+            except ValueError as error:
+                assert f.name in str(error)  # noqa: PT017
+            else:
+                accepted.append(stage)
+        assert accepted in ([1, 2, 3], [1, 2], [3]), f.name
+
+
+def test_what_moves() -> None:
+    def moves(**settings: Any) -> tuple[bool, bool]:
+        config = ZeroConfig(**settings)
+        return config.offloads_optimizer, config.offloads_parameters
+
+    assert moves() == (False, False)
+    for stage in STAGES:
+        assert moves(stage=stage, offload="cpu") == (True, True)
+        assert moves(stage=stage, offload="cpu", engine="deepspeed") == (True, stage == 3)
+    assert moves(offload=OffloadConfig(target="nvme", optimizer=False), engine="deepspeed") == (False, True)
+    assert moves(offload=OffloadConfig(target="cpu", parameters=False), engine="deepspeed") == (True, False)
+
+
+def test_a_file_fills_what_is_unset(tmp_path: Any) -> None:
+    path = tmp_path / "zero_2.json"
+    path.write_text(json.dumps(FILE))
+    config = ZeroConfig(engine="deepspeed", deepspeed_config=str(path))
+    path.unlink()  # read once
+    assert (config.stage, config.offload.target) == (2, "cpu")
+    assert config.raw is not None
+    assert config.raw.content() == FILE
+    assert config == ZeroConfig(engine="deepspeed", deepspeed_config=FILE)
+    assert hash(config) == hash(config.with_(after_fit="auto"))
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert config.with_(after_fit="whole").stage == 2
+    assert ZeroConfig.from_kwargs(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)}) == config
+    assert ZeroConfig(engine="deepspeed", deepspeed_config=FILE, stage=2, offload="cpu").stage == 2
+    pinned = ZeroConfig(engine="deepspeed", deepspeed_config=FILE, offload=OffloadConfig(target=None, pin_memory=True))
+    assert (pinned.offload.target, pinned.offload.pin_memory) == ("cpu", True)
+    empty = ZeroConfig(engine="deepspeed", deepspeed_config={})
+    assert (empty.stage, empty.offload) == (3, OffloadConfig())
+
+
+def test_a_file_is_never_changed() -> None:
+    given = {"zero_optimization": {"stage": 2}}
+    raw = RawConfig.read(given)
+    raw.content()["zero_optimization"]["stage"] = 3
+    raw.section("zero_optimization")["stage"] = 3
+    given["zero_optimization"]["stage"] = 1
+    assert raw.stage == 2
+
+
+def test_a_file_that_is_no_json_says_where(tmp_path: Any) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text('{"a": 1,\n "b": }')
+    with pytest.raises(ValueError, match=r"broken\.json' is no JSON: .*line 2"):
+        RawConfig.read(str(path))
+    path.write_text('{"a": 1, "a": 2}')
+    with pytest.raises(ValueError, match=r"'a' stands there 2 times, with \[1, 2\]"):
+        RawConfig.read(str(path))
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match=r"holds list: use a JSON object"):
+        RawConfig.read(str(path))
+
+
+def test_a_file_may_hold_comments_where_deepspeed_is_installed(tmp_path: Any) -> None:
+    pytest.importorskip("hjson")
+    path = tmp_path / "commented.json"
+    path.write_text('{"zero_optimization": {"stage": 1}, // gradients fit\n}')
+    assert RawConfig.read(str(path)).stage == 1
 
 
 def test_unknown_setting_names_the_closest() -> None:

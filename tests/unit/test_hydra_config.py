@@ -10,7 +10,7 @@ from typing import Any, Literal, Optional, Union
 import pytest
 from lightning.pytorch import Trainer
 
-from lightning_zero.config import OffloadConfig, ZeroConfig
+from lightning_zero.config import DeepSpeedConfig, OffloadConfig, ZeroConfig
 from lightning_zero.hydra_config import (
     ConfigError,
     hint,
@@ -37,6 +37,47 @@ def test_settings_become_one_validated_config():
     assert make_strategy(name="fsdp") == "fsdp"
 
 
+def _composed(*overrides: str) -> Any:
+    """The group ``strategy`` as the command line makes it."""
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("lightning_zero.conf", version_base="1.3"):
+        return make_zero_config(compose("config", list(overrides)).strategy)
+
+
+def test_groups_of_engine_and_offload():
+    assert _composed() == _composed("strategy=zero3") == ZeroConfig()
+    assert _composed("strategy/offload=none") == ZeroConfig(offload="none")
+    assert _composed("strategy=zero2", "strategy/offload=cpu") == ZeroConfig(stage=2, offload="cpu")
+    assert _composed("strategy.offload.target=cpu") == ZeroConfig(offload="cpu")
+    assert _composed(
+        *("strategy=zero3", "strategy/engine=deepspeed", "strategy/offload=nvme", "strategy.offload.path=/fast"),
+        *("strategy.offload.aio_queue_depth=16", "strategy.deepspeed.sub_group_numel=1000"),
+    ) == ZeroConfig(
+        engine="deepspeed",
+        offload=OffloadConfig(target="nvme", path="/fast", aio_queue_depth=16),
+        deepspeed=DeepSpeedConfig(sub_group_numel=1000),
+    )
+
+
+def test_a_deepspeed_file_decides_what_was_not_chosen(tmp_path):
+    path = tmp_path / "zero_2.json"
+    path.write_text('{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}')
+    file = f"strategy.deepspeed_config={path}"
+    config = _composed("strategy/engine=deepspeed", file)
+    assert (config.stage, config.offload.target) == (2, "cpu")
+    assert config == _composed("strategy=zero2", "strategy/engine=deepspeed", file)
+    assert make_strategy(engine="deepspeed", stage=None, deepspeed_config=str(path)).config == config
+    inline = "strategy.deepspeed_config={zero_optimization:{stage:1}}"
+    assert _composed("strategy/engine=deepspeed", inline).stage == 1
+    with pytest.raises(ConfigError, match=r"stage=3, but .*stage=2 .*strategy=zero_default"):
+        _composed("strategy=zero3", "strategy/engine=deepspeed", file)
+    with pytest.raises(ConfigError, match=r"target='none', but .*'cpu'"):
+        _composed("strategy/engine=deepspeed", "strategy/offload=none", file)
+    with pytest.raises(ConfigError, match="engine='deepspeed'"):
+        _composed(file)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -45,6 +86,9 @@ def test_settings_become_one_validated_config():
         ({"stagee": 1}, "did you mean strategy.stage"),
         ({"offload": {"target": "disk"}}, "offload.target='disk'"),
         ({"find_unused_parameters": "perhaps"}, "perhaps"),
+        ({"offload": {"target": "nvme"}, "engine": "deepspeed", "stage": 1}, "zero3_nvme"),
+        ({"deepspeed": {"overlap_comm": "perhaps"}, "engine": "deepspeed"}, "perhaps"),
+        ({"deepspeed": {"overlap_com": True}, "engine": "deepspeed"}, "overlap_com"),
     ],
 )
 def test_wrong_settings_are_config_errors(settings, message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_zero.memory import (
@@ -156,6 +158,26 @@ def test_gradients_of_the_last_step_are_alive_in_the_next_forward():
     assert late.peak - early.peak == layout.num_parameters * 4 / 4
 
 
+def test_what_is_replicated_stays_on_the_device():
+    layout = _layout(mixed=False)
+    odd = ParameterSize(name="odd", shape=(), itemsize=4, compute_itemsize=4, reduce_itemsize=4, state_per_element=8)
+    rules = StepRules(stage=2, world_size=4)
+    both = [replace(layout, replicated=(odd,)), layout]
+    first, second = (offload_bytes(each, simulate(each, untraced(each), rules), rules, "cpu") for each in both)
+    assert first == second
+
+
+def test_host_shards_come_up_through_a_buffer_on_the_device():
+    for mixed in (False, True):
+        layout = _layout(mixed=mixed)
+        rules = StepRules(stage=3, world_size=1, zeroes_late=False)  # on more ranks the gathered copy comes on top
+        forward = [Moment(event="forward", unit=0)]
+        stays, moves = (simulate(layout, forward, each) for each in (rules, replace(rules, from_host=True)))
+        unit = layout.units[0]
+        assert moves.peak - stays.peak == unit.shard_bytes(1) > 0
+        assert (stays.gathered_shards, stays.reduced_shards) == (moves.gathered_shards, moves.reduced_shards)
+
+
 @pytest.mark.parametrize("target", ["cpu", "nvme"])
 def test_offload_takes_the_shards_off_the_device(target):
     layout, rules = _layout(mixed=True), StepRules(stage=3, world_size=4)
@@ -166,6 +188,8 @@ def test_offload_takes_the_shards_off_the_device(target):
     assert (moved.disk == 0) == (target == "cpu")
     # ZeRO-Offload, section 4: at least 2 bytes per element each way; CPUOffloadPolicy brings the stored fp32 shards up
     assert moved.pcie_per_step >= 4 * psi / 4
+    at_home = offload_bytes(layout, step, rules, target, host_is_device=True)
+    assert (at_home.host, at_home.pcie_per_step, at_home.disk) == (0, 0, moved.disk)
     if target == "nvme":  # ZeRO-Infinity: states are read and written once per step
         assert moved.disk_per_step >= 2 * moved.disk
 

@@ -16,7 +16,7 @@ ALL_NAMES = {
     "zero3_nvme",
     "zero_auto",
 }
-"""The whole surface; a name is registered once its engine and offload exist."""
+"""The whole surface."""
 
 
 def test_stages_have_their_names() -> None:
@@ -24,8 +24,8 @@ def test_stages_have_their_names() -> None:
         assert NAMES[f"zero{stage}"] == {"stage": stage, "engine": "fsdp2"}
 
 
-def test_no_name_outside_the_surface() -> None:
-    assert set(NAMES) <= ALL_NAMES
+def test_the_surface_is_complete() -> None:
+    assert set(NAMES) == ALL_NAMES
 
 
 def test_every_name_is_lower_case_and_its_settings_are_valid() -> None:
@@ -35,6 +35,7 @@ def test_every_name_is_lower_case_and_its_settings_are_valid() -> None:
         assert name == "zero_auto" or name.startswith(f"zero{config.stage}")
         assert ("offload" in name) == (config.offload.target == "cpu")
         assert ("nvme" in name) == (config.offload.target == "nvme")
+        assert ("deepspeed" in name or "nvme" in name) == (config.engine == "deepspeed")
 
 
 def test_registering_again_changes_nothing() -> None:
@@ -55,6 +56,18 @@ def test_a_name_gives_a_strategy_with_its_settings(name: str) -> None:
     assert isinstance(strategy, lightning_zero.ZeroStrategy)
     expected = lightning_zero.ZeroConfig(**NAMES[name])
     assert strategy.config == expected
+
+
+def test_without_deepspeed_its_names_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from lightning_zero.engines import deepspeed_ops
+
+    monkeypatch.setattr(deepspeed_ops, "find_spec", lambda name: None)
+    for name in ("zero2_deepspeed", "zero3_nvme"):
+        with pytest.raises(ModuleNotFoundError, match="pip install deepspeed"):
+            StrategyRegistry.get(name)
+    assert StrategyRegistry.get("zero3_offload").config.offload.target == "cpu"
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

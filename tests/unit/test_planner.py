@@ -99,9 +99,9 @@ def test_a_module_on_the_meta_device_gives_the_same_plan():
 @pytest.mark.parametrize("name", ["mlp", "attention"])
 def test_replayed_blocks_count_as_if_they_had_run(name, checkpointing, monkeypatch):
     def moments(module: Any) -> Any:
-        from lightning_zero.planner import _Study
+        from lightning_zero.planner.study import Study
 
-        study = _Study(module, TOKENS, "32-true", torch.device("cpu"), BLOCKS, 2, 10)
+        study = Study(module, TOKENS, "32-true", torch.device("cpu"), BLOCKS, 2, 10)
         found = study.trace(sharded=True, checkpointing=checkpointing)
         # a replayed block's end may be marked before its saved tensors are gone
         shape = [(m.event, m.unit, m.live_bytes, m.gradient_bytes) for m in found.moments if m.event != "backward_end"]
@@ -125,9 +125,9 @@ class Mixed(Mlp):
 
 @pytest.mark.parametrize("module", [Mixed, Recomputed])
 def test_blocks_that_differ_or_are_recomputed_by_the_user_are_not_replayed(module):
-    from lightning_zero.planner import _Study
+    from lightning_zero.planner.study import Study
 
-    study = _Study(module(), TOKENS, "32-true", torch.device("cpu"), BLOCKS, 2, 10)
+    study = Study(module(), TOKENS, "32-true", torch.device("cpu"), BLOCKS, 2, 10)
     assert study.trace(sharded=True, checkpointing=False).num_replayed == 0
 
 
@@ -254,8 +254,19 @@ def test_the_cheapest_row_that_fits_is_picked_and_says_why(device, checkpointed,
 
 def test_only_what_can_be_run_is_picked_for_a_run():
     rows = _rows(device=[99, 30, 20, 15, 3, 2, 1])
-    assert choose(rows, 10 * GIB, None, 2, runnable_only=True)[0] is None
+    assert choose(rows, 10 * GIB, None, 2, engine="fsdp2")[0] == "zero1_offload"
+    rows = [dataclasses.replace(r, engine=None if r.offload != "none" else r.engine) for r in rows]
+    assert choose(rows, 10 * GIB, None, 2, engine="fsdp2")[0] is None
     assert "not built yet" in choose(rows, 10 * GIB, None, 2)[2]
+
+
+def test_what_deepspeed_runs_is_named_but_not_picked_for_fsdp2():
+    rows = _rows(device=[99, 30, 20, 15, 30, 20, 12, 3])
+    assert rows[-1].engine == "deepspeed"
+    name, _, text = choose(rows, 10 * GIB, None, 2)
+    assert name == "zero3_nvme"
+    assert "not built" not in text
+    assert choose(rows, 10 * GIB, None, 2, engine="fsdp2")[0] is None
 
 
 def test_host_memory_limits_offload():
@@ -274,6 +285,8 @@ def test_table_and_json_hold_every_row(tmp_path):
     text = str(made)
     for name in names:
         assert f"\n{name}" in text
+    assert "\nzero3_nvme +" in text
+    assert "+ run by DeepSpeed" in text
     assert text.splitlines()[-1].startswith("take zero1: needs")
     assert json.loads(json.dumps(made.to_dict()))["rows"][3]["peak"] == made.row("zero3").peak
 

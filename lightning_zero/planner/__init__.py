@@ -1,0 +1,27 @@
+"""Which stage fits a module on given devices, and what it costs: ``lightning_zero.plan``. Floor 5.
+
+The module is copied without its memory (:mod:`~lightning_zero.tracing`), one micro-batch is traced, one step of the
+optimizers that it really configures is run on fake shards, and :mod:`~lightning_zero.memory` walks every stage through
+what was found. Nothing runs on a device and no process group is needed.
+"""
+
+from __future__ import annotations
+
+from lightning_zero.planner.choice import choose
+from lightning_zero.planner.rows import Plan, Row
+from lightning_zero.planner.run import Planner, device_memory_bytes, first_batch, plan
+from lightning_zero.planner.show import GIB
+from lightning_zero.planner.study import OFFLOADS, PRECISIONS
+
+__all__ = [
+    "GIB",
+    "OFFLOADS",
+    "PRECISIONS",
+    "Plan",
+    "Planner",
+    "Row",
+    "choose",
+    "device_memory_bytes",
+    "first_batch",
+    "plan",
+]

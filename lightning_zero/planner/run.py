@@ -1,0 +1,165 @@
+"""The plan itself, for a module and for a run that is about to start. Floor 5."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from lightning_zero.config import ZeroConfig
+from lightning_zero.memory import StepRules
+from lightning_zero.planner.choice import choose
+from lightning_zero.planner.rows import Plan
+from lightning_zero.planner.show import GIB
+from lightning_zero.planner.silent import quiet
+from lightning_zero.planner.study import OFFLOADS, Study, precision_name
+from lightning_zero.strategy import _available_host_bytes, _user_looks_between_micro_batches
+from lightning_zero.tracing import shadow
+
+
+def plan(
+    module: LightningModule,
+    batch: Any = None,
+    *,
+    world_size: int = 1,
+    ranks_per_host: int | None = None,
+    precision: Any = "32-true",
+    device: str = "cpu",
+    device_memory_gib: float | None = None,
+    host_memory_gib: float | None = None,
+    headroom: float = 0.1,
+    micro_batches: int = 1,
+    max_steps: int = 1000,
+    keep_gathered: bool = True,
+    config: ZeroConfig | None = None,
+) -> Plan:
+    """Says what every stage and offload would take of each rank, and which one to use.
+
+    Args:
+        module: Whole, on any device; on the meta device it takes no memory. It is copied, never changed.
+        batch: One micro-batch (its shapes and dtypes count); without one no activations are counted.
+        world_size: Ranks that share the model states.
+        ranks_per_host: Of them on one host (default: all).
+        precision: As for ``Trainer(precision=...)``.
+        device: Kind of device to plan for, ``"cpu"`` or ``"cuda"``.
+        device_memory_gib: Of one device; without it nothing is said to fit or not to fit, and the largest micro-batch
+            is not looked for.
+        host_memory_gib: Of one host, for offload.
+        headroom: Share of the device's memory that is left free.
+        micro_batches: Accumulated per optimizer step.
+        max_steps: What ``trainer.estimated_stepping_batches`` answers while optimizers are configured.
+        keep_gathered: No hook of the user's looks at the module between micro-batches.
+        config: Units and agreements of the run; its stage is not looked at.
+
+    Raises:
+        ValueError: For an unknown precision, or a module without trainable parameters.
+    """
+    name = precision_name(precision)
+    study = Study(module, batch, name, torch.device(device), config or ZeroConfig(), world_size, max_steps)
+    usable = None if device_memory_gib is None else device_memory_gib * GIB * (1 - headroom)
+    rules = StepRules(
+        stage=3,
+        world_size=world_size,
+        micro_batches=micro_batches,
+        keep_gathered=keep_gathered,
+        gathers_up_front=study.target.type == "cpu",
+        agrees_per_unit=study.target.type == "cpu" and world_size > 1 and study.config.find_unused_parameters,
+        agrees_on_unused=study.config.find_unused_parameters,
+        broadcasts_buffers=study.config.broadcast_buffers,
+        zeroes_late=module.automatic_optimization,
+    )
+    rows = [study.row(0, "none", rules, usable)]
+    for offload in OFFLOADS:
+        for stage in (3,) if offload == "nvme" else (1, 2, 3):
+            rows.append(study.row(stage, offload, rules, usable))
+    on_host = ranks_per_host or world_size
+    choice, checkpointing, reason = choose(rows, usable, host_memory_gib, on_host)
+    return Plan(
+        module=type(module).__name__,
+        num_parameters=study.layout.num_parameters,
+        num_trainable=sum(p.numel for p in study.layout.parameters if p.trainable),
+        world_size=world_size,
+        ranks_per_host=on_host,
+        precision=name,
+        micro_batch=study.batch_size,
+        micro_batches=micro_batches,
+        optimizers=study.optimizer_names,
+        device=study.target.type,
+        device_bytes=None if device_memory_gib is None else device_memory_gib * GIB,
+        usable_bytes=usable,
+        flops_per_micro_batch=study.flops,
+        rows=tuple(rows),
+        choice=choice,
+        checkpointing=checkpointing,
+        reason=reason,
+        notes=tuple(study.notes),
+    )
+
+
+class Planner:
+    """A plan that waits for its batch: copies the module's structure now, while it is whole.
+
+    Args:
+        module: As for :func:`plan`.
+        **settings: Its keywords.
+    """
+
+    def __init__(self, module: LightningModule, **settings: Any) -> None:
+        copied = shadow(module, nullcontext(), torch.device("meta"), lambda name, t: t.dtype)
+        self.module = cast(LightningModule, copied)
+        self.settings = settings
+
+    def __call__(self, batch: Any) -> Plan:
+        with quiet():
+            return plan(self.module, batch, **self.settings)
+
+    @classmethod
+    def of_run(cls, trainer: Trainer, module: LightningModule, **settings: Any) -> Planner:
+        """For the run that ``trainer`` is about to start."""
+        strategy = trainer.strategy
+        config = getattr(strategy, "config", None)
+        device = strategy.root_device
+        return cls(
+            module,
+            **{
+                "world_size": trainer.world_size,
+                "ranks_per_host": trainer.num_devices,
+                "precision": trainer.precision,
+                "device": device.type,
+                "device_memory_gib": device_memory_bytes(device, trainer.num_devices) / GIB,
+                "micro_batches": trainer.accumulate_grad_batches,
+                "max_steps": trainer.max_steps if trainer.max_steps > 0 else 1000,
+                "keep_gathered": not _user_looks_between_micro_batches(trainer, module),
+                "config": config if isinstance(config, ZeroConfig) else None,
+                **settings,
+            },
+        )
+
+
+def device_memory_bytes(device: torch.device, ranks_per_host: int) -> float:
+    """Memory of one device; on the CPU this rank's share of the host's available memory."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return _available_host_bytes() / max(ranks_per_host, 1)
+
+
+def first_batch(loader: Any) -> Any:
+    """The first micro-batch of a ``DataLoader`` over a map-style dataset, without its workers, its sampler or a trace
+    in the random generators; ``None`` where there is no such thing."""
+    dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+    if not isinstance(loader, DataLoader) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        return None
+    batch_sampler = loader.batch_sampler
+    size = size or getattr(batch_sampler, "batch_size", None)
+    if not size or not len(dataset):  # type: ignore[arg-type]
+        return None
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return loader.collate_fn([dataset[i % len(dataset)] for i in range(size)])  # type: ignore[index, arg-type]
+    finally:
+        random.setstate(state)

@@ -1,0 +1,237 @@
+"""What the engine ``deepspeed`` owes beyond the table of kinds (``test_parity``): other loops, later runs, what the
+module is afterwards, checkpoints to and from other strategies, offload to host memory and to files.
+
+A failure in ``test_loops...`` is about gathering outside of training, in ``..._ordinary...`` about what DeepSpeed
+leaves behind, in ``test_checkpoint...`` about pieces and whole tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.distributed import test_loops as loops
+from tests.helpers import zoo
+from tests.helpers.ranks import outcome
+from tests.helpers.zoo import Zoo, make_trainer
+
+STAGES = (1, 2, 3)
+SLOW = 180.0
+"""Seconds; a run takes about two on a quiet machine."""
+
+
+def _strategy(stage: int, **settings: Any) -> dict[str, Any]:
+    return {"engine": "deepspeed", "stage": stage, **settings}
+
+
+def _full(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+# -- loops and runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "order"),
+    [(3, "before_and_after_fit"), (3, "without_fit"), (2, "between_two_fits")]
+    + [_full(stage, order) for stage in STAGES for order in loops.ORDERS],
+)
+def test_loops_give_what_ddp_gives(stage: int, order: str, ranks2) -> None:
+    arguments = (loops.ORDERS[order], False, order == "before_and_after_fit")
+    reference = ranks2(loops._loops_in_order, "ddp", *arguments)
+    results = ranks2(loops._loops_in_order, _strategy(stage), *arguments, timeout_seconds=SLOW)
+    for result, expected in zip(results, reference, strict=True):
+        for key in expected:
+            assert loops._close(result[key], expected[key]), key
+
+
+def test_runs_under_both_engines_in_turn(ranks2) -> None:
+    strategies = [_strategy(3), {"stage": 3, **zoo.BLOCKS}, _strategy(1), "ddp"]
+    reference = ranks2(loops._fit_in_turn, ["ddp"] * len(strategies), True)
+    for result, expected in zip(
+        ranks2(loops._fit_in_turn, strategies, True, timeout_seconds=SLOW), reference, strict=True
+    ):
+        assert loops._close(result, expected)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [(3, "odd_parameters_together"), (1, "tied_blocks"), (3, "frozen")]
+    + [_full(stage, name) for stage in STAGES for name in ("adam", "tied_blocks", "gru", "frozen", "keyword_blocks")],
+)
+def test_afterwards_the_module_is_ordinary_on_every_rank(stage: int, name: str, ranks2) -> None:
+    settings = _strategy(stage, after_fit="whole")
+    results = ranks2(loops._ordinary_afterwards, settings, name, timeout_seconds=SLOW)
+    reference = ranks2(loops._ordinary_afterwards, "ddp", name)
+    for result, expected in zip(results, reference, strict=True):
+        assert result.keys() == expected.keys()
+        assert loops._close(result["weights"], expected["weights"])
+        assert [key for key, value in result.items() if value is False] == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_optimizer_always_holds_the_modules_own_parameters(stage: int, ranks2) -> None:
+    for seen in ranks2(loops._optimizer_holds_parameters, _strategy(stage), timeout_seconds=SLOW):
+        assert seen == dict.fromkeys(("train_start", "before_step", "batch_end", "epoch_end", "after"), True)
+
+
+def _whole_for_a_while(stage: int) -> dict[str, Any]:
+    """One rank alone runs the module inside ``full_parameters``; what rank 0 writes with ``modify`` counts."""
+    seen: dict[str, Any] = {}
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx != 1 or trainer.current_epoch:
+                return
+            with trainer.strategy.full_parameters(module):
+                if trainer.global_rank == 1:
+                    seen["alone"] = module(torch.ones(2, zoo.WIDTH)).detach()
+            with trainer.strategy.full_parameters(module, modify=True), torch.no_grad():
+                if trainer.is_global_zero:
+                    module.net.head.weight.zero_()
+            seen["read"] = module.net.head.weight.detach().abs().sum().item()
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2 and not trainer.current_epoch:
+                seen["next"] = module(torch.ones(2, zoo.WIDTH)).detach()
+
+    torch.manual_seed(4)
+    module = Zoo()
+    make_trainer(_strategy(stage), callbacks=[Looks()], limit_val_batches=0).fit(module, loops._loader())
+    return seen | {"bias": module.net.head.bias.detach()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_are_whole_for_a_while(stage: int, ranks2) -> None:
+    first, second = ranks2(_whole_for_a_while, stage, timeout_seconds=SLOW)
+    assert second["alone"].abs().sum() > 0
+    assert first["read"] == second["read"] == 0.0
+    for seen in (first, second):  # a head of zeros gives its bias
+        assert torch.equal(seen["next"][0], seen["next"][1])
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [(3, "adamw_for_loop"), (1, "gan"), (2, "odd_parameters_together")]
+    + [_full(s, n) for s in STAGES for n in ("parameter_groups", "gan", "odd_parameters_together", "sgd_momentum")],
+)
+def test_checkpoints_go_to_and_from_ddp_and_fsdp2(stage: int, name: str, ranks2, tmp_path: Path) -> None:
+    def fit(strategy: Any, to: str, resume: str | None, epochs: int) -> list[dict[str, Any]]:
+        return ranks2(loops._fit_and_save, strategy, name, str(tmp_path / to), resume, epochs, timeout_seconds=SLOW)
+
+    ours, ddps, ddp = str(tmp_path / "ours.ckpt"), str(tmp_path / "ddps.ckpt"), zoo.KINDS[name].reference
+    fit(_strategy(stage), "ours.ckpt", None, 1)
+    fit(ddp, "ddps.ckpt", None, 1)
+    result, expected = (torch.load(path, weights_only=False) for path in (ours, ddps))
+    assert result.keys() - {"lightning_zero"} == expected.keys()
+    assert loops._close(result["state_dict"], expected["state_dict"])
+    assert loops._close(loops._comparable(result["optimizer_states"]), loops._comparable(expected["optimizer_states"]))
+    straight = fit(ddp, "straight.ckpt", None, 2)
+    for resumed in (
+        fit(ddp, "a.ckpt", ours, 2),
+        fit({"stage": stage, **zoo.BLOCKS}, "b.ckpt", ours, 2),
+        fit(_strategy(stage), "c.ckpt", ddps, 2),
+    ):
+        for rank in range(2):
+            half = len(straight[rank]["losses"]) // 2
+            assert loops._close(resumed[rank]["losses"], straight[rank]["losses"][half:])
+            assert loops._close(resumed[rank]["weights"], straight[rank]["weights"])
+
+
+# -- offload ---------------------------------------------------------------------------------------------------------
+
+
+class Wide(Zoo):
+    """Large enough that its states go to files: DeepSpeed leaves what is below 1 MiB per rank in memory."""
+
+    def build(self) -> None:
+        blocks = (nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512)) for _ in range(2))
+        self.net = nn.Sequential(nn.Linear(zoo.WIDTH, 512), *blocks, nn.Linear(512, zoo.WIDTH))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4)
+
+
+def _train_wide(strategy: Any, resume: str | None, save: str | None, epochs: int) -> dict[str, Any]:
+    torch.manual_seed(3 + 100 * int(os.environ["RANK"]) * (strategy != "ddp"))
+    module, on_disk = Wide(), []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, *unused: Any) -> None:
+            engine = getattr(trainer.strategy, "engine", None)
+            folder = engine and engine.offload_path
+            if folder:
+                on_disk.append(sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file()))
+
+    batch = 12 // int(os.environ["WORLD_SIZE"])  # the same global batches, dealt out
+    options: dict[str, Any] = {"max_epochs": epochs, "limit_val_batches": 0, "callbacks": [Looks()]}
+    trainer = make_trainer(strategy, **options)
+    trainer.fit(module, DataLoader(zoo.RandomDataset(36), batch_size=batch), ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return {"losses": module.losses, "weights": loops._weights(module), "on_disk": on_disk}
+
+
+def _mean_losses(results: list[dict[str, Any]]) -> torch.Tensor:
+    return torch.tensor([r["losses"] for r in results]).mean(0)
+
+
+@pytest.mark.parametrize("offload", ["nvme", _full("cpu")])
+def test_offloaded_runs_resume_with_the_uninterrupted_runs_losses(offload: str, ranks, tmp_path: Path) -> None:
+    """DeepSpeed's own NVMe checkpoints restart from initial weights, or without Adam's step count, silently."""
+    path = str(tmp_path / "half.ckpt")
+    settings = _strategy(3, offload=offload)
+    if offload == "nvme":
+        from lightning_zero.config import OffloadConfig
+
+        folder = tmp_path / "fast"
+        folder.mkdir()
+        settings["offload"] = OffloadConfig(target="nvme", path=str(folder))
+    straight = ranks(_train_wide, "ddp", None, None, 2, world_size=2)
+    half = ranks(_train_wide, settings, None, path, 1, world_size=2, timeout_seconds=SLOW)
+    numel = sum(p.numel() for p in Wide().parameters())
+    if offload == "nvme":
+        # masters, two Adam states and the parameters themselves, 4 bytes each
+        assert all(3 * 4 * numel * 0.95 < r["on_disk"][-1] < 5 * 4 * numel for r in half)
+        assert list(folder.iterdir()) == []  # removed at the end
+    expected = _mean_losses(straight)
+    assert zoo._relative(_mean_losses(half), expected[:3]) < 1e-5
+    for world_size in (2, 3):
+        resumed = ranks(_train_wide, settings, path, None, 2, world_size=world_size, timeout_seconds=SLOW)
+        assert zoo._relative(_mean_losses(resumed), expected[3:]) < 1e-5
+        assert zoo._largest(resumed[0]["weights"], straight[0]["weights"])[0] < 1e-5
+
+
+@pytest.mark.parametrize("stage", [1, _full(2), 3])
+@pytest.mark.parametrize("name", ["parameter_groups", _full("gan"), _full("accumulation_and_clip")])
+def test_offload_to_host_memory_equals_ddp(stage: int, name: str, ranks2) -> None:
+    """By DeepSpeed's CPU Adam: another order of operations inside a step, so not bit for bit."""
+    results = ranks2(zoo.train, name, _strategy(stage, offload="cpu"), True, timeout_seconds=SLOW)
+    reference = ranks2(zoo.train, name, zoo.KINDS[name].reference, True)
+    assert zoo.difference(results, reference).largest < 1e-5
+
+
+def test_nvme_refuses_optimizers_that_need_whole_tensors(ranks2) -> None:
+    for name, text in ranks2(outcome, _fit_wide_with_adafactor, timeout_seconds=SLOW):
+        assert name == "ValueError"
+        assert "Adafactor" in text
+        assert "offload='cpu'" in text
+
+
+def _fit_wide_with_adafactor() -> None:
+    class Adafactors(Wide):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adafactor(self.parameters())
+
+    trainer = make_trainer(_strategy(3, offload="nvme"), max_epochs=1)
+    trainer.fit(Adafactors(), loops._loader())

@@ -1,0 +1,53 @@
+"""Fits a module of equal units under any engine and offload, and says what each rank held of its state, and where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader
+
+from lightning_zero.callbacks.model_state_report import state_of_run
+from lightning_zero.model_state import KINDS, ModelState
+from tests.helpers import account, zoo
+
+PSI = account.Stack.NUM_UNITS * account.Stack.WIDTH**2
+"""Parameters of the module."""
+
+
+class _Looking(account.Stack):
+    """Looks from inside its middle unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = ModelState()
+        self.blocks[self.NUM_UNITS // 2].register_forward_hook(self._look)
+
+    def _look(self, *unused: Any) -> None:
+        self.inside = state_of_run(self.trainer, self)
+
+
+class Look(Callback):
+    """What is held between backward and step, where every state exists, and after ``zero_grad``."""
+
+    def __init__(self) -> None:
+        self.before_step = ModelState()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: L.LightningModule, optimizer: Any) -> None:
+        self.before_step = state_of_run(trainer, pl_module)
+
+
+def held(settings: dict[str, Any] | str, **options: Any) -> dict[str, Any]:
+    """Bytes per parameter on this rank: ``kind -> place -> bytes``; *inside*: parameters on the device in a forward."""
+    look = Look()
+    torch.manual_seed(0)
+    module = _Looking()
+    trainer = zoo.make_trainer(settings, max_steps=3, max_epochs=1, callbacks=[look], **options)
+    trainer.fit(module, DataLoader(account.Vectors(), batch_size=1))
+    found: dict[str, Any] = {
+        kind: {place: nbytes / PSI for place, nbytes in look.before_step.here[kind].items()} for kind in KINDS
+    }
+    found["inside"] = module.inside.here["parameters"]["device"] / PSI
+    return found

@@ -1,0 +1,71 @@
+"""``lightning-zero doctor``: it finds what is here, says what is missing, and cannot hang."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero import doctor
+from lightning_zero.engines import deepspeed_ops
+from tests.integration.commands import ROOT
+
+
+@pytest.mark.timeout(400)
+def test_the_command() -> None:
+    command = [sys.executable, "-m", "lightning_zero", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=350, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout[done.stdout.index("{") :])  # deepspeed may print before it
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["two processes"]["gloo"] == "works"
+    assert "GiB free in /dev/shm" in found["hardware"]["shared memory"]
+    assert found["backends"]["gloo"] == "available"
+    pytest.importorskip("deepspeed")
+    for op in ("cpu_adam", "async_io"):
+        said = found["deepspeed ops"][op]
+        missing = deepspeed_ops.why_not(op)
+        assert said == f"no: {missing}" if missing else said in ("built", "can be built")
+
+
+def test_two_processes_that_do_not_meet(monkeypatch: Any) -> None:
+    monkeypatch.setattr(doctor, "_RANK", "import time; time.sleep(600)")
+    began = time.monotonic()
+    assert doctor.collective_works("gloo", timeout_seconds=2).startswith("no: not done after 2 s")
+    assert time.monotonic() - began < 60
+    monkeypatch.setattr(doctor, "_RANK", "raise SystemExit('no such interface')")
+    assert doctor.collective_works("gloo", timeout_seconds=60) == "no: no such interface"
+
+
+def test_a_probe_that_fails_does_not_hide_the_others(monkeypatch: Any, capsys: Any) -> None:
+    def breaks() -> Any:
+        raise OSError("broken")
+
+    monkeypatch.setattr(doctor, "_hardware", breaks)
+    monkeypatch.setattr(doctor, "_collectives", lambda seconds: {"gloo": "no: nobody answers"})
+    monkeypatch.setattr(doctor, "_ops", dict)
+    assert doctor.run(1.0, as_json=False) == 1
+    text = capsys.readouterr().out
+    assert "no: OSError: broken" in text
+    assert "no: nobody answers" in text
+    assert "deepspeed ops:\n  none" in text
+
+
+def test_little_shared_memory_is_said(monkeypatch: Any, tmp_path: Path) -> None:
+    assert doctor._shared_memory(str(tmp_path / "nowhere")).startswith("no: ")
+    assert "GiB free" in doctor._shared_memory(str(tmp_path))
+    monkeypatch.setattr(doctor, "SMALL_SHARED_MEMORY_GIB", 1e9)
+    assert "--shm-size" in doctor._shared_memory(str(tmp_path))
+
+
+def test_without_deepspeed(monkeypatch: Any) -> None:
+    monkeypatch.setattr(deepspeed_ops, "find_spec", lambda name: None)
+    assert doctor._ops() == {"deepspeed": "no: not installed; pip install deepspeed"}
+    with pytest.raises(ModuleNotFoundError, match=r"pip install deepspeed.*engine='fsdp2'"):
+        deepspeed_ops.require_deepspeed()

@@ -1,0 +1,223 @@
+"""DeepSpeed's settings: what becomes of ours, of a file's, and of both together."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_zero.config import DeepSpeedConfig, OffloadConfig, ZeroConfig
+from lightning_zero.engines.deepspeed_config import (
+    MAX_BUCKET_NUMEL,
+    RunFacts,
+    bucket_numel,
+    check_micro_batch,
+    ds_config,
+)
+
+WELL_KNOWN = {
+    "train_batch_size": 16,
+    "gradient_accumulation_steps": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 5e-5}},
+    "fp16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 2,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 2e8,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 2e8,
+        "overlap_comm": True,
+    },
+}
+"""The file that tutorials show."""
+
+GPU = RunFacts(
+    world_size=2,
+    device_type="cuda",
+    precision="16-mixed",
+    accumulation=4,
+    clip_value=None,
+    numel=10**9,
+    largest_numel=10**7,
+)
+CPU = replace(GPU, device_type="cpu", precision="32-true", accumulation=1)
+
+
+def made(facts: RunFacts = CPU, **settings: Any) -> dict[str, Any]:
+    return ds_config(ZeroConfig(engine="deepspeed", **settings), facts)
+
+
+def test_the_well_known_file() -> None:
+    given = copy.deepcopy(WELL_KNOWN)
+    config = ZeroConfig(engine="deepspeed", deepspeed_config=given)
+    assert (config.stage, config.offload) == (2, OffloadConfig())
+    first = ds_config(config, GPU)
+    assert first["train_batch_size"] == 16
+    assert first["train_micro_batch_size_per_gpu"] == 2
+    assert first["gradient_accumulation_steps"] == 4
+    assert first["fp16"] == {"enabled": True}
+    assert "optimizer" not in first  # a torch optimizer is made of it
+    zero = first["zero_optimization"]
+    assert zero == WELL_KNOWN["zero_optimization"]  # nothing of it is lost, nothing added that it decides
+    first["zero_optimization"]["stage"] = 9
+    assert given == WELL_KNOWN
+    assert ds_config(config, GPU)["zero_optimization"]["stage"] == 2
+
+
+def test_the_well_known_file_on_a_cpu_names_bf16() -> None:
+    with pytest.raises(ValueError, match=r"fp16\.enabled=True .*CPU.*bf16"):
+        made(replace(CPU, accumulation=4, precision="bf16-mixed"), deepspeed_config=WELL_KNOWN)
+    bf16 = {**WELL_KNOWN, "fp16": {"enabled": False}, "bf16": {"enabled": True}}
+    config = made(replace(CPU, accumulation=4, precision="bf16-mixed"), deepspeed_config=bf16)
+    assert config["bf16"]["enabled"] is True
+    assert config["fp16"]["enabled"] is False
+
+
+def test_clipping_is_always_written() -> None:
+    """Without the key DeepSpeed clips to norm 1.0; the engine clips itself, where Lightning asks."""
+    assert made()["gradient_clipping"] == 0.0
+    assert made(replace(CPU, clip_value=1.0))["gradient_clipping"] == 0.0
+    both = made(replace(CPU, clip_value=1.0), deepspeed_config={"gradient_clipping": 1.0})
+    assert both["gradient_clipping"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("file", "facts", "parts"),
+    [
+        ({"gradient_accumulation_steps": 4}, {}, ["gradient_accumulation_steps=4", "accumulate_grad_batches=1"]),
+        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}, {}, ["accumulation_steps=4", "batches=1"]),
+        ({"gradient_clipping": 1.0}, {}, ["gradient_clipping=1.0", "gradient_clip_val=None"]),
+        ({"gradient_clipping": 1.0}, {"clip_value": 0.5}, ["gradient_clipping=1.0", "gradient_clip_val=0.5"]),
+        (
+            {"gradient_clipping": 1.0},
+            {"clip_value": 1.0, "clip_algorithm": "value"},
+            ["gradient_clipping=1.0", "gradient_clip_algorithm='value'"],
+        ),
+        ({"bf16": {"enabled": True}}, {}, ["bf16.enabled=True", "precision='32-true'", "bf16-mixed"]),
+        ({"bf16": {"enabled": False}}, {"precision": "bf16-mixed"}, ["bf16.enabled=False", "precision='bf16-mixed'"]),
+        ({"fp16": {"enabled": True}}, {"device_type": "cuda"}, ["fp16.enabled=True", "16-mixed"]),
+        ({"train_batch_size": 3}, {}, ["train_batch_size=3", "2 ranks"]),
+        ({"train_batch_size": 0}, {}, ["train_batch_size=0", "1 or more"]),
+        (
+            {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1},
+            {},
+            ["train_batch_size=16", "micro_batch_size_per_gpu=3", "2 ranks"],
+        ),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, {}, ["quantized_weights=True", "CUDA", "bf16"]),
+        ({"communication_data_type": "fp16"}, {}, ["communication_dtype='fp16'", "bf16"]),
+    ],
+)
+def test_a_file_that_contradicts_the_trainer_is_refused(file: Any, facts: Any, parts: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the parts below are the match)
+        made(replace(CPU, **facts), deepspeed_config=file)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_auto_takes_lightnings_and_ours() -> None:
+    file = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "loss_scale": 0},
+        "zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+    }
+    config = made(replace(CPU, precision="bf16-mixed", accumulation=3, clip_value=0.5), deepspeed_config=file)
+    assert config["gradient_accumulation_steps"] == 3
+    assert (config["bf16"]["enabled"], config["fp16"]["enabled"]) == (True, False)
+    zero = config["zero_optimization"]
+    assert (zero["stage"], zero["reduce_bucket_size"]) == (3, bucket_numel(CPU.numel))
+    assert "auto" not in json.dumps(config)
+
+
+def test_the_dataloader_is_checked_too() -> None:
+    raw = ZeroConfig(engine="deepspeed", deepspeed_config=WELL_KNOWN).raw
+    facts = replace(CPU, accumulation=4)
+    check_micro_batch(raw, facts, 2)
+    check_micro_batch(raw, facts, None)
+    check_micro_batch(None, facts, 7)
+    with pytest.raises(ValueError, match=r"train_batch_size=16 .*micro-batches of 2 .*batch_size=8"):
+        check_micro_batch(raw, facts, 8)
+
+
+def test_settings_and_file_together() -> None:
+    file = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000, "prefetch_bucket_size": 7}}
+    merged = made(deepspeed_config=file, deepspeed=DeepSpeedConfig(sub_group_numel=5))["zero_optimization"]
+    assert (merged["reduce_bucket_size"], merged["sub_group_size"]) == (1000, 5)
+    assert merged["stage3_prefetch_bucket_size"] == 7
+    with pytest.raises(ValueError, match=r"reduce_bucket_size=1000 .*2000"):
+        made(deepspeed_config=file, deepspeed=DeepSpeedConfig(reduce_bucket_numel=2000))
+    with pytest.raises(ValueError, match=r"hpz_partition_size=3 with 2 ranks"):
+        made(deepspeed=DeepSpeedConfig(hpz_partition_size=3))
+
+
+def test_buckets_scale_with_the_module() -> None:
+    assert bucket_numel(1_000_000) == 1_000_000
+    assert bucket_numel(10**8) == 25_000_000
+    assert bucket_numel(10**9) == 125_000_000
+    assert bucket_numel(10**12) == MAX_BUCKET_NUMEL
+    small = made(replace(CPU, numel=50_000))["zero_optimization"]
+    assert small["reduce_bucket_size"] == small["stage3_prefetch_bucket_size"] == 50_000
+    assert small["stage3_param_persistence_threshold"] == 50
+    assert made(replace(CPU, numel=50_000), stage=1)["zero_optimization"]["allgather_bucket_size"] == 50_000
+
+
+def test_offload_sections() -> None:
+    cpu = made(offload="cpu")["zero_optimization"]
+    assert cpu["offload_optimizer"] == cpu["offload_param"] == {"device": "cpu", "pin_memory": False}
+    assert made(replace(CPU, device_type="cuda"), offload="cpu")["zero_optimization"]["offload_param"]["pin_memory"]
+    assert "offload_param" not in made(offload="cpu", stage=2)["zero_optimization"]
+    split = made(offload=OffloadConfig(target="cpu", parameters=False, ratio=0.5))["zero_optimization"]
+    assert split["offload_optimizer"]["ratio"] == 0.5
+    assert split["sub_group_size"] == CPU.numel // (CPU.world_size * 32)  # one group could not be split
+    assert "offload_param" not in split
+    nvme = made(
+        replace(CPU, offload_path="/fast/run"), offload=OffloadConfig(target="nvme", aio_num_threads=2, buffer_count=6)
+    )
+    parameters, optimizer = (nvme["zero_optimization"][f"offload_{part}"] for part in ("param", "optimizer"))
+    assert (parameters["nvme_path"], parameters["buffer_size"]) == ("/fast/run", CPU.largest_numel)
+    assert (optimizer["nvme_path"], optimizer["buffer_count"]) == ("/fast/run", 6)
+    assert nvme["aio"] == {"intra_op_parallelism": 2}
+
+
+def test_offload_of_a_file() -> None:
+    file = {"zero_optimization": {"stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": True}}
+    config = ZeroConfig(engine="deepspeed", deepspeed_config=file)
+    assert (config.offloads_optimizer, config.offloads_parameters) == (True, False)
+    zero = ds_config(config, CPU)["zero_optimization"]
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert "cpu_offload" not in zero
+    mixed = {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/fast", "pipeline_read": True},
+            "offload_param": {"device": "cpu"},
+        }
+    }
+    config = ZeroConfig(engine="deepspeed", deepspeed_config=mixed)
+    assert (config.offload.target, config.offload.path) == ("nvme", "/fast")
+    zero = ds_config(config, replace(CPU, offload_path="/fast/own"))["zero_optimization"]
+    assert zero["offload_param"]["device"] == "cpu"
+    assert zero["offload_optimizer"]["nvme_path"] == "/fast/own"
+    assert zero["offload_optimizer"]["pipeline_read"] is True
+
+
+def test_what_we_do_not_know_goes_on() -> None:
+    file = {"wall_clock_breakdown": True, "zero_optimization": {"ignore_unused_parameters": False}}
+    config = made(deepspeed_config=file)
+    assert config["wall_clock_breakdown"] is True
+    assert config["zero_optimization"]["ignore_unused_parameters"] is False
+
+
+def test_precision() -> None:
+    assert not {"fp16", "bf16", "data_types"} & set(made())
+    assert made(replace(CPU, precision="bf16-mixed"))["bf16"] == {"enabled": True}
+    with pytest.raises(ValueError, match=r"precision='64-true'.*fsdp2"):
+        made(replace(CPU, precision="64-true"))
+    with pytest.raises(ValueError, match=r"precision='16-true'.*bf16-mixed"):
+        made(replace(CPU, precision="16-true"))

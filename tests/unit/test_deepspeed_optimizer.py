@@ -1,0 +1,136 @@
+"""The optimizer and scheduler sections of a DeepSpeed file: what they become, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.config import RawConfig
+from lightning_zero.engines.deepspeed_optimizer import check_optimizer, make_optimizer, make_scheduler
+
+
+def raw(optimizer: Any = None, scheduler: Any = None) -> RawConfig:
+    sections = {"optimizer": optimizer, "scheduler": scheduler}
+    return RawConfig.read({key: value for key, value in sections.items() if value is not None})
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2), requires_grad=False)]
+
+
+@pytest.mark.parametrize(
+    ("section", "made", "settings"),
+    [
+        ({"type": "AdamW", "params": {"lr": 5e-5}}, torch.optim.AdamW, {"lr": 5e-5}),
+        (
+            {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.1}},
+            torch.optim.AdamW,  # what DeepSpeed makes of it
+            {"betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1},
+        ),
+        ({"type": "Adam", "params": {"adam_w_mode": False, "torch_adam": True}}, torch.optim.Adam, {}),
+        ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        ({"type": "adagrad", "params": {"lr": 0.1}}, torch.optim.Adagrad, {"lr": 0.1}),
+        ({"type": "AdamW", "params": {"lr": 1, "betas": "auto", "weight_decay": "auto"}}, torch.optim.AdamW, {"lr": 1}),
+    ],
+)
+def test_optimizers(section: Any, made: type, settings: dict[str, Any]) -> None:
+    optimizer = make_optimizer(raw(section), parameters())
+    assert type(optimizer) is made
+    assert {key: optimizer.defaults[key] for key in settings} == settings
+    assert [p.requires_grad for group in optimizer.param_groups for p in group["params"]] == [True]
+
+
+@pytest.mark.parametrize(
+    ("section", "parts"),
+    [
+        ({"type": "AdamW", "params": {"lr": "auto"}}, ['lr="auto"', "number"]),
+        ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, ["max_grad_norm=1.0", "gradient_clip_val"]),
+        ({"type": "AdamW", "params": {"bias_correction": False}}, ["bias_correction=False", "True"]),
+        ({"type": "AdamW", "params": {"lrr": 1}}, ["lrr", "AdamW says"]),
+        ({"type": "Lamb", "params": {}}, ["'Lamb'", "configure_optimizers"]),
+        ({"type": "OneBitAdam", "params": {}}, ["'OneBitAdam'", "removed"]),
+        ({"type": "Zzz", "params": {}}, ["'Zzz'", "torch.optim"]),
+        ({"type": "Optimizer", "params": {}}, ["'Optimizer'", "torch.optim"]),
+        ({"params": {}}, ["optimizer.type=None"]),
+    ],
+)
+def test_optimizers_that_are_refused(section: Any, parts: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the parts below are the match)
+        make_optimizer(raw(section), parameters())
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_module_with_its_own_optimizer_must_agree() -> None:
+    own = torch.optim.AdamW(parameters(), lr=5e-5, betas=(0.8, 0.9))
+    check_optimizer(raw(), [own])
+    check_optimizer(raw({"type": "auto"}), [own])
+    check_optimizer(raw({"type": "AdamW", "params": {"lr": "auto", "betas": [0.8, 0.9]}}), [own])
+    with pytest.raises(ValueError, match=r"params\.lr=0\.1 .*configure_optimizers\(\) set 5e-05"):
+        check_optimizer(raw({"type": "AdamW", "params": {"lr": 0.1}}), [own])
+    with pytest.raises(ValueError, match=r"type='SGD' .*returned AdamW"):
+        check_optimizer(raw({"type": "SGD", "params": {"lr": 5e-5}}), [own])
+
+
+def test_schedules_are_deepspeeds_own() -> None:
+    """The rates that raw DeepSpeed would use, which steps its schedule after each optimizer step."""
+    pytest.importorskip("deepspeed")
+    section = {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"},
+    }
+    section["params"]["total_num_steps"] = "auto"
+    optimizer = torch.optim.SGD(parameters()[:1], lr=0.1)
+    schedule = make_scheduler(raw(scheduler=section), optimizer, total_steps=lambda: 10)
+    assert isinstance(schedule, torch.optim.lr_scheduler.LRScheduler)
+    rates = []
+    for _ in range(10):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+        assert schedule.get_last_lr() == [optimizer.param_groups[0]["lr"]]
+    # before the first step: the least rate; then i / 4 of 0.1, then down to 0 at step 10
+    expected = [0.0, 0.0, 0.025, 0.05, 0.075, 0.1, *(0.1 * (10 - i) / 6 for i in range(5, 9))]
+    assert rates == pytest.approx(expected)
+    again = make_scheduler(raw(scheduler=section), torch.optim.SGD(parameters()[:1], lr=0.1), total_steps=lambda: 10)
+    again.load_state_dict(schedule.state_dict())
+    again.step()
+    schedule.step()
+    assert again.get_last_lr() == schedule.get_last_lr()
+
+
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "StepLR"])
+def test_every_schedule_can_be_made(name: str) -> None:
+    pytest.importorskip("deepspeed")
+    params = {
+        "WarmupDecayLR": {"total_num_steps": 8},
+        "WarmupCosineLR": {"total_num_steps": 8},
+        "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2},
+        "StepLR": {"step_size": 2},
+    }.get(name, {})
+    optimizer = torch.optim.AdamW(parameters()[:1])
+    schedule = make_scheduler(raw(scheduler={"type": name, "params": params}), optimizer, total_steps=lambda: 8)
+    assert schedule is not None
+    optimizer.step()
+    schedule.step()
+    assert math.isfinite(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(
+    ("section", "steps", "part"),
+    [
+        ({"type": "Zzz"}, 8, "scheduler.type='Zzz'"),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, 8, "number of steps"),
+        ({"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}, math.inf, "max_steps"),
+        ({"type": "WarmupLR", "params": {"warmup": 3}}, 8, "scheduler.params.warmup"),
+    ],
+)
+def test_schedules_that_are_refused(section: Any, steps: float, part: str) -> None:
+    pytest.importorskip("deepspeed")
+    with pytest.raises(ValueError, match=part):
+        make_scheduler(raw(scheduler=section), torch.optim.SGD(parameters()[:1], lr=0.1), lambda: steps)
+    assert make_scheduler(raw(), torch.optim.SGD(parameters()[:1], lr=0.1), lambda: steps) is None

@@ -1,0 +1,291 @@
+"""Where every tensor lies under ``offload="cpu"`` on an accelerator, and what is copied, without one.
+
+The engine runs on :mod:`tests.helpers.pretend`: no values, real devices. An operator over both memories raises, so each
+run is a test of all its operators; a tensor in the wrong memory is named. ``tests/gpu`` repeats it with values.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.fsdp2 import Fsdp2Engine
+from lightning_zero.engines.view import WholeView
+from lightning_zero.precision import DtypePolicy, ZeroMixedPrecision
+from tests.helpers import pretend, zoo
+from tests.helpers.ranks import run_ranks
+
+MIXED = DtypePolicy(torch.bfloat16, torch.float32)
+RANKS = 2
+
+
+class Module(nn.Module):
+    """Blocks, a replicated scalar and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = zoo.Net()
+        self.scalar = nn.Parameter(torch.zeros(()))
+        self.register_buffer("shift", torch.zeros(zoo.WIDTH))
+        self.penalized = False
+        self.seen: list[Any] = []
+        self.look: Any = None
+
+    def training_step(self, x: Tensor) -> Tensor:
+        loss = (self.net(x) + self.shift).float().square().mean() + self.scalar
+        if self.penalized:
+            loss = loss + sum(p.float().norm() for p in self.parameters())
+        if self.look is not None:
+            self.seen.append(self.look())
+        return loss
+
+
+def _engine(device: torch.device, stage: int, mixed: bool, offload: Any = pretend.OFFLOAD) -> Fsdp2Engine:
+    with device:
+        module = Module()
+    config = ZeroConfig(stage=stage, offload=offload, min_unit_numel=1, find_unused_parameters=False)
+    engine = Fsdp2Engine(config, device, MIXED if mixed else DtypePolicy())
+    engine.shard(module)
+    engine.keep_gathered = True
+    return engine
+
+
+def _train(engine: Fsdp2Engine, optimizer: torch.optim.Optimizer, micro_batches: int = 2) -> dict[str, Any]:
+    """One optimizer step; what is held at its moments, and the bytes copied."""
+    found: dict[str, Any] = {}
+    with pretend.Copies() as copies:
+        for index in range(micro_batches):
+            last = index == micro_batches - 1
+            with nullcontext() if last else engine.no_sync():
+                loss = engine.run("training_step", torch.randn(4, zoo.WIDTH, device=engine.device))
+                engine.backward(loss.backward)
+        found["before step"] = engine.model_state([optimizer]).here
+        found["up"], found["down"] = copies.up, copies.down
+    engine.clip_grad_norm(optimizer, 1.0)
+    engine.clip_grad_value(optimizer, 1.0)
+    engine.step(optimizer)
+    optimizer.zero_grad()
+    found["between"] = engine.model_state([optimizer]).here
+    return found
+
+
+def _sharded(engine: Fsdp2Engine) -> list[DTensor]:
+    return [p for p in engine.module.parameters() if isinstance(p, DTensor)]
+
+
+def _where(engine: Fsdp2Engine, optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
+    """The memories in which shards, their states and replicated parameters really lie."""
+    shards = _sharded(engine)
+    return {
+        "shards": {pretend.where(p) for p in shards},
+        "states": {pretend.where(v) for p in shards for k, v in optimizer.state[p].items() if isinstance(v, Tensor)},
+        "kinds": {type(v).__name__ for p in shards for k, v in optimizer.state[p].items() if k.startswith("exp")},
+        "replicated": {pretend.where(engine.module.scalar)},
+        "buffers": {pretend.where(b) for b in engine.module.buffers()},
+    }
+
+
+def _steps() -> dict[tuple[int, bool], Any]:
+    results = {}
+    with pretend.accelerator(RANKS) as device:
+        for stage in (1, 2, 3):
+            for mixed in (False, True):
+                engine = _engine(device, stage, mixed)
+                optimizer = torch.optim.AdamW(engine.module.parameters())
+                module: Any = engine.module
+                module.look = lambda engine=engine: engine.model_state([]).here["parameters"]
+                _train(engine, optimizer)
+                module.seen.clear()
+                step = _train(engine, optimizer)
+                sizes = {"sharded": 0, "replicated": 0, "root": 0}
+                for unit in engine._plan.units:
+                    numel = sum(p.numel() for p in _padded(engine, unit.parameters))
+                    sizes["sharded"] += numel
+                    sizes["root"] += numel if unit.module is module else 0
+                sizes["replicated"] = 1
+                results[stage, mixed] = (step, module.seen, sizes, _where(engine, optimizer))
+    return results
+
+
+def _padded(engine: Fsdp2Engine, names: Any) -> list[Tensor]:
+    """This rank's parts of the parameters of these names."""
+    sharded = dict(engine.module.named_parameters())
+    return [sharded[name]._local_tensor for name in names]  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def steps() -> Any:
+    return run_ranks(_steps, 1)[0]
+
+
+STAGES = [(stage, mixed) for stage in (1, 2, 3) for mixed in (False, True)]
+
+
+@pytest.mark.parametrize(("stage", "mixed"), STAGES)
+def test_between_steps_only_what_is_replicated_is_on_the_device(steps, stage, mixed):
+    step, _, sizes, where = steps[stage, mixed]
+    assert where == {
+        "shards": {"host"},
+        "states": {"host"},
+        "kinds": {"DTensor"},
+        "replicated": {"device"},
+        "buffers": {"device"},
+    }
+    between, counters = step["between"], 4 * 22  # fp32 step counters of the sharded parameters
+    assert between["parameters"] == {"device": 4 * sizes["replicated"], "host": 4 * sizes["sharded"], "disk": 0}
+    assert between["gradients"] == {"device": 0, "host": 0, "disk": 0}
+    assert between["optimizer"]["host"] == 8 * sizes["sharded"] + counters
+    assert between["optimizer"]["device"] == 8 * sizes["replicated"] + 4
+    before = step["before step"]
+    assert before["gradients"] == {"device": 4 * sizes["replicated"], "host": 4 * sizes["sharded"], "disk": 0}
+    assert before["parameters"] == between["parameters"]
+
+
+@pytest.mark.parametrize(("stage", "mixed"), STAGES)
+def test_inside_a_step_the_device_holds_what_the_stage_gathers(steps, stage, mixed):
+    """In the compute dtype; at the end of the forward everything at stages 1 and 2, the root's parameters at 3."""
+    _, seen, sizes, _ = steps[stage, mixed]
+    itemsize = 2 if mixed else 4
+    whole = RANKS * (sizes["sharded"] if stage < 3 else sizes["root"])
+    for parameters in seen:
+        assert parameters["host"] == 4 * sizes["sharded"]
+        assert parameters["device"] == itemsize * whole + 4 * sizes["replicated"]
+
+
+@pytest.mark.parametrize(("stage", "mixed"), STAGES)
+def test_what_is_copied(steps, stage, mixed):
+    """Two micro-batches: master weights up at each gather, gradient shards down at each reduction, in fp32."""
+    step, _, sizes, _ = steps[stage, mixed]
+    blocks = sizes["sharded"] - sizes["root"]
+    gathered = sizes["sharded"] if stage < 3 else 4 * blocks + 2 * sizes["root"]  # the root is kept for its backward
+    reductions = 1 if stage == 1 else 2
+    assert step["down"] == 4 * sizes["sharded"] * reductions
+    assert step["up"] == 4 * gathered
+
+
+def copied() -> dict[tuple[int, bool, int], tuple[float, float]]:
+    """``(stage, mixed, micro-batches) -> (up, down)``, bytes per parameter of this rank's share (docs/offload.md)."""
+    found = {}
+    with pretend.accelerator(RANKS) as device:
+        for stage in (1, 2, 3):
+            for mixed, micro_batches in ((False, 1), (False, 4), (True, 1), (True, 4)):
+                engine = _engine(device, stage, mixed)
+                optimizer = torch.optim.AdamW(engine.module.parameters())
+                step = _train(engine, optimizer, micro_batches)
+                share = sum(p._local_tensor.numel() for p in _sharded(engine))
+                found[stage, mixed, micro_batches] = (step["up"] / share, step["down"] / share)
+    return found
+
+
+def _planned() -> list[tuple[float, float]]:
+    """``(measured, planned)`` bytes copied per step, for every stage, precision and number of micro-batches."""
+    from lightning_zero.memory import Layout, ParameterSize, StepRules, UnitSize, offload_bytes, simulate, untraced
+
+    pairs = []
+    with pretend.accelerator(RANKS) as device:
+        for stage in (1, 2, 3):
+            for mixed, micro_batches in ((False, 1), (True, 3)):
+                engine = _engine(device, stage, mixed)
+                compute = 2 if mixed else 4
+                units = tuple(
+                    UnitSize(
+                        name=unit.name,
+                        parameters=tuple(
+                            ParameterSize(
+                                name=name,
+                                shape=tuple(dict(engine.module.named_parameters())[name].shape),
+                                itemsize=4,
+                                compute_itemsize=compute,
+                                reduce_itemsize=4,
+                            )
+                            for name in unit.parameters
+                        ),
+                    )
+                    for unit in engine._plan.units
+                )
+                layout = Layout(units=units)
+                rules = StepRules(stage=stage, world_size=RANKS, micro_batches=micro_batches, from_host=True)
+                planned = offload_bytes(layout, simulate(layout, untraced(layout), rules), rules, "cpu")
+                step = _train(engine, torch.optim.AdamW(engine.module.parameters()), micro_batches)
+                pairs.append((step["up"] + step["down"], planned.pcie_per_step))
+    return pairs
+
+
+def test_the_plan_counts_the_copies():
+    for measured, planned in run_ranks(_planned, 1)[0]:
+        assert planned == measured > 0
+
+
+def _reads_and_writes() -> dict[str, Any]:
+    """What user code meets in hooks, and every other use of whole tensors."""
+    found: dict[str, Any] = {}
+    with pretend.accelerator(RANKS) as device:
+        engine = _engine(device, 3, mixed=True)
+        module: Any = engine.module
+        p = module.net.head.weight
+        with WholeView():
+            found["device"] = (p.device.type, torch.zeros_like(p).device.type, (p + 1).device.type)
+            with torch.no_grad():
+                p.mul_(torch.ones((), device=device))
+                p.copy_(torch.ones(p.shape, device=device))
+                p.data = torch.ones(p.shape, device=device)
+                torch.nn.init.orthogonal_(p)  # not element-wise
+                torch._foreach_mul_([p, module.net.stem.weight], torch.ones((), device=device))
+            optimizer = torch.optim.Muon([p for p in module.parameters() if p.dim() == 2])
+            module.penalized = True
+            engine.run("training_step", torch.randn(4, zoo.WIDTH, device=device))
+            engine.settle()
+            module.penalized = False  # autograd does not cross memories here: see test_offload's and tests/gpu
+            loss = engine.run("training_step", torch.randn(4, zoo.WIDTH, device=device))
+            engine.backward(loss.backward)
+        found["gradients"] = {pretend.where(q.grad) for q in _sharded(engine) if q.grad is not None}
+        engine.step(optimizer)
+        found["states of whole steps"] = {pretend.where(v) for s in optimizer.state.values() for v in s.values()}
+        for modify in (False, True):
+            with engine.full_parameters(modify):
+                found["full_parameters"] = {pretend.where(q) for q in module.parameters()}
+        state = engine.full(engine.sharded_optimizer_state(optimizer))
+        found["saved"] = {pretend.where(v) for s in state["state"].values() for v in s.values()}
+        fresh = torch.optim.Muon([p for p in module.parameters() if p.dim() == 2])
+        engine.load_optimizer_state(fresh, state)
+        found["loaded"] = {pretend.where(v) for s in fresh.state.values() for v in s.values() if v.dim()}
+        found["shards"] = {pretend.where(q) for q in _sharded(engine)}
+    return found
+
+
+def test_reads_lie_on_the_device_and_writes_reach_the_host():
+    found = run_ranks(_reads_and_writes, 1)[0]
+    assert found.pop("device") == (pretend.NAME,) * 3
+    assert found.pop("full_parameters") == {"device"}
+    assert all(places == {"host"} for places in found.values()), found
+
+
+def _scaled() -> dict[str, Any]:
+    with pretend.accelerator(RANKS) as device:
+        engine = _engine(device, 3, mixed=True)
+        optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
+        plugin = ZeroMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+        plugin.engine = engine
+        plugin.scale_on_host()
+        assert plugin.scaler is not None
+        loss = engine.run("training_step", torch.randn(4, zoo.WIDTH, device=device))
+        scaled = plugin.scaler.scale(loss)
+        engine.backward(scaled.backward)
+        plugin.unscale(optimizer)
+        state = plugin.scaler._per_optimizer_states[id(optimizer)]
+        plugin.scaler.update()
+        return {
+            "loss": pretend.where(scaled),
+            "scale": pretend.where(plugin.scaler._scale),
+            "found_inf": {pretend.where(flag) for flag in state["found_inf_per_device"].values()},
+        }
+
+
+def test_the_loss_scale_is_kept_where_the_gradients_are():
+    assert run_ranks(_scaled, 1)[0] == {"loss": "device", "scale": "host", "found_inf": {"host"}}
