@@ -39,8 +39,9 @@ class Engine(ABC):
     """Shards one module over the ranks, runs its steps, and makes it whole again.
 
     The strategy calls, in this order: :meth:`shard`; :meth:`attach`, when the user's optimizers are there; then for
-    every batch :meth:`run` and, where a gradient is wanted, :meth:`backward` (under :meth:`no_sync` for all but the last micro-batch of a window) and :meth:`step`; at the end
-    :meth:`restore`. All methods are collective: every rank calls them in the same order.
+    every batch :meth:`run` and, where a gradient is wanted, :meth:`backward` (under :meth:`no_sync` for all but the
+    last micro-batch of a window) and :meth:`step`; at the end :meth:`restore`. All methods are collective: every rank
+    calls them in the same order.
     """
 
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
