@@ -25,14 +25,18 @@ CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
 
 LIMITS: dict[str, dict[str, str]] = {
     "deepspeed": {
-        "modules that only some ranks run, at stage 3": "the smallest modules are gathered one by one, in one order on all"
-        " ranks (deepspeed/runtime/zero/partitioned_param_coordinator.py, reset_step); a ValueError names them. fsdp2 with"
-        " units=[] or stage 2 of either engine does it.",
-        "optimizers that are not element-wise (Muon, Adafactor, LBFGS), with offload='nvme'": "masters and states are in"
-        " memory one flat at a time (deepspeed/runtime/swap_tensor/partitioned_optimizer_swapper.py); offload='cpu' does"
-        " it.",
-        "precision='64-true'": "masters are fp32 (deepspeed/runtime/base_optimizer.py, _configure_master_weights); fsdp2"
-        " does it.",
+        "modules that only some ranks run, at stage 3": (
+            "the smallest modules are gathered one by one, in one order on all ranks"
+            " (deepspeed/runtime/zero/partitioned_param_coordinator.py, reset_step); fsdp2 with units=[] does it, and"
+            " stage 2 of either engine"
+        ),
+        "optimizers that are not element-wise (Muon, Adafactor, LBFGS), with offload='nvme'": (
+            "masters and states are in memory one flat at a time"
+            " (deepspeed/runtime/swap_tensor/partitioned_optimizer_swapper.py); offload='cpu' does it"
+        ),
+        "precision='64-true'": (
+            "masters are fp32 (deepspeed/runtime/base_optimizer.py, _configure_master_weights); fsdp2 does it"
+        ),
     }
 }
 """Engine -> what of DDP's it refuses, with a ``ValueError``: why, upstream's place, and who does it."""
