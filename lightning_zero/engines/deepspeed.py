@@ -155,7 +155,7 @@ class DeepSpeedEngine(Engine):
                     model=self._root,
                     optimizer=joined,
                     model_parameters=trainable,
-                    config=ds_config(self.config, self._facts(trainer)),
+                    config=self._config(trainer),
                     dist_init_required=False,
                 )
         if self._stage3:
@@ -195,6 +195,16 @@ class DeepSpeedEngine(Engine):
             for m, name, p in places:
                 m._parameters[name] = p
 
+    def _config(self, trainer: Mapping[str, Any]) -> dict[str, Any]:
+        config = ds_config(self.config, self._facts(trainer))
+        if self.dtypes.is_mixed:  # as under DDP: fp32 parameters, Lightning's autocast and loss scaling
+            for section in ("bf16", "fp16", "data_types"):
+                config.pop(section, None)
+        elif self.config.stage == 1 and "data_types" in config:
+            # DeepSpeed would take another optimizer, without pieces, to sum 16-bit gradients in fp32 at stage 1
+            config["data_types"]["grad_accum_dtype"] = None
+        return config
+
     def _facts(self, trainer: Mapping[str, Any]) -> RunFacts:
         sizes = [shape.numel() for shape in self._shapes.values()]
         return RunFacts(
@@ -207,7 +217,22 @@ class DeepSpeedEngine(Engine):
         )
 
     def _table(self) -> str:
-        return ""
+        """Stages 1 and 2: one row per flat. Stage 3: one per module that is gathered by itself."""
+        if self._stage3:
+            named = [(n or "(root)", list(m.parameters(recurse=False))) for n, m in self.module.named_modules()]
+            rows = [(name, [p for p in params if p in self._held]) for name, params in named]
+        else:
+            flats: dict[int, list[Any]] = {}
+            for p, piece in self._managed.shards.pieces.items() if self._managed is not None else ():
+                flats.setdefault(piece.flat, []).append(p)
+            rows = [(f"flat {i}", params) for i, params in flats.items()]
+        lines = [f"{'unit':<40}{'tensors':>8}{'elements':>14}{'bytes':>14}"]
+        for name, params in rows:
+            numel = [self._shapes[p].numel() for p in params]
+            size = sum(n * p.element_size() for n, p in zip(numel, params, strict=True))
+            if params:
+                lines.append(f"{name:<40}{len(params):>8}{sum(numel):>14}{size:>14}")
+        return "\n".join(lines)
 
     def check_parameters(self) -> None:
         known = set(self._shapes)
