@@ -112,7 +112,8 @@ Logged metrics are held to the same tolerance.
 
 Made by `{command}` with lightning_zero {lightning_zero.__version__}, torch {torch.__version__},
 deepspeed {deepspeed.__version__}, lightning {lightning.__version__}, Python {platform.python_version()}.
-The kinds are the classes of `tests/helpers/zoo.py`; `tests/distributed/test_parity.py` holds them to it, also on 1, 3 and 4 ranks and as one unit.
+The kinds are the classes of `tests/helpers/zoo.py`; `tests/distributed/test_parity.py` holds them to it, also on
+other numbers of ranks.
 
 | kind | fsdp2, stage 1 | 2 | 3 | deepspeed, stage 1 | 2 | 3 | tolerance |
 |---|---|---|---|---|---|---|---|"""

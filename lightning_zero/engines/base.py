@@ -24,6 +24,24 @@ CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 """What an engine cannot do stands here and nowhere else."""
 
+LIMITS: dict[str, dict[str, str]] = {
+    "deepspeed": {
+        "modules that only some ranks run, at stage 3": (
+            "the smallest modules are gathered one by one, in one order on all ranks"
+            " (deepspeed/runtime/zero/partitioned_param_coordinator.py, reset_step); fsdp2 with units=[] does it, and"
+            " stage 2 of either engine"
+        ),
+        "optimizers that are not element-wise (Muon, Adafactor, LBFGS), with offload='nvme'": (
+            "masters and states are in memory one flat at a time"
+            " (deepspeed/runtime/swap_tensor/partitioned_optimizer_swapper.py); offload='cpu' does it"
+        ),
+        "precision='64-true'": (
+            "masters are fp32 (deepspeed/runtime/base_optimizer.py, _configure_master_weights); fsdp2 does it"
+        ),
+    }
+}
+"""Engine -> what of DDP's it refuses, with a ``ValueError``: why, upstream's place, and who does it."""
+
 
 def require(setting: str, value: Any, engine: str) -> None:
     """Raises ``ValueError`` naming the setting, its value and who can, unless ``engine`` takes ``value``."""
@@ -40,8 +58,9 @@ class Engine(ABC):
     """Shards one module over the ranks, runs its steps, and makes it whole again.
 
     The strategy calls, in this order: :meth:`shard`; :meth:`attach`, when the user's optimizers are there; then for
-    every batch :meth:`run` and, where a gradient is wanted, :meth:`backward` (under :meth:`no_sync` for all but the last micro-batch of a window) and :meth:`step`; at the end
-    :meth:`restore`. All methods are collective: every rank calls them in the same order.
+    every batch :meth:`run` and, where a gradient is wanted, :meth:`backward` (under :meth:`no_sync` for all but the
+    last micro-batch of a window) and :meth:`step`; at the end :meth:`restore`. All methods are collective: every rank
+    calls them in the same order.
     """
 
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:

@@ -117,8 +117,8 @@ class DeepSpeedEngine(Engine):
         self._refuse_late_hooks()
         broadcast_coalesced([*module.parameters(), *module.buffers()])
         self._shapes: dict[Tensor, torch.Size] = {p: p.shape for p in self._parameters.values()}
-        self._strides = {p: p.stride() for p in self._parameters.values()}
-        self._dtypes = {p: p.dtype for p in self._parameters.values()}
+        self._strides: dict[Tensor, Any] = {p: p.stride() for p in self._parameters.values()}
+        self._dtypes: dict[Tensor, torch.dtype] = {p: p.dtype for p in self._parameters.values()}
         self._odd = _odd_parameters(list(self._parameters.values()))
         # In order, because ranks gather in it
         self._held = dict.fromkeys(p for p in self._parameters.values() if p not in set(self._odd))
@@ -144,10 +144,10 @@ class DeepSpeedEngine(Engine):
         for p in self._held:
             p.data = p.data.contiguous()  # DeepSpeed looks at it as bytes
         joined = Joined(_flat_groups(trainable, optimizers)) if optimizers and trainable else None
-        self._order = {p: i for i, p in enumerate([*trainable, *self._odd])}
-        for p in self._order:
-            if p.requires_grad:
-                self._handles.append(p.register_post_accumulate_grad_hook(self._touch))
+        self._order: dict[Tensor, int] = {p: i for i, p in enumerate([*trainable, *self._odd])}
+        for one in self._order:
+            if one.requires_grad:
+                self._handles.append(one.register_post_accumulate_grad_hook(self._touch))
         with private.environment(self.device), self._without(self._odd):
             deepspeed = private.prepare(self.device)
             if not any(hasattr(p, "ds_id") for p in self._held):
@@ -157,7 +157,7 @@ class DeepSpeedEngine(Engine):
                     model=self._root,
                     optimizer=joined,
                     model_parameters=trainable,
-                    config=ds_config(self.config, self._facts(trainer)),
+                    config=self._config(trainer),
                     dist_init_required=False,
                 )
         if self._stage3:
@@ -173,7 +173,7 @@ class DeepSpeedEngine(Engine):
                 if not step.elementwise and any(map(shards.is_swapped, self._managed.flats(parameters(optimizer)))):
                     raise ValueError(
                         f"offload='nvme' with {type(optimizer).__name__}, which looks across elements and so needs"
-                        " whole masters and states at a time: use offload='cpu', or an element-wise optimizer such as AdamW."
+                        " whole masters and states: use offload='cpu', or an element-wise optimizer such as AdamW."
                     )
                 self._steps[optimizer] = step
                 optimizer.zero_grad = self._zero_grad_of(optimizer)  # type: ignore[method-assign]
@@ -197,6 +197,16 @@ class DeepSpeedEngine(Engine):
             for m, name, p in places:
                 m._parameters[name] = p
 
+    def _config(self, trainer: Mapping[str, Any]) -> dict[str, Any]:
+        config = ds_config(self.config, self._facts(trainer))
+        if self.dtypes.is_mixed:  # as under DDP: fp32 parameters, Lightning's autocast and loss scaling
+            for section in ("bf16", "fp16", "data_types"):
+                config.pop(section, None)
+        elif self.config.stage == 1 and "data_types" in config:
+            # DeepSpeed would take another optimizer, without pieces, to sum 16-bit gradients in fp32 at stage 1
+            config["data_types"]["grad_accum_dtype"] = None
+        return config
+
     def _facts(self, trainer: Mapping[str, Any]) -> RunFacts:
         sizes = [shape.numel() for shape in self._shapes.values()]
         return RunFacts(
@@ -209,7 +219,22 @@ class DeepSpeedEngine(Engine):
         )
 
     def _table(self) -> str:
-        return ""
+        """Stages 1 and 2: one row per flat. Stage 3: one per module that is gathered by itself."""
+        if self._stage3:
+            named = [(n or "(root)", list(m.parameters(recurse=False))) for n, m in self.module.named_modules()]
+            rows = [(name, [p for p in params if p in self._held]) for name, params in named]
+        else:
+            flats: dict[int, list[Any]] = {}
+            for p, piece in self._managed.shards.pieces.items() if self._managed is not None else ():
+                flats.setdefault(piece.flat, []).append(p)
+            rows = [(f"flat {i}", params) for i, params in flats.items()]
+        lines = [f"{'unit':<40}{'tensors':>8}{'elements':>14}{'bytes':>14}"]
+        for name, params in rows:
+            numel = [self._shapes[p].numel() for p in params]
+            size = sum(n * p.element_size() for n, p in zip(numel, params, strict=True))
+            if params:
+                lines.append(f"{name:<40}{len(params):>8}{sum(numel):>14}{size:>14}")
+        return "\n".join(lines)
 
     def check_parameters(self) -> None:
         known = set(self._shapes)
@@ -245,6 +270,8 @@ class DeepSpeedEngine(Engine):
 
     def _require_same_order(self, module: Any = None) -> None:
         """Stage 3 on the CPU: ranks say which module they gather next (none: -1), before gathers could be mixed up."""
+        if self._is_whole:
+            return
         number = -1 if module is None else module.ds_id
         ends = torch.tensor([number, -number])
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._agreement)
@@ -493,7 +520,8 @@ class DeepSpeedEngine(Engine):
             shards.publish(here)
             for i in in_files:
                 with shards.loaded(i, write=True):
-                    result = self._call(step, lambda p, i=i: p in managed and managed.piece(p).flat == i, **kwargs)
+                    in_it = {p for p in managed.shards.pieces if managed.piece(p).flat == i}
+                    result = self._call(step, in_it.__contains__, **kwargs)
                     shards.publish([i])
         return result
 
@@ -626,7 +654,7 @@ class DeepSpeedEngine(Engine):
         managed = self._managed
         if managed is None:
             return {}
-        rows = {}
+        rows: dict[int, Tensor] = {}
         for i in managed.flats(managed.shards.pieces):
             with managed.shards.loaded(i):
                 for p, piece in managed.shards.pieces.items():
@@ -717,7 +745,7 @@ class DeepSpeedEngine(Engine):
             (module, name, p)
             for module in self.module.modules()
             for name, p in dict(module._parameters).items()
-            if p in instead
+            if p is not None and p in instead
         ]
         for module, name, p in places:
             module._parameters[name] = instead[p]
@@ -767,14 +795,16 @@ class DeepSpeedEngine(Engine):
 
     def _values_afterwards(self) -> dict[Tensor, Tensor]:
         """Whole parameters on the CPU, of their own dtype and strides; masters where DeepSpeed computed in another."""
-        managed, values = self._managed, {}
-        in_fp32 = {p for p in self._held if p.dtype != self._dtypes[p] and managed is not None and p in managed}
-        for i in managed.flats(in_fp32) if managed is not None else ():
-            with managed.shards.loaded(i):
-                for p in self._order:
-                    if p in in_fp32 and managed.piece(p).flat == i:
-                        values[p] = managed.assemble(p, managed.master(p))
-        whole = {}
+        managed = self._managed
+        values: dict[Tensor, Tensor] = {}
+        if managed is not None:
+            in_another = [p for p in managed.shards.pieces if p.dtype != self._dtypes[p]]
+            for i in managed.flats(in_another):
+                with managed.shards.loaded(i):
+                    for p in in_another:
+                        if managed.piece(p).flat == i:
+                            values[p] = managed.assemble(p, managed.master(p))
+        whole: dict[Tensor, Tensor] = {}
         for p, shape in self._shapes.items():
             value = values.pop(p, None)
             if value is None:

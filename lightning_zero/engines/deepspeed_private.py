@@ -92,7 +92,7 @@ def prepare(device: torch.device) -> Any:
         comm.comm.cdb = None  # belongs to a process group that is gone
         # DeepSpeed's own all-reduce through shared memory is compiled at the first use, remembers the first process
         # group for ever, and waits for a missing rank for ever.
-        import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # comm.torch is torch
+        setattr(import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)  # noqa: B010  (comm.torch is torch)
         groups._release_process_group_references(group=None)
         comm.init_distributed(dist_backend=get_accelerator().communication_backend_name(), dist_init_required=False)
         comm.comm.cdb._lightning_zero_world = dist.group.WORLD
@@ -507,8 +507,9 @@ def end(engine: Any, root: nn.Module, attributes: dict[int, set[str]]) -> None:
     engine.destroy()
     FWD_MODULE_STACK.clear()
     for module in root.modules():
-        if hasattr(module, "_original_parameters"):
-            plain = type(module._original_parameters)()
+        original: Any = vars(module).get("_original_parameters")
+        if original is not None:
+            plain = type(original)()
             plain.update(module._parameters.items())
             module._parameters = plain
         for name in list(vars(module)):

@@ -22,9 +22,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_zero.engines.view import _is_in_place
 
 # slot wrappers are made anew at each access: compared by value
-_GRAD_GET, _GRAD_SET = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
-_GRAD_DELETE = Tensor.grad.__delete__  # type: ignore[attr-defined]
-_DATA_GET, _DATA_SET = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+_GRAD: Any = Tensor.grad
+_DATA: Any = Tensor.data
+_GRAD_GET, _GRAD_SET, _GRAD_DELETE = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
+_DATA_GET, _DATA_SET = _DATA.__get__, _DATA.__set__
 _SHARES_MEMORY = frozenset(("detach", "view_as", "view", "alias"))
 _AS_THEY_ARE = frozenset(
     getattr(Tensor, name).__get__
