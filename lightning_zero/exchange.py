@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 PIECE_BYTES = 4 * 2**20
 """Small enough to add one while the next arrives, large enough that the number of messages does not matter."""
@@ -150,7 +151,8 @@ class AllGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
         """:func:`all_gather`; ``fully_shard`` waits for the work where it needs the parameters."""
-        return all_gather(output_tensor, input_tensor, group)
+        with record_function("exchange::all_gather"):
+            return all_gather(output_tensor, input_tensor, group)
 
 
 class ReduceScatter:
@@ -175,6 +177,7 @@ class ReduceScatter:
         wanted = 2 * min(PIECE_BYTES, -(-output_tensor.nbytes // 16) * 16)  # whole elements of any dtype
         if self._buffer.numel() < wanted:
             self._buffer = torch.empty(wanted, dtype=torch.uint8)
-        reduce_scatter(output_tensor, input_tensor, group, self._buffer.view(output_tensor.dtype))
+        with record_function("exchange::reduce_scatter"):  # for traces: its messages have no name
+            reduce_scatter(output_tensor, input_tensor, group, self._buffer.view(output_tensor.dtype))
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
