@@ -235,3 +235,24 @@ def _fit_wide_with_adafactor() -> None:
 
     trainer = make_trainer(_strategy(3, offload="nvme"), max_epochs=1)
     trainer.fit(Adafactors(), loops._loader())
+
+
+# -- precision -------------------------------------------------------------------------------------------------------
+
+
+def _in_precision(strategy: Any, precision: str) -> tuple[list[float], set[str]]:
+    module = zoo.make_module("adam")
+    make_trainer(strategy, precision=precision, max_epochs=1, limit_val_batches=0).fit(module, loops._loader())
+    return list(module.losses), {str(p.dtype) for p in module.parameters()}  # type: ignore[arg-type, union-attr]
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage"), [("bf16-mixed", 1), ("bf16-true", 3), _full("bf16-mixed", 3), _full("bf16-true", 1)]
+)
+def test_low_precision_is_ddps(precision: str, stage: int, ranks2) -> None:
+    """Losses differ by bf16's rounding at most: ``bf16-true`` steps on fp32 masters, DDP on the bf16 weights."""
+    reference = ranks2(_in_precision, "ddp", precision)
+    results = ranks2(_in_precision, _strategy(stage), precision, timeout_seconds=SLOW)
+    for (losses, dtypes), (expected, expected_dtypes) in zip(results, reference, strict=True):
+        assert dtypes == expected_dtypes
+        assert losses == pytest.approx(expected, rel=2**-7)

@@ -103,13 +103,13 @@ def test_training_equals_ddp(case: Case, ranks, references) -> None:
 
 
 def _deepspeed_cases() -> list[Any]:
-    """Every kind once at 2 ranks, its stage in turn; a few at 3 ranks; all stages and 1 and 3 ranks are ``full``."""
+    """Every third kind at 2 ranks, its stage in turn; a few at 3 ranks; the other kinds, stages and ranks are ``full``."""
     cases = []
     for index, kind in enumerate(KINDS):
         for world_size in (2, 3, 1):
             for stage in (1, 2, 3):
                 case = Case(kind, stage, world_size, "blocks", "different")
-                sampled = world_size == 2 and stage == 1 + index % 3
+                sampled = world_size == 2 and index % 3 == 0 and stage == 1 + (index // 3) % 3
                 sampled |= world_size == 3 and index % 15 == 7 and stage == 1 + (index // 15) % 3
                 cases.append(pytest.param(case, id=f"{case}-deepspeed", marks=() if sampled else pytest.mark.full))
     return cases
