@@ -103,7 +103,7 @@ def test_training_equals_ddp(case: Case, ranks, references) -> None:
 
 
 def _deepspeed_cases() -> list[Any]:
-    """Every third kind at 2 ranks, its stage in turn; a few at 3 ranks; the other kinds, stages and ranks are ``full``."""
+    """Every third kind at 2 ranks, its stage in turn, and a few at 3 ranks; all other cases are ``full``."""
     cases = []
     for index, kind in enumerate(KINDS):
         for world_size in (2, 3, 1):
