@@ -12,6 +12,8 @@ import pytest
 from tests.helpers.ranks import RankPool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+BUILD_SECONDS = 1100.0
+"""For each of DeepSpeed's ops; under three minutes on two quiet cores."""
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +22,31 @@ def _environment_is_left_as_found() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def deepspeed_ops() -> None:
+    """What offload through DeepSpeed compiles, as far as it can be compiled: minutes on a fresh machine, once."""
+    from lightning_zero.engines import deepspeed_ops as ops
+
+    for name in (ops.CPU_ADAM, ops.ASYNC_IO):
+        ops.build(name, print, BUILD_SECONDS)
+
+
+@pytest.fixture(scope="session")
+def nvme(deepspeed_ops: None) -> None:
+    """Offload to files works here, or the test is skipped with the reason."""
+    from lightning_zero.engines import deepspeed_ops as ops
+
+    if (why := ops.why_not(ops.ASYNC_IO)) is not None:
+        pytest.skip(why)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test that needs the ops also waits for their building."""
+    for item in items:
+        if "deepspeed_ops" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(2 * BUILD_SECONDS))
 
 
 @pytest.fixture(scope="session")

@@ -186,6 +186,7 @@ def _mean_losses(results: list[dict[str, Any]]) -> torch.Tensor:
     return torch.tensor([r["losses"] for r in results]).mean(0)
 
 
+@pytest.mark.usefixtures("nvme")
 @pytest.mark.parametrize("offload", ["nvme", _full("cpu")])
 def test_offloaded_runs_resume_with_the_uninterrupted_runs_losses(offload: str, ranks, tmp_path: Path) -> None:
     """DeepSpeed's own NVMe checkpoints restart from initial weights, or without Adam's step count, silently."""
@@ -212,6 +213,7 @@ def test_offloaded_runs_resume_with_the_uninterrupted_runs_losses(offload: str, 
         assert zoo._largest(resumed[0]["weights"], straight[0]["weights"])[0] < 1e-5
 
 
+@pytest.mark.usefixtures("deepspeed_ops")
 @pytest.mark.parametrize("stage", [1, _full(2), 3])
 @pytest.mark.parametrize("name", ["parameter_groups", _full("gan"), _full("accumulation_and_clip")])
 def test_offload_to_host_memory_equals_ddp(stage: int, name: str, ranks2) -> None:
@@ -221,6 +223,7 @@ def test_offload_to_host_memory_equals_ddp(stage: int, name: str, ranks2) -> Non
     assert zoo.difference(results, reference).largest < 1e-5
 
 
+@pytest.mark.usefixtures("nvme")
 def test_nvme_refuses_optimizers_that_need_whole_tensors(ranks2) -> None:
     for name, text in ranks2(outcome, _fit_wide_with_adafactor, timeout_seconds=SLOW):
         assert name == "ValueError"

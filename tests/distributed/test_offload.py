@@ -186,6 +186,7 @@ def test_pinned_memory_needs_an_accelerator(ranks1):
 ADAM = {"gradients": {"host": 2.0}, "optimizer": {"host": 4.0}}
 
 
+@pytest.mark.usefixtures("deepspeed_ops")
 @pytest.mark.parametrize(
     ("engine", "stage", "offload", "expected", "inside"),
     [

@@ -8,12 +8,15 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.integration.commands import SMALL
 
 BIG_ENOUGH = ("model.width=256", "model.num_layers=4")
 """Four blocks of this width are 3.2 million elements; below 1 MiB per rank DeepSpeed keeps states in memory."""
 
 
+@pytest.mark.usefixtures("nvme")
 def test_main_job_under_zero3_with_nvme_has_its_states_on_disk(tmp_path: Path) -> None:
     fast = tmp_path / "fast"
     fast.mkdir()
