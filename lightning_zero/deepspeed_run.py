@@ -1,6 +1,7 @@
 """What a run on the engine ``deepspeed`` has beside the engine: a file's optimizer, compiled parts, files. Floor 4.
 
 In the order of a run: :meth:`DeepSpeedRun.connect` before Lightning looks for ``configure_optimizers``;
+:meth:`~DeepSpeedRun.building` around ``configure_model``;
 :meth:`~DeepSpeedRun.prepare` before the engine starts; :meth:`~DeepSpeedRun.check_optimizers` and
 :meth:`~DeepSpeedRun.check_batches` before the first step; :meth:`~DeepSpeedRun.end`.
 """
@@ -8,9 +9,11 @@ In the order of a run: :meth:`DeepSpeedRun.connect` before Lightning looks for `
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
@@ -26,6 +29,9 @@ from lightning_zero.engines.deepspeed_folder import SwapFolder, open_folder, swa
 from lightning_zero.engines.deepspeed_ops import ASYNC_IO, CPU_ADAM, prepare_op, require_deepspeed
 from lightning_zero.engines.deepspeed_optimizer import check_optimizer, make_optimizer, make_scheduler
 
+if TYPE_CHECKING:
+    from lightning_zero.engines.deepspeed_build import Build
+
 _HOOK = "configure_optimizers"
 
 
@@ -40,6 +46,8 @@ class DeepSpeedRun:
         self.folder: SwapFolder | None = None
         self._supplied: LightningModule | None = None
         self._recomputed: Recomputed | None = None
+        self.built: Build | None = None
+        """What ``configure_model`` has built sharded, until the engine has taken it over."""
 
     @property
     def offload_path(self) -> str | None:
@@ -75,6 +83,35 @@ class DeepSpeedRun:
         """Raises ``ValueError`` where the module's own optimizers are not the file's."""
         if self.config.raw is not None and self._supplied is None:
             check_optimizer(self.config.raw, optimizers)
+
+    # -- configure_model -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def building(self, module: nn.Module, told: Mapping[str, Any], device: torch.device) -> Iterator[None]:
+        """At stage 3 what is built inside is sharded at once (collective)."""
+        config = self.config
+        in_files = config.offload.target == "nvme" and config.offloads_parameters
+        if config.auto or config.stage != 3 or in_files:
+            yield
+            return
+        from lightning_zero.engines.deepspeed_build import Build  # imports deepspeed's parts
+
+        made = ds_config(config, self.facts(module, told, device.type))
+        if "mixed" in str(told["precision"]):  # parameters are fp32, as in the engine
+            for section in ("bf16", "fp16", "data_types"):
+                made.pop(section, None)
+        self.built = Build(module, made, device)
+        with self.built.building():
+            yield
+
+    def begin_view(self) -> None:
+        """From here to :meth:`end_view` the module looks whole, though it may have been built sharded."""
+        if self.built is not None:
+            self.built.begin_view()
+
+    def end_view(self) -> None:
+        if self.built is not None:
+            self.built.end_view()
 
     # -- before the engine starts --------------------------------------------------------------------------------
 

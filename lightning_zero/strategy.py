@@ -45,7 +45,7 @@ _BETWEEN_MICRO_BATCHES = ("on_after_backward", "on_train_batch_end", "on_train_b
 """Hooks that can look at the module after one micro-batch and before the next."""
 
 
-_LEFT_SHARDED: WeakKeyDictionary[nn.Module, Engine] = WeakKeyDictionary()
+_LEFT_SHARDED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """Modules that a run left sharded, so that the next one, under any strategy object, makes them whole first."""
 
 
@@ -99,6 +99,9 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._loaded: Loaded | None = None
         self._background: BackgroundSaver | None = None
         self._deepspeed = DeepSpeedRun(self.config) if self.config.engine == "deepspeed" else None
+        if self._deepspeed is not None and self.config.stage == 3:
+            # On the object only: Trainer.init_module warns of strategies whose class has it
+            self.model_sharded_context = self._build_sharded  # type: ignore[method-assign]
         self._refuse_plugin(checkpoint_io)
 
     # -- what Lightning asks of a strategy by its type ------------------------------------------------------------
@@ -146,8 +149,18 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self._deepspeed is not None:
             self._deepspeed.connect(model)
 
+    @contextmanager
+    def _build_sharded(self) -> Generator[None, None, None]:
+        module = self.lightning_module
+        assert module is not None
+        assert self._deepspeed is not None
+        with self._deepspeed.building(module, _told(module.trainer), self.root_device):
+            yield
+
     def setup(self, trainer: Any) -> None:
         module: Any = self.lightning_module
+        if self._deepspeed is not None:
+            self._deepspeed.end_view()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         watch(trainer, self)
@@ -169,11 +182,13 @@ class ZeroStrategy(Launched, DDPStrategy):
         else:
             _sync_module_states(module)
         if fitting:
-            self.setup_optimizers(trainer)
+            with self._whole_for_optimizers():
+                self.setup_optimizers(trainer)
             self._tell_what_is_fused()
         optimizers = [getattr(o, "_optimizer", o) for o in self.optimizers] if fitting else []
         if self._deepspeed is not None:
             self._deepspeed.check_optimizers(optimizers)
+            self._deepspeed.built = None  # the engine has it
         if self.engine is not None:
             self.engine.attach(optimizers, _told(trainer))
         self.setup_precision_plugin()
@@ -181,6 +196,12 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.engine is not None:  # after configure_optimizers: states made there are shards, like their parameters
             self._view = self.engine.view()
             self._view.__enter__()
+
+    def _whole_for_optimizers(self) -> AbstractContextManager[Any]:
+        """``configure_optimizers`` looks at whole parameters, those that were built sharded included."""
+        if self.engine is None or self._deepspeed is None or self._deepspeed.built is None:
+            return nullcontext()
+        return self.engine.view()
 
     @property
     def _loads_on_host(self) -> bool:
@@ -272,6 +293,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._view.__exit__(None, None, None)
             self._view = None
         if self.engine is None:
+            self._leave_built()
             self._end_deepspeed()
             super().teardown()
             return
@@ -288,6 +310,15 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+    def _leave_built(self) -> None:
+        """The run ended before its engine started: the next one makes the module whole first."""
+        if self._deepspeed is None or self._deepspeed.built is None:
+            return
+        built, self._deepspeed.built = self._deepspeed.built, None
+        built.end_view()
+        if built.found:
+            _LEFT_SHARDED[built.module] = built
 
     def _end_deepspeed(self) -> None:
         if self._deepspeed is None:
@@ -572,6 +603,8 @@ class ZeroStrategy(Launched, DDPStrategy):
             safely, io = weights_only is not False, self.checkpoint_io
             content = together(self.meeting, lambda: io.load_checkpoint(path, weights_only=safely))
             self._loaded = Loaded(content)
+        if self._deepspeed is not None:
+            self._deepspeed.begin_view()  # its tensors go into a module that may have been built sharded
         return self._loaded.content
 
     def _forget_loaded(self) -> None:

@@ -95,6 +95,8 @@ class DeepSpeedEngine(Engine):
         self._steps: weakref.WeakKeyDictionary[Optimizer, PieceStep] = weakref.WeakKeyDictionary()
         self._kernels: weakref.WeakKeyDictionary[Optimizer, CpuAdam] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
+        self._engine: Any = None  # DeepSpeed's, once attached
+        self._attributes: dict[int, set[str]] = {}
         self._agreement: dist.ProcessGroup | None = None
         self._managed: Managed | None = None
         self._optimizers: list[Optimizer] = []
@@ -115,17 +117,27 @@ class DeepSpeedEngine(Engine):
         self._root = _Root(module)
         self._parameters = dict(module.named_parameters())
         self._refuse_late_hooks()
-        broadcast_coalesced([*module.parameters(), *module.buffers()])
-        self._shapes: dict[Tensor, torch.Size] = {p: p.shape for p in self._parameters.values()}
-        self._strides: dict[Tensor, Any] = {p: p.stride() for p in self._parameters.values()}
+        self._shapes: dict[Tensor, torch.Size] = {p: _shape(p) for p in self._parameters.values()}
         self._dtypes: dict[Tensor, torch.dtype] = {p: p.dtype for p in self._parameters.values()}
-        self._odd = _odd_parameters(list(self._parameters.values()))
+        self._odd = _odd_parameters(self._shapes)
+        self._take_built()
+        self._strides: dict[Tensor, Any] = {p: _stride(p) for p in self._parameters.values()}
         # In order, because ranks gather in it
         self._held = dict.fromkeys(p for p in self._parameters.values() if p not in set(self._odd))
         # A group of its own, so that an agreement never meets an engine's collective
         if dist.get_world_size() > 1 and self.config.find_unused_parameters:
             self._agreement = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.timeout_seconds))
         self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+    def _take_built(self) -> None:
+        """Everybody has rank 0's values; what was built sharded (``deepspeed_build``) has them already."""
+        with torch.no_grad():
+            for p in self._odd:
+                private.make_whole(p)
+            for p in self._parameters.values():
+                private.keep_dtype(p)
+        here = [p for p in self._parameters.values() if not private.is_partitioned(p)]
+        broadcast_coalesced([*here, *self.module.buffers()])
 
     def _refuse_late_hooks(self) -> None:
         late = [name for name, p in self._parameters.items() if getattr(p, "_post_accumulate_grad_hooks", None)]
@@ -139,7 +151,7 @@ class DeepSpeedEngine(Engine):
         """Hands the module to DeepSpeed, grouped as ``optimizers`` group its parameters."""
         self._optimizers = optimizers
         self.check_parameters()
-        self._attributes = {id(p): set(vars(p)) for p in self._parameters.values()}
+        self._attributes = {id(p): private.own_attributes(p) for p in self._parameters.values()}
         trainable = [p for p in self._parameters.values() if p.requires_grad and p in self._held]
         for p in self._held:
             p.data = p.data.contiguous()  # DeepSpeed looks at it as bytes
@@ -150,8 +162,9 @@ class DeepSpeedEngine(Engine):
                 self._handles.append(one.register_post_accumulate_grad_hook(self._touch))
         with private.environment(self.device), self._without(self._odd):
             deepspeed = private.prepare(self.device)
+            private.count_modules_from_zero()
             if not any(hasattr(p, "ds_id") for p in self._held):
-                private.count_from_zero()
+                private.count_parameters_from_zero()
             with torch._C.DisableTorchFunction(), private.partial_offload(Joined):
                 self._engine, *_ = deepspeed.initialize(
                     model=self._root,
@@ -783,7 +796,8 @@ class DeepSpeedEngine(Engine):
                 optimizer.__dict__.pop("zero_grad", None)
             for handle in self._handles:
                 handle.remove()
-            private.end(self._engine, self._root, self._attributes)
+            attributes = {id(p): private.own_attributes(p) for p in self._shapes} | self._attributes
+            private.end(self._engine, self._root, attributes)
             for p, value in values.items():
                 p.grad = None
                 p.data = value
@@ -791,7 +805,7 @@ class DeepSpeedEngine(Engine):
                 dist.destroy_process_group(self._agreement)
             self._managed = None
             self._steps.clear()
-            del self._engine
+            self._engine = None
 
     def _values_afterwards(self) -> dict[Tensor, Tensor]:
         """Whole parameters on the CPU, of their own dtype and strides; masters where DeepSpeed computed in another."""
@@ -808,18 +822,26 @@ class DeepSpeedEngine(Engine):
         for p, shape in self._shapes.items():
             value = values.pop(p, None)
             if value is None:
-                value = private.gathered_copy(p) if self._stage3 and p in self._held else p.detach()
+                value = private.gathered_copy(p) if hasattr(p, "ds_id") else p.detach()
             whole[p] = torch.empty_strided(shape, self._strides[p], dtype=self._dtypes[p]).copy_(value)
         return whole
 
 
-def _odd_parameters(params: list[nn.Parameter]) -> list[nn.Parameter]:
+def _shape(p: Any) -> torch.Size:
+    return p.ds_shape if private.is_partitioned(p) else p.shape
+
+
+def _stride(p: Any) -> tuple[int, ...]:
+    return torch.empty(p.ds_shape, device="meta").stride() if private.is_partitioned(p) else p.stride()
+
+
+def _odd_parameters(shapes: Mapping[Any, torch.Size]) -> list[Any]:
     """Those that cannot lie in a flat with the others."""
     count: dict[torch.dtype, int] = {}
-    for p in params:
-        count[p.dtype] = count.get(p.dtype, 0) + p.numel()
+    for p, shape in shapes.items():
+        count[p.dtype] = count.get(p.dtype, 0) + shape.numel()
     main = max(count, key=lambda dtype: count[dtype])
-    return [p for p in params if p.dtype != main or p.dim() == 0 or p.numel() == 0]
+    return [p for p, shape in shapes.items() if p.dtype != main or len(shape) == 0 or shape.numel() == 0]
 
 
 def _flat_groups(trainable: list[nn.Parameter], optimizers: list[Optimizer]) -> list[list[Tensor]]:

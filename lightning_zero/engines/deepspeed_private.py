@@ -14,6 +14,8 @@ DeepSpeed keeps what.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -99,12 +101,17 @@ def prepare(device: torch.device) -> Any:
     return deepspeed
 
 
-def count_from_zero() -> None:
-    """Parameters and modules are numbered alike on all ranks, whatever ran in their processes before."""
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+def count_parameters_from_zero() -> None:
+    """Parameters are numbered alike on all ranks, whatever ran in their processes before."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
     Init.param_id = 0
+
+
+def count_modules_from_zero() -> None:
+    """The same for modules."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
     (numbers,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ or ([0],)
     numbers[0] = 0
 
@@ -136,6 +143,67 @@ def partial_offload(joined: type) -> Iterator[None]:
         yield
     finally:
         stage3.DeepSpeedCPUAdam = before
+
+
+# -- built sharded -------------------------------------------------------------------------------------------------
+
+
+def sharding(config: dict[str, Any]) -> Any:
+    """``deepspeed.zero.Init``, inside which every layer is sharded at the end of its ``__init__``, with rank 0's values.
+
+    DeepSpeed's would also give all new tensors one dtype and device, which are Lightning's business, and knows no
+    parameters that cannot lie in a flat (:func:`_can_be_sharded`).
+    """
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    def plainly(name: str) -> Callable[..., Any]:
+        method = getattr(Init, name)
+
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with torch._C.DisableTorchFunction():  # not translated by the view
+                return method(self, *args, **kwargs)
+
+        return call
+
+    class Sharding(Init):  # type: ignore[misc]
+        _all_gather, _partition = plainly("_all_gather"), plainly("_partition")
+
+        def _post_init_method(self, module: nn.Module) -> None:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                for p in module._parameters.values():
+                    if p is not None and not hasattr(p, "ds_id") and _can_be_sharded(p):
+                        before = set(vars(p))
+                        p.data = p.data.to(self.local_device).contiguous()
+                        self._zero_init_param(p)
+                        p.ds_names = {"ds_names", *vars(p)} - before  # type: ignore[attr-defined]
+
+    return Sharding(config_dict_or_path=copy.deepcopy(config), tensor_overrides=())
+
+
+def _can_be_sharded(p: Tensor) -> bool:
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    return p.dim() > 0 and p.numel() > 0 and p.dtype in floats and not p.is_meta
+
+
+def own_attributes(p: Any) -> set[str]:
+    """Names of what the user put on a parameter."""
+    return set(vars(p)) - getattr(p, "ds_names", set())
+
+
+def make_whole(p: Any) -> None:
+    """A parameter that was built sharded becomes an ordinary one (collective)."""
+    if hasattr(p, "ds_id"):
+        p.data = gathered_copy(p)
+        for name in p.ds_names:
+            p.__dict__.pop(name, None)
+
+
+def keep_dtype(p: Any) -> None:
+    """What ``module.to(dtype)`` did to an empty parameter is done to this rank's part."""
+    part = getattr(p, "ds_tensor", None)
+    if part is not None and part.dtype != p.dtype:
+        part.data = part.data.to(p.dtype)
 
 
 # -- one backward --------------------------------------------------------------------------------------------------
@@ -496,15 +564,16 @@ def end(engine: Any, root: nn.Module, attributes: dict[int, set[str]]) -> None:
     """Takes DeepSpeed off: its hooks, and what it put on modules and parameters.
 
     Args:
-        engine: What ``deepspeed.initialize`` made.
+        engine: What ``deepspeed.initialize`` made; ``None`` if it never did.
         root: The module that was given to it.
         attributes: Names of the attributes that each parameter had before, by identity.
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
-    engine.module_forward_pre_hook.remove()
-    engine.module_forward_post_hook.remove()
-    engine.destroy()
+    if engine is not None:
+        engine.module_forward_pre_hook.remove()
+        engine.module_forward_post_hook.remove()
+        engine.destroy()
     FWD_MODULE_STACK.clear()
     for module in root.modules():
         original: Any = vars(module).get("_original_parameters")

@@ -172,7 +172,8 @@ class ShardView(TorchFunctionMode):
             args, kwargs = list(kwargs.values())[:1], dict(list(kwargs.items())[1:])
         targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
         mine = [t for t in targets if isinstance(t, nn.Parameter) and self.holder.holds(t)]
-        if torch.is_grad_enabled() and any(t.requires_grad and t.is_leaf for t in mine):
+        free = getattr(func, "__module__", "") == "torch.nn.init"  # switches gradients off itself
+        if not free and torch.is_grad_enabled() and any(t.requires_grad and t.is_leaf for t in mine):
             raise RuntimeError(
                 f"a leaf Variable that requires grad is being used in an in-place operation ({name}): write to a"
                 " parameter under torch.no_grad() or through .data."

@@ -36,6 +36,7 @@ FLOORS = {
     "engines.fsdp2_private": 3,
     "engines.deepspeed": 3,
     "engines.deepspeed_activations": 3,
+    "engines.deepspeed_build": 3,
     "engines.deepspeed_checkpoint": 3,
     "engines.deepspeed_config": 3,
     "engines.deepspeed_ops": 3,
