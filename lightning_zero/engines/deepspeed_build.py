@@ -159,6 +159,9 @@ def _told_to_transformers(made: dict[str, Any]) -> Iterator[None]:
         return
     from transformers.integrations import deepspeed as integration  # only where it is there
 
+    if integration.is_deepspeed_zero3_enabled():  # by the user
+        yield
+        return
     told = _Stage3(made)  # transformers keeps a weak reference
     integration.set_hf_deepspeed_config(told)
     try:
