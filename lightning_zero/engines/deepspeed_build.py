@@ -2,10 +2,10 @@
 
 From a layer's ``__init__`` to the engine's start, its parameters are empty and each rank holds its part of rank 0's
 values. User code and checkpoints meanwhile read and write whole tensors, one at a time (``deepspeed_view``):
-initialization by a parent module, tied weights, ``load_state_dict``. Whatever is read or written must be so on all ranks.
+initialization by a parent module, tied weights, ``load_state_dict``. All ranks must read and write the same ones.
 
-Hugging Face's ``from_pretrained`` builds on the meta device unless it is told of stage 3; here it is, so it loads tensor
-by tensor into sharded parameters.
+Hugging Face's ``from_pretrained`` builds on the meta device unless it is told of stage 3; here it is, so it loads
+tensor by tensor into sharded parameters.
 """
 
 from __future__ import annotations
@@ -159,6 +159,9 @@ def _told_to_transformers(made: dict[str, Any]) -> Iterator[None]:
         return
     from transformers.integrations import deepspeed as integration  # only where it is there
 
+    if integration.is_deepspeed_zero3_enabled():  # by the user
+        yield
+        return
     told = _Stage3(made)  # transformers keeps a weak reference
     integration.set_hf_deepspeed_config(told)
     try:

@@ -149,7 +149,7 @@ def partial_offload(joined: type) -> Iterator[None]:
 
 
 def sharding(config: dict[str, Any]) -> Any:
-    """``deepspeed.zero.Init``, inside which every layer is sharded at the end of its ``__init__``, with rank 0's values.
+    """``deepspeed.zero.Init``, inside which a layer is sharded at the end of its ``__init__``, with rank 0's values.
 
     DeepSpeed's would also give all new tensors one dtype and device, which are Lightning's business, and knows no
     parameters that cannot lie in a flat (:func:`_can_be_sharded`).

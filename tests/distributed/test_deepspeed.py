@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.distributed import test_loops as loops
-from tests.helpers import zoo
+from tests.helpers import moves, zoo
 from tests.helpers.ranks import outcome
 from tests.helpers.zoo import Zoo, make_trainer
 
@@ -146,6 +146,25 @@ def test_checkpoints_go_to_and_from_ddp_and_fsdp2(stage: int, name: str, ranks2,
             half = len(straight[rank]["losses"]) // 2
             assert loops._close(resumed[rank]["losses"], straight[rank]["losses"][half:])
             assert loops._close(resumed[rank]["weights"], straight[rank]["weights"])
+
+
+_SHARDED_MOVES = [
+    moves.Move("zero3_deepspeed", 2, "sharded", "zero2", 2, "file", "mid-epoch, stateful", "features"),
+    moves.Move("zero3_deepspeed", 2, "sharded-async", "ddp", 2, "file", "epoch end", "two optimizers"),
+    moves.Move("zero2", 2, "sharded", "zero3_deepspeed", 2, "sharded-async", "epoch end", "two optimizers"),
+]
+_MORE_SHARDED_MOVES = [
+    moves.Move(f"zero{source}_deepspeed", 2, one, f"zero{target}_deepspeed", ranks, other, moment, kind)
+    for source, target, ranks in ((1, 3, 3), (2, 1, 1), (3, 2, 3))
+    for one, other in (("sharded", "file"), ("sharded-async", "sharded"))
+    for moment in moves.STOPS
+    for kind in ("features", "two optimizers")
+]
+
+
+@pytest.mark.parametrize("move", [*_SHARDED_MOVES, *map(_full, _MORE_SHARDED_MOVES)], ids=str)
+def test_checkpoints_in_folders_go_to_and_from_other_strategies(move: moves.Move, ranks, tmp_path: Path) -> None:
+    assert moves.Travel(ranks, tmp_path).difference(move) <= moves.TOLERANCES[move.kind]
 
 
 # -- offload ---------------------------------------------------------------------------------------------------------

@@ -1,14 +1,14 @@
-"""``configure_model`` under ``deepspeed.zero.Init``: the whole module is never there, and nothing else differs from DDP.
+"""``configure_model`` under ``deepspeed.zero.Init``: no rank ever has the whole module, all else is as under DDP.
 
-A failure in ``test_no_rank_ever...`` is about sharding layer by layer, in ``test_built...`` about user code that meets
-sharded parameters, in ``..._checkpoint...`` about loading into them, in ``test_hugging_face...`` about transformers.
+A failure in ``bytes`` is about sharding layer by layer, elsewhere in ``test_built...`` about user code and checkpoints
+that meet sharded parameters, in ``test_hugging_face...`` about transformers.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lightning_zero.config import OffloadConfig
 from tests.distributed import test_loops as loops
-from tests.helpers import zoo
 from tests.helpers.ranks import outcome
 from tests.helpers.zoo import WIDTH, Zoo, make_trainer
 
@@ -29,8 +28,8 @@ STAGE3 = {"engine": "deepspeed", "stage": 3, "after_fit": "whole"}
 class Layer(nn.Module):
     """Knows how many bytes of its kind's parameters are in memory when it has been made."""
 
-    made: list[Layer] = []
-    seen: list[int] = []
+    made: ClassVar[list[nn.Module]] = []
+    seen: ClassVar[list[int]] = []
 
     def __init__(self) -> None:
         super().__init__()

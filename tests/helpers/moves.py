@@ -187,8 +187,11 @@ class Run:
 
 
 def strategy_settings(name: str, form: str) -> str | dict[str, Any]:
+    """``name`` is ``ddp``, ``zero<stage>`` or ``zero<stage>_deepspeed``."""
     if name == "ddp":
         return "ddp"
+    if name.endswith("_deepspeed"):
+        return {"engine": "deepspeed", "stage": int(name[4]), "checkpoint": form, "timeout_seconds": 60.0}
     return {"stage": int(name[-1]), "min_unit_numel": 1, "checkpoint": form, "timeout_seconds": 60.0}
 
 
