@@ -29,7 +29,7 @@ lint: setup ## Ruff and mypy, as CI runs them
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint ## Lint, types and every test that fits into 20 minutes
+test: lint ## Lint, types and a sample of every test (half an hour on two cores)
 	$(BIN)/python -m pytest -m "not full"
 
 test-full: lint ## The whole matrices too
