@@ -151,12 +151,16 @@ def _build_in_child(name: str, folders: Sequence[Path], timeout_seconds: float) 
 
 
 def _is_built(folder: Path) -> bool:
-    """Whether the library there is newer than what it was built from; PyTorch then only loads it."""
+    """Whether the library there is newer than what it was built from, and that is this environment's (all of a user's
+    share the folder); PyTorch then only loads it."""
     library = folder / f"{folder.name}.so"
     sources = [find_spec("torch"), find_spec("deepspeed")]
     try:
-        made = library.stat().st_mtime
-        return all(spec and spec.origin and os.stat(spec.origin).st_mtime <= made for spec in sources)
+        made, recipe = library.stat().st_mtime, (folder / "build.ninja").read_text()
+        return all(
+            spec and spec.origin and os.stat(spec.origin).st_mtime <= made and str(Path(spec.origin).parent) in recipe
+            for spec in sources
+        )
     except OSError:
         return False
 

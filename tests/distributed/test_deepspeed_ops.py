@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +235,17 @@ def test_only_what_dead_runs_of_this_host_left_is_removed(tmp_path: Path) -> Non
 def test_bytes_on_disk() -> None:
     assert folders.swap_bytes(1000, 4, 4, 2, optimizer=True, parameters=True) == 1000 * 20 / 2
     assert folders.swap_bytes(1000, 2, 1, 1, optimizer=False, parameters=True) == 2000
+
+
+def test_what_another_environment_has_built_is_built_again(tmp_path: Path) -> None:
+    """PyTorch would compile it when it is loaded, in every rank and without a word."""
+    folder = tmp_path / "op"
+    folder.mkdir()
+    (folder / "op.so").touch()
+    homes = [
+        str(Path(spec.origin).parent) for name in ("torch", "deepspeed") if (spec := find_spec(name)) and spec.origin
+    ]
+    (folder / "build.ninja").write_text("cflags = " + " ".join(f"-I{home}/include" for home in homes))
+    assert ops._is_built(folder)
+    (folder / "build.ninja").write_text("cflags = -I/elsewhere/torch/include -I/elsewhere/deepspeed/ops")
+    assert not ops._is_built(folder)
