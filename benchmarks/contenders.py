@@ -216,7 +216,8 @@ def _join(job: Job) -> None:
 
     if job.device == "cuda":
         torch.cuda.set_device(job.rank)
-    dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
+    # Offloaded gradients are clipped over gloo.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo")
 
 
 def floor(job: Job) -> None:
@@ -253,6 +254,11 @@ def _fully_shard(job: Job, reshard_after_forward: bool | None) -> None:
 
 
 def _deepspeed(job: Job, stage: int) -> None:
+    _deepspeed_loop(job, job.optimizer, {"zero_optimization": {"stage": stage}})
+
+
+def _deepspeed_loop(job: Job, make_optimizer: Callable[[Any], Any], config: dict[str, Any]) -> None:
+    """DeepSpeed's own loop; ``config`` adds to what the job says."""
     _join(job)
     os.environ.setdefault("LOCAL_SIZE", str(job.ranks))
     if job.device == "cpu":
@@ -262,12 +268,12 @@ def _deepspeed(job: Job, stage: int) -> None:
     model = job.model()
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=job.optimizer(model.parameters()),
+        optimizer=make_optimizer(model.parameters()),
         config={
             "train_micro_batch_size_per_gpu": SHAPES[job.shape].batch_size,
             "gradient_accumulation_steps": job.accumulate,
             "gradient_clipping": job.clip or 0.0,
-            "zero_optimization": {"stage": stage},
+            **config,
         },
     )
     batches = job.batches()
@@ -477,6 +483,8 @@ def launch(job: Job, timeout_seconds: float = 300.0, script: str = __file__) -> 
             for process in ranks:
                 process.kill()
                 process.wait()
+            for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):  # 69 MB each, by DeepSpeed
+                left.unlink()
         if any(codes):
             logs = [Path(folder, f"{rank}.log").read_text()[-3000:] for rank in range(job.ranks)]
             raise RuntimeError(f"{job.contender} failed:\n" + "\n".join(logs))

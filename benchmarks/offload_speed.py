@@ -47,7 +47,7 @@ def _raw(job: Job, reshard_after_forward: bool) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-    _join(job)
+    contenders._join(job)
     model = job.model()
     contenders._shard(
         model,
@@ -61,39 +61,19 @@ def _raw(job: Job, reshard_after_forward: bool) -> None:
 
 def _deepspeed(job: Job, stage: int) -> None:
     """``deepspeed.initialize`` with its CPU offload and, beside a GPU, its CPU Adam, which takes a while to compile."""
-    _join(job)
-    os.environ.setdefault("LOCAL_SIZE", str(job.ranks))
-    if job.device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-
-    model = job.model()
     moved = {"device": "cpu", "pin_memory": job.device != "cpu"}
     zero: dict[str, Any] = {"stage": stage, "offload_optimizer": moved, "overlap_comm": True}
     if stage == 3:
         zero["offload_param"] = moved
-    config = {
-        "train_micro_batch_size_per_gpu": SHAPES[job.shape].batch_size,
-        "gradient_accumulation_steps": job.accumulate,
-        "gradient_clipping": job.clip or 0.0,
-        "bf16": {"enabled": True},
-        "zero_optimization": zero,
-    }
+    config: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": zero}
     if job.device == "cpu":
         config["zero_force_ds_cpu_optimizer"] = False
-        optimizer: Any = job.optimizer(model.parameters())
+        make_optimizer = job.optimizer
     else:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-3, weight_decay=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    batches = job.batches()
-    for _ in range(job.steps + WARMUP_STEPS):
-        for _ in range(job.accumulate):
-            loss = engine(next(batches))
-            engine.backward(loss)
-            engine.step()
-        job.tick(loss)
+        make_optimizer = partial(DeepSpeedCPUAdam, lr=1e-3, weight_decay=1e-2)
+    contenders._deepspeed_loop(job, make_optimizer, config)
 
 
 def _zero(job: Job, **settings: Any) -> None:
@@ -130,15 +110,6 @@ def _traced(job: Job, path: str) -> Any:
     job.tick = tick_and_record  # type: ignore[method-assign]
     yield
     profiler.export_chrome_trace(path)
-
-
-def _join(job: Job) -> None:
-    import torch
-    import torch.distributed as dist
-
-    if job.device == "cuda":
-        torch.cuda.set_device(job.rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo")
 
 
 def pcie(job: Job) -> None:

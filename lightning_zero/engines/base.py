@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,12 +28,13 @@ LIMITS: dict[str, dict[str, str]] = {
     "deepspeed": {
         "modules that only some ranks run, at stage 3": (
             "the smallest modules are gathered one by one, in one order on all ranks"
-            " (deepspeed/runtime/zero/partitioned_param_coordinator.py, reset_step); fsdp2 with units=[] does it, and"
-            " stage 2 of either engine"
+            " (DeepSpeed issue 7998; deepspeed/runtime/zero/partitioned_param_coordinator.py, reset_step); fsdp2 with"
+            " units=[] does it, and stage 2 of either engine"
         ),
         "optimizers that are not element-wise (Muon, Adafactor, LBFGS), with offload='nvme'": (
             "masters and states are in memory one flat at a time"
-            " (deepspeed/runtime/swap_tensor/partitioned_optimizer_swapper.py); offload='cpu' does it"
+            " (DeepSpeed issue 8461; deepspeed/runtime/swap_tensor/partitioned_optimizer_swapper.py); offload='cpu' and"
+            " fsdp2 do it"
         ),
         "precision='64-true'": (
             "masters are fp32 (deepspeed/runtime/base_optimizer.py, _configure_master_weights); fsdp2 does it"
@@ -62,6 +63,9 @@ class Engine(ABC):
     last micro-batch of a window) and :meth:`step`; at the end :meth:`restore`. All methods are collective: every rank
     calls them in the same order.
     """
+
+    module: nn.Module
+    """What was handed to :meth:`shard`."""
 
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         self.config = config
@@ -174,9 +178,21 @@ class Engine(ABC):
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Loads a whole ``optimizer.state_dict()``, each rank keeping its shards."""
 
+    @property
     @abstractmethod
+    def known_parameters(self) -> Container[Tensor]:
+        """Those that the module was set up with, whether sharded or kept whole."""
+
     def check_parameters(self) -> None:
         """Raises ``ValueError`` when the module's parameters are no longer those that were sharded."""
+        known = self.known_parameters
+        for name, p in self.module.named_parameters():
+            if p not in known:
+                raise ValueError(
+                    f"parameter {name!r} was replaced or added after the strategy set the module up, so it would"
+                    " neither be sharded nor reduced: create it in __init__ or configure_model, or write into the"
+                    " existing one under torch.no_grad()."
+                )
 
     @abstractmethod
     def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -249,15 +249,9 @@ class DeepSpeedEngine(Engine):
                 lines.append(f"{name:<40}{len(params):>8}{sum(numel):>14}{size:>14}")
         return "\n".join(lines)
 
-    def check_parameters(self) -> None:
-        known = set(self._shapes)
-        for name, p in self.module.named_parameters():
-            if p not in known:
-                raise ValueError(
-                    f"parameter {name!r} was replaced or added after the strategy set the module up, so it would"
-                    " neither be sharded nor reduced: create it in __init__ or configure_model, or write into the"
-                    " existing one under torch.no_grad()."
-                )
+    @property
+    def known_parameters(self) -> Container[Tensor]:
+        return self._shapes
 
     # -- forward -------------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -217,15 +217,9 @@ class Fsdp2Engine(Engine):
                         gathered_now[name].register_hook(hook)
                 target.reshard()
 
-    def check_parameters(self) -> None:
-        known = {*self._originals, *self._replicated}
-        for name, p in self.module.named_parameters():
-            if p not in known:
-                raise ValueError(
-                    f"parameter {name!r} was replaced or added after the strategy set the module up, so it would"
-                    " neither be sharded nor reduced: create it in __init__ or configure_model, or write into the"
-                    " existing one under torch.no_grad()."
-                )
+    @property
+    def known_parameters(self) -> Container[Tensor]:
+        return {*self._originals, *self._replicated}
 
     # -- forward -------------------------------------------------------------------------------------------------
 
