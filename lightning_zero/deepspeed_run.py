@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -46,6 +47,7 @@ class DeepSpeedRun:
         self.folder: SwapFolder | None = None
         self._supplied: LightningModule | None = None
         self._recomputed: Recomputed | None = None
+        self._linear: Any = None
         self.built: Build | None = None
         """What ``configure_model`` has built sharded, until the engine has taken it over."""
 
@@ -59,6 +61,7 @@ class DeepSpeedRun:
     def connect(self, module: LightningModule) -> None:
         """Lends ``module`` a ``configure_optimizers`` if it has none and the file has an optimizer."""
         self._take_back()
+        self._linear = F.linear  # at stage 3 DeepSpeed puts its own there, for good: others' sharded weights fail in it
         raw = self.config.raw
         if raw is None or not raw.section("optimizer") or is_overridden(_HOOK, module):
             return
@@ -78,6 +81,8 @@ class DeepSpeedRun:
         if self._supplied is not None:
             self._supplied.__dict__.pop(_HOOK, None)
             self._supplied = None
+        if self._linear is not None:
+            F.linear, self._linear = self._linear, None
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Raises ``ValueError`` where the module's own optimizers are not the file's."""
