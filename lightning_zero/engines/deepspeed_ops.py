@@ -151,14 +151,14 @@ def _build_in_child(name: str, folders: Sequence[Path], timeout_seconds: float) 
 
 
 def _is_built(folder: Path) -> bool:
-    """Whether the library there is newer than what it was built from, and that is this environment's (all of a user's
-    share the folder); PyTorch then only loads it."""
-    library = folder / f"{folder.name}.so"
+    """Whether the library there is newer than what it was built from, its recipe included, and that is this
+    environment's (all of a user's share the folder); PyTorch then only loads it."""
+    library, recipe = folder / f"{folder.name}.so", folder / "build.ninja"
     sources = [find_spec("torch"), find_spec("deepspeed")]
     try:
-        made, recipe = library.stat().st_mtime, (folder / "build.ninja").read_text()
-        return all(
-            spec and spec.origin and os.stat(spec.origin).st_mtime <= made and str(Path(spec.origin).parent) in recipe
+        made, flags = library.stat().st_mtime, recipe.read_text()
+        return recipe.stat().st_mtime <= made and all(
+            spec and spec.origin and os.stat(spec.origin).st_mtime <= made and str(Path(spec.origin).parent) in flags
             for spec in sources
         )
     except OSError:

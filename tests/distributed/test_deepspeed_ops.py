@@ -241,11 +241,17 @@ def test_what_another_environment_has_built_is_built_again(tmp_path: Path) -> No
     """PyTorch would compile it when it is loaded, in every rank and without a word."""
     folder = tmp_path / "op"
     folder.mkdir()
-    (folder / "op.so").touch()
+    library, recipe = folder / "op.so", folder / "build.ninja"
     homes = [
         str(Path(spec.origin).parent) for name in ("torch", "deepspeed") if (spec := find_spec(name)) and spec.origin
     ]
-    (folder / "build.ninja").write_text("cflags = " + " ".join(f"-I{home}/include" for home in homes))
+    mine = "cflags = " + " ".join(f"-I{home}/include" for home in homes)
+    recipe.write_text(mine)
+    library.touch()
     assert ops._is_built(folder)
-    (folder / "build.ninja").write_text("cflags = -I/elsewhere/torch/include -I/elsewhere/deepspeed/ops")
+    recipe.write_text("cflags = -I/elsewhere/torch/include -I/elsewhere/deepspeed/ops")
+    library.touch()
+    assert not ops._is_built(folder)
+    recipe.write_text(mine)  # by a build that was killed before it came to the library
+    os.utime(recipe, (time.time() + 1, time.time() + 1))
     assert not ops._is_built(folder)
