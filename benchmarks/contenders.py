@@ -82,17 +82,20 @@ class Job:
     @contextlib.contextmanager
     def update(self) -> Any:
         """Around clipping and the optimizer's step, where a contender's loop is ours to write."""
-        begun = time.perf_counter()
+        begun = self._now()
         yield
-        self.updates.append(time.perf_counter() - begun)
+        self.updates.append(self._now() - begun)
 
-    def tick(self, loss: Any) -> None:
-        """One optimizer step is done; ``loss`` is its last micro-batch's, unscaled."""
+    def _now(self) -> float:
         if self.device == "cuda":
             import torch
 
             torch.cuda.synchronize()
-        self.times.append(time.perf_counter())
+        return time.perf_counter()
+
+    def tick(self, loss: Any) -> None:
+        """One optimizer step is done; ``loss`` is its last micro-batch's, unscaled."""
+        self.times.append(self._now())
         self.losses.append(loss.detach())
         if len(self.times) == 1:
             self.start_up = time.time() - self.begun

@@ -222,8 +222,8 @@ def run(shape: str, names: list[str], steps: int, rounds: int, ranks: int, trace
     up, down, *_ = launch(Job(contender="offload:pcie", ranks=1, steps=2), timeout_seconds=600)[0]["losses"]
     for name, bytes_ in planned(shape, ranks, 1).items():
         if name in found:
-            slower = min(up, down)  # both directions at once are at best as fast as each alone
-            found[name] |= bytes_ | {"pcie_limit_seconds": bytes_["pcie_bytes"] / 2 / slower}
+            # No schedule moves more at a time than both directions together
+            found[name] |= bytes_ | {"pcie_limit_seconds": bytes_["pcie_bytes"] / (up + down)}
     if trace is not None and OURS in names:
         os.environ["OFFLOAD_TRACE"] = os.path.abspath(trace)
         launch(Job(contender=f"offload:{OURS}", shape=shape, ranks=ranks, steps=2), timeout_seconds=3600)

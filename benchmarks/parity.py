@@ -14,6 +14,7 @@ import platform
 import re
 import shlex
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,6 @@ def _short(value: float) -> str:
 
 
 def _print_page(rows: list[tuple[str, ...]], world_size: int) -> None:
-    import deepspeed
     import lightning
     import torch
 
@@ -111,7 +111,7 @@ repeated block is a shard unit of `fsdp2`. `0` is bit for bit. **Bold** is beyon
 Logged metrics are held to the same tolerance.
 
 Made by `{command}` with lightning_zero {lightning_zero.__version__}, torch {torch.__version__},
-deepspeed {deepspeed.__version__}, lightning {lightning.__version__}, Python {platform.python_version()}.
+deepspeed {version("deepspeed")}, lightning {lightning.__version__}, Python {platform.python_version()}.
 The kinds are the classes of `tests/helpers/zoo.py`; `tests/distributed/test_parity.py` holds them to it, also on
 other numbers of ranks.
 

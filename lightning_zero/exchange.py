@@ -46,10 +46,10 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.
     others = _others(rank, world_size)
     works = [dist.irecv(parts[peer], group=group, group_src=peer) for peer in others]
     works += [dist.isend(shard, group=group, group_dst=peer) for peer in reversed(others)]
-    return _Together(works)
+    return Together(works)
 
 
-class _Together(dist.Work):
+class Together(dist.Work):
     """Several pieces of work, waited for as one."""
 
     def __init__(self, works: list[Any]) -> None:
@@ -174,6 +174,7 @@ class ReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """:func:`reduce_scatter`, or its mean where ``op`` says so."""
+        self._begun = False
         wanted = 2 * min(PIECE_BYTES, -(-output_tensor.nbytes // 16) * 16)  # whole elements of any dtype
         if self._buffer.numel() < wanted:
             self._buffer = torch.empty(wanted, dtype=torch.uint8)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_zero import exchange
 from lightning_zero.memory import wire_bytes
@@ -99,6 +100,7 @@ class TrafficMeter:
         for name, (kind, parameters, size) in _DIRECT.items():
             self._replace(exchange, name, kind, parameters, size)
         self._replace(functional, "wait_tensor", "wait", (), lambda call, n: 0.0)
+        self._replace(exchange.Together, "wait", "wait", (), lambda call, n: 0.0)
 
     def remove(self) -> None:
         """Puts torch's functions back, unless somebody else has replaced them meanwhile."""
@@ -142,9 +144,7 @@ class TrafficMeter:
             return
         for old, new in _ALIASES.items():
             call = {**call, new: call.get(old, call.get(new)), old: call.get(new, call.get(old))}
-        group = call.get("group")
-        group = group if isinstance(group, dist.ProcessGroup) else None
-        n = dist.get_world_size(group)
+        n = dist.get_world_size(_group_of(call.get("group")))
         self.calls[kind] += 1
         if n <= 1:
             return
@@ -162,3 +162,12 @@ class TrafficMeter:
         for each in operations:
             direction = self.sent if "send" in each.op.__name__ else self.received
             direction["exchange"] += _nbytes(each.tensor)  # type: ignore[assignment]
+
+
+def _group_of(given: Any) -> dist.ProcessGroup | None:
+    """What collectives take for a group; ``DTensor`` names an axis of its mesh."""
+    if isinstance(given, DeviceMesh):
+        return given.get_group()
+    if isinstance(given, tuple) and given and isinstance(given[0], DeviceMesh):
+        return given[0].get_group(*given[1:])
+    return given if isinstance(given, dist.ProcessGroup) else None

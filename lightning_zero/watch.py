@@ -95,6 +95,8 @@ class StepWatch(Callback):
         if self._loop is not None:
             with suppress(AttributeError):
                 del self._loop.advance, self._loop._broadcast_sigterm_tensor
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
         self._loop = self._group = self._pending = None
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:

@@ -486,11 +486,18 @@ def gathered_copy(p: Any) -> Tensor:
 
 
 def store(p: Any, value: Tensor) -> None:
-    """``value`` (rank 0's) becomes the stage-3 parameter's, each rank keeping its part (collective)."""
+    """``value`` (rank 0's) becomes the stage-3 parameter's, each rank keeping its part (collective).
+
+    Where modules that are running hold it, it is whole afterwards too.
+    """
     import deepspeed
 
+    holders, p.ds_active_sub_modules = p.ds_active_sub_modules, set()  # with any, DeepSpeed would not partition it
     with deepspeed.zero.GatheredParameters([p], modifier_rank=0):
         p.data.copy_(value)
+    p.ds_active_sub_modules = holders
+    if holders:
+        p.all_gather()
 
 
 def is_partitioned(p: Any) -> bool:

@@ -45,8 +45,9 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ from lightning_zero.collectives import all_reduce_mean, broadcast_coalesced
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines import fsdp2_private as private
 from lightning_zero.engines.base import Engine
-from lightning_zero.engines.view import gathered, local, shard_like
+from lightning_zero.engines.view import WholeView, gathered, local, rows_of, shard_like
 from lightning_zero.model_state import ModelState, place_of, states_of
 from lightning_zero.optim import ShardedStep
 from lightning_zero.precision import DtypePolicy
@@ -96,6 +97,11 @@ class Fsdp2Engine(Engine):
         self._reduced: set[int] = set()
         self._latest = -1  # the unit that ran before this one, -1 for none
         self._follower: dict[int, int] = {}  # unit -> the one that always ran after it, -1 for none
+        self._writes = 0  # to sharded parameters, by user code
+        self._sent: dict[int, int] = {}  # unit that may be gathered ahead -> writes before that
+        self._versions: dict[int, int] = {}  # index of a group -> its version when it was last looked at
+        self._data_taken: set[Tensor] = set()  # gathered parameters that may have been written through .data
+        self._gathered_params: set[Tensor] = set()
         self._raw_state_dict = False
         self._is_whole = False  # inside full_parameters
         self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
@@ -121,10 +127,11 @@ class Fsdp2Engine(Engine):
         self._shard_units()
         self._follow_backward()
         self._follow_forward()
+        self._follow_writes()
         # A group of its own, so that an agreement never meets an engine's collective
         self._agreement = (
             dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.timeout_seconds))
-            if self.mesh.size() > 1 and self.config.find_unused_parameters
+            if self.mesh.size() > 1 and (self.config.find_unused_parameters or self._follows_order)
             else None
         )
         self._order = {p: i for i, p in enumerate([*self._originals, *self._replicated])}
@@ -246,36 +253,46 @@ class Fsdp2Engine(Engine):
 
         return before_forward
 
-    def _require_same_order(self, index: int) -> None:
-        """Stage 3 on the CPU: ranks say which unit they gather next (-1: none), before gathers could be mixed up.
+    @property
+    def _follows_order(self) -> bool:
+        """Stage 3 on the CPU: ranks say which unit they gather next, before gathers could be mixed up.
 
-        Costs one message of 16 bytes beside each gather, which waits for all ranks anyway. On an accelerator the host
+        Costs one message of 24 bytes beside each gather, which waits for all ranks anyway. On an accelerator the host
         would have to wait, so there :meth:`_require_same_units` finds out after the backward.
         """
-        if self._agreement is None or self.config.stage < 3 or self.device.type != "cpu":
+        return self.config.stage == 3 and self.device.type == "cpu"
+
+    def _require_same_order(self, index: int) -> None:
+        """All ranks are about to gather unit ``index``, or at the end (-1)."""
+        if self._agreement is None or not self._follows_order:
             return
         with torch._C.DisableTorchFunction():
-            ends = torch.tensor([index, -index])
+            is_old = self._sent.pop(index, self._writes) != self._writes
+            ends = torch.tensor([index, -index, is_old])
             dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._agreement)
-            high, low = ends.tolist()  # on the CPU: no device waits
+            high, low, is_old_anywhere = ends.tolist()  # on the CPU: no device waits
             low = -low
         if high != low:
             self._refuse_different_units([int(i) for i in (low, high) if i >= 0])
-        if not self._in_backward:  # where activations are recomputed, units run in another order
-            self._prefetch_after(index)
+        if is_old_anywhere:
+            for group in private.groups(self.unit_modules[index]):
+                private.forget_gather(group)
+        self._prefetch_after(index)
 
     def _prefetch_after(self, index: int) -> None:
-        """The unit that followed another one last time travels while that one computes, on all ranks alike because
-        they have just agreed where they are; given up for good where another one, or none, follows once."""
-        before, self._latest = self._latest, index
-        if before < 0:
-            return
-        expected = self._follower.setdefault(before, index)
-        if expected == index:
-            following = [self.unit_modules[index]] if index >= 0 else []
-        else:
-            self._follower[before], following = -1, []
-        self.unit_modules[before].set_modules_to_forward_prefetch(following)
+        """The unit that followed this one last time travels while this one computes, on all ranks alike because they
+        have just agreed where they are; given up for good where another one, or none, follows once."""
+        following = -1
+        if not self._in_backward:  # where activations are recomputed, units run in another order
+            before, self._latest = self._latest, index
+            if before >= 0 and self._follower.setdefault(before, index) != index:
+                self._follower[before] = -1
+            following = self._follower.get(index, -1)
+        if following >= 0:
+            self._sent.setdefault(following, self._writes)
+        if index >= 0:
+            ahead = [self.unit_modules[following]] if following >= 0 else []
+            self.unit_modules[index].set_modules_to_forward_prefetch(ahead)
 
     def _gather_root(self, *unused: Any) -> None:
         for group in self._root_groups if not self._is_whole else ():
@@ -328,9 +345,42 @@ class Fsdp2Engine(Engine):
 
     def settle(self) -> None:
         self._latest = -1
+        self._sent.clear()
         for unit in self.unit_modules:
             unit.reshard()
         private.forget_forwards(self._root)
+
+    # -- writes --------------------------------------------------------------------------------------------------
+
+    def view(self) -> AbstractContextManager[Any]:
+        return WholeView(self._before_write, self._on_data)
+
+    def _before_write(self) -> None:
+        self._writes += 1
+
+    def _on_data(self, tensor: Tensor) -> bool:
+        """``tensor.data`` is taken: what is written through it does not show in the version."""
+        if len(self._gathered_params) < len(self._originals):  # some have not been gathered yet
+            self._gathered_params = {copy for group in self._groups for copy, _ in private.copies(group)}
+        if tensor not in self._gathered_params:
+            return False
+        self._data_taken.add(tensor)
+        return True
+
+    def _follow_writes(self) -> None:
+        for index, group in enumerate(self._groups):
+            private.before_reshard(group, partial(self._keep_writes, index))
+
+    def _keep_writes(self, index: int, group: private.Group) -> None:
+        """What a step or a forward has written to gathered parameters goes to the shards before the copies go."""
+        version = private.version(group)
+        if version == self._versions.get(index, 0) and not self._data_taken:
+            return
+        self._versions[index] = version
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for copy, shard in private.copies(group):
+                _store_rows(copy, shard)
+        self._data_taken.difference_update(copy for copy, _ in private.copies(group))
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -662,12 +712,25 @@ class Fsdp2Engine(Engine):
                 optimizer.state[original] = optimizer.state.pop(sharded)
 
 
+def _store_rows(whole: Tensor, sharded: DTensor) -> None:
+    """This rank's rows of ``whole``; of a gathered copy in low precision only those elements that have changed."""
+    shard, (start, length) = local(sharded), rows_of(sharded)
+    if not length:
+        return
+    rows = whole.detach().narrow(0, start, length).to(shard.device)
+    if rows.dtype != shard.dtype:
+        rows = torch.where(shard.to(rows.dtype) == rows, shard, rows.to(shard.dtype))
+    shard.copy_(rows)
+
+
 def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """In a dtype that all ranks choose alike, though some shards are empty."""
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     tensors = [t for t in tensors if t.numel()]
     if not tensors:
-        return torch.zeros((), device=device)
+        return torch.zeros((), device=device, dtype=dtype)
     norms = torch._foreach_norm(tensors)
-    return torch.stack([n.float() if n.dtype.itemsize < 4 else n for n in norms]).square().sum()
+    return torch.stack([n if n.dtype == dtype else n.to(dtype) for n in norms]).square().sum()
 
 
 def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:

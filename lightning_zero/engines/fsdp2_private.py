@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 Group = Any  # torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup
 ShardedParam = Any  # torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam
@@ -45,6 +46,18 @@ def before_reduce(group: Group, action: Callable[[Group], bool]) -> None:
             original(*unused)
 
     group.post_backward = post_backward
+
+
+def before_reshard(group: Group, action: Callable[[Group], None]) -> None:
+    """Calls ``action(group)`` whenever its gathered parameters are about to be dropped."""
+    original = group._to_sharded
+
+    def to_sharded() -> None:
+        if not group.is_sharded:
+            action(group)
+        original()
+
+    group._to_sharded = to_sharded
 
 
 def without_translation(group: Group) -> None:
@@ -86,6 +99,16 @@ def whole_bytes(p: ShardedParam) -> tuple[int, int]:
     return copies, sum(g.numel() * g.element_size() for g in grads)
 
 
+def copies(group: Group) -> list[tuple[Tensor, DTensor]]:
+    """The gathered copy and the shards of each parameter; no copies before they are gathered for the first time."""
+    return [(p._unsharded_param, p.sharded_param) for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+
+
+def version(group: Group) -> int:
+    """Grows with each in-place write to a gathered parameter; gathering leaves it as it is."""
+    return sum(p._unsharded_param._version for p in group.fsdp_params)
+
+
 def zero_grad(p: ShardedParam) -> None:
     """Puts zeros where a reduction needs something to add."""
     p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
@@ -112,10 +135,15 @@ def forget_forwards(root: nn.Module) -> None:
         for module in each._modules:
             for group in groups(module):
                 group._post_forward_indices.clear()
-                if group._all_gather_result is not None:  # gathered ahead, never used, of values that grow old
-                    if group._all_gather_result.all_gather_work is not None:
-                        group._all_gather_result.all_gather_work.wait()
-                    group._all_gather_result = None
+                forget_gather(group)  # sent ahead, never used, of values that grow old
+
+
+def forget_gather(group: Group) -> None:
+    """Drops what was gathered ahead and is not used yet."""
+    if group._all_gather_result is not None:
+        if group._all_gather_result.all_gather_work is not None:
+            group._all_gather_result.all_gather_work.wait()
+        group._all_gather_result = None
 
 
 def registrations(group: Group) -> Iterator[tuple[Tensor, list[tuple[nn.Module, str]]]]:

@@ -10,6 +10,10 @@ While a :class:`WholeView` is active, every torch function that meets a ``DTenso
   whose shards are then stored;
 - **views** of it are read-only, because a write to a gathered copy would be lost: torch raises on the attempt.
 
+Parameters that are gathered for a step are plain tensors, and what is written to them in place counts too, because
+their version tells. It does not tell of ``p.data``: whoever owns such parameters is told when that is taken, and an
+assignment to it becomes a copy.
+
 With CPU offload a shard lies in host memory while its mesh is of an accelerator. What is read then lies on the device,
 where ``p.device`` says it is, and what is written waits for copies of the old values that are still under way.
 
@@ -25,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 _METADATA = frozenset(
@@ -48,19 +53,34 @@ _ELEMENTWISE = frozenset(
 _SPECIAL_IN_PLACE = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"))
 _DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 _SETTERS: dict[Any, str] = {getattr(Tensor, name).__set__: name for name in ("data", "grad")}
+_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class WholeView(TorchFunctionMode):
-    """Lets code written for whole tensors work on sharded ones; see the module's text."""
+    """Lets code written for whole tensors work on sharded ones; see the module's text.
+
+    Args:
+        on_write: Called before a sharded tensor changes.
+        on_data: Called with a plain parameter whose ``data`` is read or assigned; whether it is a gathered one.
+    """
+
+    def __init__(
+        self, on_write: Callable[[], None] = lambda: None, on_data: Callable[[Tensor], bool] = lambda tensor: False
+    ) -> None:
+        super().__init__()
+        self._on_write, self._on_data = on_write, on_data
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _DATA and isinstance(args[0], Parameter) and self._on_data(args[0]) and len(args) == 2:
+            return _copy_into(*args)
         if not _any_sharded(args) and not (kwargs and _any_sharded(kwargs.values())):
             return func(*args, **kwargs)
         name = func.__name__
         if func in _SETTERS:
+            self._on_write()
             return _assign(_SETTERS[func], *args)
         if name == "__get__":
             if func == _DEVICE:
@@ -77,6 +97,7 @@ class WholeView(TorchFunctionMode):
             if not args:  # torch.nn.init passes its tensor by name
                 args, kwargs = list(kwargs.values())[:1], dict(list(kwargs.items())[1:])
             if _any_sharded(args[:1]):
+                self._on_write()
                 return _write(func, name, args, kwargs)
         if name.endswith("_like"):
             return func(*_map(_stand_in, args), **kwargs)
@@ -265,14 +286,25 @@ def _stand_in(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=mesh_device(tensor))
 
 
+def _require_shape(attribute: str, target: Tensor, value: Tensor) -> None:
+    if value.shape != target.shape:
+        raise ValueError(
+            f"assigning a tensor of shape {tuple(value.shape)} to .{attribute} of a sharded parameter of shape"
+            f" {tuple(target.shape)}: shapes must agree during a run; change the module before the run starts."
+        )
+
+
+@torch.no_grad()
+def _copy_into(target: Tensor, value: Tensor) -> None:
+    """``p.data = x`` for a gathered ``p``, whose memory is the engine's."""
+    _require_shape("data", target, value)
+    target.copy_(gathered(value))
+
+
 def _assign(attribute: str, target: Tensor, value: Tensor | None) -> None:
     """``p.data = x`` and ``p.grad = x``, where either may be sharded."""
     if isinstance(target, DTensor) and value is not None and not isinstance(value, DTensor):
-        if value.shape != target.shape:
-            raise ValueError(
-                f"assigning a tensor of shape {tuple(value.shape)} to .{attribute} of a sharded parameter of shape"
-                f" {tuple(target.shape)}: shapes must agree during a run; change the module before the run starts."
-            )
+        _require_shape(attribute, target, value)
         value = shard_like(value, target)
     elif not isinstance(target, DTensor) and isinstance(value, DTensor):
         value = gathered(value)

@@ -88,6 +88,11 @@ def _what_a_run_leaves_replaced(strategy: dict[str, Any]) -> list[str]:
 def test_torch_is_left_as_found(ranks2) -> None:
     """DeepSpeed keeps an ``F.linear`` of its own, which fails on weights that fsdp2 has sharded."""
     assert ranks2(_what_a_run_leaves_replaced, _strategy(3), timeout_seconds=SLOW) == [[], []]
+    assert ranks2(_linear_is_torchs) == [True, True]  # so the run before did not begin with another one
+
+
+def _linear_is_torchs() -> bool:
+    return torch.nn.functional.linear is torch._C._nn.linear
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ They localise mistakes in who sends which part to whom; parity tests show only t
 
 from __future__ import annotations
 
+import os
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero import exchange
+from tests.helpers.ranks import RankError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
@@ -23,19 +26,20 @@ def _values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 def _exchanges() -> None:
     dist.init_process_group("gloo")
-    for dtype in DTYPES:
-        for numel in (0, 1, 4096, 5000):  # nothing, less than a piece, whole pieces, more than that
-            _exchange(numel, dtype, None)
+    with mock.patch.object(exchange, "PIECE_BYTES", 4096):
+        for dtype in DTYPES:
+            for numel in (0, 1, 4096, 5000):  # nothing, less than a piece, whole pieces, more than that
+                _exchange(numel, dtype, None)
 
 
 def _late_exchange(late: int) -> None:
     dist.init_process_group("gloo")
-    _exchange(100_000, torch.float32, late)
+    with mock.patch.object(exchange, "PIECE_BYTES", 4096):
+        _exchange(100_000, torch.float32, late)
 
 
 def _exchange(numel: int, dtype: torch.dtype, late: int | None) -> None:
     rank, n, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    exchange.PIECE_BYTES = 4096
     pool = exchange.Pool()
     gather, reduce = exchange.AllGather(pool), exchange.ReduceScatter(pool)
     assert group is not None
@@ -73,16 +77,20 @@ def test_a_rank_may_come_late(ranks, late):
 
 def _dies() -> None:
     dist.init_process_group("gloo")
+    dist.barrier()
     if dist.get_rank() == 1:
-        raise SystemError("this rank ends")
+        os._exit(7)
     reduce = exchange.ReduceScatter(exchange.Pool())
     assert dist.group.WORLD is not None
     reduce(torch.empty(4), torch.ones(8), dist.group.WORLD, dist.ReduceOp.SUM)
 
 
 def test_a_rank_that_dies_ends_the_exchange(ranks):
-    with pytest.raises(RuntimeError, match="this rank ends"):
-        ranks(_dies, world_size=2, timeout_seconds=30)
+    """Rank 0 has sent, and waits for what will never come: it must be told, not be found waiting."""
+    with pytest.raises(RankError) as caught:
+        ranks(_dies, world_size=2, timeout_seconds=60)
+    kinds = {failure.rank: failure.kind for failure in caught.value.failures}
+    assert kinds == {0: "RuntimeError", 1: "exit"}
 
 
 def test_memory_is_lent_again_only_when_no_tensor_is_left_in_it():

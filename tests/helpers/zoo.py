@@ -918,6 +918,55 @@ class Teacher(Zoo):
             slow.lerp_(fast, 0.2)
 
 
+class MomentumTeacher(Zoo):
+    """The step itself moves the teacher, between the forward of the network and the teacher's."""
+
+    def build(self) -> None:
+        self.net, self.teacher = Net(), Net().requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        prediction = self(x)
+        with torch.no_grad():
+            self.follow()
+            target = self.teacher(x)
+        return F.mse_loss(prediction, y) + 0.5 * F.mse_loss(prediction, target)
+
+    def follow(self) -> None:
+        for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            slow.mul_(0.8).add_(fast, alpha=0.2)
+
+
+class TeacherByAssignment(MomentumTeacher):
+    """As MoCo's published code has it."""
+
+    def follow(self) -> None:
+        for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            slow.data = slow.data * 0.8 + fast.data * 0.2
+
+
+class TeacherThroughData(MomentumTeacher):
+    """Autograd and versions see nothing of it."""
+
+    def follow(self) -> None:
+        for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            slow.data.mul_(0.8).add_(fast.data, alpha=0.2)
+
+
+class RenormedInForward(Zoo):
+    """A layer whose forward writes to its own weight."""
+
+    def build(self) -> None:
+        self.net = Net()
+        for block in self.net.blocks:
+            block.register_forward_pre_hook(self._renorm)
+
+    @staticmethod
+    def _renorm(block: nn.Module, inputs: Any) -> None:
+        with torch.no_grad():
+            block.up.weight.clamp_(-0.2, 0.2)  # type: ignore[union-attr, operator]
+
+
 class GradientPenalty(Zoo):
     """Backward through a backward: the norm of the output's gradient by the input is part of the loss."""
 
@@ -1310,6 +1359,10 @@ KINDS: dict[str, Kind] = {
     "parametrized_weights": Kind(module=_of(Parametrized)),
     "no_grad_forward_inside_step": Kind(module=_of(NoGradForward)),
     "teacher_followed_by_hand": Kind(module=_of(Teacher)),
+    "teacher_moved_by_the_step": Kind(module=_of(MomentumTeacher)),
+    "teacher_moved_by_assignment": Kind(module=_of(TeacherByAssignment)),
+    "teacher_moved_through_data": Kind(module=_of(TeacherThroughData)),
+    "renormed_in_forward": Kind(module=_of(RenormedInForward)),
     "gradient_penalty": Kind(module=_of(GradientPenalty), reference=UNUSED),
     "gathered_across_ranks": Kind(module=_of(Contrastive)),
     "hooks_on_parameters": Kind(module=_of(TensorHook)),
