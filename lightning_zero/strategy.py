@@ -33,7 +33,7 @@ from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
 from lightning_zero.collectives import Meeting
 from lightning_zero.config import ZeroConfig
-from lightning_zero.deepspeed_run import DeepSpeedRun
+from lightning_zero.deepspeed_run import DeepSpeedRun, Place
 from lightning_zero.engines.base import Engine, require
 from lightning_zero.launcher import Launched
 from lightning_zero.optim import fusible_groups
@@ -250,7 +250,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         engine = _make_engine(self.config, self.root_device, dtypes)
         if self._deepspeed is not None:
             told = _told(trainer), self.root_device.type
-            self._deepspeed.prepare(module, *told, trainer.default_root_dir, self.meeting)
+            place = Place(self.local_rank, self.node_rank, self.num_processes)
+            self._deepspeed.prepare(module, *told, trainer.default_root_dir, self.meeting, place)
             engine.offload_path, engine.cpu_adam = self._deepspeed.offload_path, self._deepspeed.cpu_adam
         engine.shard(module)
         engine.automatic = module.automatic_optimization

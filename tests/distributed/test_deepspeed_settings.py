@@ -256,6 +256,37 @@ def _offloads(root: str) -> Any:
     return seen
 
 
+def _under_srun(root: str) -> int:
+    """Ranks whose launcher sets none of torchrun's variables; the folders that they make for their files."""
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    rank = int(os.environ["RANK"])
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        os.environ.pop(name)
+
+    class Environment(TorchElasticEnvironment):
+        def local_rank(self) -> int:
+            return rank
+
+        def node_rank(self) -> int:
+            return 0
+
+    seen: list[int] = []
+
+    class Looks(OwnOptimizer):
+        def on_train_start(self) -> None:
+            seen.append(len(os.listdir(Path(root) / "offload")))
+
+    strategy = {"engine": "deepspeed", "stage": 3, "offload": "nvme"}
+    _fit(strategy, Looks, max_steps=1, default_root_dir=root, plugins=[Environment()])
+    return seen[0]
+
+
+@pytest.mark.usefixtures("nvme")
+def test_the_launcher_says_which_ranks_share_a_host(ranks2: Any, tmp_path: Path) -> None:
+    assert ranks2(_under_srun, str(tmp_path), timeout_seconds=240) == [1, 1]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_nvme_files_are_there_during_a_run_and_gone_afterwards(ranks2: Any, tmp_path: Path) -> None:
