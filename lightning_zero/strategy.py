@@ -135,9 +135,9 @@ class ZeroStrategy(Launched, DDPStrategy):
                 f"process_group_backend={backend!r}: torch.distributed knows {', '.join(dist.Backend.backend_list)};"
                 f" use one of them, or None for {default!r}."
             )
-        if self._loads_on_host and "cpu" not in dist.BackendConfig(dist.Backend(backend)).get_device_backend_map():
+        if self._steps_on_host and "cpu" not in dist.BackendConfig(dist.Backend(backend)).get_device_backend_map():
             raise ValueError(
-                f"process_group_backend={backend!r} with offload='cpu': gradients lie in host memory, and their norms"
+                f"process_group_backend={backend!r} with offload={self.config.offload.target!r}: gradients lie in host memory, and their norms"
                 f" are joined there; use {default!r}, or None for it."
             )
         return backend
@@ -207,6 +207,11 @@ class ZeroStrategy(Launched, DDPStrategy):
     def _loads_on_host(self) -> bool:
         """Whether the module stays in host memory until the engine takes it from there, unit by unit."""
         return self.config.engine == "fsdp2" and self.config.offload.target != "none" and self.root_device.type != "cpu"
+
+    @property
+    def _steps_on_host(self) -> bool:
+        """Whether gradients and master weights lie in host memory, away from the device that computes."""
+        return self.config.offloads_optimizer and self.root_device.type != "cpu"
 
     def model_to_device(self) -> None:
         if self._loads_on_host and self._shards:
@@ -346,15 +351,14 @@ class ZeroStrategy(Launched, DDPStrategy):
             return self.config.after_fit == "whole"
         assert self.engine is not None
         need = self.engine.whole_bytes * self.num_processes
-        fits = torch.tensor(int(need < 0.8 * _available_host_bytes()))
-        if dist.is_initialized() and self.world_size > 1:
-            dist.all_reduce(fits, dist.ReduceOp.MIN)
+        # Between CPUs: the run's own process group may have no backend for them
+        fits = all(self.meeting.gather(need < 0.8 * _available_host_bytes(), "the end of a run"))
         if not fits:
             rank_zero_info(
                 f"after_fit='auto': the module stays sharded, its whole parameters ({need / 2**30:.1f} GiB for the"
                 " processes of one host) do not fit into host memory."
             )
-        return bool(fits)
+        return fits
 
     def on_train_start(self) -> None:
         if self.engine is not None:

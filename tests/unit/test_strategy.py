@@ -1,0 +1,54 @@
+"""What the strategy asks of devices, found without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+from lightning_zero import OffloadConfig, ZeroStrategy
+
+ENGINES = ("fsdp2", "deepspeed")
+
+
+def _on_cuda(**settings: Any) -> ZeroStrategy:
+    return ZeroStrategy(
+        parallel_devices=[torch.device("cuda", 0)], cluster_environment=LightningEnvironment(), **settings
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_offload_needs_a_backend_for_host_memory(engine: str) -> None:
+    """Norms of gradients and masters that lie in host memory are joined there."""
+    if engine == "deepspeed":
+        pytest.importorskip("deepspeed")
+    strategy = _on_cuda(engine=engine, offload="cpu", process_group_backend="gloo")
+    assert strategy._get_process_group_backend() == "gloo"
+    if "nccl" in dist.Backend.backend_list:
+        strategy = _on_cuda(engine=engine, offload="cpu", process_group_backend="nccl")
+        with pytest.raises(ValueError, match=r"process_group_backend='nccl' with offload='cpu'.*cpu:gloo,cuda:nccl"):
+            strategy._get_process_group_backend()
+    only_parameters = OffloadConfig(target="cpu", optimizer=False)
+    if engine == "deepspeed":
+        strategy = _on_cuda(engine=engine, offload=only_parameters, process_group_backend="nccl")
+        assert strategy._get_process_group_backend() == "nccl"
+
+
+def test_the_end_of_a_fit_needs_no_backend_for_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``process_group_backend="nccl"`` has none: ranks ask each other over a group of their own."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("No backend type associated with device type cpu")
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", fails)
+    strategy = _on_cuda()
+    monkeypatch.setattr(ZeroStrategy, "world_size", 2)
+    strategy.engine = SimpleNamespace(whole_bytes=1)  # type: ignore[assignment]
+    for answers in ([True, True], [True, False]):
+        strategy._meeting = SimpleNamespace(gather=lambda *_, answers=answers: answers)  # type: ignore[assignment]
+        assert strategy._whole_after_fit() is all(answers)
