@@ -232,6 +232,40 @@ def test_only_what_dead_runs_of_this_host_left_is_removed(tmp_path: Path) -> Non
     assert len(said) == 3
 
 
+_OWNER = """
+import sys, time
+from pathlib import Path
+from lightning_zero.engines import deepspeed_folder as folders
+folders._numbers = lambda: "pid:[1]"
+folders._began = lambda pid: "2"  # so that nobody else finds a process of this number that began then
+path, lock = folders._make(sys.argv[1], "", 0.0, lambda line: None)
+print(path, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_run_in_another_container_of_the_same_name_lives(tmp_path: Path, monkeypatch: Any, locks: bool) -> None:
+    """Its process number means nothing here."""
+    owner = subprocess.Popen([sys.executable, "-c", _OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        folder = Path(owner.stdout.readline().strip())
+        if not locks:
+            monkeypatch.setattr(folders, "_is_locked", lambda mark: None)
+        said: list[str] = []
+        folders.remove_leftovers(tmp_path, said.append)
+        assert folder.is_dir()
+        assert said == []
+    finally:
+        owner.kill()
+        owner.wait()
+    if locks:
+        folders.remove_leftovers(tmp_path, said.append)
+        assert not folder.exists()
+        assert len(said) == 1
+
+
 def test_bytes_on_disk() -> None:
     assert folders.swap_bytes(1000, 4, 4, 2, optimizer=True, parameters=True) == 1000 * 20 / 2
     assert folders.swap_bytes(1000, 2, 1, 1, optimizer=False, parameters=True) == 2000
