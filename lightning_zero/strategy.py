@@ -265,11 +265,16 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.model = engine.root
         if hasattr(plugin, "engine"):
             plugin.engine = engine
-        if self._loads_on_host and isinstance(plugin, ZeroMixedPrecision):
-            plugin.scale_on_host()
+        self._place_scale()
         self._switch_off_inference_mode(trainer)
         if self.world_size == 1:
             rank_zero_info(f"ZeRO stage {self.config.stage} on one process: nothing is shared out, memory is as usual.")
+
+    def _place_scale(self) -> None:
+        """The loss scale lies where the gradients do that it divides."""
+        plugin = self.precision_plugin
+        if self._steps_on_host and isinstance(plugin, ZeroMixedPrecision):
+            plugin.scale_on_host()
 
     def _switch_off_inference_mode(self, trainer: Any) -> None:
         """A module that ran under inference mode can't be trained afterwards; Lightning knows this of FSDP only."""

@@ -151,6 +151,11 @@ def check_device(config: ZeroConfig, facts: RunFacts) -> None:
             f"precision={facts.precision!r}: DeepSpeed computes in 32 or 16 bits; use precision='32-true', or"
             " engine='fsdp2'."
         )
+    if facts.precision == "16-mixed" and config.offload.target == "nvme" and config.offloads_optimizer:
+        raise ValueError(
+            "precision='16-mixed' with offload='nvme': the loss scaler needs all master weights and gradients in memory"
+            " at once; use precision='bf16-mixed', offload='cpu', or engine='fsdp2'."
+        )
     size = config.deepspeed.hpz_partition_size or 1
     if facts.world_size % size:
         raise ValueError(f"deepspeed.hpz_partition_size={size} with {facts.world_size} ranks: use a divisor of them.")

@@ -214,6 +214,14 @@ def test_what_we_do_not_know_goes_on() -> None:
     assert config["zero_optimization"]["ignore_unused_parameters"] is False
 
 
+def test_a_loss_scaler_needs_masters_in_memory() -> None:
+    with pytest.raises(ValueError, match=r"precision='16-mixed' with offload='nvme'.*bf16-mixed.*fsdp2"):
+        made(GPU, offload="nvme")
+    made(GPU, offload="cpu")
+    made(replace(GPU, precision="bf16-mixed"), offload="nvme")
+    made(GPU, offload=OffloadConfig(target="nvme", optimizer=False))
+
+
 def test_precision() -> None:
     assert not {"fp16", "bf16", "data_types"} & set(made())
     assert made(replace(CPU, precision="bf16-mixed"))["bf16"] == {"enabled": True}

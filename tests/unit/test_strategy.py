@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_zero import OffloadConfig, ZeroStrategy
 
@@ -52,3 +53,16 @@ def test_the_end_of_a_fit_needs_no_backend_for_host_memory(monkeypatch: pytest.M
     for answers in ([True, True], [True, False]):
         strategy._meeting = SimpleNamespace(gather=lambda *_, answers=answers: answers)  # type: ignore[assignment]
         assert strategy._whole_after_fit() is all(answers)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("offload", ["cpu", "none"])
+def test_the_loss_scale_lies_where_gradients_do(engine: str, offload: str) -> None:
+    """Copied from the device it would be read before it is there."""
+    if engine == "deepspeed":
+        pytest.importorskip("deepspeed")
+    strategy = _on_cuda(engine=engine, offload=offload, precision_plugin=MixedPrecision("16-mixed", "cpu"))
+    plugin: Any = strategy.precision_plugin
+    strategy._place_scale()
+    scale = plugin.scaler._scale
+    assert (scale is not None and scale.device.type == "cpu") == (offload == "cpu")
