@@ -430,14 +430,13 @@ class ZeroConfig:
                 " leave it unset, or set deepspeed.hpz_partition_size, which gathers inside a host in the backward."
             )
         for f in fields(self):
-            given = getattr(self, f.name)
-            if f.name in ("units", "min_unit_numel") and given != f.default:
-                if not self.deepspeed.activation_checkpointing:
-                    raise ValueError(
-                        f"{f.name}={given!r} with engine='deepspeed': DeepSpeed gathers each module by itself, and units"
-                        " are what activations are recomputed by; set deepspeed.activation_checkpointing=True, leave"
-                        " it unset, or use engine='fsdp2'."
-                    )
+            given, recomputes = getattr(self, f.name), self.deepspeed.activation_checkpointing
+            if f.name in ("units", "min_unit_numel") and given != f.default and not recomputes:
+                raise ValueError(
+                    f"{f.name}={given!r} with engine='deepspeed': DeepSpeed gathers each module by itself, and units"
+                    " are what activations are recomputed by; set deepspeed.activation_checkpointing=True, leave it"
+                    " unset, or use engine='fsdp2'."
+                )
         for name in _given(self.deepspeed):
             if self.stage not in _ONLY_AT.get(name, STAGES):
                 raise ValueError(

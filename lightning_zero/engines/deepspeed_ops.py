@@ -34,6 +34,7 @@ _QUIET_SECONDS = 300.0
 """On a network file system, where the holder may be on another host: a lock whose folder did not change for so long
 belongs to nobody."""
 _POLL_SECONDS = 0.5
+_GIVEN_BACK_SECONDS = 0.2
 _NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "fuse.sshfs", "9p", "afs", "glusterfs")
 
 
@@ -130,16 +131,15 @@ def _build_in_child(name: str, folders: Sequence[Path], timeout_seconds: float) 
         text=True,
         errors="replace",
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        start_new_session=True,  # so that the compilers end with it
+        start_new_session=True,  # so that the compilers can be found
     )
     try:
         output, _ = child.communicate(timeout=timeout_seconds)
     except BaseException as error:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
-        for folder in folders:
-            (folder / "lock").unlink(missing_ok=True)  # ours: nobody else could have held it meanwhile
+        _end_session(child)
+        for folder in folders:  # the child's, unless it has waited for somebody else's
+            if _is_left_behind(folder / "lock"):
+                (folder / "lock").unlink(missing_ok=True)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         return f"compiling it took longer than {timeout_seconds:.0f} s"
@@ -148,6 +148,16 @@ def _build_in_child(name: str, folders: Sequence[Path], timeout_seconds: float) 
         errors = [line for line in lines if "error" in line.lower()] or lines
         return f"compiling it failed: {' | '.join(errors[:3])[:600]}"
     return None
+
+
+def _end_session(child: subprocess.Popen[str]) -> None:
+    """Ends ``child`` and all that it has started: ninja gives each compiler a process group of its own."""
+    child.kill()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):  # it has ended
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == child.pid:
+                os.kill(int(stat.parent.name), signal.SIGKILL)
+    child.communicate()
 
 
 def _is_built(folder: Path) -> bool:
@@ -192,10 +202,12 @@ def _clear_locks(folders: Sequence[Path], say: Callable[[str], None], timeout_se
     for folder in folders:
         lock = folder / "lock"
         while lock.exists():
-            if not is_held(lock):
+            if _is_left_behind(lock):
                 say(f"{lock} was left behind by a build that was killed: it is removed.")
                 lock.unlink(missing_ok=True)
                 break
+            if not is_held(lock):  # it was given back meanwhile
+                continue
             if time.monotonic() > deadline:
                 return f"another process has been building it for {timeout_seconds:.0f} s and holds {lock}"
             if not waiting:
@@ -203,6 +215,14 @@ def _clear_locks(folders: Sequence[Path], say: Callable[[str], None], timeout_se
                 waiting = True
             time.sleep(_POLL_SECONDS)
     return None
+
+
+def _is_left_behind(lock: Path) -> bool:
+    """Whether nobody holds it, nor is about to remove it: PyTorch's ``FileBaton`` closes it a moment before."""
+    if is_held(lock):
+        return False
+    time.sleep(_GIVEN_BACK_SECONDS)
+    return lock.exists() and not is_held(lock)
 
 
 def is_held(lock: Path) -> bool:

@@ -88,7 +88,9 @@ def test_a_build_that_takes_too_long_is_ended_with_its_compilers(extensions: Pat
     compiler = extensions / "slow-c++"
     compiler.write_text(f"#!/bin/sh\necho $$ >> {pids}\nexec sleep 600\n")
     compiler.chmod(0o755)
-    monkeypatch.setattr(ops, "_BUILD", f"import subprocess; subprocess.run([{str(compiler)!r}])")
+    monkeypatch.setattr(
+        ops, "_BUILD", f"import os, subprocess; subprocess.run([{str(compiler)!r}], preexec_fn=os.setpgrp)"
+    )
     folder, said = ops.build_folder(ops.CPU_ADAM), []
     folder.mkdir()
     (folder / "lock").touch()
@@ -98,6 +100,28 @@ def test_a_build_that_takes_too_long_is_ended_with_its_compilers(extensions: Pat
     assert not (folder / "lock").exists()
     for pid in pids.read_text().split():
         assert _gone(int(pid))
+
+
+def test_a_build_that_waited_too_long_leaves_the_lock_to_its_holder(extensions: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(ops, "_BUILD", "import time; time.sleep(600)")
+    folder = ops.build_folder(ops.CPU_ADAM)
+    holder = _hold(folder / "lock")
+    try:
+        assert "longer than 1 s" in str(ops._build_in_child(ops.CPU_ADAM, [folder], timeout_seconds=1))
+        assert (folder / "lock").exists()
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_a_lock_that_is_just_given_back_is_not_called_left_behind(extensions: Path, monkeypatch: Any) -> None:
+    """``FileBaton`` closes it, then removes it, and another process may have made it again."""
+    lock, said = extensions / "op" / "lock", []
+    lock.parent.mkdir()
+    lock.touch()
+    monkeypatch.setattr(ops.time, "sleep", lambda seconds: lock.unlink(missing_ok=True))
+    assert ops._clear_locks([lock.parent], said.append, timeout_seconds=10) is None
+    assert said == []
 
 
 def _gone(pid: int) -> bool:
