@@ -149,13 +149,13 @@ class DeepSpeedRun:
         made = ds_config(self.config, facts)  # contradictions are said before minutes are spent on building
         if self.config.offload.target == "nvme":
             self._open_folder(facts, default_root_dir, meeting, place)
-            why = prepare_op(ASYNC_IO, meeting, _say, place.local_rank)
+            why = prepare_op(ASYNC_IO, meeting, _say, place.local_rank, device_type)
             if why is not None:
                 raise ValueError(
                     f"offload='nvme' needs DeepSpeed's async_io, which cannot be built: {why}; or use offload='cpu'."
                 )
         if self.config.offloads_optimizer:
-            why = prepare_op(CPU_ADAM, meeting, _say, place.local_rank)
+            why = prepare_op(CPU_ADAM, meeting, _say, place.local_rank, device_type)
             self.cpu_adam = why is None
             if why is not None:
                 rank_zero_info(f"DeepSpeed's CPU Adam cannot be built ({why}): PyTorch's fused one serves instead.")

@@ -52,6 +52,7 @@ def prepare_op(
     meeting: Meeting,
     say: Callable[[str], None],
     local_rank: int,
+    device_type: str = "cpu",
     timeout_seconds: float = BUILD_TIMEOUT_SECONDS,
 ) -> str | None:
     """Builds ``name`` where it isn't yet, once per host; why it can't be used, the same on all ranks (collective).
@@ -61,20 +62,21 @@ def prepare_op(
         meeting: All ranks; it waits longer than ``timeout_seconds``.
         say: Shows one line to the user.
         local_rank: 0 builds for its host.
+        device_type: What the run computes on; DeepSpeed builds for what it finds itself, unless told.
         timeout_seconds: For the build, or for somebody else's that is under way.
     """
     limit = min(timeout_seconds, 0.8 * meeting.timeout_seconds)
     why = None
     if local_rank == 0:
         try:
-            why = build(name, say, limit)
+            why = build(name, say, limit, device_type)
         except Exception as error:  # the other ranks wait in the next line
             why = f"{type(error).__name__}: {error}"
     found = [other for other in meeting.gather(why, f"building DeepSpeed's {name}") if other is not None]
     return found[0] if found else None
 
 
-def build(name: str, say: Callable[[str], None], timeout_seconds: float) -> str | None:
+def build(name: str, say: Callable[[str], None], timeout_seconds: float, device_type: str = "cpu") -> str | None:
     """Builds ``name`` on this host unless it is there; why that failed, or ``None``."""
     folders = [build_folder(part) for part in (*_NEEDS.get(name, ()), name)]
     if all(_is_built(folder) for folder in folders):
@@ -87,7 +89,7 @@ def build(name: str, say: Callable[[str], None], timeout_seconds: float) -> str 
         f"DeepSpeed's {name} is compiled now, once for this machine: about {_SECONDS[name]} s, at most"
         f" {timeout_seconds:.0f} s, into {folders[-1]}."
     )
-    return _build_in_child(name, folders, timeout_seconds)
+    return _build_in_child(name, folders, timeout_seconds, device_type)
 
 
 def why_not(name: str) -> str | None:
@@ -121,7 +123,9 @@ def build_folder(name: str) -> Path:
 # -- building --------------------------------------------------------------------------------------------------------
 
 
-def _build_in_child(name: str, folders: Sequence[Path], timeout_seconds: float) -> str | None:
+def _build_in_child(
+    name: str, folders: Sequence[Path], timeout_seconds: float, device_type: str = "cpu"
+) -> str | None:
     code = [sys.executable, "-c", _BUILD, _BUILDERS[name]]
     child = subprocess.Popen(
         code,
@@ -130,7 +134,11 @@ def _build_in_child(name: str, folders: Sequence[Path], timeout_seconds: float) 
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "DS_ACCELERATOR": device_type,
+        },
         start_new_session=True,  # so that the compilers can be found
     )
     try:

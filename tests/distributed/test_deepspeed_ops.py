@@ -142,6 +142,14 @@ def test_a_build_that_fails_says_the_compilers_error(extensions: Path, monkeypat
     assert why == "compiling it failed: x.cpp:1: fatal error: no such header"
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_ops_are_built_for_the_device_of_the_run(extensions: Path, monkeypatch: Any, kind: str) -> None:
+    """On a machine with GPUs DeepSpeed would build its CUDA form of them for a run on the CPU, under the same name."""
+    monkeypatch.setattr(ops, "_BUILD", "import os; raise SystemExit('error: ' + os.environ['DS_ACCELERATOR'])")
+    why = ops._build_in_child(ops.CPU_ADAM, [extensions / "op"], 60, kind)
+    assert why == f"compiling it failed: error: {kind}"
+
+
 def _prepare(environment: dict[str, str]) -> tuple[str | None, list[str]]:
     os.environ.update(environment)
     dist.init_process_group("gloo")
