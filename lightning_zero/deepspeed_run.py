@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_zero.collectives import Meeting
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.deepspeed_activations import Recomputed, configure_deepspeeds_own
-from lightning_zero.engines.deepspeed_config import RunFacts, check_micro_batch, ds_config
+from lightning_zero.engines.deepspeed_config import RunFacts, check_micro_batch, ds_config, inert_sections
 from lightning_zero.engines.deepspeed_folder import SwapFolder, open_folder, swap_bytes
 from lightning_zero.engines.deepspeed_ops import ASYNC_IO, CPU_ADAM, prepare_op, require_deepspeed
 from lightning_zero.engines.deepspeed_optimizer import check_optimizer, make_optimizer, make_scheduler
@@ -147,6 +147,12 @@ class DeepSpeedRun:
         """
         facts = self.facts(module, told, device_type)
         made = ds_config(self.config, facts)  # contradictions are said before minutes are spent on building
+        inert = inert_sections(self.config.raw) if self.config.raw is not None else []
+        if inert:
+            rank_zero_warn(
+                f"{self.config.raw and self.config.raw.origin}: {', '.join(inert)} has no effect here, as batches,"
+                " steps and logs are Lightning's."
+            )
         if self.config.offload.target == "nvme":
             self._open_folder(facts, default_root_dir, meeting, place)
             why = prepare_op(ASYNC_IO, meeting, _say, place.local_rank, device_type)

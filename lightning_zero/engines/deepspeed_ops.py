@@ -123,9 +123,7 @@ def build_folder(name: str) -> Path:
 # -- building --------------------------------------------------------------------------------------------------------
 
 
-def _build_in_child(
-    name: str, folders: Sequence[Path], timeout_seconds: float, device_type: str = "cpu"
-) -> str | None:
+def _build_in_child(name: str, folders: Sequence[Path], timeout_seconds: float, device_type: str = "cpu") -> str | None:
     code = [sys.executable, "-c", _BUILD, _BUILDERS[name]]
     child = subprocess.Popen(
         code,

@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-
 ACCELERATORS = ("cpu", "cuda", "xpu", "hpu")
 """Kinds of devices, in DeepSpeed's and PyTorch's names."""
 
