@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,8 @@ _BETWEEN_MICRO_BATCHES = ("on_after_backward", "on_train_batch_end", "on_train_b
 
 _LEFT_SHARDED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """Modules that a run left sharded, so that the next one, under any strategy object, makes them whole first."""
+_LOST: WeakSet[nn.Module] = WeakSet()
+"""Modules whose parameters went with the files of a run that failed."""
 
 
 class ZeroStrategy(Launched, DDPStrategy):
@@ -137,8 +139,8 @@ class ZeroStrategy(Launched, DDPStrategy):
             )
         if self._steps_on_host and "cpu" not in dist.BackendConfig(dist.Backend(backend)).get_device_backend_map():
             raise ValueError(
-                f"process_group_backend={backend!r} with offload={self.config.offload.target!r}: gradients lie in host memory, and their norms"
-                f" are joined there; use {default!r}, or None for it."
+                f"process_group_backend={backend!r} with offload={self.config.offload.target!r}: gradients lie in host"
+                f" memory, and their norms are joined there; use {default!r}, or None for it."
             )
         return backend
 
@@ -159,6 +161,11 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         module: Any = self.lightning_module
+        if module in _LOST:
+            raise ValueError(
+                f"{type(module).__name__} was in a run with offload='nvme' that failed, and its parameters went with"
+                " that run's files: build the module anew, and continue from a checkpoint with ckpt_path."
+            )
         if self._deepspeed is not None:
             self._deepspeed.end_view()
         assert self.accelerator is not None
@@ -207,6 +214,11 @@ class ZeroStrategy(Launched, DDPStrategy):
     def _loads_on_host(self) -> bool:
         """Whether the module stays in host memory until the engine takes it from there, unit by unit."""
         return self.config.engine == "fsdp2" and self.config.offload.target != "none" and self.root_device.type != "cpu"
+
+    @property
+    def _in_files(self) -> bool:
+        """Whether the parameters lie in files, which end with a failed run."""
+        return self.config.offload.target == "nvme" and self.config.offloads_parameters
 
     @property
     def _steps_on_host(self) -> bool:
@@ -343,8 +355,11 @@ class ZeroStrategy(Launched, DDPStrategy):
         assert self.engine is not None
         assert self.lightning_module is not None
         self.engine.restore(whole, [getattr(o, "_optimizer", o) for o in self.optimizers])
-        if not whole:
+        if not whole and self._failed and self._in_files:
+            _LOST.add(self.lightning_module)
+        elif not whole:
             _LEFT_SHARDED[self.lightning_module] = self.engine
+        if not whole:
             return
         self._ended, self.engine = self.engine, None
         if hasattr(self.precision_plugin, "engine"):

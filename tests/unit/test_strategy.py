@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_zero import OffloadConfig, ZeroStrategy
+from lightning_zero import strategy as strategy_module
 
 ENGINES = ("fsdp2", "deepspeed")
 
@@ -66,3 +68,22 @@ def test_the_loss_scale_lies_where_gradients_do(engine: str, offload: str) -> No
     strategy._place_scale()
     scale = plugin.scaler._scale
     assert (scale is not None and scale.device.type == "cpu") == (offload == "cpu")
+
+
+def test_a_module_that_lost_its_files_says_so() -> None:
+    """A failed run's files are removed, and with them parameters that lay there: no run must look for them."""
+    pytest.importorskip("deepspeed")
+    module = LightningModule()
+    for parameters, lost in ((False, False), (True, True)):
+        run = ZeroStrategy(engine="deepspeed", offload=OffloadConfig(target="nvme", parameters=parameters))
+        run._lightning_module = module
+        run.engine = SimpleNamespace(restore=lambda *_: None)  # type: ignore[assignment]
+        run._failed = True
+        run._end_engine(whole=False)
+        assert (module in strategy_module._LOST) == lost
+        assert (module in strategy_module._LEFT_SHARDED) == (not lost)
+        strategy_module._LEFT_SHARDED.pop(module, None)
+    following = ZeroStrategy(stage=3)
+    following._lightning_module = module
+    with pytest.raises(ValueError, match=r"LightningModule .*'nvme' that failed.*build the module anew.*ckpt_path"):
+        following.setup(None)
