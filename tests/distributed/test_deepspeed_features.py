@@ -20,6 +20,8 @@ FEATURES = [
     (2, {"round_robin_gradients": True}),
     (3, {"sub_group_numel": 100}),
     (3, {"hpz_partition_size": 1}),
+    (3, {"hpz_partition_size": 2}),
+    (3, {"overlap_comm": True}),
     (3, {"communication_dtype": "fp32"}),
     (1, {"communication_dtype": "bf16"}),
 ]
