@@ -15,7 +15,7 @@ from tests.helpers import zoo
 pytest.importorskip("deepspeed")
 SLOW = 180.0
 """Seconds; a run takes about two on a quiet machine."""
-FEATURES = [
+FEATURES: list[tuple[int, dict[str, Any]]] = [
     (1, {"round_robin_gradients": True}),
     (2, {"round_robin_gradients": True}),
     (3, {"sub_group_numel": 100}),
