@@ -424,6 +424,19 @@ class ZeroConfig:
             raise ValueError(
                 f"offload.ratio={offload.ratio!r} with stage={self.stage}: use stage=3, or leave it unset."
             )
+        if self.shard_size is not None:
+            raise ValueError(
+                f"shard_size={self.shard_size!r} with engine='deepspeed': it shards over all ranks; use engine='fsdp2',"
+                " leave it unset, or set deepspeed.hpz_partition_size, which gathers inside a host in the backward."
+            )
+        for f in fields(self):
+            given, recomputes = getattr(self, f.name), self.deepspeed.activation_checkpointing
+            if f.name in ("units", "min_unit_numel") and given != f.default and not recomputes:
+                raise ValueError(
+                    f"{f.name}={given!r} with engine='deepspeed': DeepSpeed gathers each module by itself, and units"
+                    " are what activations are recomputed by; set deepspeed.activation_checkpointing=True, leave it"
+                    " unset, or use engine='fsdp2'."
+                )
         for name in _given(self.deepspeed):
             if self.stage not in _ONLY_AT.get(name, STAGES):
                 raise ValueError(

@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_zero.collectives import Meeting
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.deepspeed_activations import Recomputed, configure_deepspeeds_own
-from lightning_zero.engines.deepspeed_config import RunFacts, check_micro_batch, ds_config
+from lightning_zero.engines.deepspeed_config import RunFacts, check_micro_batch, ds_config, inert_sections
 from lightning_zero.engines.deepspeed_folder import SwapFolder, open_folder, swap_bytes
 from lightning_zero.engines.deepspeed_ops import ASYNC_IO, CPU_ADAM, prepare_op, require_deepspeed
 from lightning_zero.engines.deepspeed_optimizer import check_optimizer, make_optimizer, make_scheduler
@@ -34,6 +34,17 @@ if TYPE_CHECKING:
     from lightning_zero.engines.deepspeed_build import Build
 
 _HOOK = "configure_optimizers"
+
+
+class Place(NamedTuple):
+    """Where this rank runs, as its launcher says: srun and mpirun set none of torchrun's variables."""
+
+    local_rank: int
+    """Number among the ranks of its host."""
+    node_rank: int
+    """Number of the host."""
+    local_size: int
+    """Ranks of a host."""
 
 
 class DeepSpeedRun:
@@ -121,7 +132,13 @@ class DeepSpeedRun:
     # -- before the engine starts --------------------------------------------------------------------------------
 
     def prepare(
-        self, module: nn.Module, told: Mapping[str, Any], device_type: str, default_root_dir: str, meeting: Meeting
+        self,
+        module: nn.Module,
+        told: Mapping[str, Any],
+        device_type: str,
+        default_root_dir: str,
+        meeting: Meeting,
+        place: Place,
     ) -> None:
         """Checks settings and file against the run, builds ops and opens the folder (collective).
 
@@ -130,16 +147,21 @@ class DeepSpeedRun:
         """
         facts = self.facts(module, told, device_type)
         made = ds_config(self.config, facts)  # contradictions are said before minutes are spent on building
-        local_rank, node_rank, local_size = _place()
+        inert = inert_sections(self.config.raw) if self.config.raw is not None else []
+        if inert:
+            rank_zero_warn(
+                f"{self.config.raw and self.config.raw.origin}: {', '.join(inert)} has no effect here, as batches,"
+                " steps and logs are Lightning's."
+            )
         if self.config.offload.target == "nvme":
-            self._open_folder(facts, default_root_dir, meeting, (local_rank, node_rank, local_size))
-            why = prepare_op(ASYNC_IO, meeting, _say, local_rank)
+            self._open_folder(facts, default_root_dir, meeting, place)
+            why = prepare_op(ASYNC_IO, meeting, _say, place.local_rank, device_type)
             if why is not None:
                 raise ValueError(
                     f"offload='nvme' needs DeepSpeed's async_io, which cannot be built: {why}; or use offload='cpu'."
                 )
         if self.config.offloads_optimizer:
-            why = prepare_op(CPU_ADAM, meeting, _say, local_rank)
+            why = prepare_op(CPU_ADAM, meeting, _say, place.local_rank, device_type)
             self.cpu_adam = why is None
             if why is not None:
                 rank_zero_info(f"DeepSpeed's CPU Adam cannot be built ({why}): PyTorch's fused one serves instead.")
@@ -150,13 +172,12 @@ class DeepSpeedRun:
             units = self.config.units, self.config.min_unit_numel
             self._recomputed = Recomputed(module, *units, on_cpu, gathers=self.config.stage == 3)
 
-    def _open_folder(self, facts: RunFacts, root: str, meeting: Meeting, place: tuple[int, int, int]) -> None:
-        local_rank, node_rank, local_size = place
+    def _open_folder(self, facts: RunFacts, root: str, meeting: Meeting, place: Place) -> None:
         param_bytes = 2 if facts.dtype in ("bf16", "fp16") else 4
         moves = self.config.offloads_optimizer, self.config.offloads_parameters
-        need = swap_bytes(facts.numel, param_bytes, facts.world_size, min(local_size, facts.world_size), *moves)
+        need = swap_bytes(facts.numel, param_bytes, facts.world_size, min(place.local_size, facts.world_size), *moves)
         given, default = self.config.offload.path, os.path.join(root, "offload")
-        self.folder = open_folder(given, default, need, meeting, local_rank, node_rank, _say)
+        self.folder = open_folder(given, default, need, meeting, place.local_rank, place.node_rank, _say)
 
     def facts(self, module: nn.Module, told: Mapping[str, Any], device_type: str) -> RunFacts:
         """``told`` is what the Trainer was told, in the names of :class:`RunFacts`."""
@@ -193,15 +214,6 @@ class DeepSpeedRun:
         if self.folder is not None and not keep_files:
             self.folder.close()
             self.folder = None
-
-
-def _place() -> tuple[int, int, int]:
-    """``(local rank, number of the host, ranks of the host)``, as every launcher leaves them in the environment."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return local_rank, rank - local_rank, local_size
 
 
 def _say(line: str) -> None:

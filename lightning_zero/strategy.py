@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
 from lightning_zero.collectives import Meeting
 from lightning_zero.config import ZeroConfig
-from lightning_zero.deepspeed_run import DeepSpeedRun
+from lightning_zero.deepspeed_run import DeepSpeedRun, Place
 from lightning_zero.engines.base import Engine, require
 from lightning_zero.launcher import Launched
 from lightning_zero.optim import fusible_groups
@@ -47,6 +47,8 @@ _BETWEEN_MICRO_BATCHES = ("on_after_backward", "on_train_batch_end", "on_train_b
 
 _LEFT_SHARDED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """Modules that a run left sharded, so that the next one, under any strategy object, makes them whole first."""
+_LOST: WeakSet[nn.Module] = WeakSet()
+"""Modules whose parameters went with the files of a run that failed."""
 
 
 class ZeroStrategy(Launched, DDPStrategy):
@@ -135,10 +137,10 @@ class ZeroStrategy(Launched, DDPStrategy):
                 f"process_group_backend={backend!r}: torch.distributed knows {', '.join(dist.Backend.backend_list)};"
                 f" use one of them, or None for {default!r}."
             )
-        if self._loads_on_host and "cpu" not in dist.BackendConfig(dist.Backend(backend)).get_device_backend_map():
+        if self._steps_on_host and "cpu" not in dist.BackendConfig(dist.Backend(backend)).get_device_backend_map():
             raise ValueError(
-                f"process_group_backend={backend!r} with offload='cpu': gradients lie in host memory, and their norms"
-                f" are joined there; use {default!r}, or None for it."
+                f"process_group_backend={backend!r} with offload={self.config.offload.target!r}: gradients lie in host"
+                f" memory, and their norms are joined there; use {default!r}, or None for it."
             )
         return backend
 
@@ -159,6 +161,11 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         module: Any = self.lightning_module
+        if module in _LOST:
+            raise ValueError(
+                f"{type(module).__name__} was in a run with offload='nvme' that failed, and its parameters went with"
+                " that run's files: build the module anew, and continue from a checkpoint with ckpt_path."
+            )
         if self._deepspeed is not None:
             self._deepspeed.end_view()
         assert self.accelerator is not None
@@ -208,6 +215,16 @@ class ZeroStrategy(Launched, DDPStrategy):
         """Whether the module stays in host memory until the engine takes it from there, unit by unit."""
         return self.config.engine == "fsdp2" and self.config.offload.target != "none" and self.root_device.type != "cpu"
 
+    @property
+    def _in_files(self) -> bool:
+        """Whether the parameters lie in files, which end with a failed run."""
+        return self.config.offload.target == "nvme" and self.config.offloads_parameters
+
+    @property
+    def _steps_on_host(self) -> bool:
+        """Whether gradients and master weights lie in host memory, away from the device that computes."""
+        return self.config.offloads_optimizer and self.root_device.type != "cpu"
+
     def model_to_device(self) -> None:
         if self._loads_on_host and self._shards:
             assert self.model is not None
@@ -250,7 +267,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         engine = _make_engine(self.config, self.root_device, dtypes)
         if self._deepspeed is not None:
             told = _told(trainer), self.root_device.type
-            self._deepspeed.prepare(module, *told, trainer.default_root_dir, self.meeting)
+            place = Place(self.local_rank, self.node_rank, self.num_processes)
+            self._deepspeed.prepare(module, *told, trainer.default_root_dir, self.meeting, place)
             engine.offload_path, engine.cpu_adam = self._deepspeed.offload_path, self._deepspeed.cpu_adam
         engine.shard(module)
         engine.automatic = module.automatic_optimization
@@ -259,11 +277,16 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.model = engine.root
         if hasattr(plugin, "engine"):
             plugin.engine = engine
-        if self._loads_on_host and isinstance(plugin, ZeroMixedPrecision):
-            plugin.scale_on_host()
+        self._place_scale()
         self._switch_off_inference_mode(trainer)
         if self.world_size == 1:
             rank_zero_info(f"ZeRO stage {self.config.stage} on one process: nothing is shared out, memory is as usual.")
+
+    def _place_scale(self) -> None:
+        """The loss scale lies where the gradients do that it divides."""
+        plugin = self.precision_plugin
+        if self._steps_on_host and isinstance(plugin, ZeroMixedPrecision):
+            plugin.scale_on_host()
 
     def _switch_off_inference_mode(self, trainer: Any) -> None:
         """A module that ran under inference mode can't be trained afterwards; Lightning knows this of FSDP only."""
@@ -332,8 +355,11 @@ class ZeroStrategy(Launched, DDPStrategy):
         assert self.engine is not None
         assert self.lightning_module is not None
         self.engine.restore(whole, [getattr(o, "_optimizer", o) for o in self.optimizers])
-        if not whole:
+        if not whole and self._failed and self._in_files:
+            _LOST.add(self.lightning_module)
+        elif not whole:
             _LEFT_SHARDED[self.lightning_module] = self.engine
+        if not whole:
             return
         self._ended, self.engine = self.engine, None
         if hasattr(self.precision_plugin, "engine"):
@@ -345,15 +371,14 @@ class ZeroStrategy(Launched, DDPStrategy):
             return self.config.after_fit == "whole"
         assert self.engine is not None
         need = self.engine.whole_bytes * self.num_processes
-        fits = torch.tensor(int(need < 0.8 * _available_host_bytes()))
-        if dist.is_initialized() and self.world_size > 1:
-            dist.all_reduce(fits, dist.ReduceOp.MIN)
+        # Between CPUs: the run's own process group may have no backend for them
+        fits = all(self.meeting.gather(need < 0.8 * _available_host_bytes(), "the end of a run"))
         if not fits:
             rank_zero_info(
                 f"after_fit='auto': the module stays sharded, its whole parameters ({need / 2**30:.1f} GiB for the"
                 " processes of one host) do not fit into host memory."
             )
-        return bool(fits)
+        return fits
 
     def on_train_start(self) -> None:
         if self.engine is not None:

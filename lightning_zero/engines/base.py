@@ -31,7 +31,7 @@ LIMITS: dict[str, dict[str, str]] = {
             " (DeepSpeed issue 7998; deepspeed/runtime/zero/partitioned_param_coordinator.py, reset_step); fsdp2 with"
             " units=[] does it, and stage 2 of either engine"
         ),
-        "optimizers that are not element-wise (Muon, Adafactor, LBFGS), with offload='nvme'": (
+        "optimizers that are not element-wise (Muon, Adafactor, LBFGS), and 16-mixed, with offload='nvme'": (
             "masters and states are in memory one flat at a time"
             " (DeepSpeed issue 8461; deepspeed/runtime/swap_tensor/partitioned_optimizer_swapper.py); offload='cpu' and"
             " fsdp2 do it"

@@ -47,6 +47,21 @@ _NEED_CUDA = ("quantized_weights", "quantized_nontrainable_weights", "quantized_
 _PRECISIONS = {"32": "fp32", "16": "fp16", "bf": "bf16", "64": "fp64"}
 _OURS = ("optimizer", "scheduler", "fp16", "bf16", "bfloat16")
 """Sections of a file that do not go on to DeepSpeed as they are."""
+_SCALING = {
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "consecutive_hysteresis": False,
+    "min_loss_scale": 1,
+}
+"""Settings of the section ``fp16`` -> DeepSpeed's default (deepspeed/runtime/precision_config.py)."""
+_INERT = (
+    "autotuning", "comet", "compression_training", "csv_monitor", "curriculum_learning", "data_efficiency",
+    "eigenvalue", "flops_profiler", "progressive_layer_drop", "quantize_training", "tensorboard", "wandb",
+    "wall_clock_breakdown",
+)  # fmt: skip
+"""What only ``engine.forward``, ``engine.step``, its dataloader or its launcher look at, none of which runs here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +117,7 @@ def ds_config(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
     raw = config.raw or RawConfig("{}")
     check_device(config, facts)
     check_against_trainer(raw, facts)
+    _check_loss_scaling(raw, facts)
     made = {key: value for key, value in raw.content().items() if key not in _OURS and value != AUTO}
     micro, train = _batch_sizes(raw, facts)
     made["train_micro_batch_size_per_gpu"], made["train_batch_size"] = micro, train
@@ -151,6 +167,11 @@ def check_device(config: ZeroConfig, facts: RunFacts) -> None:
             f"precision={facts.precision!r}: DeepSpeed computes in 32 or 16 bits; use precision='32-true', or"
             " engine='fsdp2'."
         )
+    if facts.precision == "16-mixed" and config.offload.target == "nvme" and config.offloads_optimizer:
+        raise ValueError(
+            "precision='16-mixed' with offload='nvme': the loss scaler needs all master weights and gradients in memory"
+            " at once; use precision='bf16-mixed', offload='cpu', or engine='fsdp2'."
+        )
     size = config.deepspeed.hpz_partition_size or 1
     if facts.world_size % size:
         raise ValueError(f"deepspeed.hpz_partition_size={size} with {facts.world_size} ranks: use a divisor of them.")
@@ -186,6 +207,36 @@ def check_against_trainer(raw: RawConfig, facts: RunFacts) -> None:
                 f"{name}.enabled={enabled} in {where}, but Trainer(precision={facts.precision!r}): {wanted}, or"
                 ' "auto" in the file.'
             )
+
+
+def _check_loss_scaling(raw: RawConfig, facts: RunFacts) -> None:
+    if facts.dtype != "fp16":
+        return
+    for name, value in _without_auto(raw.section("fp16")).items():
+        if name in _SCALING and value != _SCALING[name]:
+            raise ValueError(
+                f"fp16.{name}={value!r} in {raw.origin}: losses are scaled by Lightning's GradScaler, if at all, as"
+                " under DDP; leave it out, and give the Trainer plugins=[MixedPrecision('16-mixed', 'cuda',"
+                " scaler=torch.amp.GradScaler(...))] for another scale."
+            )
+
+
+def inert_sections(raw: RawConfig) -> list[str]:
+    """What a file switches on that has no effect in a run under Lightning."""
+    content = raw.content()
+    found = []
+    for name in _INERT:
+        value = content.get(name)
+        if (value.get("enabled") is True or _switches_on(value)) if isinstance(value, dict) else value is True:
+            found.append(name)
+    return found
+
+
+def _switches_on(section: Mapping[str, Any]) -> bool:
+    """Whether a section has parts that are switched on (``compression_training``, ``data_efficiency``)."""
+    return any(
+        isinstance(part, Mapping) and (part.get("enabled") is True or _switches_on(part)) for part in section.values()
+    )
 
 
 def check_micro_batch(raw: RawConfig | None, facts: RunFacts, batch_size: int | None) -> None:

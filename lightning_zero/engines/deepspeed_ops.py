@@ -34,6 +34,7 @@ _QUIET_SECONDS = 300.0
 """On a network file system, where the holder may be on another host: a lock whose folder did not change for so long
 belongs to nobody."""
 _POLL_SECONDS = 0.5
+_GIVEN_BACK_SECONDS = 0.2
 _NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "fuse.sshfs", "9p", "afs", "glusterfs")
 
 
@@ -51,6 +52,7 @@ def prepare_op(
     meeting: Meeting,
     say: Callable[[str], None],
     local_rank: int,
+    device_type: str = "cpu",
     timeout_seconds: float = BUILD_TIMEOUT_SECONDS,
 ) -> str | None:
     """Builds ``name`` where it isn't yet, once per host; why it can't be used, the same on all ranks (collective).
@@ -60,20 +62,21 @@ def prepare_op(
         meeting: All ranks; it waits longer than ``timeout_seconds``.
         say: Shows one line to the user.
         local_rank: 0 builds for its host.
+        device_type: What the run computes on; DeepSpeed builds for what it finds itself, unless told.
         timeout_seconds: For the build, or for somebody else's that is under way.
     """
     limit = min(timeout_seconds, 0.8 * meeting.timeout_seconds)
     why = None
     if local_rank == 0:
         try:
-            why = build(name, say, limit)
+            why = build(name, say, limit, device_type)
         except Exception as error:  # the other ranks wait in the next line
             why = f"{type(error).__name__}: {error}"
     found = [other for other in meeting.gather(why, f"building DeepSpeed's {name}") if other is not None]
     return found[0] if found else None
 
 
-def build(name: str, say: Callable[[str], None], timeout_seconds: float) -> str | None:
+def build(name: str, say: Callable[[str], None], timeout_seconds: float, device_type: str = "cpu") -> str | None:
     """Builds ``name`` on this host unless it is there; why that failed, or ``None``."""
     folders = [build_folder(part) for part in (*_NEEDS.get(name, ()), name)]
     if all(_is_built(folder) for folder in folders):
@@ -86,7 +89,7 @@ def build(name: str, say: Callable[[str], None], timeout_seconds: float) -> str 
         f"DeepSpeed's {name} is compiled now, once for this machine: about {_SECONDS[name]} s, at most"
         f" {timeout_seconds:.0f} s, into {folders[-1]}."
     )
-    return _build_in_child(name, folders, timeout_seconds)
+    return _build_in_child(name, folders, timeout_seconds, device_type)
 
 
 def why_not(name: str) -> str | None:
@@ -120,7 +123,7 @@ def build_folder(name: str) -> Path:
 # -- building --------------------------------------------------------------------------------------------------------
 
 
-def _build_in_child(name: str, folders: Sequence[Path], timeout_seconds: float) -> str | None:
+def _build_in_child(name: str, folders: Sequence[Path], timeout_seconds: float, device_type: str = "cpu") -> str | None:
     code = [sys.executable, "-c", _BUILD, _BUILDERS[name]]
     child = subprocess.Popen(
         code,
@@ -129,17 +132,20 @@ def _build_in_child(name: str, folders: Sequence[Path], timeout_seconds: float) 
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        start_new_session=True,  # so that the compilers end with it
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "DS_ACCELERATOR": device_type,
+        },
+        start_new_session=True,  # so that the compilers can be found
     )
     try:
         output, _ = child.communicate(timeout=timeout_seconds)
     except BaseException as error:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
-        for folder in folders:
-            (folder / "lock").unlink(missing_ok=True)  # ours: nobody else could have held it meanwhile
+        _end_session(child)
+        for folder in folders:  # the child's, unless it has waited for somebody else's
+            if _is_left_behind(folder / "lock"):
+                (folder / "lock").unlink(missing_ok=True)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         return f"compiling it took longer than {timeout_seconds:.0f} s"
@@ -148,6 +154,16 @@ def _build_in_child(name: str, folders: Sequence[Path], timeout_seconds: float) 
         errors = [line for line in lines if "error" in line.lower()] or lines
         return f"compiling it failed: {' | '.join(errors[:3])[:600]}"
     return None
+
+
+def _end_session(child: subprocess.Popen[str]) -> None:
+    """Ends ``child`` and all that it has started: ninja gives each compiler a process group of its own."""
+    child.kill()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):  # it has ended
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == child.pid:
+                os.kill(int(stat.parent.name), signal.SIGKILL)
+    child.communicate()
 
 
 def _is_built(folder: Path) -> bool:
@@ -192,10 +208,12 @@ def _clear_locks(folders: Sequence[Path], say: Callable[[str], None], timeout_se
     for folder in folders:
         lock = folder / "lock"
         while lock.exists():
-            if not is_held(lock):
+            if _is_left_behind(lock):
                 say(f"{lock} was left behind by a build that was killed: it is removed.")
                 lock.unlink(missing_ok=True)
                 break
+            if not is_held(lock):  # it was given back meanwhile
+                continue
             if time.monotonic() > deadline:
                 return f"another process has been building it for {timeout_seconds:.0f} s and holds {lock}"
             if not waiting:
@@ -203,6 +221,14 @@ def _clear_locks(folders: Sequence[Path], say: Callable[[str], None], timeout_se
                 waiting = True
             time.sleep(_POLL_SECONDS)
     return None
+
+
+def _is_left_behind(lock: Path) -> bool:
+    """Whether nobody holds it, nor is about to remove it: PyTorch's ``FileBaton`` closes it a moment before."""
+    if is_held(lock):
+        return False
+    time.sleep(_GIVEN_BACK_SECONDS)
+    return lock.exists() and not is_held(lock)
 
 
 def is_held(lock: Path) -> bool:

@@ -28,6 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+ACCELERATORS = ("cpu", "cuda", "xpu", "hpu")
+"""Kinds of devices, in DeepSpeed's and PyTorch's names."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -57,7 +60,7 @@ class Piece:
 @contextlib.contextmanager
 def environment(device: torch.device) -> Iterator[None]:
     """What DeepSpeed reads from environment variables, there for as long as it starts."""
-    changes = {"DS_ACCELERATOR": device.type if device.type in ("cpu", "cuda", "xpu", "hpu") else None}
+    changes = {"DS_ACCELERATOR": device.type if device.type in ACCELERATORS else None}
     if "LOCAL_RANK" not in os.environ:
         changes["LOCAL_RANK"] = str(device.index or 0)
     if "LOCAL_SIZE" not in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
@@ -80,14 +83,11 @@ def prepare(device: torch.device) -> Any:
         logging.getLogger(name).setLevel(logging.WARNING)
     import deepspeed
     from deepspeed import comm
-    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import groups
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
-    if get_accelerator().device_name() != device.type and device.type == "cpu":
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-        set_accelerator(CPU_Accelerator())  # an earlier run in this process was on another device
+    use_accelerator(device)
     _skip_odd_parameters()
     world = getattr(comm.comm.cdb, "_lightning_zero_world", None)
     if comm.comm.cdb is None or world is not dist.group.WORLD:
@@ -99,6 +99,16 @@ def prepare(device: torch.device) -> Any:
         comm.init_distributed(dist_backend=get_accelerator().communication_backend_name(), dist_init_required=False)
         comm.comm.cdb._lightning_zero_world = dist.group.WORLD
     return deepspeed
+
+
+def use_accelerator(device: torch.device) -> None:
+    """DeepSpeed keeps the kind of device that it found first, which an earlier run in this process may have chosen."""
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    kind = device.type
+    if get_accelerator().device_name() != kind and kind in ACCELERATORS:
+        home = import_module(f"deepspeed.accelerator.{kind}_accelerator")
+        set_accelerator(getattr(home, f"{kind.upper()}_Accelerator")())
 
 
 def count_parameters_from_zero() -> None:

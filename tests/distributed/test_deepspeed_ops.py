@@ -88,7 +88,9 @@ def test_a_build_that_takes_too_long_is_ended_with_its_compilers(extensions: Pat
     compiler = extensions / "slow-c++"
     compiler.write_text(f"#!/bin/sh\necho $$ >> {pids}\nexec sleep 600\n")
     compiler.chmod(0o755)
-    monkeypatch.setattr(ops, "_BUILD", f"import subprocess; subprocess.run([{str(compiler)!r}])")
+    monkeypatch.setattr(
+        ops, "_BUILD", f"import os, subprocess; subprocess.run([{str(compiler)!r}], preexec_fn=os.setpgrp)"
+    )
     folder, said = ops.build_folder(ops.CPU_ADAM), []
     folder.mkdir()
     (folder / "lock").touch()
@@ -98,6 +100,28 @@ def test_a_build_that_takes_too_long_is_ended_with_its_compilers(extensions: Pat
     assert not (folder / "lock").exists()
     for pid in pids.read_text().split():
         assert _gone(int(pid))
+
+
+def test_a_build_that_waited_too_long_leaves_the_lock_to_its_holder(extensions: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(ops, "_BUILD", "import time; time.sleep(600)")
+    folder = ops.build_folder(ops.CPU_ADAM)
+    holder = _hold(folder / "lock")
+    try:
+        assert "longer than 1 s" in str(ops._build_in_child(ops.CPU_ADAM, [folder], timeout_seconds=1))
+        assert (folder / "lock").exists()
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_a_lock_that_is_just_given_back_is_not_called_left_behind(extensions: Path, monkeypatch: Any) -> None:
+    """``FileBaton`` closes it, then removes it, and another process may have made it again."""
+    lock, said = extensions / "op" / "lock", []
+    lock.parent.mkdir()
+    lock.touch()
+    monkeypatch.setattr(ops.time, "sleep", lambda seconds: lock.unlink(missing_ok=True))
+    assert ops._clear_locks([lock.parent], said.append, timeout_seconds=10) is None
+    assert said == []
 
 
 def _gone(pid: int) -> bool:
@@ -116,6 +140,14 @@ def test_a_build_that_fails_says_the_compilers_error(extensions: Path, monkeypat
     monkeypatch.setattr(ops, "_BUILD", "print('x.cpp:1: fatal error: no such header'); raise SystemExit(1)")
     why = ops._build_in_child(ops.CPU_ADAM, [extensions / "op"], timeout_seconds=60)
     assert why == "compiling it failed: x.cpp:1: fatal error: no such header"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_ops_are_built_for_the_device_of_the_run(extensions: Path, monkeypatch: Any, kind: str) -> None:
+    """On a machine with GPUs DeepSpeed would build its CUDA form of them for a run on the CPU, under the same name."""
+    monkeypatch.setattr(ops, "_BUILD", "import os; raise SystemExit('error: ' + os.environ['DS_ACCELERATOR'])")
+    why = ops._build_in_child(ops.CPU_ADAM, [extensions / "op"], 60, kind)
+    assert why == f"compiling it failed: error: {kind}"
 
 
 def _prepare(environment: dict[str, str]) -> tuple[str | None, list[str]]:
@@ -230,6 +262,40 @@ def test_only_what_dead_runs_of_this_host_left_is_removed(tmp_path: Path) -> Non
     left = {path.name.removeprefix(folders.PREFIX) for path in tmp_path.iterdir()}
     assert left == {"alive", "elsewhere", "unreadable", "unmarked", "mine"}
     assert len(said) == 3
+
+
+_OWNER = """
+import sys, time
+from pathlib import Path
+from lightning_zero.engines import deepspeed_folder as folders
+folders._numbers = lambda: "pid:[1]"
+folders._began = lambda pid: "2"  # so that nobody else finds a process of this number that began then
+path, lock = folders._make(sys.argv[1], "", 0.0, lambda line: None)
+print(path, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_run_in_another_container_of_the_same_name_lives(tmp_path: Path, monkeypatch: Any, locks: bool) -> None:
+    """Its process number means nothing here."""
+    owner = subprocess.Popen([sys.executable, "-c", _OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        folder = Path(owner.stdout.readline().strip())
+        if not locks:
+            monkeypatch.setattr(folders, "_is_locked", lambda mark: None)
+        said: list[str] = []
+        folders.remove_leftovers(tmp_path, said.append)
+        assert folder.is_dir()
+        assert said == []
+    finally:
+        owner.kill()
+        owner.wait()
+    if locks:
+        folders.remove_leftovers(tmp_path, said.append)
+        assert not folder.exists()
+        assert len(said) == 1
 
 
 def test_bytes_on_disk() -> None:

@@ -256,6 +256,41 @@ def _offloads(root: str) -> Any:
     return seen
 
 
+def _under_srun() -> tuple[int, int, int]:
+    """Where a rank takes itself to be whose launcher sets none of torchrun's variables."""
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    from lightning_zero.deepspeed_run import DeepSpeedRun
+
+    rank = int(os.environ["RANK"])
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        os.environ.pop(name)
+
+    class Environment(TorchElasticEnvironment):
+        def local_rank(self) -> int:
+            return rank
+
+        def node_rank(self) -> int:
+            return 0
+
+    class Found(Exception):
+        pass
+
+    def prepare(self: Any, *arguments: Any) -> None:
+        raise Found(arguments[-1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeepSpeedRun, "prepare", prepare)
+        with pytest.raises(Found) as found:
+            _fit({"engine": "deepspeed", "stage": 2}, OwnOptimizer, max_steps=1, plugins=[Environment()])
+    return tuple(found.value.args[0])
+
+
+def test_the_launcher_says_which_ranks_share_a_host(ranks2: Any) -> None:
+    """With torchrun's variables alone each would build the ops and make a folder."""
+    assert ranks2(_under_srun) == [(0, 0, 2), (1, 0, 2)]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_nvme_files_are_there_during_a_run_and_gone_afterwards(ranks2: Any, tmp_path: Path) -> None:

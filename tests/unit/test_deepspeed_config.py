@@ -16,6 +16,7 @@ from lightning_zero.engines.deepspeed_config import (
     bucket_numel,
     check_micro_batch,
     ds_config,
+    inert_sections,
 )
 
 WELL_KNOWN = {
@@ -212,6 +213,47 @@ def test_what_we_do_not_know_goes_on() -> None:
     config = made(deepspeed_config=file)
     assert config["wall_clock_breakdown"] is True
     assert config["zero_optimization"]["ignore_unused_parameters"] is False
+
+
+def test_a_loss_scaler_needs_masters_in_memory() -> None:
+    with pytest.raises(ValueError, match=r"precision='16-mixed' with offload='nvme'.*bf16-mixed.*fsdp2"):
+        made(GPU, offload="nvme")
+    made(GPU, offload="cpu")
+    made(replace(GPU, precision="bf16-mixed"), offload="nvme")
+    made(GPU, offload=OffloadConfig(target="nvme", optimizer=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("loss_scale", 128), ("initial_scale_power", 12), ("loss_scale_window", 100)]
+)
+def test_a_files_loss_scaling_is_refused_rather_than_ignored(name: str, value: int) -> None:
+    file = {"fp16": {"enabled": True, name: value}}
+    with pytest.raises(ValueError, match=rf"fp16\.{name}={value} in .*GradScaler"):
+        made(GPU, deepspeed_config=file)
+    made(replace(GPU, precision="bf16-mixed"), deepspeed_config={"fp16": {"enabled": "auto", name: value}})
+    usual = {
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    }
+    made(GPU, deepspeed_config={"fp16": {"enabled": True, **usual}})
+    made(GPU, deepspeed_config={"fp16": {"enabled": True, name: "auto"}})
+
+
+def test_what_has_no_effect_is_found() -> None:
+    file = {
+        "curriculum_learning": {"enabled": True, "params": {}},
+        "tensorboard": {"enabled": False},
+        "data_efficiency": {"enabled": False, "data_routing": {"random_ltd": {"enabled": True}}},
+        "wall_clock_breakdown": True,
+        "steps_per_print": 10,
+        "aio": {"block_size": 1},
+    }
+    raw = ZeroConfig(engine="deepspeed", deepspeed_config=file).raw
+    assert raw is not None
+    assert inert_sections(raw) == ["curriculum_learning", "data_efficiency", "wall_clock_breakdown"]
 
 
 def test_precision() -> None:

@@ -1,0 +1,89 @@
+"""What the strategy asks of devices, found without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from lightning_zero import OffloadConfig, ZeroStrategy
+from lightning_zero import strategy as strategy_module
+
+ENGINES = ("fsdp2", "deepspeed")
+
+
+def _on_cuda(**settings: Any) -> ZeroStrategy:
+    return ZeroStrategy(
+        parallel_devices=[torch.device("cuda", 0)], cluster_environment=LightningEnvironment(), **settings
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_offload_needs_a_backend_for_host_memory(engine: str) -> None:
+    """Norms of gradients and masters that lie in host memory are joined there."""
+    if engine == "deepspeed":
+        pytest.importorskip("deepspeed")
+    strategy = _on_cuda(engine=engine, offload="cpu", process_group_backend="gloo")
+    assert strategy._get_process_group_backend() == "gloo"
+    if "nccl" in dist.Backend.backend_list:
+        strategy = _on_cuda(engine=engine, offload="cpu", process_group_backend="nccl")
+        with pytest.raises(ValueError, match=r"process_group_backend='nccl' with offload='cpu'.*cpu:gloo,cuda:nccl"):
+            strategy._get_process_group_backend()
+    only_parameters = OffloadConfig(target="cpu", optimizer=False)
+    if engine == "deepspeed":
+        strategy = _on_cuda(engine=engine, offload=only_parameters, process_group_backend="nccl")
+        assert strategy._get_process_group_backend() == "nccl"
+
+
+def test_the_end_of_a_fit_needs_no_backend_for_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``process_group_backend="nccl"`` has none: ranks ask each other over a group of their own."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("No backend type associated with device type cpu")
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", fails)
+    strategy = _on_cuda()
+    monkeypatch.setattr(ZeroStrategy, "world_size", 2)
+    strategy.engine = SimpleNamespace(whole_bytes=1)  # type: ignore[assignment]
+    for answers in ([True, True], [True, False]):
+        strategy._meeting = SimpleNamespace(gather=lambda *_, answers=answers: answers)  # type: ignore[assignment]
+        assert strategy._whole_after_fit() is all(answers)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("offload", ["cpu", "none"])
+def test_the_loss_scale_lies_where_gradients_do(engine: str, offload: str) -> None:
+    """Copied from the device it would be read before it is there."""
+    if engine == "deepspeed":
+        pytest.importorskip("deepspeed")
+    strategy = _on_cuda(engine=engine, offload=offload, precision_plugin=MixedPrecision("16-mixed", "cpu"))
+    plugin: Any = strategy.precision_plugin
+    strategy._place_scale()
+    scale = plugin.scaler._scale
+    assert (scale is not None and scale.device.type == "cpu") == (offload == "cpu")
+
+
+def test_a_module_that_lost_its_files_says_so() -> None:
+    """A failed run's files are removed, and with them parameters that lay there: no run must look for them."""
+    pytest.importorskip("deepspeed")
+    module = LightningModule()
+    for parameters, lost in ((False, False), (True, True)):
+        run = ZeroStrategy(engine="deepspeed", offload=OffloadConfig(target="nvme", parameters=parameters))
+        run._lightning_module = module
+        run.engine = SimpleNamespace(restore=lambda *_: None)  # type: ignore[assignment]
+        run._failed = True
+        run._end_engine(whole=False)
+        assert (module in strategy_module._LOST) == lost
+        assert (module in strategy_module._LEFT_SHARDED) == (not lost)
+        strategy_module._LEFT_SHARDED.pop(module, None)
+    following = ZeroStrategy(stage=3)
+    following._lightning_module = module
+    with pytest.raises(ValueError, match=r"LightningModule .*'nvme' that failed.*build the module anew.*ckpt_path"):
+        following.setup(None)
