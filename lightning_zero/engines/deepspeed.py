@@ -278,16 +278,22 @@ class DeepSpeedEngine(Engine):
             broadcast_coalesced(list(self.module.buffers()))
         self._sync_buffers_next = torch.is_grad_enabled() and self._sync
 
-    def _require_same_order(self, module: Any = None) -> None:
-        """Stage 3 on the CPU: ranks say which module they gather next (none: -1), before gathers could be mixed up."""
+    def _require_same_order(self, unit: Any = None) -> None:
+        """Stage 3 on the CPU: ranks say which module or single parameter they gather next, before gathers could be mixed
+        up."""
         if self._is_whole:
             return
-        number = -1 if module is None else module.ds_id
+
+        def number_of(unit: Any) -> int:  # none: -1, parameters: below
+            return -2 - unit.ds_id if isinstance(unit, Tensor) else getattr(unit, "ds_id", -1)
+
+        number = number_of(unit)
         ends = torch.tensor([number, -number])
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._agreement)
         high, low = ends[0].item(), -ends[1].item()  # on the CPU: no device waits
         if high != low:
-            names = [n for n, m in self.module.named_modules() if getattr(m, "ds_id", None) in (high, low) and n]
+            units = [*self.module.named_modules(), *((n, p) for n, p in self._parameters.items() if p in self._held)]
+            names = [n for n, u in units if n and number_of(u) in {high, low} - {-1}]
             raise ValueError(
                 f"stage=3: the units {', '.join(map(repr, names))} ran on some ranks only, or in another order, but all"
                 " ranks must gather the same parameters together. Run them on every rank, or use stage=2."
@@ -405,6 +411,8 @@ class DeepSpeedEngine(Engine):
 
     def fetch(self, p: Any) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
+            if self._follows_order:
+                self._require_same_order(p)
             private.fetch(p)
 
     def keep_all(self) -> None:

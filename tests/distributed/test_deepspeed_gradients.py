@@ -170,3 +170,26 @@ def test_unfreezing_inside_a_step_is_refused(ranks2) -> None:
         assert name == "ValueError"
         assert "'net.head.weight' was unfrozen inside training_step" in text
         assert "on_train_epoch_start" in text
+
+
+class TokenOnOddRanks(Zoo):
+    """A parameter of the LightningModule itself, which only some ranks use: no module's gather brings it."""
+
+    def build(self) -> None:
+        super().build()
+        self.token = nn.Parameter(torch.zeros(zoo.WIDTH))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.net(x + self.token if zoo._odd_rank() else x), y)
+
+
+def _use_token() -> None:
+    make_trainer({"engine": "deepspeed", "stage": 3}, max_epochs=1).fit(TokenOnOddRanks(), loops._loader())
+
+
+def test_parameters_that_only_some_ranks_gather_are_named(ranks2) -> None:
+    for name, text in ranks2(outcome, _use_token, timeout_seconds=SLOW):
+        assert name == "ValueError"
+        assert "'token'" in text
+        assert "stage=2" in text
