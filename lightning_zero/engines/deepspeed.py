@@ -279,13 +279,13 @@ class DeepSpeedEngine(Engine):
         self._sync_buffers_next = torch.is_grad_enabled() and self._sync
 
     def _require_same_order(self, unit: Any = None) -> None:
-        """Stage 3 on the CPU: ranks say which module or single parameter they gather next, before gathers could be mixed
-        up."""
+        """Stage 3 on the CPU: ranks say what they gather next, a module or a parameter, before it could be mixed up."""
         if self._is_whole:
             return
 
         def number_of(unit: Any) -> int:  # none: -1, parameters: below
-            return -2 - unit.ds_id if isinstance(unit, Tensor) else getattr(unit, "ds_id", -1)
+            its: int = getattr(unit, "ds_id", -1)
+            return -2 - its if isinstance(unit, Tensor) else its
 
         number = number_of(unit)
         ends = torch.tensor([number, -number])
