@@ -254,14 +254,32 @@ def is_elementwise(optimizer: Optimizer) -> bool:
         return False
 
 
-def _tried_elementwise(optimizer: Optimizer) -> bool:
+def keys_beside_elements(optimizer: Optimizer) -> frozenset[str]:
+    """State keys of an element-wise optimizer under which it keeps tensors of another shape than its parameter's, such
+    as a counter of shape ``(1,)``: beside a part of one element their shape does not tell. PyTorch's own have only
+    0-dim ones; others are tried out."""
+    if type(optimizer) in KNOWN_ELEMENTWISE:
+        return frozenset()
+    with torch._C.DisableTorchFunction():
+        p = torch.ones(5, requires_grad=True)
+        p.grad = torch.ones(5)
+        tried = _like(optimizer, [p])
+        tried.step()
+        return frozenset(key for key, v in tried.state[p].items() if isinstance(v, Tensor) and v.shape != p.shape)
+
+
+def _like(optimizer: Optimizer, tensors: list[Tensor]) -> Optimizer:
     accepted = inspect.signature(type(optimizer).__init__).parameters
     settings = {k: v for k, v in optimizer.defaults.items() if k in accepted}
+    return type(optimizer)(tensors, **settings)
+
+
+def _tried_elementwise(optimizer: Optimizer) -> bool:
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(6, 4, generator=generator), torch.randn(5, generator=generator)]
     parts = [part.clone() for w in whole for part in w.chunk(2)]
     with torch._C.DisableTorchFunction():
-        tried = [type(optimizer)([t.requires_grad_() for t in tensors], **settings) for tensors in (whole, parts)]
+        tried = [_like(optimizer, [t.requires_grad_() for t in tensors]) for tensors in (whole, parts)]
         for _ in range(3):
             grads = [torch.randn(w.shape, generator=generator) for w in whole]
             for tensors, values in ((whole, grads), (parts, [part for g in grads for part in g.chunk(2)])):

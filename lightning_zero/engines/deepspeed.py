@@ -21,7 +21,7 @@ scaling are off.
 [What DDP does that DeepSpeed alone does not]
 - *Unused parameters.* DeepSpeed has zeros or the step before's gradient there. Ranks agree (one small all-reduce) which
   parameters nobody used; these have no gradient and are not stepped. Where only some ranks used one, the others add
-  zeros; on the CPU stages 1 and 2 therefore reduce at the end of the backward, in fixed order.
+  zeros; stages 1 and 2 therefore reduce at the end of the backward, in fixed order.
 - *Modules that only some ranks run* cannot be gathered at stage 3: on the CPU ranks say before each gather which module
   comes next, and an error on all of them names it.
 - *Rank 0's values.* Parameters and buffers are broadcast at the start, buffers again at each synchronized forward.
@@ -61,6 +61,7 @@ from lightning_zero.engines.deepspeed_optim import (
 )
 from lightning_zero.engines.deepspeed_state import Account
 from lightning_zero.engines.deepspeed_view import ShardView
+from lightning_zero.engines.view import gathered
 from lightning_zero.model_state import ModelState
 from lightning_zero.precision import DtypePolicy
 
@@ -95,6 +96,7 @@ class DeepSpeedEngine(Engine):
         self._steps: weakref.WeakKeyDictionary[Optimizer, PieceStep] = weakref.WeakKeyDictionary()
         self._kernels: weakref.WeakKeyDictionary[Optimizer, CpuAdam] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
+        self._trained: set[Tensor] = set()  # at the last attach
         self._engine: Any = None  # DeepSpeed's, once attached
         self._attributes: dict[int, set[str]] = {}
         self._agreement: dist.ProcessGroup | None = None
@@ -149,7 +151,7 @@ class DeepSpeedEngine(Engine):
 
     def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
         """Hands the module to DeepSpeed, grouped as ``optimizers`` group its parameters."""
-        self._optimizers = optimizers
+        self._optimizers, self._told = optimizers, trainer
         self.check_parameters()
         self._attributes = {id(p): private.own_attributes(p) for p in self._parameters.values()}
         trainable = [p for p in self._parameters.values() if p.requires_grad and p in self._held]
@@ -157,9 +159,8 @@ class DeepSpeedEngine(Engine):
             p.data = p.data.contiguous()  # DeepSpeed looks at it as bytes
         joined = Joined(_flat_groups(trainable, optimizers)) if optimizers and trainable else None
         self._order: dict[Tensor, int] = {p: i for i, p in enumerate([*trainable, *self._odd])}
-        for one in self._order:
-            if one.requires_grad:
-                self._handles.append(one.register_post_accumulate_grad_hook(self._touch))
+        self._trained = {p for p in self._order if p.requires_grad}
+        self._handles = [p.register_post_accumulate_grad_hook(self._touch) for p in self._order if p.requires_grad]
         with private.environment(self.device), self._without(self._odd):
             deepspeed = private.prepare(self.device)
             private.count_modules_from_zero()
@@ -258,8 +259,10 @@ class DeepSpeedEngine(Engine):
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self._broadcast_buffers()
         self._adopt()
-        self._in_step = True
         wants_grad = torch.is_grad_enabled()
+        if wants_grad and self._unfrozen() is not None:
+            self._attach_again()
+        self._in_step = True
         try:
             with torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
                 output = self._root(method, *args, **kwargs)[0]
@@ -275,16 +278,22 @@ class DeepSpeedEngine(Engine):
             broadcast_coalesced(list(self.module.buffers()))
         self._sync_buffers_next = torch.is_grad_enabled() and self._sync
 
-    def _require_same_order(self, module: Any = None) -> None:
-        """Stage 3 on the CPU: ranks say which module they gather next (none: -1), before gathers could be mixed up."""
+    def _require_same_order(self, unit: Any = None) -> None:
+        """Stage 3 on the CPU: ranks say what they gather next, a module or a parameter, before it could be mixed up."""
         if self._is_whole:
             return
-        number = -1 if module is None else module.ds_id
+
+        def number_of(unit: Any) -> int:  # none: -1, parameters: below
+            its: int = getattr(unit, "ds_id", -1)
+            return -2 - its if isinstance(unit, Tensor) else its
+
+        number = number_of(unit)
         ends = torch.tensor([number, -number])
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._agreement)
         high, low = ends[0].item(), -ends[1].item()  # on the CPU: no device waits
         if high != low:
-            names = [n for n, m in self.module.named_modules() if getattr(m, "ds_id", None) in (high, low) and n]
+            units = [*self.module.named_modules(), *((n, p) for n, p in self._parameters.items() if p in self._held)]
+            names = [n for n, u in units if n and number_of(u) in {high, low} - {-1}]
             raise ValueError(
                 f"stage=3: the units {', '.join(map(repr, names))} ran on some ranks only, or in another order, but all"
                 " ranks must gather the same parameters together. Run them on every rank, or use stage=2."
@@ -309,6 +318,12 @@ class DeepSpeedEngine(Engine):
     def backward(self, run_backward: Callable[[], None]) -> None:
         managed = self._managed
         assert managed is not None
+        if (name := self._unfrozen()) is not None:
+            raise ValueError(
+                f"parameter {name!r} was unfrozen inside training_step, between its forward and its backward or while"
+                " micro-batches accumulate: unfreeze it in on_train_epoch_start or another hook between two steps, or"
+                " use engine='fsdp2'."
+            )
         self._flush_grads()
         first = not self._window_open
         sync = self._sync
@@ -319,27 +334,29 @@ class DeepSpeedEngine(Engine):
                     managed.shards.before_backward(managed.with_grad)
                     self._window_open = True
                 self._touched_now.clear()
-                self._engine.set_gradient_accumulation_boundary(sync and not self._stage3)
-                with self._engine.coalesce_grad_reduction() if self._reduces_at_end else nullcontext():
+                # Stage 2 reduces every micro-batch: each is taken at once, because with offload DeepSpeed's own sum
+                # is wrong for parameters that not every micro-batch uses.
+                takes = not self._stage3 and (sync or self.config.stage == 2)
+                # Reduced as they come, ranks' gradients would not fit together where they used other parameters, and
+                # those of earlier micro-batches would be passed over.
+                at_end = takes and self.config.find_unused_parameters
+                if takes:
+                    managed.shards.before_reductions()
+                self._engine.set_gradient_accumulation_boundary(takes)
+                with private.reduced_at_end(self._engine, managed.shards.pieces) if at_end else nullcontext():
                     private.backward(self._engine, run_backward, lambda: self._complete(sync))
                 self._touched |= self._touched_now
-                managed.shards.after_backward(sync or self._reduces_at_end)
+                managed.shards.after_backward(takes)
             finally:
                 self._busy = False
             if sync:
-                self._reduce_odd()
-                self._agree_on_used()
+                self._agree_on_used(self._reduce_odd())
                 self._window_open = False
 
     @property
     def _fills(self) -> bool:
         """Whether parameters without a gradient on this rank take part in reductions, with zeros."""
         return self.config.find_unused_parameters and dist.get_world_size() > 1
-
-    @property
-    def _reduces_at_end(self) -> bool:
-        """Ranks may have used other parameters, so their buckets would not fit together."""
-        return self.config.stage == 2 and self._fills and self.device.type == "cpu"
 
     def _complete(self, sync: bool) -> None:
         """All gradients of this backward are there; some are not yet reduced."""
@@ -350,16 +367,18 @@ class DeepSpeedEngine(Engine):
             missing = [p for p in managed.shards.pieces if p.requires_grad and p not in here]
             managed.shards.add_late(missing)
 
-    def _reduce_odd(self) -> None:
+    def _reduce_odd(self) -> set[Tensor]:
+        """Averages the gradients of odd parameters; those that had none here have zeros now, and are returned."""
         trainable = [p for p in self._odd if p.requires_grad]
-        for p in trainable:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
+        filled = {p for p in trainable if p.grad is None}
+        for p in filled:
+            p.grad = torch.zeros_like(p)
         grads = [p.grad for p in trainable if p.grad is not None]
         if grads:
             all_reduce_mean(grads)
+        return filled
 
-    def _agree_on_used(self) -> None:
+    def _agree_on_used(self, filled: set[Tensor]) -> None:
         """One message on the CPU: which parameters any rank used since the last agreement."""
         managed = self._managed
         assert managed is not None
@@ -372,7 +391,7 @@ class DeepSpeedEngine(Engine):
         for (p, _), count in zip(self._order.items(), used.tolist(), strict=True):
             if count and p in managed:
                 managed.with_grad.add(p)
-            elif p not in managed and not count:
+            elif p in filled and not count:  # what had a gradient before keeps it
                 p.grad = None
         self._touched.clear()
 
@@ -392,6 +411,8 @@ class DeepSpeedEngine(Engine):
 
     def fetch(self, p: Any) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
+            if self._follows_order:
+                self._require_same_order(p)
             private.fetch(p)
 
     def keep_all(self) -> None:
@@ -542,7 +563,8 @@ class DeepSpeedEngine(Engine):
         in_host = {p for p in chosen if self._is_in_host(p)}
         rest = set(chosen) - in_host
         if in_host and self.cpu_adam:
-            if optimizer not in self._kernels:
+            kernel = self._kernels.get(optimizer)
+            if kernel is None or kernel.decoupled != CpuAdam.is_decoupled(optimizer):
                 self._kernels[optimizer] = CpuAdam(optimizer)
             with step.stand_ins(only=in_host.__contains__):
                 self._kernels[optimizer].step()
@@ -630,6 +652,53 @@ class DeepSpeedEngine(Engine):
         if dist.get_world_size() > 1:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
 
+    # -- parameters that are unfrozen during a run -----------------------------------------------------------------
+
+    def _unfrozen(self) -> str | None:
+        """A parameter that was frozen when DeepSpeed laid its flats out, and is no longer."""
+        if self._managed is None:
+            return None
+        with torch._C.DisableTorchFunction():
+            return next((n for n, p in self._parameters.items() if p.requires_grad and p not in self._trained), None)
+
+    def _attach_again(self) -> None:
+        """DeepSpeed's flats are fixed, so it starts anew with the parameters that are trained now (collective).
+
+        Weights pass through host memory whole; masters, states and gradients as this rank's rows.
+        """
+        managed = self._managed
+        if managed is None or self._window_open:  # the backward will say so
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            self._flush_grads()
+            masters = self._rows_of_masters(own_dtype=False)
+            states = {optimizer: self._rows_of_states(optimizer) for optimizer in self._optimizers}
+            grads = {p: self._rows(p, managed.assemble(p, managed.shards.grad(p))) for p in self._order_of_grads()}
+            odd_grads = {p: p.grad for p in self._odd}
+            self._take_off({p: value.to(self.device) for p, value in self._values_afterwards().items()})
+            by_id = {id(p): p for p in self._held}
+        self.attach(self._optimizers, self._told)
+        managed = self._managed
+        assert managed is not None
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for i, rows in masters.items():
+                p, whole = by_id[i], gathered(rows)
+                with managed.shards.loaded(managed.piece(p).flat, write=True):
+                    managed.master(p).copy_(managed.cut(p, whole))
+            for optimizer, of_params in states.items():
+                for one, state in of_params.items():
+                    self._steps[optimizer].put_states({one: {k: _gathered_if_rows(v) for k, v in state.items()}})
+            for one, rows in grads.items():
+                managed.shards.grad(one).copy_(managed.cut(one, gathered(rows)))
+                managed.with_grad.add(one)
+            for odd, grad in odd_grads.items():
+                odd.grad = grad
+
+    def _order_of_grads(self) -> list[Tensor]:
+        managed = self._managed
+        assert managed is not None
+        return [p for p in managed.shards.pieces if p in managed.with_grad]
+
     # -- whole state ---------------------------------------------------------------------------------------------
 
     def _rows(self, p: Tensor, whole: Tensor) -> DTensor:
@@ -657,7 +726,8 @@ class DeepSpeedEngine(Engine):
 
             return map_tensors(one, state)
 
-    def _rows_of_masters(self) -> dict[int, Tensor]:
+    def _rows_of_masters(self, own_dtype: bool = True) -> dict[int, Tensor]:
+        """By the parameter's identity; in its own dtype, or as they are stepped."""
         managed = self._managed
         if managed is None:
             return {}
@@ -666,7 +736,8 @@ class DeepSpeedEngine(Engine):
             with managed.shards.loaded(i):
                 for p, piece in managed.shards.pieces.items():
                     if piece.flat == i:
-                        rows[id(p)] = self._rows(p, managed.assemble(p, managed.master(p)).to(self._dtypes[p]))
+                        whole = managed.assemble(p, managed.master(p))
+                        rows[id(p)] = self._rows(p, whole.to(self._dtypes[p]) if own_dtype else whole)
         return rows
 
     def _rows_of(self, p: Tensor) -> Tensor:
@@ -712,11 +783,7 @@ class DeepSpeedEngine(Engine):
             odd = {i: values for i, values in state["state"].items() if params[i] not in managed}
             optimizer.load_state_dict({**state, "state": odd})
             whole = {params[i]: values for i, values in state["state"].items() if params[i] in managed}
-            for flat in managed.flats(whole):
-                with managed.shards.loaded(flat, write=True):
-                    for p, values in whole.items():
-                        if managed.piece(p).flat == flat:
-                            step.put_state(p, values)
+            step.put_states(whole, casts=True)
 
     @contextmanager
     def full_parameters(self, modify: bool = False) -> Iterator[None]:
@@ -786,20 +853,24 @@ class DeepSpeedEngine(Engine):
                 if self._managed is not None and optimizer in self._steps:
                     rows = self._rows_of_states(optimizer)
                     optimizer.state.update(rows)
-            for optimizer in self._optimizers:
-                optimizer.__dict__.pop("zero_grad", None)
-            for handle in self._handles:
-                handle.remove()
-            attributes = {id(p): private.own_attributes(p) for p in self._shapes} | self._attributes
-            private.end(self._engine, self._root, attributes)
-            for p, value in values.items():
-                p.grad = None
-                p.data = value
+            self._take_off(values)
             if self._agreement:
                 dist.destroy_process_group(self._agreement)
-            self._managed = None
-            self._steps.clear()
-            self._engine = None
+
+    def _take_off(self, values: Mapping[Tensor, Tensor]) -> None:
+        """DeepSpeed lets go of the module and the optimizers; parameters hold ``values`` and no gradients."""
+        for optimizer in self._optimizers:
+            optimizer.__dict__.pop("zero_grad", None)
+        for handle in self._handles:
+            handle.remove()
+        attributes = {id(p): private.own_attributes(p) for p in self._shapes} | self._attributes
+        private.end(self._engine, self._root, attributes)
+        for p, value in values.items():
+            p.grad = None
+            p.data = value
+        self._managed = None
+        self._steps.clear()
+        self._engine = None
 
     def _values_afterwards(self) -> dict[Tensor, Tensor]:
         """Whole parameters on the CPU, of their own dtype and strides; masters where DeepSpeed computed in another."""
@@ -819,6 +890,10 @@ class DeepSpeedEngine(Engine):
                 value = private.gathered_copy(p) if hasattr(p, "ds_id") else p.detach()
             whole[p] = torch.empty_strided(shape, self._strides[p], dtype=self._dtypes[p]).copy_(value)
         return whole
+
+
+def _gathered_if_rows(value: Any) -> Any:
+    return gathered(value) if isinstance(value, DTensor) else value
 
 
 def _shape(p: Any) -> torch.Size:

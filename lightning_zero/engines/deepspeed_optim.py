@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engines.deepspeed_private import Piece, Shards
-from lightning_zero.optim import is_elementwise
+from lightning_zero.optim import is_elementwise, keys_beside_elements
 
 Only = Callable[[Tensor], bool]
 
@@ -116,20 +116,36 @@ class PieceStep:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
         self.states: dict[Tensor, dict[str, Any]] = {}
-        for p in [p for p in optimizer.state if p in managed]:  # made in its constructor (Adagrad)
-            self.put_state(p, optimizer.state.pop(p))
+        self.beside = keys_beside_elements(optimizer) if self.elementwise else frozenset()
+        made = {
+            p: optimizer.state.pop(p) for p in list(optimizer.state) if p in managed
+        }  # in its constructor (Adagrad)
+        self.put_states(made)
 
-    def put_state(self, p: Tensor, whole: Mapping[str, Any]) -> None:
-        """Takes over the state of one parameter, given with whole tensors; its flat is in memory."""
+    def put_states(self, whole: Mapping[Tensor, Mapping[str, Any]], casts: bool = False) -> None:
+        """:meth:`put_state` of several parameters, wherever their flats lie."""
+        for flat in self.managed.flats(whole):
+            with self.managed.shards.loaded(flat, write=True):
+                for p, values in whole.items():
+                    if self.managed.piece(p).flat == flat:
+                        self.put_state(p, values, casts)
+
+    def put_state(self, p: Tensor, whole: Mapping[str, Any], casts: bool = False) -> None:
+        """Takes over the state of one parameter, given with whole tensors; its flat is in memory.
+
+        With ``casts`` what has the parameter's shape gets the master's dtype, as ``optimizer.load_state_dict`` gives it
+        the parameter's: a checkpoint may come from a run that stepped on bf16 weights.
+        """
         piece = self.managed.piece(p)
-        device = self.managed.shards.master(piece.flat).device
+        master = self.managed.shards.master(piece.flat)
 
-        def take(value: Any) -> Any:
-            if self.managed.is_alike(p, value):
-                return Cut(self.managed.cut(p, value).to(device, copy=True))
+        def take(key: str, value: Any) -> Any:
+            if key not in self.beside and self.managed.is_alike(p, value):
+                dtype = master.dtype if casts and value.is_floating_point() else value.dtype
+                return Cut(self.managed.cut(p, value).to(master.device, dtype, copy=True))
             return value.clone() if isinstance(value, Tensor) else value  # off the disk
 
-        self.states[p] = {key: take(value) for key, value in whole.items()}
+        self.states[p] = {key: take(key, value) for key, value in whole.items()}
         if self.managed.shards.is_swapped(piece.flat):
             self.into_files(p)
 
@@ -178,16 +194,25 @@ class CpuAdam:
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiles at the first use
 
         self.optimizer = optimizer
-        self.adam = DeepSpeedCPUAdam([torch.zeros(1)], adamw_mode=type(optimizer) is torch.optim.AdamW)
+        self.decoupled = self.is_decoupled(optimizer)
+        self.adam = DeepSpeedCPUAdam([torch.zeros(1)], adamw_mode=self.decoupled)
+
+    @staticmethod
+    def is_decoupled(optimizer: Optimizer) -> bool:
+        """Whether weights decay as in AdamW, which a plain ``Adam`` can be told to do."""
+        return any(group.get("decoupled_weight_decay") for group in optimizer.param_groups)
 
     @staticmethod
     def knows(optimizer: Optimizer) -> bool:
         """Whether the kernel computes what ``optimizer`` does."""
-        plain = all(
-            not group.get("amsgrad") and not group.get("maximize") and not isinstance(group["lr"], Tensor)
-            for group in optimizer.param_groups
-        )
-        return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and plain
+        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+            return False
+        groups = optimizer.param_groups
+        others = ("amsgrad", "maximize", "capturable", "differentiable")
+        plain = not any(group.get(key) for group in groups for key in others)
+        numbers = not any(isinstance(value, Tensor) for group in groups for value in (group["lr"], *group["betas"]))
+        # one kernel, one way of decaying
+        return plain and numbers and len({bool(group.get("decoupled_weight_decay")) for group in groups}) == 1
 
     def step(self) -> None:
         """One step on what the optimizer holds; its step counts stay tensors, as PyTorch has them."""
@@ -313,11 +338,11 @@ class _Pieces(_Swap):
         return {key: value.piece if type(value) is Cut else value for key, value in self.step.state(p).items()}
 
     def leave(self, p: Tensor, stand_in: Tensor, new: dict[str, Any]) -> None:
-        new = {
-            key: Cut(value) if isinstance(value, Tensor) and value.dim() and value.shape == stand_in.shape else value
-            for key, value in new.items()
-        }
-        self.step.states[p] = new
+        def is_cut(key: str, value: Any) -> bool:  # alike on all ranks, though a piece may be of one element
+            beside = key in self.step.beside or not isinstance(value, Tensor) or value.dim() == 0
+            return not beside and value.shape == stand_in.shape
+
+        self.step.states[p] = {key: Cut(value) if is_cut(key, value) else value for key, value in new.items()}
         if self.managed.shards.is_swapped(self.managed.piece(p).flat):
             self.step.into_files(p)
 

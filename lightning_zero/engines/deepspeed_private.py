@@ -236,6 +236,21 @@ def backward(engine: Any, run_backward: Callable[[], None], before_end: Callable
         engine._running_engine_backward = False
 
 
+@contextlib.contextmanager
+def reduced_at_end(engine: Any, params: Iterable[Tensor]) -> Iterator[None]:
+    """A backward inside it leaves gradients on ``params``; on leaving they are reduced, in an order of their own.
+
+    DeepSpeed would reduce after an error too, waiting for ranks that had none: then there is nothing to reduce.
+    """
+    with engine.coalesce_grad_reduction():
+        try:
+            yield
+        except BaseException:
+            for p in params:
+                p.grad = None
+            raise
+
+
 # -- what lies where -----------------------------------------------------------------------------------------------
 
 
@@ -275,8 +290,11 @@ class Shards(ABC):
     def before_backward(self, kept: set[Tensor]) -> None:
         """Gradients of ``kept`` are to be added to, others to be replaced."""
 
+    def before_reductions(self) -> None:  # noqa: B027
+        """The backward that follows reduces, and is taken at once."""
+
     @abstractmethod
-    def after_backward(self, sync: bool) -> None:
+    def after_backward(self, takes: bool) -> None:
         """Takes what the backward left."""
 
     @abstractmethod
@@ -348,23 +366,28 @@ class Shards12(Shards):
     def before_backward(self, kept: set[Tensor]) -> None:
         needed = {self.pieces[p].flat for p in kept}
         self._grads = {i: grads for i, grads in self._grads.items() if i in needed}
-        if self.zero.cpu_offload:  # DeepSpeed writes into the same buffer again
-            self._grads = {i: grads.clone() for i, grads in self._grads.items()}
         for p, piece in self.pieces.items():
             if piece.flat in self._grads and p not in kept:
                 piece.of(self._grads[piece.flat]).zero_()
 
-    def after_backward(self, sync: bool) -> None:
-        if not sync:
+    def before_reductions(self) -> None:
+        """With offload DeepSpeed writes what it reduces into one buffer per flat, and leaves the rest as it is."""
+        if not self.zero.cpu_offload:
+            return
+        for i, flat in enumerate(self.zero.single_partition_of_fp32_groups):
+            if i in self._grads and self._grads[i].data_ptr() == flat.grad.data_ptr():
+                self._grads[i] = flat.grad.clone()
+            flat.grad.zero_()
+
+    def after_backward(self, takes: bool) -> None:
+        if not takes:
             return
         zero = self.zero
         if zero.cpu_offload:
             zero._wait_for_offload_copies()
         for i in range(len(zero.bit16_groups)):
             new = self._take(i)
-            if i in self._grads:
-                new = self._grads[i].add_(new)
-            self._grads[i] = new
+            self._grads[i] = new.add_(self._grads[i]) if i in self._grads else new
         if zero.cpu_offload:
             zero.reset_cpu_buffers()
             zero._offload_accumulated_param_ids = set()
@@ -457,7 +480,7 @@ class Shards3(Shards):
             torch._foreach_zero_(fresh)
         self.zero.micro_step_id = 1  # anything but 0 adds to what is there
 
-    def after_backward(self, sync: bool) -> None:
+    def after_backward(self, takes: bool) -> None:
         self.zero._epilogue_ran_this_backward = False
 
     def add_late(self, params: Iterable[Tensor]) -> None:

@@ -1,0 +1,195 @@
+"""Gradients under the engine ``deepspeed`` are DDP's whichever parameters a backward uses, wherever masters lie and
+whether or not DeepSpeed reduces beside the backward.
+
+A failure of ``second_backward`` is about what one backward leaves for the next, of ``first_micro_batch`` about windows,
+of ``own_head`` about what ranks reduce together. ``overlap`` is the default on CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_zero.config import DeepSpeedConfig
+from tests.distributed import test_loops as loops
+from tests.helpers import zoo
+from tests.helpers.ranks import outcome
+from tests.helpers.zoo import Zoo, make_trainer
+
+SLOW = 180.0
+"""Seconds; one run takes about one on a quiet machine."""
+
+
+class Heads(Zoo):
+    """Two heads of one shape and a 0-dim gain; ``which(i)`` names what the ``i``-th backward uses."""
+
+    def build(self) -> None:
+        self.net = zoo.Net(num_blocks=1)
+        self.heads = nn.ModuleDict({name: nn.Linear(zoo.WIDTH, zoo.WIDTH) for name in "ab"})
+        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.backwards = 0
+
+    def which(self, i: int) -> str:
+        return "ab"[i % 2]
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        which = self.which(self.backwards)
+        self.backwards += 1
+        x = self.heads[which](self.net(x))
+        return F.mse_loss(x * self.gain if which == "a" else x, y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SecondBackward(Heads):
+    """The second backward before a step does without what the first one used."""
+
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for part in (0, 1):
+            self.manual_backward(self.record(self.loss((batch[0] + part, batch[1]))))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class OwnHead(Heads):
+    """Ranks use different heads."""
+
+    def which(self, i: int) -> str:
+        return "ab"[(i + int(os.environ["RANK"])) % 2]
+
+
+KINDS: dict[str, tuple[type[Heads], int]] = {
+    # name -> module, micro-batches per step
+    "second_backward": (SecondBackward, 1),
+    "first_micro_batch": (Heads, 2),
+    "own_head": (OwnHead, 1),
+    "own_head_accumulated": (OwnHead, 2),
+}
+
+
+def _train(kind: str, strategies: list[Any]) -> list[dict[str, Tensor]]:
+    make, accumulation = KINDS[kind]
+    weights = []
+    for settings in strategies:
+        torch.manual_seed(5)
+        module = make()
+        options = {"accumulate_grad_batches": accumulation, "limit_train_batches": 4, "limit_val_batches": 0}
+        make_trainer(settings, max_epochs=1, **options).fit(module, loops._loader())
+        weights.append(loops._weights(module) | {"losses": torch.tensor(module.losses)})
+    return weights
+
+
+def _strategies() -> dict[str, dict[str, Any]]:
+    overlap = DeepSpeedConfig(overlap_comm=True)
+    made = {}
+    for stage in (1, 2):
+        base = {"engine": "deepspeed", "stage": stage}
+        made[f"zero{stage}"] = base
+        made[f"zero{stage} overlap"] = {**base, "deepspeed": overlap}
+        made[f"zero{stage} offload"] = {**base, "offload": "cpu"}
+        made[f"zero{stage} offload overlap"] = {**base, "offload": "cpu", "deepspeed": overlap}
+    return made
+
+
+@pytest.mark.usefixtures("deepspeed_ops")
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_backward_does_not_use_keeps_its_gradient(kind: str, world_size: int, ranks) -> None:
+    names, settings = zip(*_strategies().items(), strict=True)
+    found = ranks(_train, kind, [zoo.UNUSED, *settings], world_size=world_size, timeout_seconds=SLOW)
+    for expected, *results in found:
+        off = {name: zoo._largest(result, expected) for name, result in zip(names, results, strict=True)}
+        assert {name: difference for name, difference in off.items() if difference[0] > 1e-5} == {}
+
+
+class Unfreezes(Callback):
+    """As Lightning's ``BaseFinetuning``: frozen parameters are trained from the second epoch on, in a new group."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            late = [p for p in module.parameters() if not p.requires_grad]
+            for p in late:
+                p.requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": late, "lr": 1e-3})
+
+
+class Frozen(Heads):
+    def build(self) -> None:
+        super().build()
+        self.net.requires_grad_(False)
+        self.gain.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+
+
+def _fine_tune(settings: Any) -> dict[str, Tensor]:
+    torch.manual_seed(6)
+    module = Frozen()
+    options = {"max_epochs": 3, "limit_train_batches": 3, "limit_val_batches": 0, "accumulate_grad_batches": 2}
+    make_trainer(settings, callbacks=[Unfreezes()], **options).fit(module, loops._loader())
+    return loops._weights(module) | {"losses": torch.tensor(module.losses)}
+
+
+@pytest.mark.parametrize("stage", [1, 3, pytest.param(2, marks=pytest.mark.full)])
+def test_what_is_unfrozen_trains_as_under_fsdp2(stage: int, ranks2) -> None:
+    """DDP itself leaves such gradients local to each rank, so it is no reference."""
+    expected = ranks2(_fine_tune, {"stage": stage})
+    results = ranks2(_fine_tune, {"engine": "deepspeed", "stage": stage}, timeout_seconds=SLOW)
+    for result, reference in zip(results, expected, strict=True):
+        assert zoo._largest(result, reference)[0] < 1e-5
+        assert torch.equal(result["gain"], results[0]["gain"])
+
+
+class UnfreezesInside(Frozen):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.net.head.weight.requires_grad_(True)
+        return loss
+
+
+def _unfreeze_inside() -> None:
+    make_trainer({"engine": "deepspeed", "stage": 1}, max_epochs=1).fit(UnfreezesInside(), loops._loader())
+
+
+def test_unfreezing_inside_a_step_is_refused(ranks2) -> None:
+    for name, text in ranks2(outcome, _unfreeze_inside, timeout_seconds=SLOW):
+        assert name == "ValueError"
+        assert "'net.head.weight' was unfrozen inside training_step" in text
+        assert "on_train_epoch_start" in text
+
+
+class TokenOnOddRanks(Zoo):
+    """A parameter of the LightningModule itself, which only some ranks use: no module's gather brings it."""
+
+    def build(self) -> None:
+        super().build()
+        self.token = nn.Parameter(torch.zeros(zoo.WIDTH))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.net(x + self.token if zoo._odd_rank() else x), y)
+
+
+def _use_token() -> None:
+    make_trainer({"engine": "deepspeed", "stage": 3}, max_epochs=1).fit(TokenOnOddRanks(), loops._loader())
+
+
+def test_parameters_that_only_some_ranks_gather_are_named(ranks2) -> None:
+    for name, text in ranks2(outcome, _use_token, timeout_seconds=SLOW):
+        assert name == "ValueError"
+        assert "'token'" in text
+        assert "stage=2" in text

@@ -1,0 +1,172 @@
+"""Users' optimizers on DeepSpeed's masters: which kernel steps them, and what becomes of their states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero import deepspeed_run
+from lightning_zero.engines import deepspeed_optim as optim
+from tests.distributed import test_loops as loops
+from tests.distributed.test_deepspeed import SLOW, _strategy
+from tests.helpers import zoo
+from tests.helpers.zoo import Zoo, make_trainer
+
+
+class DecaysInGroups(Zoo):
+    """Adam that decays as AdamW does, in both groups or in one of them."""
+
+    def configure_optimizers(self) -> Any:
+        head = list(self.net.head.parameters())
+        rest = [p for name, p in self.named_parameters() if "head" not in name]
+        groups = [{"params": rest}, {"params": head, "decoupled_weight_decay": self.options["head"]}]
+        return torch.optim.Adam(groups, lr=1e-2, eps=1e-4, weight_decay=0.3, decoupled_weight_decay=True)
+
+
+class Steps(Callback):
+    """Counts the steps of each kernel, and keeps what was said about them."""
+
+    def __init__(self) -> None:
+        self.counts = {"deepspeed": 0, "fused": 0}
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_pre_hook(self._plain)
+
+    def _plain(self, optimizer: Optimizer, *unused: Any) -> None:
+        self.counts["fused"] += all(group["fused"] is True for group in optimizer.param_groups)
+
+
+def _by_kernel(head: bool, strategy: Any, compiles: bool) -> tuple[dict[str, Tensor], dict[str, int], list[str]]:
+    torch.manual_seed(8)
+    module, steps, said = DecaysInGroups(head=head), Steps(), []
+    plain = optim.CpuAdam.step
+
+    def step(kernel: Any) -> None:
+        steps.counts["deepspeed"] += 1
+        plain(kernel)
+
+    with (
+        mock.patch.object(optim.CpuAdam, "step", step),
+        mock.patch.object(deepspeed_run, "rank_zero_info", said.append),
+        mock.patch.object(
+            deepspeed_run, "prepare_op", deepspeed_run.prepare_op if compiles else lambda *unused: "no compiler"
+        ),
+    ):
+        make_trainer(strategy, max_epochs=1, limit_val_batches=0, callbacks=[steps]).fit(module, loops._loader())
+    return loops._weights(module), steps.counts, said
+
+
+@pytest.mark.usefixtures("deepspeed_ops")
+@pytest.mark.parametrize(
+    ("head", "compiles", "kernel"), [(True, True, "deepspeed"), (True, False, "fused"), (False, True, None)]
+)
+def test_adam_steps_in_host_memory_by_a_kernel_that_computes_the_same(
+    head: bool, compiles: bool, kernel: str | None, ranks2
+) -> None:
+    """DeepSpeed's decays in one way for all groups, so one that has both ways steps by PyTorch's own."""
+    from lightning_zero.engines import deepspeed_ops as ops
+
+    if kernel == "deepspeed" and ops.why_not(ops.CPU_ADAM) is not None:
+        pytest.skip(str(ops.why_not(ops.CPU_ADAM)))
+    expected = ranks2(_by_kernel, head, "ddp", True)
+    results = ranks2(_by_kernel, head, _strategy(1, offload="cpu"), compiles, timeout_seconds=SLOW)
+    steps = -(-len(loops._loader()) // 2)
+    for rank, ((weights, counts, said), (reference, *_)) in enumerate(zip(results, expected, strict=True)):
+        assert zoo._largest(weights, reference)[0] < 1e-5
+        assert counts == {name: steps * (name == kernel) for name in counts}
+        lines = [line for line in said if "CPU Adam cannot be built (no compiler)" in line]
+        assert len(lines) == (not compiles), rank
+
+
+class Counts(Optimizer):
+    """Element-wise, third-party style; counts in a tensor of shape (1,)."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(count=torch.zeros(1), sum=torch.zeros_like(p))
+                state["count"] += 1
+                state["sum"] += p.grad
+                p.sub_(state["sum"], alpha=group["lr"] / float(state["count"]))
+
+
+class Few(Zoo):
+    """At two ranks, stage 3 gives the second one element of ``scale`` and none of ``gain``."""
+
+    def build(self) -> None:
+        self.net = zoo.Net(num_blocks=1)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * self.scale.sum() * self.gain.sum()
+
+    def configure_optimizers(self) -> Any:
+        return Counts(self.parameters(), lr=1e-3)
+
+
+def _save(
+    make: Callable[[], Any], strategy: Any, path: str, resume: str | None, epochs: int = 1, precision: str = "32-true"
+) -> dict[str, Tensor]:
+    torch.manual_seed(9)
+    module = make()
+    trainer = make_trainer(strategy, limit_val_batches=0, max_epochs=epochs, precision=precision)
+    trainer.fit(module, loops._loader(), ckpt_path=resume)
+    trainer.save_checkpoint(path)
+    return loops._weights(module)
+
+
+def _states(path: Path) -> list[dict[str, Any]]:
+    return [*torch.load(path, weights_only=False)["optimizer_states"][0]["state"].values()]
+
+
+def test_counters_are_no_pieces(ranks2, tmp_path: Path) -> None:
+    ddps, ours, again = (tmp_path / f"{name}.ckpt" for name in ("ddps", "ours", "again"))
+    ranks2(_save, Few, "ddp", str(ddps), None)
+    ranks2(_save, Few, _strategy(3), str(ours), None, timeout_seconds=SLOW)
+    assert loops._close(_states(ours), _states(ddps))
+    expected = ranks2(_save, Few, "ddp", str(ddps), str(ddps), 2)
+    resumed = ranks2(_save, Few, _strategy(3), str(again), str(ours), 2, timeout_seconds=SLOW)
+    assert loops._close(_states(again), _states(ddps))
+    assert loops._close(resumed[1], expected[1])
+
+
+class Bf16(Zoo):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def _bf16(ranks2: Any, strategy: Any, path: Path, resume: Path | None, epochs: int) -> list[dict[str, Tensor]]:
+    begin = None if resume is None else str(resume)
+    return ranks2(_save, Bf16, strategy, str(path), begin, epochs, "bf16-true", timeout_seconds=SLOW)
+
+
+def test_bf16_checkpoints_of_ddp_are_resumed_with_states_in_fp32(ranks2, tmp_path: Path) -> None:
+    half, ddps, ours = (tmp_path / f"{name}.ckpt" for name in ("half", "ddps", "ours"))
+    _bf16(ranks2, "ddp", half, None, 1)
+    assert {state["exp_avg"].dtype for state in _states(half)} == {torch.bfloat16}
+    expected = _bf16(ranks2, "ddp", ddps, half, 2)
+    resumed = _bf16(ranks2, _strategy(3), ours, half, 2)
+    assert {state["exp_avg"].dtype for state in _states(ours)} == {torch.float32}
+    for result, reference in zip(resumed, expected, strict=True):
+        assert zoo._largest(result, reference)[0] < 2**-5  # steps on bf16 weights against steps on fp32 masters
