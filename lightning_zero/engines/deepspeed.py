@@ -565,7 +565,8 @@ class DeepSpeedEngine(Engine):
         if in_host and self.cpu_adam:
             kernel = self._kernels.get(optimizer)
             if kernel is None or kernel.decoupled != CpuAdam.is_decoupled(optimizer):
-                self._kernels[optimizer] = CpuAdam(optimizer)
+                with private.environment(self.device):
+                    self._kernels[optimizer] = CpuAdam(optimizer)
             with step.stand_ins(only=in_host.__contains__):
                 self._kernels[optimizer].step()
         elif in_host:

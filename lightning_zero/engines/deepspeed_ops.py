@@ -98,11 +98,18 @@ def why_not(name: str) -> str | None:
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         return f"there is no C++ compiler ({compiler}): apt-get install g++, or set CXX"
-    if shutil.which("ninja") is None and not _has_ninja():
+    if shutil.which("ninja", path=search_path()) is None and not _has_ninja():
         return "there is no ninja: pip install ninja"
     if name == ASYNC_IO and not _links_libaio(compiler):
         return "libaio and its headers are missing: apt-get install libaio-dev (yum install libaio-devel)"
     return None
+
+
+def search_path() -> str:
+    """``PATH`` for building and for loading: this environment's ninja comes first, because each of two versions would
+    compile again what the other has compiled, also where it is only to be loaded."""
+    home, others = os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)
+    return os.pathsep.join([home, others]) if shutil.which("ninja", path=home) else others
 
 
 def build_folder(name: str) -> Path:
@@ -136,6 +143,7 @@ def _build_in_child(name: str, folders: Sequence[Path], timeout_seconds: float, 
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "DS_ACCELERATOR": device_type,
+            "PATH": search_path(),
         },
         start_new_session=True,  # so that the compilers can be found
     )
