@@ -321,7 +321,12 @@ class ZeroStrategy(Launched, DDPStrategy):
             super().teardown()
             return
         # After an error the other ranks may be anywhere: no collective here, and the error is seen at once.
-        self._end_engine(whole=not self._failed and self._whole_after_fit())
+        try:
+            self._end_engine(whole=not self._failed and self._whole_after_fit())
+        except BaseException:
+            self._failed = True
+            self._end_deepspeed()
+            raise
         module = self.lightning_module
         if module is not None and self.engine is None:
             self.model = self._layer_sync.revert(module) if self._layer_sync else module

@@ -65,6 +65,9 @@ from lightning_zero.engines.view import gathered
 from lightning_zero.model_state import ModelState
 from lightning_zero.precision import DtypePolicy
 
+_BUCKETS = -(2**40)
+"""Numbers from here downwards stand for buckets of gradients."""
+
 
 class _Root(nn.Module):
     """Calls any method of the user's module; DeepSpeed's hooks hang here. What it returns is a list, because DeepSpeed
@@ -179,6 +182,8 @@ class DeepSpeedEngine(Engine):
             self._follows_order = self._agreement is not None and self.device.type == "cpu"
             if self._follows_order:
                 private.before_gathers(self._engine, self._require_same_order)
+            if joined is not None and self._agreement is not None:
+                private.before_buckets(self._engine, self._require_same_bucket)
         if joined is not None:
             shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine)
             self._managed = Managed(shards, joined, self._shapes)
@@ -287,17 +292,33 @@ class DeepSpeedEngine(Engine):
             its: int = getattr(unit, "ds_id", -1)
             return -2 - its if isinstance(unit, Tensor) else its
 
-        number = number_of(unit)
-        ends = torch.tensor([number, -number])
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._agreement)
-        high, low = ends[0].item(), -ends[1].item()  # on the CPU: no device waits
-        if high != low:
+        said = self._say_to_all(number_of(unit))
+        if len(said) > 1:
             units = [*self.module.named_modules(), *((n, p) for n, p in self._parameters.items() if p in self._held)]
-            names = [n for n, u in units if n and number_of(u) in {high, low} - {-1}]
+            names = [n for n, u in units if n and number_of(u) in said - {-1}]
             raise ValueError(
                 f"stage=3: the units {', '.join(map(repr, names))} ran on some ranks only, or in another order, but all"
                 " ranks must gather the same parameters together. Run them on every rank, or use stage=2."
             )
+
+    def _require_same_bucket(self, numbers: list[int]) -> None:
+        """Stage 3: ranks say which parameters' gradients they reduce next, before they could be mixed up."""
+        self._say_to_all(_BUCKETS - hash(tuple(sorted(numbers))) % 2**40)
+
+    def _say_to_all(self, number: int) -> set[int]:
+        """The largest and the smallest number that a rank has said, between the hosts; not about buckets."""
+        ends = torch.tensor([number, -number])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._agreement)
+        high, low = ends.tolist()
+        said = {high, -low}
+        if len(said) > 1 and min(said) <= _BUCKETS:
+            numel = sum(self._shapes[p].numel() for p in self._trained)
+            raise ValueError(
+                "stage=3: in this backward ranks used different parameters of modules that all of them ran, so their"
+                " gradients would come in different buckets. With deepspeed.reduce_bucket_numel="
+                f"{numel} all of them fit into one; or use stage=2."
+            )
+        return said
 
     def settle(self) -> None:
         pass

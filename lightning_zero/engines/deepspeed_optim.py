@@ -117,10 +117,8 @@ class PieceStep:
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
         self.states: dict[Tensor, dict[str, Any]] = {}
         self.beside = keys_beside_elements(optimizer) if self.elementwise else frozenset()
-        made = {
-            p: optimizer.state.pop(p) for p in list(optimizer.state) if p in managed
-        }  # in its constructor (Adagrad)
-        self.put_states(made)
+        in_constructor = [p for p in optimizer.state if p in managed]  # by Adagrad
+        self.put_states({p: optimizer.state.pop(p) for p in in_constructor})
 
     def put_states(self, whole: Mapping[Tensor, Mapping[str, Any]], casts: bool = False) -> None:
         """:meth:`put_state` of several parameters, wherever their flats lie."""

@@ -238,6 +238,19 @@ def backward(engine: Any, run_backward: Callable[[], None], before_end: Callable
         engine._running_engine_backward = False
 
 
+def before_buckets(engine: Any, action: Callable[[list[int]], None]) -> None:
+    """Calls ``action`` with the numbers of the parameters whose gradients stage 3 is about to reduce together."""
+    zero, name = engine.optimizer, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+    original = getattr(zero, name)
+
+    def reduce(dtype: torch.dtype) -> Any:
+        if numbers := [p.ds_id for p in zero.ipg_buckets[dtype].params]:
+            action(numbers)
+        return original(dtype)
+
+    setattr(zero, name, reduce)
+
+
 @contextlib.contextmanager
 def reduced_at_end(engine: Any, params: Iterable[Tensor]) -> Iterator[None]:
     """A backward inside it leaves gradients on ``params``; on leaving they are reduced, in an order of their own.

@@ -193,3 +193,51 @@ def test_parameters_that_only_some_ranks_gather_are_named(ranks2) -> None:
         assert name == "ValueError"
         assert "'token'" in text
         assert "stage=2" in text
+
+
+class ShiftsOnOddRanks(Zoo):
+    """Every rank runs every module; inside, odd ranks use one parameter more."""
+
+    def build(self) -> None:
+        self.net, self.shift = zoo.Net(), _Shift()
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.net(self.shift(x)), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class _Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(zoo.WIDTH))
+        self.shift = nn.Parameter(torch.zeros(zoo.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain + self.shift if zoo._odd_rank() else x * self.gain
+
+
+def _shift(settings: Any) -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    module = ShiftsOnOddRanks()
+    make_trainer(settings, max_epochs=1, limit_val_batches=0).fit(module, loops._loader())
+    return loops._weights(module)
+
+
+def test_stage_3_reduces_what_some_ranks_use_in_one_bucket(ranks2) -> None:
+    expected = ranks2(_shift, zoo.UNUSED)
+    for result, reference in zip(
+        ranks2(_shift, {"engine": "deepspeed", "stage": 3}, timeout_seconds=SLOW), expected, strict=True
+    ):
+        assert zoo._largest(result, reference)[0] < 1e-5
+
+
+def test_stage_3_refuses_buckets_that_differ(ranks2) -> None:
+    """Reduced together they would give other numbers, without a word."""
+    settings = {"engine": "deepspeed", "stage": 3, "deepspeed": DeepSpeedConfig(reduce_bucket_numel=20)}
+    numel = sum(p.numel() for p in ShiftsOnOddRanks().parameters())
+    for name, text in ranks2(outcome, _shift, settings, timeout_seconds=SLOW):
+        assert name == "ValueError"
+        assert f"deepspeed.reduce_bucket_numel={numel}" in text
