@@ -699,7 +699,8 @@ class DeepSpeedEngine(Engine):
             odd_grads = {p: p.grad for p in self._odd}
             self._take_off({p: value.to(self.device) for p, value in self._values_afterwards().items()})
             by_id = {id(p): p for p in self._held}
-        self.attach(self._optimizers, self._told)
+        with torch._C.DisableTorchFunction():
+            self.attach(self._optimizers, self._told)
         managed = self._managed
         assert managed is not None
         with torch.no_grad(), torch._C.DisableTorchFunction():

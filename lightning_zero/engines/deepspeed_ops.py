@@ -8,6 +8,7 @@ how that went, and a lock that nobody holds is removed.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import signal
@@ -114,17 +115,21 @@ def search_path() -> str:
 
 def build_folder(name: str) -> Path:
     """Where PyTorch puts the op of that name, and its lock."""
+    return Path(build_root()) / name
+
+
+def build_root() -> str:
+    """``TORCH_EXTENSIONS_DIR``, or a folder of this environment's own below PyTorch's: in one that all environments of
+    a user share, each would compile again what another has compiled, in every rank."""
     from torch.utils import cpp_extension
 
-    root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if root is None:
-        import torch
-
-        cuda, hip = torch.version.cuda, torch.version.hip
-        kind = f"rocm{hip}" if hip else f"cu{cuda}" if cuda else "cpu"
-        version = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-        root = os.path.join(cpp_extension.get_default_build_root(), f"{version}_{kind.replace('.', '')}")
-    return Path(root) / name
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given is not None:
+        return given
+    homes = [spec.origin for spec in map(find_spec, ("torch", "deepspeed")) if spec and spec.origin]
+    tools = [shutil.which("ninja", path=search_path()) or "", os.environ.get("CXX", "")]
+    digest = hashlib.sha256("\n".join([sys.executable, *homes, *tools]).encode()).hexdigest()[:12]
+    return os.path.join(cpp_extension.get_default_build_root(), f"lightning_zero_{digest}")
 
 
 # -- building --------------------------------------------------------------------------------------------------------
@@ -144,6 +149,7 @@ def _build_in_child(name: str, folders: Sequence[Path], timeout_seconds: float, 
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "DS_ACCELERATOR": device_type,
             "PATH": search_path(),
+            "TORCH_EXTENSIONS_DIR": build_root(),
         },
         start_new_session=True,  # so that the compilers can be found
     )

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.engines.deepspeed_ops import search_path
+from lightning_zero.engines.deepspeed_ops import build_root, search_path
 
 ACCELERATORS = ("cpu", "cuda", "xpu", "hpu")
 """Kinds of devices, in DeepSpeed's and PyTorch's names."""
@@ -62,7 +62,8 @@ class Piece:
 @contextlib.contextmanager
 def environment(device: torch.device) -> Iterator[None]:
     """What DeepSpeed reads from environment variables, there for as long as it starts or loads an op."""
-    changes = {"DS_ACCELERATOR": device.type if device.type in ACCELERATORS else None, "PATH": search_path()}
+    changes = {"DS_ACCELERATOR": device.type if device.type in ACCELERATORS else None}
+    changes |= {"PATH": search_path(), "TORCH_EXTENSIONS_DIR": build_root()}
     if "LOCAL_RANK" not in os.environ:
         changes["LOCAL_RANK"] = str(device.index or 0)
     if "LOCAL_SIZE" not in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
