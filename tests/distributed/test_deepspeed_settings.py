@@ -231,9 +231,10 @@ class Blocks(OwnOptimizer):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_recomputed_activations_change_nothing(ranks2: Any, stage: int) -> None:
-    settings = {"engine": "deepspeed", "stage": stage, "units": ["Sequential"]}
+    settings = {"engine": "deepspeed", "stage": stage}
     recomputes = {
-        "deepspeed": lightning_zero.DeepSpeedConfig(activation_checkpointing=True, activation_cpu_offload=True)
+        "units": ["Sequential"],
+        "deepspeed": lightning_zero.DeepSpeedConfig(activation_checkpointing=True, activation_cpu_offload=True),
     }
     want, calls, _ = ranks2(_fit, settings, Blocks, timeout_seconds=240)[0]
     got, more_calls, _ = ranks2(_fit, {**settings, **recomputes}, Blocks, timeout_seconds=240)[0]
