@@ -25,6 +25,8 @@ from dataclasses import dataclass, field, replace
 
 STAGES = (0, 1, 2, 3)
 """0 is DDP."""
+ORDER_BYTES = 24
+"""What ranks say to each other before a unit is gathered at stage 3 on the CPU: three integers."""
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "buffers", "activations")
 """What a rank's memory is made of, in the order in which it is drawn."""
 
@@ -523,7 +525,7 @@ class _FullyShard(_Account):
 
     def forward(self, unit: int) -> None:
         if self.rules.stage == 3 and self.rules.agrees_per_unit and unit != self.root:
-            self.send("all_reduce", 16)
+            self.send("all_reduce", ORDER_BYTES)
         self.gather(unit, forward=True)
 
     def forward_end(self, unit: int) -> None:
@@ -622,7 +624,7 @@ class _FullyShard(_Account):
             for unit in list(self.gathered):
                 self.reshard(unit)
         if self.rules.stage == 3 and self.rules.agrees_per_unit:
-            self.send("all_reduce", 16)
+            self.send("all_reduce", ORDER_BYTES)
         if last:
             self.agree()
 
