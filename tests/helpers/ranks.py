@@ -280,11 +280,9 @@ def _collect(workers: list[_Worker], timeout_seconds: float, name: str) -> list[
 
 def _serve(jobs_fd: int, results_fd: int) -> None:
     """Runs jobs until the parent closes the connection."""
-    import faulthandler
     import gc
 
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    _show_crashes()
     import lightning.pytorch  # noqa: F401  (paid once per worker, not once per job)
     import torch
 
@@ -324,6 +322,17 @@ def _jobs(connection: Connection) -> Iterator[Any]:
         yield inbox.get()
 
 
+def _show_crashes() -> None:
+    """Stacks on a crash and on SIGUSR1. Lightning puts back the handlers that Python knows of after each run, which
+    takes these away."""
+    import faulthandler
+
+    faulthandler.disable()
+    faulthandler.enable()
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+
+
 def _reset(env: dict[str, str]) -> None:
     """The state a fresh process would be in, as far as a job can have changed it."""
     import gc
@@ -339,6 +348,7 @@ def _reset(env: dict[str, str]) -> None:
     os.chdir(ROOT)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
+    _show_crashes()
     rank_zero_only.rank = int(env.get("RANK", 0))
     random.seed(0)
     torch.manual_seed(0)
