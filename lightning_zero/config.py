@@ -352,6 +352,11 @@ class ZeroConfig:
             return self.offload.parameters
         return self.engine == "fsdp2" or self.stage == 3
 
+    @property
+    def parameters_in_files(self) -> bool:
+        """Whether parameter shards lie in files between uses."""
+        return self.offload.target == "nvme" and self.offloads_parameters
+
     def _resolve_file(self) -> None:
         """``stage`` and ``offload`` are what was given, what the file says, or the default, in this order."""
         given = self.deepspeed_config

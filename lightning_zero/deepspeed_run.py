@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.collectives import Meeting
 from lightning_zero.config import ZeroConfig
+from lightning_zero.engines import deepspeed_private as private
 from lightning_zero.engines.deepspeed_activations import Recomputed, configure_deepspeeds_own
 from lightning_zero.engines.deepspeed_config import RunFacts, check_micro_batch, ds_config, inert_sections
 from lightning_zero.engines.deepspeed_folder import SwapFolder, open_folder, swap_bytes
@@ -106,8 +107,7 @@ class DeepSpeedRun:
     def building(self, module: nn.Module, told: Mapping[str, Any], device: torch.device) -> Iterator[None]:
         """At stage 3 what is built inside is sharded at once (collective)."""
         config = self.config
-        in_files = config.offload.target == "nvme" and config.offloads_parameters
-        if config.auto or config.stage != 3 or in_files:
+        if config.auto or config.stage != 3:
             yield
             return
         from lightning_zero.engines.deepspeed_build import Build  # imports deepspeed's parts
@@ -181,8 +181,7 @@ class DeepSpeedRun:
 
     def facts(self, module: nn.Module, told: Mapping[str, Any], device_type: str) -> RunFacts:
         """``told`` is what the Trainer was told, in the names of :class:`RunFacts`."""
-        # A parameter that zero.Init has sharded says how large it is
-        sizes = [int(getattr(p, "ds_numel", p.numel())) for p in module.parameters()]
+        sizes = [private.whole_numel(p) for p in module.parameters()]
         return RunFacts(
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
             device_type=device_type,

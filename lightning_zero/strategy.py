@@ -216,11 +216,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         return self.config.engine == "fsdp2" and self.config.offload.target != "none" and self.root_device.type != "cpu"
 
     @property
-    def _in_files(self) -> bool:
-        """Whether the parameters lie in files, which end with a failed run."""
-        return self.config.offload.target == "nvme" and self.config.offloads_parameters
-
-    @property
     def _steps_on_host(self) -> bool:
         """Whether gradients and master weights lie in host memory, away from the device that computes."""
         return self.config.offloads_optimizer and self.root_device.type != "cpu"
@@ -360,7 +355,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         assert self.engine is not None
         assert self.lightning_module is not None
         self.engine.restore(whole, [getattr(o, "_optimizer", o) for o in self.optimizers])
-        if not whole and self._failed and self._in_files:
+        if not whole and self._failed and self.config.parameters_in_files:  # which end with a failed run
             _LOST.add(self.lightning_module)
         elif not whole:
             _LEFT_SHARDED[self.lightning_module] = self.engine

@@ -167,7 +167,9 @@ class DeepSpeedEngine(Engine):
         with private.environment(self.device), self._without(self._odd):
             deepspeed = private.prepare(self.device)
             private.count_modules_from_zero()
-            if not any(hasattr(p, "ds_id") for p in self._held):
+            if self.config.parameters_in_files:
+                private.shard_again(self._held, self._config(trainer))
+            elif not any(map(private.is_managed, self._held)):
                 private.count_parameters_from_zero()
             with torch._C.DisableTorchFunction(), private.partial_offload(Joined):
                 self._engine, *_ = deepspeed.initialize(
@@ -289,7 +291,7 @@ class DeepSpeedEngine(Engine):
             return
 
         def number_of(unit: Any) -> int:  # none: -1, parameters: below
-            its: int = getattr(unit, "ds_id", -1)
+            its: int = private.number_of(unit)
             return -2 - its if isinstance(unit, Tensor) else its
 
         said = self._say_to_all(number_of(unit))
@@ -910,7 +912,7 @@ class DeepSpeedEngine(Engine):
         for p, shape in self._shapes.items():
             value = values.pop(p, None)
             if value is None:
-                value = private.gathered_copy(p) if hasattr(p, "ds_id") else p.detach()
+                value = private.gathered_copy(p) if private.is_managed(p) else p.detach()
             whole[p] = torch.empty_strided(shape, self._strides[p], dtype=self._dtypes[p]).copy_(value)
         return whole
 
@@ -920,11 +922,11 @@ def _gathered_if_rows(value: Any) -> Any:
 
 
 def _shape(p: Any) -> torch.Size:
-    return p.ds_shape if private.is_partitioned(p) else p.shape
+    return private.whole_shape(p)
 
 
 def _stride(p: Any) -> tuple[int, ...]:
-    return torch.empty(p.ds_shape, device="meta").stride() if private.is_partitioned(p) else p.stride()
+    return torch.empty(private.whole_shape(p), device="meta").stride() if private.is_partitioned(p) else p.stride()
 
 
 def _odd_parameters(shapes: Mapping[Any, torch.Size]) -> list[Any]:

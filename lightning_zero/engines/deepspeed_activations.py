@@ -18,6 +18,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils import _pytree as pytree  # what torch itself takes arguments apart with; no public name yet
 from torch.utils.checkpoint import checkpoint
 
+from lightning_zero.engines import deepspeed_private as private
 from lightning_zero.units import ROOT, plan_units
 
 
@@ -34,7 +35,7 @@ class Recomputed:
     def __init__(
         self, module: nn.Module, units: Sequence[str] | None, min_unit_numel: int, on_cpu: bool, gathers: bool
     ) -> None:
-        if any(hasattr(p, "ds_numel") for p in module.parameters()):
+        if any(map(private.is_managed, module.parameters())):
             min_unit_numel = 0  # sharded by zero.Init: they look empty
         plan = plan_units(module, units, min_unit_numel)
         self._units = [unit.module for unit in plan.units if unit.name != ROOT and unit.module is not module]

@@ -35,10 +35,11 @@ class Build:
     def __init__(self, module: nn.Module, made: dict[str, Any], device: torch.device) -> None:
         self.module = module
         self._made = {key: value for key, value in made.items() if key != "aio"}
-        # Of no concern here, and its folder does not exist yet
-        self._made["zero_optimization"] = {
-            key: value for key, value in made["zero_optimization"].items() if key != "offload_optimizer"
-        }
+        # The folder for files does not exist yet: the engine moves parameters there when it starts
+        zero = {key: value for key, value in made["zero_optimization"].items() if key != "offload_optimizer"}
+        if zero.get("offload_param", {}).get("device") == "nvme":
+            zero["offload_param"] = {"device": "cpu"}
+        self._made["zero_optimization"] = zero
         self._device = device
         self._entered: _BuildView | None = None
 
@@ -79,7 +80,7 @@ class _Parts:
     """What the view needs of an engine, before there is one."""
 
     def holds(self, p: Any) -> bool:
-        return hasattr(p, "ds_id")
+        return private.is_managed(p)
 
     def is_away(self, p: Any) -> bool:
         return private.is_partitioned(p)
@@ -101,7 +102,7 @@ class _Parts:
             return private.gathered_copy(p)
 
     def shape_of(self, p: Any) -> torch.Size:
-        return p.ds_shape
+        return private.whole_shape(p)
 
     def written(self, p: Any, value: Tensor | None) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -139,7 +140,7 @@ def _lazily(p: Any) -> Tensor:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             return private.gathered_copy(p)[start:stop].cpu()
 
-    return LazyTensor(p.ds_shape, p.dtype, read)
+    return LazyTensor(private.whole_shape(p), p.dtype, read)
 
 
 class _Stage3:

@@ -137,7 +137,7 @@ def _skip_odd_parameters() -> None:
     if not hasattr(every, "_lightning_zero"):
 
         def iter_params(module: nn.Module, recurse: bool = False) -> Iterator[Any]:
-            return (p for p in every(module, recurse=recurse) if hasattr(p, "ds_id"))
+            return (p for p in every(module, recurse=recurse) if is_managed(p))
 
         iter_params._lightning_zero = True  # type: ignore[attr-defined]
         for place in (parameter_offload, partitioned_param_coordinator):
@@ -183,15 +183,31 @@ def sharding(config: dict[str, Any]) -> Any:
         _all_gather, _partition = plainly("_all_gather"), plainly("_partition")
 
         def _post_init_method(self, module: nn.Module) -> None:
+            for p in module._parameters.values():
+                if p is not None and not is_managed(p) and _can_be_sharded(p):
+                    self.shard(p)
+
+        def shard(self, p: Any) -> None:
             with torch._C.DisableTorchFunction(), torch.no_grad():
-                for p in module._parameters.values():
-                    if p is not None and not hasattr(p, "ds_id") and _can_be_sharded(p):
-                        before = set(vars(p))
-                        p.data = p.data.to(self.local_device).contiguous()
-                        self._zero_init_param(p)
-                        p.ds_names = {"ds_names", *vars(p)} - before  # type: ignore[attr-defined]
+                before = set(vars(p))
+                p.data = p.data.to(self.local_device).contiguous()
+                self._zero_init_param(p)
+                p.ds_names = {"ds_names", *vars(p)} - before
 
     return Sharding(config_dict_or_path=copy.deepcopy(config), tensor_overrides=())
+
+
+def shard_again(params: Iterable[Any], config: dict[str, Any]) -> None:
+    """Shards go where ``config`` says, such as into files, one parameter at a time (collective).
+
+    Left to ``deepspeed.initialize``, parameters that were built sharded stay where they are, and whole ones come into
+    host memory, whatever it says.
+    """
+    count_parameters_from_zero()
+    home = sharding(config)
+    for p in params:
+        make_whole(p)
+        home.shard(p)
 
 
 def _can_be_sharded(p: Tensor) -> bool:
@@ -206,7 +222,7 @@ def own_attributes(p: Any) -> set[str]:
 
 def make_whole(p: Any) -> None:
     """A parameter that was built sharded becomes an ordinary one (collective)."""
-    if hasattr(p, "ds_id"):
+    if is_managed(p):
         p.data = gathered_copy(p)
         for name in p.ds_names:
             p.__dict__.pop(name, None)
@@ -214,7 +230,7 @@ def make_whole(p: Any) -> None:
 
 def keep_dtype(p: Any) -> None:
     """What ``module.to(dtype)`` did to an empty parameter is done to this rank's part."""
-    part = getattr(p, "ds_tensor", None)
+    part = cut_of(p)
     if part is not None and part.dtype != p.dtype:
         part.data = part.data.to(p.dtype)
 
@@ -547,6 +563,31 @@ def store(p: Any, value: Tensor) -> None:
     p.ds_active_sub_modules = holders
     if holders:
         p.all_gather()
+
+
+def is_managed(p: Any) -> bool:
+    """Whether stage 3 shards this parameter."""
+    return hasattr(p, "ds_id")
+
+
+def number_of(unit: Any) -> int:
+    """Of a parameter or a module of stage 3, alike on all ranks; -1 for others."""
+    return getattr(unit, "ds_id", -1)
+
+
+def whole_shape(p: Any) -> torch.Size:
+    """The shape of a parameter, sharded or not."""
+    return p.ds_shape if is_partitioned(p) else p.shape
+
+
+def whole_numel(p: Any) -> int:
+    """Its elements."""
+    return int(getattr(p, "ds_numel", p.numel()))
+
+
+def cut_of(p: Any) -> Tensor | None:
+    """What this rank holds of a stage-3 parameter's values."""
+    return getattr(p, "ds_tensor", None)
 
 
 def is_partitioned(p: Any) -> bool:

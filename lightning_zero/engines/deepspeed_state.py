@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.config import ZeroConfig
+from lightning_zero.engines import deepspeed_private as private
 from lightning_zero.engines.deepspeed_optim import Cut, Managed, PieceStep
 from lightning_zero.model_state import ModelState
 
@@ -39,7 +40,7 @@ class Account:
         for p, shape in self.shapes.items():
             self.state.whole["parameters"] += shape.numel() * p.element_size()
             self.held("parameters", p.detach(), "device")
-            cut = getattr(p, "ds_tensor", None)
+            cut = private.cut_of(p)
             if cut is not None and p not in whole:
                 self.held("parameters", cut.detach(), self._place(cut, self.config.offloads_parameters))
 

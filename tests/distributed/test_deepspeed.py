@@ -215,9 +215,24 @@ class Wide(Zoo):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4)
 
 
-def _train_wide(strategy: Any, resume: str | None, save: str | None, epochs: int) -> dict[str, Any]:
+class BuiltWide(Wide):
+    """The same, sharded layer by layer while it is built."""
+
+    def build(self) -> None:
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            super().build()
+            with torch._C.DisableTorchFunction():
+                self.options["whole"] = sum(p.untyped_storage().nbytes() for p in self.parameters())
+
+
+def _train_wide(
+    strategy: Any, resume: str | None, save: str | None, epochs: int, kind: type[Wide] = Wide
+) -> dict[str, Any]:
     torch.manual_seed(3 + 100 * int(os.environ["RANK"]) * (strategy != "ddp"))
-    module, on_disk = Wide(), []
+    module, on_disk = kind(), []
 
     class Looks(Callback):
         def on_train_batch_end(self, trainer: Any, *unused: Any) -> None:
@@ -232,7 +247,8 @@ def _train_wide(strategy: Any, resume: str | None, save: str | None, epochs: int
     trainer.fit(module, DataLoader(zoo.RandomDataset(36), batch_size=batch), ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)
-    return {"losses": module.losses, "weights": loops._weights(module), "on_disk": on_disk}
+    whole = module.options.get("whole")
+    return {"losses": module.losses, "weights": loops._weights(module), "on_disk": on_disk, "whole": whole}
 
 
 def _mean_losses(results: list[dict[str, Any]]) -> torch.Tensor:
@@ -240,8 +256,12 @@ def _mean_losses(results: list[dict[str, Any]]) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("nvme")
-@pytest.mark.parametrize("offload", ["nvme", _full("cpu")])
-def test_offloaded_runs_resume_with_the_uninterrupted_runs_losses(offload: str, ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("offload", "kind"), [("nvme", Wide), ("nvme", BuiltWide), pytest.param("cpu", Wide, marks=pytest.mark.full)]
+)
+def test_offloaded_runs_resume_with_the_uninterrupted_runs_losses(
+    offload: str, kind: Any, ranks, tmp_path: Path
+) -> None:
     """DeepSpeed's own NVMe checkpoints restart from initial weights, or without Adam's step count, silently."""
     path = str(tmp_path / "half.ckpt")
     settings = _strategy(3, offload=offload)
@@ -252,18 +272,41 @@ def test_offloaded_runs_resume_with_the_uninterrupted_runs_losses(offload: str, 
         folder.mkdir()
         settings["offload"] = OffloadConfig(target="nvme", path=str(folder))
     straight = ranks(_train_wide, "ddp", None, None, 2, world_size=2)
-    half = ranks(_train_wide, settings, None, path, 1, world_size=2, timeout_seconds=SLOW)
+    half = ranks(_train_wide, settings, None, path, 1, kind, world_size=2, timeout_seconds=SLOW)
+    if kind is BuiltWide:
+        assert all(r["whole"] == 0 for r in half)
     numel = sum(p.numel() for p in Wide().parameters())
     if offload == "nvme":
         # masters, two Adam states and the parameters themselves, 4 bytes each
-        assert all(3 * 4 * numel * 0.95 < r["on_disk"][-1] < 5 * 4 * numel for r in half)
+        assert all(4 * 4 * numel * 0.95 < r["on_disk"][-1] < 5 * 4 * numel for r in half)
         assert list(folder.iterdir()) == []  # removed at the end
     expected = _mean_losses(straight)
     assert zoo._relative(_mean_losses(half), expected[:3]) < 1e-5
     for world_size in (2, 3):
-        resumed = ranks(_train_wide, settings, path, None, 2, world_size=world_size, timeout_seconds=SLOW)
+        resumed = ranks(_train_wide, settings, path, None, 2, kind, world_size=world_size, timeout_seconds=SLOW)
         assert zoo._relative(_mean_losses(resumed), expected[3:]) < 1e-5
         assert zoo._largest(resumed[0]["weights"], straight[0]["weights"])[0] < 1e-5
+
+
+class AdagradWide(Wide):
+    """Its states are made when it is, not in its first step."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), lr=1e-2, initial_accumulator_value=0.1)
+
+
+@pytest.mark.usefixtures("nvme")
+def test_states_that_a_constructor_makes_go_to_files_too(ranks2, tmp_path: Path) -> None:
+    from lightning_zero.config import OffloadConfig
+
+    settings = _strategy(3) | {"offload": OffloadConfig(target="nvme", path=str(tmp_path))}
+    results = ranks2(_train_wide, settings, None, None, 1, AdagradWide, timeout_seconds=SLOW)
+    reference = ranks2(_train_wide, "ddp", None, None, 1, AdagradWide)
+    numel = sum(p.numel() for p in Wide().parameters())
+    for result, expected in zip(results, reference, strict=True):
+        assert loops._close(result["losses"], expected["losses"])
+        assert loops._close(result["weights"], expected["weights"])
+        assert result["on_disk"][-1] > 3 * 4 * numel * 0.95  # parameters, masters and sums
 
 
 @pytest.mark.usefixtures("deepspeed_ops")
@@ -274,6 +317,30 @@ def test_offload_to_host_memory_equals_ddp(stage: int, name: str, ranks2) -> Non
     results = ranks2(zoo.train, name, _strategy(stage, offload="cpu"), True, timeout_seconds=SLOW)
     reference = ranks2(zoo.train, name, zoo.KINDS[name].reference, True)
     assert zoo.difference(results, reference).largest < 1e-5
+
+
+def _fit_after_a_failed_run(settings: Any) -> list[tuple[str, str]]:
+    class FailsOnce(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if index == 1 and not module.options.get("failed"):
+                module.options["failed"] = True
+                raise ZeroDivisionError("this once")
+
+    module = Wide()
+    fits = [make_trainer(settings, max_epochs=1, callbacks=[FailsOnce()]) for _ in range(2)]
+    return [outcome(trainer.fit, module, loops._loader()) for trainer in fits]
+
+
+@pytest.mark.usefixtures("nvme")
+def test_a_module_whose_files_went_with_a_failed_run_is_not_trained_on(ranks2, tmp_path: Path) -> None:
+    from lightning_zero.config import OffloadConfig
+
+    settings = _strategy(3) | {"offload": OffloadConfig(target="nvme", path=str(tmp_path))}
+    for first, (name, text) in ranks2(_fit_after_a_failed_run, settings, timeout_seconds=SLOW):
+        assert first == ("ZeroDivisionError", "this once")
+        assert name == "ValueError"
+        assert "ckpt_path" in text
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("nvme")
