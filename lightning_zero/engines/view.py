@@ -32,6 +32,8 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
+from lightning_zero import exchange
+
 _METADATA = frozenset(
     "size dim ndimension numel nelement stride element_size storage_offset is_floating_point is_complex is_contiguous"
     " is_signed is_inference get_device data_ptr register_hook register_post_accumulate_grad_hook retain_grad detach"
@@ -124,7 +126,34 @@ def read_only(tensor: DTensor) -> Tensor:
 def gathered(tensor: Tensor) -> Tensor:
     """The values of a ``DTensor`` as one plain tensor on every rank and its mesh's device (collective), outside
     autograd; other tensors as they are."""
-    return on_mesh(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    if tensor.device_mesh.device_type == "cpu":
+        return _gathered_between_hosts(tensor)
+    return on_mesh(tensor).full_tensor()
+
+
+def _gathered_between_hosts(tensor: DTensor) -> Tensor:
+    """``full_tensor`` by direct exchange.
+
+    ``DTensor``'s own is what torch calls ALLGATHER_COALESCED, and both threads of a gloo group write the name of what
+    they did last to one string without a lock (``ProcessGroupGloo::runLoop``, torch 2.13). Names of up to 15 letters
+    fit into the string itself; longer ones are freed twice now and then, which crashes the process.
+    """
+    mesh, shard = tensor.device_mesh, local(tensor)
+    axis = _sharded_axis(tensor)
+    each = -(-tensor.shape[0] // mesh.size(axis))
+    padded = shard.new_empty(each, *tensor.shape[1:])
+    padded[: shard.shape[0]] = shard
+    parts = shard.new_empty(mesh.size(axis) * each, *tensor.shape[1:])
+    exchange.all_gather(_bytes_of(parts), _bytes_of(padded), mesh.get_group(axis)).wait()
+    return parts if parts.shape == tensor.shape else parts[: tensor.shape[0]].clone()
+
+
+def _sharded_axis(tensor: DTensor) -> int:
+    """The dimension of the mesh whose ranks share out ``tensor``'s rows; along others it is replicated."""
+    (axis,) = (i for i, placement in enumerate(tensor.placements) if placement.is_shard(0))
+    return axis
 
 
 class _Up(torch.autograd.Function):
@@ -187,7 +216,7 @@ def gathered_on_rank_0(tensor: Tensor) -> Tensor | None:
     if not isinstance(tensor, DTensor):
         return tensor.detach() if dist.get_rank() == 0 else None
     mesh, shard = tensor.device_mesh, local(tensor)
-    (axis,) = (i for i, placement in enumerate(tensor.placements) if placement.is_shard(0))
+    axis = _sharded_axis(tensor)
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     if any(at for i, at in enumerate(coordinate) if i != axis):

@@ -7,17 +7,20 @@ alone gets most of these wrong (``p.norm().item()`` is this rank's norm) or refu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_zero.engines.view import WholeView, local
+from lightning_zero.engines.view import WholeView, gathered, local
 
 OTHER = torch.arange(15.0).view(5, 3) / 7
 
@@ -155,3 +158,34 @@ def _late_hook() -> str:
 
 def test_a_hook_that_would_never_be_called_is_refused(ranks2):
     assert all("before the run" in text for text in ranks2(_late_hook))
+
+
+# -- gathering -------------------------------------------------------------------------------------------------------
+
+
+def _gather() -> None:
+    dist.init_process_group("gloo")
+    n = dist.get_world_size()
+    meshes: list[Any] = [(init_device_mesh("cpu", (n,)), [Shard(0)])]
+    if n == 4:
+        meshes.append((init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)]))
+    for mesh, placements in meshes:
+        for dtype in (torch.float32, torch.bfloat16, torch.bool):
+            for shape in ((7, 3), (1,), (8, 2, 2), (3, 0), (0, 3)):  # uneven, fewer rows than ranks, even, empty
+                torch.manual_seed(0)
+                expected = (torch.randn(shape) * 3).to(dtype)
+                sharded = distribute_tensor(expected, mesh, placements)
+                with ExitStack() as stack:
+                    for name in ("all_gather_tensor", "all_gather_single"):
+                        if hasattr(functional, name):
+                            stack.enter_context(mock.patch.object(functional, name, side_effect=AssertionError(name)))
+                    found = gathered(sharded)
+                assert found.dtype == dtype
+                assert found.shape == expected.shape
+                assert torch.equal(found, expected)
+                assert found.untyped_storage().nbytes() == expected.untyped_storage().nbytes()  # no padding is kept
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_between_hosts_tensors_are_gathered_without_the_collective_that_crashes_gloo(ranks, world_size: int) -> None:
+    ranks(_gather, world_size=world_size)
