@@ -45,7 +45,8 @@ def measure(pool: RankPool, engine: str, stage: int, offload: str) -> dict[str, 
         settings = {"stage": stage, "engine": engine, "offload": moved}
         if engine == "fsdp2":
             settings["min_unit_numel"] = 1
-        results = pool.run(whereabouts.held, settings, world_size=2, timeout_seconds=600)
+        width = whereabouts.LARGE if offload == "nvme" else whereabouts.account.Stack.WIDTH
+        results = pool.run(whereabouts.held, settings, width, world_size=2, timeout_seconds=600)
     return max(results, key=lambda r: sum(sum(r[kind].values()) for kind in whereabouts.KINDS))
 
 

@@ -38,10 +38,10 @@ class OffloadConfig:
     pin_memory: bool | None = None
     """Page-locked host memory, which copies to the accelerator need to overlap; ``None`` is yes where there is one."""
     buffer_count: int | None = None
-    """nvme: buffers in host memory for parameters on their way, and for optimizer states; ``None`` is what DeepSpeed
-    takes, 5 and 4."""
+    """nvme: buffers in host memory for optimizer states, and for parameters, of which all that are gathered at a time
+    need one; ``None`` is DeepSpeed's 4, and 5 or what the module needs."""
     buffer_numel: int | None = None
-    """nvme: elements of a parameter buffer, at least the largest parameter's; ``None`` makes it fit the module."""
+    """nvme: elements of a parameter buffer, at least a rank's share of the largest parameter; ``None`` is that."""
     ratio: float | None = None
     """cpu, engine ``deepspeed``, stage 3: share of the optimizer states that moves, above 0 to 1; ``None`` is 1."""
     aio_block_bytes: int | None = None
@@ -89,13 +89,15 @@ class DeepSpeedConfig:
     allgather_bucket_numel: int | None = None
     """Stages 1 and 2: parameters gathered in one message after a step; ``None`` as above."""
     prefetch_numel: int | None = None
-    """Stage 3: parameters gathered ahead of their use; ``None`` scales with the module."""
+    """Stage 3: parameters gathered ahead of their use; ``None`` scales with the module, and is 0 where they lie in
+    files: one that is read ahead keeps its buffer."""
     persistence_numel: int | None = None
     """Stage 3: parameters smaller than this stay whole on every rank; ``None`` scales with the module."""
     max_live_numel: int | None = None
-    """Stage 3: whole parameters kept at a time; ``None`` is 1e9."""
+    """Stage 3: whole parameters kept at a time; ``None`` is 1e9, and 0 where they lie in files."""
     max_reuse_distance_numel: int | None = None
-    """Stage 3: a parameter used again within so many others' elements stays whole; ``None`` is 1e9."""
+    """Stage 3: a parameter used again within so many others' elements stays whole; ``None`` is 1e9, and 0 where they
+    lie in files."""
     sub_group_numel: int | None = None
     """Stage 3: parameters stepped at a time, which with offload is the size of one swap; ``None`` is 1e9, 1e8 with
     nvme, and less with ``offload.ratio``, which moves whole ones."""

@@ -26,7 +26,13 @@ from lightning_zero.collectives import Meeting
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines import deepspeed_private as private
 from lightning_zero.engines.deepspeed_activations import Recomputed, configure_deepspeeds_own
-from lightning_zero.engines.deepspeed_config import RunFacts, check_micro_batch, ds_config, inert_sections
+from lightning_zero.engines.deepspeed_config import (
+    RunFacts,
+    check_micro_batch,
+    ds_config,
+    gathered_together,
+    inert_sections,
+)
 from lightning_zero.engines.deepspeed_folder import SwapFolder, open_folder, swap_bytes
 from lightning_zero.engines.deepspeed_ops import ASYNC_IO, CPU_ADAM, prepare_op, require_deepspeed
 from lightning_zero.engines.deepspeed_optimizer import check_optimizer, make_optimizer, make_scheduler
@@ -187,6 +193,7 @@ class DeepSpeedRun:
             device_type=device_type,
             numel=sum(sizes),
             largest_numel=max(sizes, default=1),
+            num_together=gathered_together(module),
             offload_path=self.offload_path,
             **told,
         )

@@ -48,7 +48,7 @@ from lightning_zero.collectives import all_reduce_mean, broadcast_coalesced
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines import deepspeed_private as private
 from lightning_zero.engines.base import Engine
-from lightning_zero.engines.deepspeed_config import RunFacts, ds_config
+from lightning_zero.engines.deepspeed_config import RunFacts, ds_config, gathered_together
 from lightning_zero.engines.deepspeed_optim import (
     CpuAdam,
     Cut,
@@ -235,6 +235,7 @@ class DeepSpeedEngine(Engine):
             device_type=self.device.type,
             numel=sum(sizes),
             largest_numel=max(sizes),
+            num_together=gathered_together(self.module),
             offload_path=self.offload_path,
             **trainer,
         )

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from torch import nn
+
 from lightning_zero.config import RawConfig, ZeroConfig
 
 AUTO = "auto"
@@ -17,6 +19,8 @@ MAX_BUCKET_NUMEL = 200_000_000
 MIN_BUCKET_NUMEL = 25_000_000
 _ROUND_BUCKETS = 8
 NVME_SUB_GROUP_NUMEL = 100_000_000
+PARAMETER_BUFFERS = 5
+"""At the least; DeepSpeed's own default."""
 _RATIO_SUB_GROUPS = 32
 """Partial offload moves whole sub-groups: so many, that the share is met within a few per cent."""
 
@@ -82,6 +86,8 @@ class RunFacts:
     """Elements of all parameters."""
     largest_numel: int = 0
     """Elements of the largest parameter."""
+    num_together: int = 1
+    """Parameters that are gathered at the same time (:func:`gathered_together`)."""
     offload_path: str | None = None
     """This run's own folder on the fast disk, with nvme."""
 
@@ -89,6 +95,18 @@ class RunFacts:
     def dtype(self) -> str:
         """What forward and backward compute in: ``"fp32"``, ``"fp16"``, ``"bf16"`` or ``"fp64"``."""
         return _PRECISIONS.get(str(self.precision)[:2], "fp32")
+
+
+def gathered_together(module: nn.Module) -> int:
+    """The most parameters that a module has of its own and in the modules around it, which use theirs meanwhile; and
+    those that belong to no layer, which stay from their use in a step to the end of its backward."""
+
+    def with_those_around(inner: nn.Module) -> int:
+        return len(inner._parameters) + max(map(with_those_around, inner.children()), default=0)
+
+    lists = (nn.ParameterList, nn.ParameterDict)
+    bare = sum(len(m._parameters) for m in module.modules() if m is module or isinstance(m, lists))
+    return with_those_around(module) + bare
 
 
 def bucket_numel(numel: int) -> int:
@@ -339,6 +357,9 @@ def _defaults(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
     if config.stage == 3:
         made["prefetch_numel"] = min(bucket, 50_000_000)
         made["persistence_numel"] = persistence_numel(facts.numel)
+        if config.parameters_in_files:
+            # What is kept, or read ahead, keeps a buffer from what is needed next, which DeepSpeed fails on.
+            made |= {"prefetch_numel": 0, "max_live_numel": 0, "max_reuse_distance_numel": 0}
         if config.offload.target == "nvme":
             made["sub_group_numel"] = NVME_SUB_GROUP_NUMEL
         elif config.offload.ratio not in (None, 1):
@@ -362,10 +383,13 @@ def _offload_section(
         _fill(made, "ratio", offload.ratio, None, raw)
     if made["device"] == "nvme":
         made["nvme_path"] = facts.offload_path or offload.path
-        _fill(made, "buffer_count", offload.buffer_count, None, raw)
-        if part == "param":
-            # A buffer holds one rank's share of one parameter; the whole parameter leaves room for alignment.
-            _fill(made, "buffer_size", offload.buffer_numel, max(facts.largest_numel, 1), raw)
+        if part == "optimizer":
+            _fill(made, "buffer_count", offload.buffer_count, None, raw)
+        else:
+            # One more for a parameter that is read whole meanwhile
+            _fill(made, "buffer_count", offload.buffer_count, max(PARAMETER_BUFFERS, facts.num_together + 1), raw)
+            # A buffer holds one rank's share of one parameter; DeepSpeed adds what alignment needs.
+            _fill(made, "buffer_size", offload.buffer_numel, max(-(-facts.largest_numel // facts.world_size), 1), raw)
             made.setdefault("max_in_cpu", 0)  # else the first billion elements would never reach the disk
     return made
 

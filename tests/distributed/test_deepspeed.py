@@ -343,6 +343,44 @@ def test_a_module_whose_files_went_with_a_failed_run_is_not_trained_on(ranks2, t
     assert list(tmp_path.iterdir()) == []
 
 
+class ManyAtATime(Wide):
+    """More large parameters are whole at a time than DeepSpeed has buffers for: a layer's, a list's and its own."""
+
+    def build(self) -> None:
+        self.entry = nn.Linear(zoo.WIDTH, 512)
+        self.recurrent = nn.LSTM(512, 512, num_layers=2)
+        self.several = nn.ParameterList(nn.Parameter(torch.randn(512, 1024) / 30) for _ in range(8))
+        self.own = nn.Parameter(torch.randn(1024, 1024) / 30)
+        self.head = nn.Linear(1024, zoo.WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.recurrent(self.entry(x).unsqueeze(0))[0].squeeze(0)
+        return self.head(sum(torch.tanh(x @ p) for p in self.several) @ self.own)
+
+
+def _fit_with_few_buffers(path: str) -> list[str]:
+    from lightning_zero.config import OffloadConfig
+
+    settings = _strategy(3) | {"offload": OffloadConfig(target="nvme", path=path, buffer_count=5)}
+    with pytest.raises(AssertionError) as caught:
+        make_trainer(settings, max_epochs=1).fit(ManyAtATime(), loops._loader())
+    return caught.value.__notes__
+
+
+@pytest.mark.usefixtures("nvme")
+def test_parameters_in_files_are_read_as_many_as_are_needed(ranks2, tmp_path: Path) -> None:
+    from lightning_zero.config import OffloadConfig
+
+    settings = _strategy(3) | {"offload": OffloadConfig(target="nvme", path=str(tmp_path))}
+    results = ranks2(_train_wide, settings, None, None, 1, ManyAtATime, timeout_seconds=SLOW)
+    reference = ranks2(_train_wide, "ddp", None, None, 1, ManyAtATime)
+    for result, expected in zip(results, reference, strict=True):
+        assert loops._close(result["losses"], expected["losses"])
+        assert loops._close(result["weights"], expected["weights"])
+    for notes in ranks2(_fit_with_few_buffers, str(tmp_path), timeout_seconds=SLOW):
+        assert any("offload.buffer_count" in note and "raise it (now 5)" in note for note in notes)
+
+
 @pytest.mark.usefixtures("nvme")
 def test_nvme_refuses_optimizers_that_need_whole_tensors(ranks2) -> None:
     for name, text in ranks2(outcome, _fit_wide_with_adafactor, timeout_seconds=SLOW):

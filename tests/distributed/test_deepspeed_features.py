@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader
 
 from lightning_zero import DeepSpeedConfig
@@ -40,18 +41,22 @@ def test_a_feature_changes_nothing(stage: int, settings: dict[str, Any], ranks2:
     assert zoo.difference(results, reference).largest < tolerance
 
 
-def _averaged(strategy: Any) -> dict[str, torch.Tensor]:
+def _averaged(strategy: Any, which: str) -> dict[str, torch.Tensor]:
     module = zoo.make_module("adam")
-    averages = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=1)
+    averages: Any = (
+        StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=1)
+        if which == "swa"
+        else WeightAveraging(avg_fn=get_ema_avg_fn(0.8))
+    )
     trainer = zoo.make_trainer(strategy, max_epochs=4, callbacks=[averages], limit_val_batches=0)
     trainer.fit(module, DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
     return {name: p.detach().clone() for name, p in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_weights_are_averaged_as_under_ddp(stage: int, ranks2: Any) -> None:
-    reference = ranks2(_averaged, "ddp")
-    results = ranks2(_averaged, {"engine": "deepspeed", "stage": stage}, timeout_seconds=SLOW)
+@pytest.mark.parametrize(("stage", "which"), [(2, "swa"), (3, "swa"), (1, "ema"), (3, "ema")])
+def test_weights_are_averaged_as_under_ddp(stage: int, which: str, ranks2: Any) -> None:
+    reference = ranks2(_averaged, "ddp", which)
+    results = ranks2(_averaged, {"engine": "deepspeed", "stage": stage}, which, timeout_seconds=SLOW)
     for result, expected in zip(results, reference, strict=True):
         for name, value in expected.items():
             torch.testing.assert_close(result[name], value, rtol=1e-5, atol=1e-6)

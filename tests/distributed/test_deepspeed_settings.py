@@ -30,8 +30,8 @@ FILE = {
         "allgather_partitions": True,
         "allgather_bucket_size": 2e8,
         "reduce_scatter": True,
-        "reduce_bucket_size": 2e5,
-        "overlap_comm": False,
+        "reduce_bucket_size": 2e8,
+        "overlap_comm": True,
     },
 }
 

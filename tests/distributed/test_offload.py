@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_zero import strategy
+from lightning_zero import OffloadConfig, strategy
 from lightning_zero.model_state import KINDS, PLACES
 from tests.helpers import account, whereabouts, zoo
 from tests.helpers.ranks import outcome
@@ -175,8 +175,6 @@ def test_adam_is_fused_unless_its_user_chose(ranks1, kind, during, after, said):
 
 
 def test_pinned_memory_needs_an_accelerator(ranks1):
-    from lightning_zero.config import OffloadConfig
-
     settings = {"stage": 3, "offload": OffloadConfig(target="cpu", pin_memory=True)}
     name, text = ranks1(outcome, zoo.train, "sgd_momentum", settings)[0]
     assert name == "ValueError"
@@ -184,6 +182,16 @@ def test_pinned_memory_needs_an_accelerator(ranks1):
 
 
 ADAM = {"gradients": {"host": 2.0}, "optimizer": {"host": 4.0}}
+
+
+@pytest.mark.usefixtures("nvme")
+def test_in_files_are_parameters_masters_and_states(ranks2, tmp_path):
+    settings = {"engine": "deepspeed", "stage": 3, "offload": OffloadConfig(target="nvme", path=str(tmp_path))}
+    for found in ranks2(whereabouts.held, settings, whereabouts.LARGE, timeout_seconds=280):
+        assert found["parameters"]["disk"] == pytest.approx(4.0, rel=0.01)  # of the step and of the module
+        assert found["parameters"]["host"] < 0.01
+        assert found["gradients"]["host"] == pytest.approx(2.0, rel=0.01)
+        assert found["optimizer"]["disk"] == pytest.approx(4.0, rel=0.01)
 
 
 @pytest.mark.usefixtures("deepspeed_ops")

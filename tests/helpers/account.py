@@ -243,9 +243,9 @@ class Stack(L.LightningModule):
     NUM_UNITS = 60
     WIDTH = 192
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(self.WIDTH, self.WIDTH, bias=False) for _ in range(self.NUM_UNITS))
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(self.NUM_UNITS))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         for block in self.blocks:
@@ -257,13 +257,16 @@ class Stack(L.LightningModule):
 
 
 class Vectors(Dataset):
-    """``(Stack.WIDTH,)``."""
+    """``(width,)``."""
+
+    def __init__(self, width: int = Stack.WIDTH) -> None:
+        self.width = width
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.randn(Stack.WIDTH, generator=torch.Generator().manual_seed(index))
+        return torch.randn(self.width, generator=torch.Generator().manual_seed(index))
 
 
 def bytes_per_parameter(stage: int, mixed: bool, accumulating: bool) -> float:

@@ -13,15 +13,15 @@ from lightning_zero.callbacks.model_state_report import state_of_run
 from lightning_zero.model_state import KINDS, ModelState
 from tests.helpers import account, zoo
 
-PSI = account.Stack.NUM_UNITS * account.Stack.WIDTH**2
-"""Parameters of the module."""
+LARGE = 768
+"""A width whose units go to files: DeepSpeed leaves what is below 1 MiB per rank in memory."""
 
 
 class _Looking(account.Stack):
     """Looks from inside its middle unit."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
         self.inside = ModelState()
         self.blocks[self.NUM_UNITS // 2].register_forward_hook(self._look)
 
@@ -39,15 +39,16 @@ class Look(Callback):
         self.before_step = state_of_run(trainer, pl_module)
 
 
-def held(settings: dict[str, Any] | str, **options: Any) -> dict[str, Any]:
+def held(settings: dict[str, Any] | str, width: int = account.Stack.WIDTH, **options: Any) -> dict[str, Any]:
     """Bytes per parameter on this rank: ``kind -> place -> bytes``; *inside*: parameters on the device in a forward."""
     look = Look()
     torch.manual_seed(0)
-    module = _Looking()
+    module = _Looking(width)
+    numel = sum(p.numel() for p in module.parameters())
     trainer = zoo.make_trainer(settings, max_steps=3, max_epochs=1, callbacks=[look], **options)
-    trainer.fit(module, DataLoader(account.Vectors(), batch_size=1))
+    trainer.fit(module, DataLoader(account.Vectors(width), batch_size=1))
     found: dict[str, Any] = {
-        kind: {place: nbytes / PSI for place, nbytes in look.before_step.here[kind].items()} for kind in KINDS
+        kind: {place: nbytes / numel for place, nbytes in look.before_step.here[kind].items()} for kind in KINDS
     }
-    found["inside"] = module.inside.here["parameters"]["device"] / PSI
+    found["inside"] = module.inside.here["parameters"]["device"] / numel
     return found

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from lightning_zero.config import DeepSpeedConfig, OffloadConfig, ZeroConfig
 from lightning_zero.engines.deepspeed_config import (
@@ -16,6 +18,7 @@ from lightning_zero.engines.deepspeed_config import (
     bucket_numel,
     check_micro_batch,
     ds_config,
+    gathered_together,
     inert_sections,
 )
 
@@ -181,9 +184,27 @@ def test_offload_sections() -> None:
         replace(CPU, offload_path="/fast/run"), offload=OffloadConfig(target="nvme", aio_num_threads=2, buffer_count=6)
     )
     parameters, optimizer = (nvme["zero_optimization"][f"offload_{part}"] for part in ("param", "optimizer"))
-    assert (parameters["nvme_path"], parameters["buffer_size"]) == ("/fast/run", CPU.largest_numel)
+    share = -(-CPU.largest_numel // CPU.world_size)
+    assert (parameters["nvme_path"], parameters["buffer_size"]) == ("/fast/run", share)
     assert (optimizer["nvme_path"], optimizer["buffer_count"]) == ("/fast/run", 6)
     assert nvme["aio"] == {"intra_op_parallelism": 2}
+
+
+def test_parameters_in_files_have_a_buffer_for_all_that_are_gathered_at_a_time() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4, num_layers=2)
+            self.list = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(3))
+            self.own = nn.Parameter(torch.ones(2))
+
+    together = gathered_together(Net())
+    assert together == 8 + 1 + 3 + 1  # LSTM and what is around it, then what belongs to no layer
+    for count, expected in ((1, 5), (together, together + 1)):
+        zero = made(replace(CPU, num_together=count), offload="nvme")["zero_optimization"]
+        assert zero["offload_param"]["buffer_count"] == expected
+        for key in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"):
+            assert zero[key] == 0  # what is kept or read ahead keeps its buffer
 
 
 def test_offload_of_a_file() -> None:
