@@ -200,8 +200,8 @@ def sharding(config: dict[str, Any]) -> Any:
 def shard_again(params: Iterable[Any], config: dict[str, Any]) -> None:
     """Shards go where ``config`` says, such as into files, one parameter at a time (collective).
 
-    Left to ``deepspeed.initialize``, parameters that were built sharded stay where they are, and whole ones come into
-    host memory, whatever it says.
+    Left to ``deepspeed.initialize``, parameters that were built sharded stay where they are, and on a CPU whole ones
+    are taken for bf16 (``Init._set_dtype``): too small for a file, or of another size than what is written.
     """
     count_parameters_from_zero()
     home = sharding(config)
