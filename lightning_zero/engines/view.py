@@ -128,12 +128,13 @@ def gathered(tensor: Tensor) -> Tensor:
     autograd; other tensors as they are."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    if tensor.device_mesh.device_type == "cpu":
-        return _gathered_between_hosts(tensor)
+    axis = _sharded_axis(tensor)
+    if tensor.device_mesh.device_type == "cpu" and axis is not None:
+        return _gathered_between_hosts(tensor, axis)
     return on_mesh(tensor).full_tensor()
 
 
-def _gathered_between_hosts(tensor: DTensor) -> Tensor:
+def _gathered_between_hosts(tensor: DTensor, axis: int) -> Tensor:
     """``full_tensor`` by direct exchange.
 
     ``DTensor``'s own is what torch calls ALLGATHER_COALESCED, and both threads of a gloo group write the name of what
@@ -141,19 +142,19 @@ def _gathered_between_hosts(tensor: DTensor) -> Tensor:
     fit into the string itself; longer ones are freed twice now and then, which crashes the process.
     """
     mesh, shard = tensor.device_mesh, local(tensor)
-    axis = _sharded_axis(tensor)
     each = -(-tensor.shape[0] // mesh.size(axis))
-    padded = shard.new_empty(each, *tensor.shape[1:])
-    padded[: shard.shape[0]] = shard
     parts = shard.new_empty(mesh.size(axis) * each, *tensor.shape[1:])
-    exchange.all_gather(_bytes_of(parts), _bytes_of(padded), mesh.get_group(axis)).wait()
+    mine = parts[mesh.get_local_rank(axis) * each :][:each]
+    mine[: shard.shape[0]] = shard
+    exchange.all_gather(_bytes_of(parts), _bytes_of(mine), mesh.get_group(axis)).wait()
     return parts if parts.shape == tensor.shape else parts[: tensor.shape[0]].clone()
 
 
-def _sharded_axis(tensor: DTensor) -> int:
-    """The dimension of the mesh whose ranks share out ``tensor``'s rows; along others it is replicated."""
-    (axis,) = (i for i, placement in enumerate(tensor.placements) if placement.is_shard(0))
-    return axis
+def _sharded_axis(tensor: DTensor) -> int | None:
+    """The dimension of the mesh whose ranks share out ``tensor``'s rows; ``None`` where it is not replicated along all
+    others, as what the engine makes is."""
+    axes = [i for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return axes[0] if len(axes) == 1 and tensor.placements[axes[0]].is_shard(0) else None
 
 
 class _Up(torch.autograd.Function):
@@ -216,8 +217,8 @@ def gathered_on_rank_0(tensor: Tensor) -> Tensor | None:
     if not isinstance(tensor, DTensor):
         return tensor.detach() if dist.get_rank() == 0 else None
     mesh, shard = tensor.device_mesh, local(tensor)
-    axis = _sharded_axis(tensor)
-    coordinate = mesh.get_coordinate()
+    axis, coordinate = _sharded_axis(tensor), mesh.get_coordinate()
+    assert axis is not None
     assert coordinate is not None
     if any(at for i, at in enumerate(coordinate) if i != axis):
         return None  # a replica; the shards of the first one are enough
