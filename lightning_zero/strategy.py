@@ -406,16 +406,17 @@ class ZeroStrategy(Launched, DDPStrategy):
             hint = "A sharded parameter met a plain tensor where it was not gathered"
         elif "Inplace update to inference tensor" in text:
             hint = "A view of a sharded parameter is read-only: write to the parameter itself"
-        if "Not enough buffers" in text and hasattr(exception, "add_note"):  # DeepSpeed's assertion
-            exception.add_note(
-                "More parameters were needed at a time than offload.buffer_count has room for in host memory: raise it"
-                f" (now {self.config.offload.buffer_count or 'as many as one module and those around it have'})."
-            )
         note = f"{hint}. ZeroStrategy(units=[]) gathers the whole module for the length of a step." if hint else ""
         if self._dump_failed and "meta" in text:
             note = (
                 "While a checkpoint is collected, rank 0 alone has its tensors' values, others their shapes: read"
                 " values under `if self.trainer.is_global_zero`."
+            )
+        elif "Not enough buffers" in text:  # DeepSpeed's assertion
+            given = self.config.offload.buffer_count
+            note = (
+                "More parameters in files were needed at a time than offload.buffer_count has buffers for: raise it"
+                f" (now {given or 'what the largest module needs, or the file says'})."
             )
         if note and hasattr(exception, "add_note"):
             exception.add_note(note)
