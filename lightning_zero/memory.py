@@ -139,6 +139,11 @@ class UnitSize:
         """Of the whole copy, and of the message that brings it."""
         return sum(n * p.padded_numel(n) * p.compute_itemsize for p in self.parameters)
 
+    def packed_bytes(self, n: int, small_bytes: int) -> int:
+        """Of the message that shards of less than ``small_bytes`` share."""
+        shards = [p.padded_numel(n) * p.compute_itemsize for p in self.parameters]
+        return n * sum(nbytes for nbytes in shards if nbytes < small_bytes)
+
     def cast_bytes(self, n: int) -> int:
         """Of the shard in the compute dtype, where that is another than the stored one."""
         return sum(p.padded_numel(n) * p.compute_itemsize for p in self.parameters if p.compute_itemsize != p.itemsize)
@@ -282,6 +287,8 @@ class StepRules:
     """Stages 1 and 2 stay gathered between micro-batches (no user hook looks at the module there)."""
     gathers_up_front: bool = False
     """Stages 1 and 2 on the CPU gather every unit before the forward."""
+    gathers_in_place_from: int | None = None
+    """Bytes of a shard: on the CPU larger ones arrive where they stay, smaller ones share a message."""
     agrees_per_unit: bool = False
     """Stage 3 on the CPU agrees before each gather which unit is next."""
     agrees_on_unused: bool = True
@@ -457,10 +464,21 @@ class _FullyShard(_Account):
         if self.n == 1 or not size.parameters:
             return
         inputs = self.gather_inputs(size)
-        self.add("buffers", inputs + size.gathered_bytes(self.n))
-        self.drop("buffers", inputs)
+        if self.rules.gathers_in_place_from is not None:
+            self.add("gathered", size.gathered_bytes(self.n))
+            self.add("buffers", inputs + self.message_bytes(size))  # what is sent must stay until it has arrived
+        else:
+            self.add("buffers", inputs + self.message_bytes(size))
+            self.drop("buffers", inputs)
         self.send("all_gather", size.gathered_bytes(self.n))
         self.gathers += 1
+
+    def message_bytes(self, size: UnitSize) -> float:
+        """Of what arrives elsewhere than where it stays."""
+        if self.n == 1:
+            return 0.0
+        small = self.rules.gathers_in_place_from
+        return size.gathered_bytes(self.n) if small is None else size.packed_bytes(self.n, small)
 
     def gather_inputs(self, size: UnitSize) -> float:
         """What is made of the shards before they are joined: cast, brought up from the host."""
@@ -468,8 +486,12 @@ class _FullyShard(_Account):
 
     def finish_gather(self, unit: int, forward: bool) -> None:
         size = self.layout.units[unit]
-        buffer = size.gathered_bytes(self.n) if self.n > 1 else 0.0
+        buffer = self.message_bytes(size)
         self.prefetched.discard(unit)
+        if self.n > 1 and self.rules.gathers_in_place_from is not None:
+            self.gathered.add(unit)
+            self.drop("buffers", self.gather_inputs(size) + buffer)
+            return
         if forward:
             self.drop_kept_buffer()
         self.add("gathered", size.gathered_bytes(self.n))

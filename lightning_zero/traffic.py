@@ -65,6 +65,7 @@ _FUNCTIONAL: dict[str, tuple[str, tuple[str, ...], Size]] = {
 """What ``DTensor`` calls."""
 _DIRECT: dict[str, tuple[str, tuple[str, ...], Size]] = {
     "all_gather": ("all_gather", ("output", "shard", "group"), _of("output")),
+    "all_gather_each": ("all_gather", ("outputs", "shards", "group"), _of("outputs")),
     "reduce_scatter": ("reduce_scatter", ("output", "whole", "group"), _of("whole")),
 }
 """Our own exchanges between processes on CPUs."""
@@ -100,7 +101,7 @@ class TrafficMeter:
         for name, (kind, parameters, size) in _DIRECT.items():
             self._replace(exchange, name, kind, parameters, size)
         self._replace(functional, "wait_tensor", "wait", (), lambda call, n: 0.0)
-        self._replace(exchange.Together, "wait", "wait", (), lambda call, n: 0.0)
+        self._replace(exchange.Begun, "wait", "wait", (), lambda call, n: 0.0)
 
     def remove(self) -> None:
         """Puts torch's functions back, unless somebody else has replaced them meanwhile."""

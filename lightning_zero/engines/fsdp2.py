@@ -105,6 +105,7 @@ class Fsdp2Engine(Engine):
         self._raw_state_dict = False
         self._is_whole = False  # inside full_parameters
         self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
+        self._reduce: exchange.ReduceScatter | None = None
         self._handles: list[Any] = []
 
     # -- sharding ------------------------------------------------------------------------------------------------
@@ -197,14 +198,19 @@ class Fsdp2Engine(Engine):
 
     def _exchange_directly(self) -> None:
         """Between processes on CPUs gloo's own collectives take longer and more memory than they must."""
-        group = self.mesh.get_group("shard")
-        if self.device.type != "cpu" or group.size() == 1 or dist.get_backend(group) != "gloo":
+        axis = self.mesh.get_group("shard")
+        if self.device.type != "cpu" or axis.size() == 1 or dist.get_backend(axis) != "gloo":
             return
         pool = exchange.Pool()
-        gather, reduce = exchange.AllGather(pool), exchange.ReduceScatter(pool)
+        self._reduce = exchange.ReduceScatter(pool)
+
+        def gather(outputs: list[Tensor], shards: list[Tensor], process_group: dist.ProcessGroup) -> dist.Work:
+            return exchange.all_gather_each(outputs, shards, process_group, pool)
+
         for unit in self.unit_modules:
-            unit.set_custom_all_gather(gather)
-            unit.set_custom_reduce_scatter(reduce)
+            unit.set_custom_reduce_scatter(self._reduce)
+            for group in private.groups(unit):
+                private.gather_in_place(group, gather)
 
     def _carry_hooks_over(self) -> None:
         """Hooks that the user registered on parameters see this rank's gradient before it is reduced, as under DDP."""
@@ -323,8 +329,8 @@ class Fsdp2Engine(Engine):
                     output = getattr(self.module, method)(*args, **kwargs)
                 else:
                     if self._gathers_up_front:
-                        for unit in self.unit_modules:
-                            unit.unshard()
+                        for handle in [unit.unshard(async_op=True) for unit in self.unit_modules]:
+                            handle.wait()
                     output = self._root(method, *args, **kwargs)
                 self._require_same_order(-1)
         finally:
@@ -441,6 +447,8 @@ class Fsdp2Engine(Engine):
             if group in self._root_groups or any(private.has_grad(p) for p in params):
                 self._complete(params)
                 self._reduced.add(id(group))
+                if self._reduce is not None:
+                    self._reduce.may_wait = self.mesh.ndim == 1 and private.keeps_what_is_reduced(group)
         return True
 
     def _complete(self, params: list[private.ShardedParam]) -> None:
@@ -454,6 +462,9 @@ class Fsdp2Engine(Engine):
 
     def _after_backward(self, deferred: bool) -> None:
         stage_reduces = self._sync or self.config.stage > 1
+        if self._reduce is not None:
+            self._reduce.may_wait = False
+            self._reduce.finish()
         for group in self._groups if stage_reduces else ():
             params = private.trainable(group)
             late = any(private.has_grad(p) for p in params)

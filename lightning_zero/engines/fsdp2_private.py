@@ -11,11 +11,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, _get_param_all_gather_inputs
+from torch.distributed.fsdp._fully_shard._fsdp_common import _disable_functorch_if_active
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 Group = Any  # torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup
 ShardedParam = Any  # torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam
@@ -60,6 +64,58 @@ def before_reshard(group: Group, action: Callable[[Group], None]) -> None:
     group._to_sharded = to_sharded
 
 
+def gather_in_place(group: Group, gather: Callable[[list[Tensor], list[Tensor], dist.ProcessGroup], dist.Work]) -> None:
+    """Has ``gather(outputs, shards, process_group)`` fill the gathered parameters, instead of a buffer to copy from.
+
+    For one device without streams: a CPU.
+    """
+    process_group, params = group._all_gather_process_group, group.fsdp_params
+
+    @_disable_functorch_if_active
+    def unshard(async_op: bool = False) -> None:
+        is_kept = group._training_state == type(group._training_state).PRE_BACKWARD and not group.unshard_in_backward
+        if group._all_gather_result is not None or group.is_unsharded or is_kept:
+            return
+        shards = [shard for (shard,) in _get_param_all_gather_inputs(params)]
+        for p, shard in zip(params, shards, strict=True):
+            p.init_all_gather_outputs([shard.numel()], [shard.dtype], process_group.size(), group.device)
+            p.alloc_all_gather_outputs()
+        outputs = [p.all_gather_outputs[0] for p in params]
+        with (
+            torch.autograd._unsafe_preserve_version_counter(tuple(outputs)),
+            record_function("FSDP::all_gather"),
+        ):
+            work = gather(outputs, shards, process_group)
+        group._all_gather_result = AllGatherResult(outputs[0], None, work, [], [], [])
+
+    @_disable_functorch_if_active
+    def wait_for_unshard() -> None:
+        if group._all_gather_result is None:
+            return
+        with record_function("FSDP::all_gather_wait"):
+            _await_gather(group)
+        for p in params:
+            p.init_unsharded_param()
+        group._to_unsharded()
+        group._all_gather_result = None
+
+    end_of_backward = group.finalize_backward
+
+    def finalize_backward() -> None:
+        forget_gather(group)  # sent ahead for a use that did not come; left to the original, the copies would stay
+        end_of_backward()
+
+    group.unshard, group.wait_for_unshard = unshard, wait_for_unshard
+    group.finalize_backward = finalize_backward
+
+
+def _await_gather(group: Group) -> None:
+    outputs = tuple(output for p in group.fsdp_params for output in p.all_gather_outputs)
+    with torch.autograd._unsafe_preserve_version_counter(outputs):  # arriving is no write
+        if group._all_gather_result.all_gather_work is not None:
+            group._all_gather_result.all_gather_work.wait()
+
+
 def without_translation(group: Group) -> None:
     """What the group itself does around a forward is no user code: no ``TorchFunctionMode`` has to look at it."""
 
@@ -71,6 +127,17 @@ def without_translation(group: Group) -> None:
         return call
 
     group.pre_forward, group.post_forward = quiet(group.pre_forward), quiet(group.post_forward)
+
+
+def keeps_what_is_reduced(group: Group) -> bool:
+    """Whether a reduction's output becomes the gradients' storage as it is: not cast, scaled, or added to others."""
+
+    def is_kept(p: ShardedParam) -> bool:
+        reduced = p.reduce_dtype or p.param_dtype or p.orig_dtype
+        is_scaled = reduced not in (torch.float32, torch.bfloat16)  # by a part of the world size, afterwards
+        return p.sharded_param.grad is None and reduced == p.orig_dtype and not is_scaled
+
+    return all(map(is_kept, group.fsdp_params))
 
 
 def reduce_now(group: Group) -> None:
@@ -141,9 +208,11 @@ def forget_forwards(root: nn.Module) -> None:
 def forget_gather(group: Group) -> None:
     """Drops what was gathered ahead and is not used yet."""
     if group._all_gather_result is not None:
-        if group._all_gather_result.all_gather_work is not None:
-            group._all_gather_result.all_gather_work.wait()
+        _await_gather(group)
         group._all_gather_result = None
+        if group.is_sharded:
+            for p in group.fsdp_params:  # some gathers fill the parameters themselves
+                p.free_unsharded_param()
 
 
 def registrations(group: Group) -> Iterator[tuple[Tensor, list[tuple[nn.Module, str]]]]:

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_zero.config import ZeroConfig
+from lightning_zero.exchange import SMALL_BYTES
 from lightning_zero.memory import StepRules
 from lightning_zero.planner.choice import choose
 from lightning_zero.planner.rows import Plan
@@ -67,6 +68,7 @@ def plan(
         micro_batches=micro_batches,
         keep_gathered=keep_gathered,
         gathers_up_front=study.target.type == "cpu",
+        gathers_in_place_from=SMALL_BYTES if study.target.type == "cpu" else None,
         agrees_per_unit=study.target.type == "cpu" and world_size > 1 and study.config.find_unused_parameters,
         agrees_on_unused=study.config.find_unused_parameters,
         broadcasts_buffers=study.config.broadcast_buffers,

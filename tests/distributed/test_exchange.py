@@ -26,7 +26,7 @@ def _values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 def _exchanges() -> None:
     dist.init_process_group("gloo")
-    with mock.patch.object(exchange, "PIECE_BYTES", 4096):
+    with mock.patch.object(exchange, "PIECE_BYTES", 4096), mock.patch.object(exchange, "SMALL_BYTES", 20_000):
         for dtype in DTYPES:
             for numel in (0, 1, 4096, 5000):  # nothing, less than a piece, whole pieces, more than that
                 _exchange(numel, dtype, None)
@@ -39,30 +39,37 @@ def _late_exchange(late: int) -> None:
 
 
 def _exchange(numel: int, dtype: torch.dtype, late: int | None) -> None:
+    """Gathers and reductions that lie over each other in time, in either order."""
     rank, n, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     pool = exchange.Pool()
-    gather, reduce = exchange.AllGather(pool), exchange.ReduceScatter(pool)
+    reduce = exchange.ReduceScatter(pool)
     assert group is not None
-    for _ in range(3):  # the second and third time in memory that has been used
+    for may_wait in (False, True, True):  # the second and third time in memory that has been used
+        reduce.may_wait = may_wait
         if late == rank:
             time.sleep(0.2)
-        whole = gather.allocate([n * numel], dtype=dtype, device=torch.device("cpu"))
-        shard = whole.narrow(0, rank * numel, numel)  # as fully_shard has it
-        shard.copy_(_values(rank, numel, dtype))
-        pending = gather(whole, shard, group)
+        shards = [_values(10 * i + rank, i * numel, dtype) for i in range(4)]  # an empty one, small and large ones
+        outputs = [torch.empty(n * shard.numel(), dtype=dtype) for shard in shards]
+        gathering = exchange.all_gather_each(outputs, shards, group, pool)
 
         sent = reduce.allocate([n * numel], dtype=dtype, device=torch.device("cpu"))
         mean = reduce.allocate([numel], dtype=dtype, device=torch.device("cpu"))
         sent.copy_(_values(100 + rank, n * numel, dtype))
         reduce(mean, sent, group, dist.ReduceOp.AVG)  # while the gather is on its way
-        pending.wait()
+        one = pool.empty(n * numel, dtype)  # begins while the reduction is, and is complete before it
+        one[rank * numel : (rank + 1) * numel] = _values(rank, numel, dtype)
+        exchange.all_gather(one, one.chunk(n)[rank] if numel else one, group).wait()
+        gathering.wait()
 
-        assert torch.equal(whole, torch.cat([_values(r, numel, dtype) for r in range(n)]))
+        assert torch.equal(one, torch.cat([_values(r, numel, dtype) for r in range(n)]))
+        for i, output in enumerate(outputs):
+            assert torch.equal(output, torch.cat([_values(10 * i + r, i * numel, dtype) for r in range(n)]))
+        reduce.finish()
         expected = torch.zeros(numel, dtype=dtype)
         for r in [(rank - distance) % n for distance in range(n)]:
             expected += _values(100 + r, n * numel, dtype)[rank * numel : (rank + 1) * numel]
         assert torch.equal(mean, expected / n)
-        del whole, shard, sent
+        del one, sent
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -199,7 +199,7 @@ def test_in_files_are_parameters_masters_and_states(ranks2, tmp_path):
     ("engine", "stage", "offload", "expected", "inside"),
     [
         ("fsdp2", 2, "cpu", {"parameters": {"host": 2.0}, **ADAM}, 4.0),
-        ("fsdp2", 3, "cpu", {"parameters": {"host": 2.0}, **ADAM}, 4.0 / account.Stack.NUM_UNITS),
+        ("fsdp2", 3, "cpu", {"parameters": {"host": 2.0}, **ADAM}, 2 * 4.0 / account.Stack.NUM_UNITS),  # and the next
         ("fsdp2", 3, "none", {kind: {"device": n} for kind, n in zip(KINDS, (2.0, 2.0, 4.0), strict=True)}, None),
         ("deepspeed", 2, "cpu", {"parameters": {"device": 4.0, "host": 2.0}, **ADAM}, 4.0),
     ],

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_zero.engines import fsdp2_private as private
@@ -45,6 +46,70 @@ def test_groups_hooks_and_gradients(tmp_path):
         assert all(private.has_grad(p) for p in private.trainable(outer))
         private.reduce_now(outer)
         assert all(p.grad is not None for p, _ in private.registrations(outer))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_parameters_are_gathered_in_place(tmp_path):
+    """Twice, with a write to the shards in between, forgotten once: the copies follow, and autograd sees no write."""
+    _world_of_one(tmp_path)
+    try:
+        model = _sharded()
+        (inner,) = private.groups(model[0])
+        gathered = []
+
+        class Later(dist.Work):
+            def __init__(self, outputs, shards):
+                super().__init__()
+                self.pairs = list(zip(outputs, shards, strict=True))
+
+            def wait(self, *unused):
+                gathered.append([output.copy_(shard).numel() for output, shard in self.pairs])
+                return True
+
+        private.gather_in_place(inner, lambda outputs, shards, process_group: Later(outputs, shards))
+        model[0].unshard()
+        version = private.version(inner)
+        for value in (1.0, 2.0):
+            model[0].reshard()
+            with torch.no_grad():
+                for p in model[0].parameters():
+                    p.to_local().fill_(value)
+            model[0].unshard(async_op=True)
+            private.forget_gather(inner) if value == 1.0 else inner.finalize_backward()
+            assert all(not p.untyped_storage().nbytes() for p, _ in private.copies(inner))
+            model[0].unshard(async_op=True)
+            model(torch.ones(1, 4)).sum().backward()  # waits for it
+            assert private.version(inner) == version
+            model[0].unshard()
+            assert [p.flatten().tolist() for p in model[0].parameters()] == [[value] * 16, [value] * 4]
+        assert gathered == [[16, 4]] * len(gathered)
+        assert len(gathered) == 9  # first, and in each turn: forgotten, for the forward, for the backward, looked at
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype", "is_kept"),
+    [
+        ({}, torch.float32, True),
+        ({}, torch.bfloat16, True),
+        ({}, torch.float16, False),  # divided by a part of the world size afterwards
+        ({}, torch.float64, False),
+        ({"param_dtype": torch.bfloat16}, torch.float32, False),  # cast afterwards
+        ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, torch.float32, True),
+    ],
+)
+def test_which_reductions_are_kept_as_they_are(tmp_path, policy, dtype, is_kept):
+    _world_of_one(tmp_path)
+    try:
+        model = nn.Linear(4, 4).to(dtype)
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)), mp_policy=MixedPrecisionPolicy(**policy))
+        private.init_now(model)
+        (group,) = private.groups(model)
+        assert private.keeps_what_is_reduced(group) == is_kept
+        model(torch.ones(1, 4, dtype=policy.get("param_dtype", dtype))).sum().backward()
+        assert not private.keeps_what_is_reduced(group)  # the next is added
     finally:
         dist.destroy_process_group()
 

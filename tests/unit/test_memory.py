@@ -178,6 +178,15 @@ def test_host_shards_come_up_through_a_buffer_on_the_device():
         assert (stays.gathered_shards, stays.reduced_shards) == (moves.gathered_shards, moves.reduced_shards)
 
 
+def test_what_is_gathered_in_place_needs_no_message():
+    layout, rules = _layout(mixed=False), StepRules(stage=3, world_size=2)
+    forward = [Moment(event="forward", unit=0)]
+    peaks = {
+        small: simulate(layout, forward, replace(rules, gathers_in_place_from=small)).peak for small in (None, 10**9, 0)
+    }
+    assert peaks[None] - peaks[0] == peaks[10**9] - peaks[0] == layout.units[0].gathered_bytes(2) > 0
+
+
 @pytest.mark.parametrize("target", ["cpu", "nvme"])
 def test_offload_takes_the_shards_off_the_device(target):
     layout, rules = _layout(mixed=True), StepRules(stage=3, world_size=4)
