@@ -4,6 +4,7 @@
     python benchmarks/bench.py gpt --ranks 2            # one table, to the terminal
     python benchmarks/bench.py gpt --only ddp zero3     # some contenders (floor and fully_shard always run)
     python benchmarks/bench.py --page                   # docs/speed.md from the stored results
+    python benchmarks/bench.py --check                  # exits with 1 where the stored results exceed a bound
 
 Contenders take turns, round after round, on the same machine, each with as many processes as there are ranks and one
 thread per process; a ratio is taken within a round, and the median over the rounds is what counts. A contender whose
@@ -29,6 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import bounds
 from benchmarks.contenders import CONTENDERS, SHAPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,7 +63,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="turns per contender (default: %(default)s)")
     parser.add_argument("--only", nargs="*", default=None, choices=[*CONTENDERS], metavar="CONTENDER")
     parser.add_argument("--page", action="store_true", help="only write docs/speed.md from what is stored")
+    parser.add_argument("--check", action="store_true", help="only compare what is stored with its bounds")
     options = parser.parse_args()
+    if options.check:
+        return check()
     tables = [
         table
         for table in TABLES
@@ -80,6 +85,16 @@ def main() -> int:
     if options.page or not (options.shapes or options.only):
         PAGE.write_text(page())
     return 0
+
+
+def check() -> int:
+    """The bounds, and 1 if one is not met."""
+    print(bounds.render(_stored()))
+    return int(not all(bound.holds(value) for bound, _, value in bounds.judged(_stored())))
+
+
+def _stored() -> list[dict[str, Any]]:
+    return [json.loads(_path(table).read_text()) for table in TABLES if _path(table).exists()]
 
 
 def measure(table: dict[str, Any], names: list[str], rounds: int) -> dict[str, Any]:
@@ -123,6 +138,7 @@ def _summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "cpu_seconds": statistics.mean(r["cpu_seconds_per_step"] for r in ranks),
         "update_seconds": max(statistics.median(r["update_seconds"] or [math.nan]) for r in ranks),
         "peak_bytes": max(r["peak_bytes"] for r in ranks),
+        "imported_bytes": max(r["imported_bytes"] for r in ranks),
         "wire_bytes": ranks[0]["wire_bytes_per_step"],
         "start_up_seconds": max(r["start_up_seconds"] for r in ranks),
         "losses": [statistics.mean(losses) for losses in zip(*(r["losses"] for r in ranks), strict=True)],
@@ -156,8 +172,8 @@ def render(measured: dict[str, Any]) -> str:
         f"### {NAMES[table['shape']]}: {table['ranks']} ranks, {_micro_batches(table['accumulate'])}",
         "",
         "| | step, ms | to the floor | to fully_shard | clip and update, ms | CPU per rank, ms | peak memory, MB"
-        " | to fully_shard | sent per rank, MB | start-up, s |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        " | to fully_shard | imported, MB | sent per rank, MB | start-up, s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, found in runs.items():
         note = "" if name == "floor" or _same_losses(found, runs["ddp"]) else " (**other losses**)"
@@ -173,6 +189,7 @@ def render(measured: dict[str, Any]) -> str:
             f"{middle['cpu_seconds'] * 1e3:.1f}",
             f"{middle['peak_bytes'] / 1e6:.0f}",
             _ratio(found, runs["fully_shard"], "peak_bytes"),
+            f"{middle['imported_bytes'] / 1e6:.0f}",
             f"{middle['wire_bytes'] / 1e6:.1f}",
             f"{middle['start_up_seconds']:.1f}",
         ]
@@ -200,9 +217,9 @@ def _same_losses(found: list[Any], ddp: list[Any]) -> bool:
 
 def page() -> str:
     """docs/speed.md, from what is stored."""
-    stored = [json.loads(_path(table).read_text()) for table in TABLES if _path(table).exists()]
+    stored = _stored()
     head = PAGE.read_text().split("<!-- tables -->")[0] if PAGE.exists() else "# Speed\n\n"
-    parts = [head.rstrip(), "<!-- tables -->"]
+    parts = [head.rstrip(), "<!-- tables -->", bounds.render(stored)]
     for measured in stored:
         machine, added = measured["machine"], measured["imports"]
         parts += [

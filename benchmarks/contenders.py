@@ -61,6 +61,7 @@ class Job:
     def model(self) -> Any:
         import torch
 
+        self.imported = _resident_bytes("VmRSS") if self.device == "cpu" else 0
         torch.manual_seed(0)
         return make_model(SHAPES[self.shape]).to(self.device)
 
@@ -116,6 +117,7 @@ class Job:
             "losses": [float(loss) for loss in self.losses],
             "cpu_seconds_per_step": self.cpu / self.steps,
             "peak_bytes": self.peak,
+            "imported_bytes": self.imported,
             "wire_bytes_per_step": self.wire / self.steps / self.ranks,
             "start_up_seconds": self.start_up,
         }
@@ -558,8 +560,12 @@ def _peak_bytes(device: str) -> int:
         import torch
 
         return torch.cuda.max_memory_allocated()
+    return _resident_bytes("VmHWM")
+
+
+def _resident_bytes(key: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
 
 
 if __name__ == "__main__":

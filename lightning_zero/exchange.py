@@ -51,9 +51,9 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.
     if parts[rank].data_ptr() != shard.data_ptr():
         parts[rank].copy_(shard)
     others = _others(rank, world_size)
-    works = [dist.irecv(parts[peer], group=group, group_src=peer, tag=_GATHER) for peer in others]
+    works: list[Any] = [dist.irecv(parts[peer], group=group, group_src=peer, tag=_GATHER) for peer in others]
     works += [dist.isend(shard, group=group, group_dst=peer, tag=_GATHER) for peer in reversed(others)]
-    return Begun(_waited_for(works))
+    return Begun(work.wait() for work in works)
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def all_gather_each(
     small = [(o.view(torch.uint8), s.view(torch.uint8)) for o, s in pairs if 0 < s.nbytes < SMALL_BYTES]
     works = [all_gather(o, s, group) for o, s in pairs if s.nbytes >= SMALL_BYTES]
     if not small:
-        return Begun(_waited_for(works))
+        return Begun(work.wait() for work in works)
     world_size, sizes = group.size(), [shard.numel() for _, shard in small]
     packed = pool.empty(world_size * sum(sizes), torch.uint8)
     parts = packed.chunk(world_size)
@@ -79,7 +79,7 @@ def all_gather_each(
         for rank in range(world_size):
             torch._foreach_copy_([place[rank] for place in places], pieces[rank])
 
-    return Begun(_waited_for(works), unpack)
+    return Begun((work.wait() for work in works), unpack)
 
 
 @torch.no_grad()
@@ -130,19 +130,14 @@ def _reduced(output: Tensor, whole: Tensor, group: dist.ProcessGroup, buffer: Te
         torch.add(so_far, slices[i], out=piece)
         if i + 2 < len(pieces):
             arriving.append(receive(i + 2))
-    yield from _waited_for(sends)
-
-
-def _waited_for(works: list[Any]) -> Iterator[None]:
-    while works:
-        works.pop(0).wait()
-    yield
+    for send in sends:
+        send.wait()
 
 
 class Begun(dist.Work):
     """An exchange that has begun; the rest of it happens when it is waited for."""
 
-    def __init__(self, rest: Iterator[None], then: Callable[[], Any] | None = None) -> None:
+    def __init__(self, rest: Iterator[Any], then: Callable[[], Any] | None = None) -> None:
         super().__init__()
         self._rest, self._then = rest, then
 
@@ -165,7 +160,7 @@ class Pool:
     """Memory for messages, handed out again when the last tensor in it is gone; all of it is freed with the pool.
 
     The general allocator would hand it out again as well, but between small and lasting tensors, where large blocks
-    that come and go leave gaps: a fifth of a process's memory.
+    that come and go leave gaps.
     """
 
     def __init__(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import bounds
 from benchmarks.bench import ROOT, render
 from benchmarks.contenders import CONTENDERS
 
@@ -33,7 +34,7 @@ def test_contenders_do_the_same_work(accumulate):
         for rank, found in zip(reference, _run(name, accumulate=accumulate), strict=True):
             assert found["losses"] == pytest.approx(rank["losses"], rel=1e-5)  # gradients are added in another order
             assert len(found["seconds"]) == 3
-            assert found["peak_bytes"] > 0
+            assert found["peak_bytes"] > found["imported_bytes"] > 0
 
 
 def test_a_contender_that_fails_says_why():
@@ -41,19 +42,20 @@ def test_a_contender_that_fails_says_why():
         _run("nobody")
 
 
-def test_tables_show_ratios_within_a_round_and_who_did_other_work():
+def _measured() -> dict[str, Any]:
     def run(seconds: float, loss: float) -> dict[str, Any]:
         return {
             "step_seconds": seconds,
             "cpu_seconds": seconds,
             "update_seconds": float("nan"),
             "peak_bytes": 1e8,
+            "imported_bytes": 4e7 if seconds < 2 else 2e7,
             "wire_bytes": 1e6,
             "start_up_seconds": 3.0,
             "losses": [loss],
         }
 
-    measured = {
+    return {
         "table": {"shape": "gpt", "ranks": 2, "accumulate": 1},
         "runs": {
             "floor": [run(1, 5.0), run(2, 5.0), run(4, 5.0)],
@@ -62,7 +64,25 @@ def test_tables_show_ratios_within_a_round_and_who_did_other_work():
             "zero3": [run(1.5, 4.1), run(3, 4.0), run(6, 4.0)],
         },
         "failed": {"deepspeed-1": "no compiler"},
+        "imports": {"lightning": 2.0, "lightning_zero_adds": 0.06},
     }
-    lines = {line.split(" | ")[0].strip("| "): line for line in render(measured).splitlines()}
+
+
+def test_tables_show_ratios_within_a_round_and_who_did_other_work():
+    lines = {line.split(" | ")[0].strip("| "): line for line in render(_measured()).splitlines()}
     assert "| 1.50 (1.50–1.50) | 0.75 (0.75–0.75) |" in lines[f"{CONTENDERS['zero3'][0]} (**other losses**)"]
     assert "failed: no compiler" in lines[CONTENDERS["deepspeed-1"][0]]
+
+
+def test_bounds_are_judged_by_what_is_stored():
+    found = {bound.what: (value, bound.holds(value)) for bound, _, value in bounds.judged([_measured()])}
+    assert found == {
+        "`import lightning_zero` beside `import lightning.pytorch`": (pytest.approx(60), False),
+        "stage 3: step to DDP's": (3.0, False),
+        "stage 3: step to `fully_shard`'s": (0.75, True),
+        "stage 3: peak memory to `fully_shard`'s": (1.0, False),
+        "stage 3: peak memory to `fully_shard`'s, above what either imports": (1.0, False),
+    }
+    text = bounds.render([_measured()])
+    assert "| stage 3: step to `fully_shard`'s | gpt, 2 | ≤ 0.8 | 0.75 | met |" in text
+    assert "| stage 3: step to DDP's | gpt, 2 | ≤ 1.35 | 3.00 | **not met** |" in text

@@ -1,0 +1,158 @@
+"""What the stored runs are held to: the first table of docs/speed.md."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Measured = dict[str, Any]
+"""One stored table: ``table``, ``runs`` (contender -> rounds) and ``imports``."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A figure of every table of one shape, and the most it may be; the least where ``at_least``."""
+
+    what: str
+    limit: float
+    of: Callable[[Measured], float]
+    """nan where the table has not what it takes."""
+    shape: str = "gpt"
+    at_least: bool = False
+    unit: str = ""
+
+    def concerns(self, table: dict[str, Any]) -> bool:
+        return table["shape"] == self.shape and table["accumulate"] == 1
+
+    def holds(self, value: float) -> bool:
+        return value >= self.limit if self.at_least else value <= self.limit
+
+
+def _ratio(name: str, anchor: str, key: str) -> Callable[[Measured], float]:
+    """Median over the rounds of the ratio within each."""
+
+    def of(measured: Measured) -> float:
+        rounds = zip(measured["runs"].get(name, []), measured["runs"].get(anchor, []), strict=False)
+        return _median([mine[key] / other[key] for mine, other in rounds])
+
+    return of
+
+
+def _above_imports(name: str, anchor: str) -> Callable[[Measured], float]:
+    def of(measured: Measured) -> float:
+        rounds = zip(measured["runs"].get(name, []), measured["runs"].get(anchor, []), strict=False)
+        pairs = [tuple(run["peak_bytes"] - run.get("imported_bytes", math.nan) for run in pair) for pair in rounds]
+        return _median([mine / other for mine, other in pairs])
+
+    return of
+
+
+def _above_engine(stage: int) -> Callable[[Measured], float]:
+    """Percent that strategy and Trainer together add to the engine in a bare loop."""
+    return lambda measured: (_ratio(f"zero{stage}", f"engine-{stage}", "step_seconds")(measured) - 1) * 100
+
+
+def _own_share(stage: int) -> Callable[[Measured], float]:
+    """Milliseconds that the strategy adds to its engine, the Trainer's own left out: it adds those to DDP as well."""
+
+    def of(measured: Measured) -> float:
+        names = (f"zero{stage}", f"engine-{stage}", "lightning-ddp", "ddp")
+        rounds = zip(*(measured["runs"].get(name, []) for name in names), strict=False)
+        steps = [[run["step_seconds"] for run in each] for each in rounds]
+        return _median([(ours - engine) - (lightning - bare) for ours, engine, lightning, bare in steps]) * 1e3
+
+    return of
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values) if values else math.nan
+
+
+BOUNDS = [
+    *(
+        bound
+        for stage, to_ddp in ((1, 1.20), (2, 1.20), (3, 1.35))
+        for bound in (
+            Bound(f"stage {stage}: step to DDP's", to_ddp, _ratio(f"zero{stage}", "ddp", "step_seconds")),
+            Bound(
+                f"stage {stage}: strategy and Trainer beside the engine alone",
+                2,
+                _above_engine(stage),
+                unit=" %",
+            ),
+            Bound(
+                f"stage {stage}: the strategy's own share, without the Trainer's",
+                1.0,
+                _own_share(stage),
+                shape="tiny",
+                unit=" ms",
+            ),
+            Bound(
+                f"stage {stage}: clipping and the optimizer's step, `fully_shard`'s to ours",
+                3,
+                _ratio("fully_shard", f"engine-{stage}", "update_seconds"),
+                shape="many",
+                at_least=True,
+            ),
+        )
+    ),
+    *(
+        bound
+        for stage in (2, 3)
+        for bound in (
+            Bound(
+                f"stage {stage}: step to `fully_shard`'s", 0.80, _ratio(f"zero{stage}", "fully_shard", "step_seconds")
+            ),
+            Bound(
+                f"stage {stage}: peak memory to `fully_shard`'s",
+                0.75,
+                _ratio(f"zero{stage}", "fully_shard", "peak_bytes"),
+            ),
+            Bound(
+                f"stage {stage}: peak memory to `fully_shard`'s, above what either imports",
+                0.75,
+                _above_imports(f"zero{stage}", "fully_shard"),
+            ),
+        )
+    ),
+    *(
+        Bound(
+            f"stage {stage}: start-up to Lightning's DDP",
+            1.1,
+            _ratio(f"zero{stage}", "lightning-ddp", "start_up_seconds"),
+        )
+        for stage in (1, 2, 3)
+    ),
+    Bound(
+        "`import lightning_zero` beside `import lightning.pytorch`",
+        50,
+        lambda measured: measured["imports"]["lightning_zero_adds"] * 1e3,
+        unit=" ms",
+    ),
+]
+
+
+def judged(stored: list[Measured]) -> Iterator[tuple[Bound, Measured, float]]:
+    """Every bound with every table it concerns and its value there, where the table has it."""
+    for bound in sorted(BOUNDS, key=lambda each: each.what):
+        for measured in stored:
+            if bound.concerns(measured["table"]):
+                value = bound.of(measured)
+                if not math.isnan(value):
+                    yield bound, measured, value
+
+
+def render(stored: list[Measured]) -> str:
+    """The judgement as a Markdown table."""
+    lines = ["| | model, ranks | bound | measured | |", "|---|---|---|---|---|"]
+    for bound, measured, value in judged(stored):
+        table = measured["table"]
+        sign = "≥" if bound.at_least else "≤"
+        lines.append(
+            f"| {bound.what} | {table['shape']}, {table['ranks']} | {sign} {bound.limit:g}{bound.unit}"
+            f" | {value:.2f}{bound.unit} | {'met' if bound.holds(value) else '**not met**'} |"
+        )
+    return "\n".join(lines)
