@@ -17,7 +17,6 @@ from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, _get_param_all_gather_inputs
-from torch.distributed.fsdp._fully_shard._fsdp_common import _disable_functorch_if_active
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
@@ -71,7 +70,7 @@ def gather_in_place(group: Group, gather: Callable[[list[Tensor], list[Tensor], 
     """
     process_group, params = group._all_gather_process_group, group.fsdp_params
 
-    @_disable_functorch_if_active
+    @_outside_transforms
     def unshard(async_op: bool = False) -> None:
         is_kept = group._training_state == type(group._training_state).PRE_BACKWARD and not group.unshard_in_backward
         if group._all_gather_result is not None or group.is_unsharded or is_kept:
@@ -88,7 +87,7 @@ def gather_in_place(group: Group, gather: Callable[[list[Tensor], list[Tensor], 
             work = gather(outputs, shards, process_group)
         group._all_gather_result = AllGatherResult(outputs[0], None, work, [], [], [])
 
-    @_disable_functorch_if_active
+    @_outside_transforms
     def wait_for_unshard() -> None:
         if group._all_gather_result is None:
             return
@@ -107,6 +106,16 @@ def gather_in_place(group: Group, gather: Callable[[list[Tensor], list[Tensor], 
 
     group.unshard, group.wait_for_unshard = unshard, wait_for_unshard
     group.finalize_backward = finalize_backward
+
+
+def _outside_transforms(function: Callable[..., None]) -> Callable[..., None]:
+    """A ``torch.func`` transform around a forward has nothing to do with parameters that arrive."""
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        with torch._C._DisableFuncTorch():
+            function(*args, **kwargs)
+
+    return call
 
 
 def _await_gather(group: Group) -> None:

@@ -56,7 +56,7 @@ def test_parameters_are_gathered_in_place(tmp_path):
     try:
         model = _sharded()
         (inner,) = private.groups(model[0])
-        gathered = []
+        gathered, outside_transforms = [], []
 
         class Later(dist.Work):
             def __init__(self, outputs, shards):
@@ -64,6 +64,10 @@ def test_parameters_are_gathered_in_place(tmp_path):
                 self.pairs = list(zip(outputs, shards, strict=True))
 
             def wait(self, *unused):
+                if torch._C._are_functorch_transforms_active():
+                    transform = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+                    assert torch._C._dispatch_tls_is_dispatch_key_excluded(transform)
+                    outside_transforms.append(True)
                 gathered.append([output.copy_(shard).numel() for output, shard in self.pairs])
                 return True
 
@@ -83,8 +87,11 @@ def test_parameters_are_gathered_in_place(tmp_path):
             assert private.version(inner) == version
             model[0].unshard()
             assert [p.flatten().tolist() for p in model[0].parameters()] == [[value] * 16, [value] * 4]
+        model[0].reshard()
+        torch.func.vmap(model[0])(torch.ones(3, 4))
+        assert outside_transforms
         assert gathered == [[16, 4]] * len(gathered)
-        assert len(gathered) == 9  # first, and in each turn: forgotten, for the forward, for the backward, looked at
+        assert len(gathered) == 10  # 1, in each turn: forgotten, for forward and backward, looked at; and for vmap
     finally:
         dist.destroy_process_group()
 
