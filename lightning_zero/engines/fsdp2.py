@@ -53,6 +53,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -106,6 +107,7 @@ class Fsdp2Engine(Engine):
         self._is_whole = False  # inside full_parameters
         self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
         self._reduce: exchange.ReduceScatter | None = None
+        self._accumulators: dict[Tensor, Any] = {}  # shards -> where autograd adds their gradients
         self._handles: list[Any] = []
 
     # -- sharding ------------------------------------------------------------------------------------------------
@@ -449,7 +451,16 @@ class Fsdp2Engine(Engine):
                 self._reduced.add(id(group))
                 if self._reduce is not None:
                     self._reduce.may_wait = self.mesh.ndim == 1 and private.keeps_what_is_reduced(group)
+                    self._finish_before_adding(self._reduce, params)
         return True
+
+    def _finish_before_adding(self, reduce: exchange.ReduceScatter, params: list[private.ShardedParam]) -> None:
+        """A gradient that reaches the shards by itself (a penalty over parameters) is added to a complete one."""
+        for p in params:
+            if p.sharded_param not in self._accumulators:
+                node = get_gradient_edge(p.sharded_param).node
+                node.register_prehook(lambda grads: reduce.finish())
+                self._accumulators[p.sharded_param] = node
 
     def _complete(self, params: list[private.ShardedParam]) -> None:
         for p in params:
