@@ -93,9 +93,10 @@ gathered copy (2 bytes mixed, 4 in fp32) and its share of 16:
 - A shard is `ceil(rows / N)` rows, padded; the plan counts padding, frozen and unused parameters, and what cannot be
   split and stays whole, parameter by parameter. Optimizer states are those that one step of your own optimizer makes.
 
-On top come buffers on their way (the flat message of the unit being gathered, at stage 3 also the next one's; the
-message of the last reduced unit) and activations. The plan traces one micro-batch with fake tensors, notes what is
-alive whenever a unit begins, ends or completes a gradient, and walks each stage through these moments.
+On top come buffers on their way (the flat message of the unit being gathered, at stage 3 also the next one's; between
+processes on CPUs only small parameters need one, the next unit's others arrive where they stay; the message of the last
+reduced unit) and activations. The plan traces one micro-batch with fake tensors, notes what is alive
+whenever a unit begins, ends or completes a gradient, and walks each stage through these moments.
 
 ## What goes over the wire
 

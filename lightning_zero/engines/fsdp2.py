@@ -48,6 +48,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -331,8 +332,7 @@ class Fsdp2Engine(Engine):
                     output = getattr(self.module, method)(*args, **kwargs)
                 else:
                     if self._gathers_up_front:
-                        for handle in [unit.unshard(async_op=True) for unit in self.unit_modules]:
-                            handle.wait()
+                        self._gather_all()
                     output = self._root(method, *args, **kwargs)
                 self._require_same_order(-1)
         finally:
@@ -344,6 +344,12 @@ class Fsdp2Engine(Engine):
     @property
     def _gathers_up_front(self) -> bool:
         return self.config.stage < 3 and self.device.type == "cpu"
+
+    def _gather_all(self) -> None:
+        """Each unit travels while the one before it arrives; more at once would need room for their messages."""
+        begun = (unit.unshard(async_op=True) for unit in self.unit_modules)
+        for arriving, _ in pairwise(chain(begun, [None])):  # the second of a pair has begun as well
+            arriving.wait()
 
     def _broadcast_buffers(self) -> None:
         """DDP's rule: once before each forward that follows a synchronized training forward."""
