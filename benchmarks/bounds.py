@@ -31,36 +31,36 @@ class Bound:
         return value >= self.limit if self.at_least else value <= self.limit
 
 
+def _rounds(measured: Measured, *names: str) -> Iterator[tuple[dict[str, Any], ...]]:
+    """What each of these contenders did, round by round; nothing where one of them is not stored."""
+    return zip(*(measured["runs"].get(name, []) for name in names), strict=False)
+
+
 def _ratio(name: str, anchor: str, key: str) -> Callable[[Measured], float]:
     """Median over the rounds of the ratio within each."""
-
-    def of(measured: Measured) -> float:
-        rounds = zip(measured["runs"].get(name, []), measured["runs"].get(anchor, []), strict=False)
-        return _median([mine[key] / other[key] for mine, other in rounds])
-
-    return of
+    return lambda measured: _median([mine[key] / other[key] for mine, other in _rounds(measured, name, anchor)])
 
 
 def _above_imports(name: str, anchor: str) -> Callable[[Measured], float]:
-    def of(measured: Measured) -> float:
-        rounds = zip(measured["runs"].get(name, []), measured["runs"].get(anchor, []), strict=False)
-        pairs = [tuple(run["peak_bytes"] - run.get("imported_bytes", math.nan) for run in pair) for pair in rounds]
-        return _median([mine / other for mine, other in pairs])
+    """As :func:`_ratio`, of what a process holds at its peak beyond what it held before the model was made."""
 
-    return of
+    def above(run: dict[str, Any]) -> float:
+        return run["peak_bytes"] - run["imported_bytes"]
+
+    return lambda measured: _median([above(mine) / above(other) for mine, other in _rounds(measured, name, anchor)])
 
 
 def _above_engine(stage: int) -> Callable[[Measured], float]:
     """Percent that strategy and Trainer together add to the engine in a bare loop."""
-    return lambda measured: (_ratio(f"zero{stage}", f"engine-{stage}", "step_seconds")(measured) - 1) * 100
+    ratio = _ratio(f"zero{stage}", f"engine-{stage}", "step_seconds")
+    return lambda measured: (ratio(measured) - 1) * 100
 
 
 def _own_share(stage: int) -> Callable[[Measured], float]:
     """Milliseconds that the strategy adds to its engine, the Trainer's own left out: it adds those to DDP as well."""
 
     def of(measured: Measured) -> float:
-        names = (f"zero{stage}", f"engine-{stage}", "lightning-ddp", "ddp")
-        rounds = zip(*(measured["runs"].get(name, []) for name in names), strict=False)
+        rounds = _rounds(measured, f"zero{stage}", f"engine-{stage}", "lightning-ddp", "ddp")
         steps = [[run["step_seconds"] for run in each] for each in rounds]
         return _median([(ours - engine) - (lightning - bare) for ours, engine, lightning, bare in steps]) * 1e3
 
