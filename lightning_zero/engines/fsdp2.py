@@ -457,7 +457,8 @@ class Fsdp2Engine(Engine):
                 self._reduced.add(id(group))
                 if self._reduce is not None:
                     self._reduce.may_wait = self.mesh.ndim == 1 and private.keeps_what_is_reduced(group)
-                    self._finish_before_adding(self._reduce, params)
+                    if self._reduce.may_wait:
+                        self._finish_before_adding(self._reduce, params)
         return True
 
     def _finish_before_adding(self, reduce: exchange.ReduceScatter, params: list[private.ShardedParam]) -> None:
