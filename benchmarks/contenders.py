@@ -47,6 +47,8 @@ class Job:
         self.times: list[float] = []
         self.losses: list[Any] = []
         self.updates: list[float] = []
+        # What a job without a model, such as one that measures a copy's bandwidth, says too
+        self.imported = 0
 
     @property
     def clip(self) -> float | None:
