@@ -322,7 +322,8 @@ class Fsdp2Engine(Engine):
                     state[name] = gathered(value)
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        self._broadcast_buffers()
+        with torch._C.DisableTorchFunction():
+            self._broadcast_buffers()
         self._in_step = True
         wants_grad = torch.is_grad_enabled()
         try:
@@ -332,7 +333,8 @@ class Fsdp2Engine(Engine):
                     output = getattr(self.module, method)(*args, **kwargs)
                 else:
                     if self._gathers_up_front:
-                        self._gather_all()
+                        with torch._C.DisableTorchFunction():
+                            self._gather_all()
                     output = self._root(method, *args, **kwargs)
                 self._require_same_order(-1)
         finally:

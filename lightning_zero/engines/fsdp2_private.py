@@ -109,10 +109,11 @@ def gather_in_place(group: Group, gather: Callable[[list[Tensor], list[Tensor], 
 
 
 def _outside_transforms(function: Callable[..., None]) -> Callable[..., None]:
-    """A ``torch.func`` transform around a forward has nothing to do with parameters that arrive."""
+    """A ``torch.func`` transform or a ``TorchFunctionMode`` around a forward has nothing to do with parameters that
+    arrive."""
 
     def call(*args: Any, **kwargs: Any) -> None:
-        with torch._C._DisableFuncTorch():
+        with torch._C._DisableFuncTorch(), torch._C.DisableTorchFunction():
             function(*args, **kwargs)
 
     return call

@@ -6,6 +6,7 @@ alone gets most of these wrong (``p.norm().item()`` is this rank's norm) or refu
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.data import DataLoader
 
 from lightning_zero.engines.view import WholeView, gathered, local
+from tests.helpers import zoo
 
 OTHER = torch.arange(15.0).view(5, 3) / 7
 
@@ -189,3 +192,33 @@ def _gather() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_between_hosts_tensors_are_gathered_without_the_collective_that_crashes_gloo(ranks, world_size: int) -> None:
     ranks(_gather, world_size=world_size)
+
+
+# -- what it costs ---------------------------------------------------------------------------------------------------
+
+
+def _seen_of_the_engine(stage: int) -> tuple[int, list[str]]:
+    """How many calls of one run the view looked at, and those of them that the engine made parameter by parameter."""
+    calls, own = 0, []
+    look = WholeView.__torch_function__
+
+    def counting(self: Any, func: Any, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        caller = sys._getframe(1).f_code
+        if caller.co_filename.endswith(("exchange.py", "fsdp2_private.py", "_fsdp_param.py", "_fsdp_param_group.py")):
+            own.append(f"{func} in {caller.co_name}, {caller.co_filename}")
+        return look(self, func, *args)
+
+    trainer = zoo.make_trainer({"stage": stage, "min_unit_numel": 1}, max_epochs=1)
+    with mock.patch.object(WholeView, "__torch_function__", counting):
+        trainer.fit(zoo.Zoo(), DataLoader(zoo.RandomDataset(zoo.BATCH * 2 * 4), batch_size=zoo.BATCH))
+    return calls, own
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_view_looks_at_user_code_only(ranks2, stage: int) -> None:
+    """What the engine does for every parameter, thousands of times a step, is not looked at once more."""
+    for calls, own in ranks2(_seen_of_the_engine, stage):
+        assert calls
+        assert not own, own[0]
