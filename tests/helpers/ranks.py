@@ -294,6 +294,8 @@ def _serve(jobs_fd: int, results_fd: int) -> None:
     for job in _jobs(Connection(jobs_fd, writable=False)):
         if job is None:
             _reset(outer_env)
+            gc.collect()
+            gc.freeze()  # nor through what the job has imported
             continue
         env, call = job
         _reset({**outer_env, **env})
@@ -335,8 +337,6 @@ def _show_crashes() -> None:
 
 def _reset(env: dict[str, str]) -> None:
     """The state a fresh process would be in, as far as a job can have changed it."""
-    import gc
-
     import torch
     import torch.distributed as dist
     from lightning.pytorch.utilities import rank_zero_only
@@ -361,7 +361,6 @@ def _reset(env: dict[str, str]) -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
-    gc.collect()
 
 
 def outcome(fn: Callable[..., Any], *args: Any) -> tuple[str, str]:
