@@ -144,8 +144,9 @@ class StepWatch(Callback):
             return
         self._hear()
         here = (place << _SHIFT) + max(index, 0)
-        message = torch.tensor([here, -here, asked])
-        work = dist.all_reduce(message, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        with torch._C.DisableTorchFunction():  # the view has no business here
+            message = torch.tensor([here, -here, asked])
+            work = dist.all_reduce(message, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending = (work, message, here)
 
     def _hear(self) -> None:
@@ -153,7 +154,8 @@ class StepWatch(Callback):
             return
         (work, message, here), self._pending = self._pending, None
         work.wait()
-        furthest, nearest, asked = message.tolist()  # on the host: no device waits
+        with torch._C.DisableTorchFunction():
+            furthest, nearest, asked = message.tolist()  # on the host: no device waits
         if furthest != -nearest:
             self._refuse(here)
         self._agreed = max(self._agreed, asked)

@@ -362,6 +362,8 @@ class Fsdp2Engine(Engine):
     def settle(self) -> None:
         self._latest = -1
         self._sent.clear()
+        if private.is_settled(self._root, self._groups):
+            return
         for unit in self.unit_modules:
             unit.reshard()
         private.forget_forwards(self._root)

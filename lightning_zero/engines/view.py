@@ -55,6 +55,10 @@ _ELEMENTWISE = frozenset(
 _SPECIAL_IN_PLACE = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"))
 _DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 _SETTERS: dict[Any, str] = {getattr(Tensor, name).__set__: name for name in ("data", "grad")}
+_AS_THEY_ARE = frozenset(
+    getattr(Tensor, name).__get__ for name in "grad shape dtype requires_grad is_leaf grad_fn ndim layout".split()
+)
+"""What is read most and is the same of a shard and of a whole; the shortest way for it."""
 _DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -75,6 +79,8 @@ class WholeView(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        if func in _AS_THEY_ARE:
+            return func(*args)
         kwargs = kwargs or {}
         if func in _DATA and isinstance(args[0], Parameter) and self._on_data(args[0]) and len(args) == 2:
             return _copy_into(*args)

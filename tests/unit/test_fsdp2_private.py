@@ -140,6 +140,41 @@ def test_requires_grad_follows_and_forwards_are_forgotten(tmp_path):
         dist.destroy_process_group()
 
 
+def test_what_a_forward_leaves_is_noticed(tmp_path):
+    """Gathered, recorded, or sent ahead: each alone is not settled."""
+    _world_of_one(tmp_path)
+    try:
+        model = _sharded()
+        groups = [group for unit in (model[0], model) for group in private.groups(unit)]
+
+        def settled() -> bool:
+            return private.is_settled(model, groups)
+
+        def settle() -> bool:
+            for unit in (model[0], model):
+                unit.reshard()
+            private.forget_forwards(model)
+            return settled()
+
+        assert settled()
+        model[0].unshard()
+        assert not settled()
+        assert settle()
+        model[0].unshard(async_op=True)  # on its way
+        assert not settled()
+        assert settle()
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+        for unit in (model[0], model):
+            unit.reshard()
+        assert not settled()  # recorded
+        assert settle()
+        model(torch.ones(1, 4)).sum().backward()
+        assert settled()
+    finally:
+        dist.destroy_process_group()
+
+
 def test_undo_leaves_an_ordinary_module_that_can_be_sharded_again(tmp_path):
     _world_of_one(tmp_path)
     try:
