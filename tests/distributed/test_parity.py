@@ -38,7 +38,7 @@ class Case:
 
 
 def _sample() -> set[Case]:
-    """Every kind x stage at 2 ranks, and every kind once at 1, 3 or 4.
+    """Every kind x stage at 2 ranks, and every second kind once at 1, 3 or 4.
 
     At 2 ranks stages 1 and 3 start from different seeds in blocks, stage 2 from the same as one unit; the rotation
     walks so that every pair of world size, stage and layout meets many kinds.
@@ -48,8 +48,10 @@ def _sample() -> set[Case]:
         for stage in (1, 2, 3):
             layout, seeds = ("whole", "same") if stage == 2 else ("blocks", "different")
             cases.add(Case(kind, stage, 2, layout, seeds))
-        world_size, stage = ROTATION[index % 3], 1 + (index // 3 + index) % 3
-        cases.add(Case(kind, stage, world_size, "whole" if index % 4 == 3 else "blocks", "different"))
+        turn, is_left_out = divmod(index, 2)
+        if not is_left_out:
+            world_size, stage = ROTATION[turn % 3], 1 + (turn // 3 + turn) % 3
+            cases.add(Case(kind, stage, world_size, "whole" if turn % 4 == 3 else "blocks", "different"))
     return cases
 
 
@@ -103,13 +105,13 @@ def test_training_equals_ddp(case: Case, ranks, references) -> None:
 
 
 def _deepspeed_cases() -> list[Any]:
-    """Every third kind at 2 ranks, its stage in turn, and a few at 3 ranks; all other cases are ``full``."""
+    """Every fifth kind at 2 ranks, its stage in turn, and a few at 3 ranks; all other cases are ``full``."""
     cases = []
     for index, kind in enumerate(KINDS):
         for world_size in (2, 3, 1):
             for stage in (1, 2, 3):
                 case = Case(kind, stage, world_size, "blocks", "different")
-                sampled = world_size == 2 and index % 3 == 0 and stage == 1 + (index // 3) % 3
+                sampled = world_size == 2 and index % 5 == 0 and stage == 1 + (index // 5) % 3
                 sampled |= world_size == 3 and index % 15 == 7 and stage == 1 + (index // 15) % 3
                 cases.append(pytest.param(case, id=f"{case}-deepspeed", marks=() if sampled else pytest.mark.full))
     return cases

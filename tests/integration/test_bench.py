@@ -27,7 +27,7 @@ def _run(contender: str, **settings: Any) -> list[dict[str, Any]]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_contenders_do_the_same_work(accumulate):
     reference = _run("ddp", accumulate=accumulate)
     for name in ("fully_shard", "engine-2", "zero3"):
