@@ -10,12 +10,18 @@ from pathlib import Path
 import pytest
 
 import lightning_zero
-from tests.integration.commands import SMALL, console_script, run
+from tests.integration.commands import SMALL, console_script, run, run_imported
 
 MODULE = "-m", "lightning_zero"
 
 
-@pytest.mark.parametrize("entry", [MODULE, (console_script(),)], ids=["python -m", "console script"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(MODULE, id="python -m", marks=pytest.mark.full),
+        pytest.param((console_script(),), id="console script"),
+    ],
+)
 def test_two_processes_share_one_run_folder(entry, tmp_path):
     done = run(*entry, "fit", "strategy=zero2", "trainer.devices=2", *SMALL, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
@@ -70,7 +76,7 @@ def test_validates_and_predicts_from_a_checkpoint(tmp_path):
     ],
 )
 def test_bad_input_is_one_message_before_any_process_starts(override, message, tmp_path):
-    done = run(*MODULE, "fit", "trainer.devices=2", override, cwd=tmp_path)
+    done = run_imported("fit", "trainer.devices=2", override, cwd=tmp_path)
     assert done.returncode == 2, done.stdout
     assert message in done.stdout
     assert "Traceback" not in done.stdout
@@ -78,15 +84,15 @@ def test_bad_input_is_one_message_before_any_process_starts(override, message, t
 
 
 def test_help_and_config_say_what_can_be_set(tmp_path):
-    assert "fit" in run(*MODULE, "--help", cwd=tmp_path).stdout
-    assert lightning_zero.__version__ in run(*MODULE, "--version", cwd=tmp_path).stdout
-    helped = run(*MODULE, "fit", "--help", cwd=tmp_path)
+    assert "fit" in run_imported("--help", cwd=tmp_path).stdout
+    assert lightning_zero.__version__ in run_imported("--version", cwd=tmp_path).stdout
+    helped = run_imported("fit", "--help", cwd=tmp_path)
     assert helped.returncode == 0
     assert "strategy: ddp, zero1, zero2, zero3" in helped.stdout
-    config = run(*MODULE, "fit", "--cfg", "job", "strategy=zero1", cwd=tmp_path).stdout
+    config = run_imported("fit", "--cfg", "job", "strategy=zero1", cwd=tmp_path).stdout
     assert "stage: 1" in config
     assert "find_unused_parameters: true" in config
-    assert run(*MODULE, "nonsense", cwd=tmp_path).returncode == 2
+    assert run_imported("nonsense", cwd=tmp_path).returncode == 2
 
 
 FAILS = """
@@ -112,7 +118,7 @@ class Fails(L.LightningModule):
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_failing_rank_ends_the_run_and_is_shown(rank, tmp_path):
     (tmp_path / "my_module.py").write_text(FAILS)
     begun = time.monotonic()

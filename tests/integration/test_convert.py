@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lightning_zero
-from tests.integration.commands import ROOT, SMALL, run
+from tests.integration.commands import ROOT, SMALL, run, run_imported
 
 MODULE = ("-m", "lightning_zero")
 
@@ -56,7 +56,7 @@ def test_there_and_back(folder, tmp_path):
     ],
 )
 def test_wrong_arguments_end_with_one_message(arguments, said, folder, tmp_path):
-    done = run(*MODULE, "convert", *(a.format(folder=folder) for a in arguments), cwd=tmp_path)
+    done = run_imported("convert", *(a.format(folder=folder) for a in arguments), cwd=tmp_path)
     assert done.returncode == 2
     assert said in done.stdout
     assert "Traceback" not in done.stdout

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.integration.commands import SMALL, run
+from tests.integration.commands import SMALL, run, run_imported
 
 MODULE = "-m", "lightning_zero"
 USED = """
@@ -89,7 +89,7 @@ def _used(output: str) -> tuple[float, float]:
     ],
 )
 def test_bad_input_is_one_message(overrides, message, tmp_path):
-    done = run(*MODULE, "plan", "plan.device_memory_gib=1", *SHAPES, *overrides, cwd=tmp_path)
+    done = run_imported("plan", "plan.device_memory_gib=1", *SHAPES, *overrides, cwd=tmp_path)
     assert done.returncode == 2, done.stdout
     assert message in done.stdout
     assert "Traceback" not in done.stdout

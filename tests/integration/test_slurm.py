@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers import requeued
 from tests.helpers.slurm import running_slurm, why_not
-from tests.integration.commands import ROOT, SMALL, run
+from tests.integration.commands import ROOT, SMALL, run, run_imported
 from tests.integration.test_cli import MODULE
 
 needs_slurm = pytest.mark.skipif(why_not() is not None, reason=f"no SLURM here: {why_not()}")
@@ -118,6 +118,6 @@ def test_dry_run_only_writes(tmp_path):
     ],
 )
 def test_submit_refuses_what_cannot_run(arguments, message, tmp_path):
-    done = run(*MODULE, "submit", "--dry-run", *arguments, cwd=tmp_path)
+    done = run_imported("submit", "--dry-run", *arguments, cwd=tmp_path)
     assert done.returncode == 2, done.stdout
     assert message in done.stdout
