@@ -40,7 +40,7 @@ NOT_COMPARED = {
 }
 MANUAL = ("gan",)
 """Steps of the user's own run units as often as they like, which the plan says it does not count."""
-EVERY_WORLD_SIZE = ("odd_parameters_together", "indivisible_dims")
+EVERY_WORLD_SIZE = ("indivisible_dims",)
 CASES = [
     pytest.param(name, n, marks=() if name in EVERY_WORLD_SIZE or (n == 2 and name in ALWAYS) else pytest.mark.full)
     for name in zoo.KINDS
