@@ -204,7 +204,7 @@ def is_gathered(group: Group) -> bool:
 
 def is_settled(root: nn.Module, groups: list[Group]) -> bool:
     """Whether nothing is gathered, on its way or recorded: neither resharding nor :func:`forget_forwards` would do
-    anything, and asking is a hundred times cheaper."""
+    anything."""
     state = _state(root)
     if state._state_ctx.iter_forward_root is not None or state._comm_ctx.post_forward_order:
         return False
