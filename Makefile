@@ -54,7 +54,7 @@ reliability: setup ## Write the table of docs/reliability.md and, where there is
 	$(BIN)/python benchmarks/requeue.py docs
 
 # In an environment with what the package needs and no more: Lightning imports matplotlib and transformers where they are
-# installed, 50 MB that would be counted as ours.
+# installed, and their memory would be counted as ours.
 bench: ## Write docs/speed.md: every way to run the same step, side by side (two hours)
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)

@@ -41,15 +41,15 @@ def _sample() -> set[Case]:
     """Every kind at 2 ranks under stage 3 and in turn 1 or 2, and every third kind once at 1, 3 or 4.
 
     At 2 ranks stages 1 and 3 start from different seeds in blocks, stage 2 from the same as one unit; the rotation
-    walks so that every pair of world size, stage and layout meets several kinds. All of it is walked by
-    ``make test-full`` and ``make parity``.
+    walks so that every pair of world size, stage and layout meets several kinds. ``make test-full``
+    walks the rest.
     """
     cases = set()
     for index, kind in enumerate(KINDS):
         cases.add(Case(kind, 3, 2, "blocks", "different"))
         cases.add(Case(kind, 2, 2, "whole", "same") if index % 2 else Case(kind, 1, 2, "blocks", "different"))
-        turn, is_left_out = divmod(index, 3)
-        if not is_left_out:
+        turn, left_out = divmod(index, 3)
+        if not left_out:
             world_size, stage = ROTATION[turn % 3], 1 + (turn // 3 + turn) % 3
             cases.add(Case(kind, stage, world_size, "whole" if turn % 4 == 3 else "blocks", "different"))
     return cases

@@ -46,6 +46,7 @@ def run_imported(*arguments: str, cwd: Path, timeout_seconds: float = 120) -> su
         fork.join(timeout_seconds)
         if fork.is_alive():
             fork.kill()
+            fork.join()
             raise subprocess.TimeoutExpired(arguments, timeout_seconds, output.read())
         assert fork.exitcode is not None
         return subprocess.CompletedProcess(arguments, fork.exitcode, output.read())
