@@ -37,6 +37,12 @@ def _of(argument: str, per_rank: bool = False) -> Size:
     return lambda call, n: _nbytes(call.get(argument)) * (n if per_rank else 1)
 
 
+def _sent_to_each(call: dict[str, Any], n: int) -> float:
+    """The size whose all-reduce sends as much as :func:`lightning_zero.exchange.all_reduce`."""
+    nbytes = _nbytes(call["message"])
+    return nbytes * n / 2 if n <= exchange.FEW_RANKS else nbytes
+
+
 _EAGER: dict[str, tuple[str, tuple[str, ...], Size]] = {
     # name -> collective, its leading parameters in order, size
     "all_gather_single": ("all_gather", ("output", "input", "group"), _of("output")),
@@ -67,6 +73,7 @@ _DIRECT: dict[str, tuple[str, tuple[str, ...], Size]] = {
     "all_gather": ("all_gather", ("output", "shard", "group"), _of("output")),
     "all_gather_each": ("all_gather", ("outputs", "shards", "group"), _of("outputs")),
     "reduce_scatter": ("reduce_scatter", ("output", "whole", "group"), _of("whole")),
+    "all_reduce": ("all_reduce", ("message", "op", "group"), _sent_to_each),
 }
 """Our own exchanges between processes on CPUs."""
 _ALIASES = {"output_tensor": "output", "input_tensor": "input"}

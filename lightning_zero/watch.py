@@ -27,7 +27,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 
-from lightning_zero import continuation
+from lightning_zero import continuation, exchange
 from lightning_zero.guard import PREEMPTED_EXIT_CODE
 
 _PLACES = {
@@ -146,15 +146,15 @@ class StepWatch(Callback):
         here = (place << _SHIFT) + max(index, 0)
         with torch._C.DisableTorchFunction():  # the view has no business here
             message = torch.tensor([here, -here, asked])
-            work = dist.all_reduce(message, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            work = exchange.all_reduce(message, dist.ReduceOp.MAX, self._group)
         self._pending = (work, message, here)
 
     def _hear(self) -> None:
         if self._pending is None:
             return
         (work, message, here), self._pending = self._pending, None
-        work.wait()
         with torch._C.DisableTorchFunction():
+            work.wait()
             furthest, nearest, asked = message.tolist()  # on the host: no device waits
         if furthest != -nearest:
             self._refuse(here)

@@ -43,6 +43,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from lightning_zero import exchange
 from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.collectives import all_reduce_mean, broadcast_coalesced
 from lightning_zero.config import ZeroConfig
@@ -310,8 +311,9 @@ class DeepSpeedEngine(Engine):
 
     def _say_to_all(self, number: int) -> set[int]:
         """The largest and the smallest number that a rank has said, between the hosts; not about buckets."""
+        assert self._agreement is not None
         ends = torch.tensor([number, -number])
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._agreement)
+        exchange.all_reduce(ends, dist.ReduceOp.MAX, self._agreement).wait()
         high, low = ends.tolist()
         said = {high, -low}
         if len(said) > 1 and min(said) <= _BUCKETS:
@@ -411,7 +413,7 @@ class DeepSpeedEngine(Engine):
         if not self.config.find_unused_parameters:
             used[[i for p, i in self._order.items() if p.requires_grad]] = 1
         if self._agreement is not None:
-            dist.all_reduce(used, dist.ReduceOp.MAX, group=self._agreement)
+            exchange.all_reduce(used, dist.ReduceOp.MAX, self._agreement).wait()
         for (p, _), count in zip(self._order.items(), used.tolist(), strict=True):
             if count and p in managed:
                 managed.with_grad.add(p)

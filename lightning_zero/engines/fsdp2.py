@@ -278,7 +278,7 @@ class Fsdp2Engine(Engine):
         with torch._C.DisableTorchFunction():
             is_old = self._sent.pop(index, self._writes) != self._writes
             ends = torch.tensor([index, -index, is_old])
-            dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._agreement)
+            exchange.all_reduce(ends, dist.ReduceOp.MAX, self._agreement).wait()
             high, low, is_old_anywhere = ends.tolist()  # on the CPU: no device waits
             low = -low
         if high != low:
@@ -443,7 +443,7 @@ class Fsdp2Engine(Engine):
         if not (self._sync and self._gathers_up_front and self.automatic and self._agreement and self._ran):
             return False
         ran = torch.tensor(self._ran, dtype=torch.int32)
-        dist.all_reduce(ran, group=self._agreement)
+        exchange.all_reduce(ran, dist.ReduceOp.SUM, self._agreement).wait()
         return bool(((ran > 0) & (ran < self.mesh.size())).any())
 
     def _before_reduce(self, group: private.Group) -> bool:
@@ -522,7 +522,7 @@ class Fsdp2Engine(Engine):
             used[[self._order[p] for p in self._used]] = 1
         votes = torch.cat([torch.tensor(self._ran, dtype=torch.int32), used])
         if self._agreement:
-            dist.all_reduce(votes, group=self._agreement)
+            exchange.all_reduce(votes, dist.ReduceOp.SUM, self._agreement).wait()
         ran, used = votes.split([len(self._ran), len(self._order)])
         if not self._gathers_up_front:
             self._require_same_units(ran)

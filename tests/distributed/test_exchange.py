@@ -77,6 +77,31 @@ def test_exchanges_equal_their_definition(ranks, world_size):
     ranks(_exchanges, world_size=world_size)
 
 
+def _agreements(few_ranks: int) -> None:
+    dist.init_process_group("gloo")
+    with mock.patch.object(exchange, "FEW_RANKS", few_ranks):
+        for dtype in (torch.int32, torch.int64):
+            _agree(dtype)
+
+
+def _agree(dtype: torch.dtype) -> None:
+    rank, n, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    said = [torch.tensor([rank, -rank, each], dtype=dtype) for each in (7, 8, 9)]
+    ops = [dist.ReduceOp.MAX, dist.ReduceOp.SUM, dist.ReduceOp.MAX]
+    begun = [exchange.all_reduce(message, op, group) for message, op in zip(said, ops, strict=True)]  # all on their way
+    for work in begun:
+        work.wait()
+    total = n * (n - 1) // 2
+    assert [message.tolist() for message in said] == [[n - 1, 0, 7], [total, -total, 8 * n], [n - 1, 0, 9]]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("few_ranks", [2, 4], ids="few={}".format)
+def test_agreements_equal_their_definition(ranks, world_size, few_ranks):
+    ranks(_agreements, few_ranks, world_size=world_size)
+
+
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_rank_may_come_late(ranks, late):
     ranks(_late_exchange, late, world_size=3)
