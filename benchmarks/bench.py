@@ -7,7 +7,8 @@
     python benchmarks/bench.py --check                  # exits with 1 where the stored results exceed a bound
 
 Contenders take turns, round after round, on the same machine, each with as many processes as there are ranks and one
-thread per process; a ratio is taken within a round, and the median over the rounds is what counts. A contender whose
+thread per process; a ratio is taken within a round, and the median over the rounds is what counts. Where a step takes
+milliseconds they take turns within a round as well, some steps each, while the others are stopped. A contender whose
 losses are not DDP's is marked: it did other work. What was measured is stored under benchmarks/results/ with the
 hardware and the versions.
 """
@@ -19,13 +20,17 @@ import json
 import math
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import time
+from collections import deque
+from collections.abc import Generator
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -46,7 +51,7 @@ TABLES: list[dict[str, Any]] = [
     {"shape": "gpt", "ranks": 2, "accumulate": 8, "steps": 3},
     {"shape": "many", "ranks": 2, "accumulate": 1},
     {"shape": "embedding", "ranks": 2, "accumulate": 1},
-    {"shape": "tiny", "ranks": 2, "accumulate": 1, "steps": 300},
+    {"shape": "tiny", "ranks": 2, "accumulate": 1, "steps": 300, "turn_steps": 20},
 ]
 NAMES = {
     "gpt": "GPT of 26 M parameters, 8 blocks of 512",
@@ -103,25 +108,17 @@ def measure(table: dict[str, Any], names: list[str], rounds: int) -> dict[str, A
     runs: dict[str, list[Any]] = {name: [] for name in names}
     failed: dict[str, str] = {}
     for number in range(rounds):
-        for name in names:
-            if name in failed:
-                continue
+        left = [name for name in names if name not in failed]
+        for together in [left] if table.get("turn_steps") else [[name] for name in left]:
             begun = time.perf_counter()
-            settings = json.dumps({**table, "contender": name})
-            done = subprocess.run(
-                [sys.executable, str(ROOT / "benchmarks" / "contenders.py"), settings],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if done.returncode:
-                failed[name] = done.stderr.strip().splitlines()[-1][:200]
-            else:
-                runs[name].append(_summary(json.loads(done.stdout)))
+            for name, found in run(table, together).items():
+                if isinstance(found, str):
+                    failed[name] = found
+                else:
+                    runs[name].append(_summary(found))
+            said = ", ".join(f"{name}: {failed[name]}" if name in failed else name for name in together)
             print(
-                f"round {number + 1}/{rounds} {name}: {failed.get(name) or round(time.perf_counter() - begun)}",
-                file=sys.stderr,
-                flush=True,
+                f"round {number + 1}/{rounds} {said}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True
             )
     return {
         "table": table,
@@ -130,6 +127,37 @@ def measure(table: dict[str, Any], names: list[str], rounds: int) -> dict[str, A
         "runs": {name: found for name, found in runs.items() if found},
         "failed": failed,
     }
+
+
+def run(table: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Each contender's results by rank, or why it has none. Only one runs at a time."""
+    found: dict[str, Any] = {}
+    waiting = deque((name, _turns({**table, "contender": name})) for name in names)
+    while waiting:
+        name, turns = waiting.popleft()
+        try:
+            next(turns)
+            waiting.append((name, turns))
+        except StopIteration as end:
+            found[name] = end.value
+    return found
+
+
+def _turns(settings: dict[str, Any]) -> Generator[None, None, list[dict[str, Any]] | str]:
+    """One contender's run, which yields whenever it has stopped itself (:attr:`contenders.Job.turn_steps`)."""
+    with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
+        command = [sys.executable, str(ROOT / "benchmarks" / "contenders.py"), json.dumps(settings)]
+        process = subprocess.Popen(command, stdout=output, stderr=errors, text=True, start_new_session=True)
+        try:
+            while os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT).si_code == os.CLD_STOPPED:  # type: ignore[union-attr]
+                yield
+                os.killpg(process.pid, signal.SIGCONT)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        errors.seek(0)
+        return json.load(output) if process.returncode == 0 else errors.read().strip().splitlines()[-1][:200]
 
 
 def _summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -141,7 +169,7 @@ def _summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "peak_bytes": max(r["peak_bytes"] for r in ranks),
         "imported_bytes": max(r["imported_bytes"] for r in ranks),
         "wire_bytes": ranks[0]["wire_bytes_per_step"],
-        "start_up_seconds": max(r["start_up_seconds"] for r in ranks),
+        "start_up_seconds": ranks[0]["start_up_seconds"],  # it may have stopped the others before their first step
         "losses": [statistics.mean(each) for each in zip(*(r["losses"][:COMPARED_LOSSES] for r in ranks), strict=True)],
     }
 

@@ -14,6 +14,7 @@ import fcntl
 import itertools
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -39,6 +40,9 @@ class Job:
     accumulate: int = 1
     steps: int = 6
     """Counted steps, after :data:`WARMUP_STEPS`."""
+    turn_steps: int = 0
+    """After the warm-up and after so many steps each the job stops itself, all its processes, until it is continued.
+    The pause counts as one long step, which the median of many does not see."""
     begun: float = field(default_factory=time.time)
     rank: int = 0
     folder: str = ""
@@ -110,6 +114,8 @@ class Job:
             self.wire += _wire_bytes()
             self.cpu += time.process_time()
             self.peak = _peak_bytes(self.device)
+        elif self.turn_steps and (len(self.times) - WARMUP_STEPS) % self.turn_steps == 0 and self.rank == 0:
+            os.killpg(0, signal.SIGSTOP)
 
     def result(self) -> dict[str, Any]:
         counted = self.times[WARMUP_STEPS - 1 :]

@@ -170,7 +170,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._deepspeed.end_view()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        watch(trainer, self)
+        self._watch = watch(trainer, self)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._failed = self._dump_failed = False
         if module in _LEFT_SHARDED:
@@ -431,6 +431,8 @@ class ZeroStrategy(Launched, DDPStrategy):
             return self.engine.run(name, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.root_device.type == "cpu":  # elsewhere it is heard while the forward is queued
+            self._watch.hear()
         return self._step("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

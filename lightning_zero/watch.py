@@ -5,8 +5,9 @@ whether it was asked to end. If they stand at different places, a dataloader has
 the same error instead of waiting for each other. If any was asked to end (SIGTERM, or SIGUSR1 under SLURM), all finish
 this step, store a checkpoint, and exit; nothing but setting a flag ever happens inside a signal handler.
 
-On an accelerator the message travels while the forward is queued; it replaces Lightning's own broadcast before each
-batch, which waits for the device.
+The message travels while Lightning is on its way from the batch to the step, if no code of the user's runs there; on an
+accelerator while the forward is queued. It replaces Lightning's own broadcast before each batch, which waits for the
+device.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_zero import continuation, exchange
 from lightning_zero.guard import PREEMPTED_EXIT_CODE
@@ -51,6 +53,7 @@ class StepWatch(Callback):
         self._agreed: int = 0
         self._step = -1
         self._loop: Any = None
+        self._hears_at_once = False
         self._handlers: dict[int, Any] = {}
 
     # -- beginning and end ---------------------------------------------------------------------------------------
@@ -65,6 +68,7 @@ class StepWatch(Callback):
         if self._loop is not None:
             return
         self._loop = loop = trainer.fit_loop.epoch_loop
+        self._hears_at_once = self._strategy.root_device.type == "cpu" and _users_code_precedes_step(trainer, self)
         advance = loop.advance
 
         def watched(data_fetcher: Any) -> None:
@@ -107,33 +111,33 @@ class StepWatch(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._say(1, batch_idx)
-        if self._strategy.root_device.type == "cpu":
-            self._hear()
+        if self._hears_at_once:
+            self.hear()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        self._hear()
+        self.hear()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._hear()
+        self.hear()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self._say(2, trainer.fit_loop.epoch_loop.batch_idx + 1)
-        self._hear()
+        self.hear()
 
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if getattr(self._strategy, "engine", None) is not None:  # then each forward is collective
             self._say(3, batch_idx)
-            self._hear()
+            self.hear()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self._say(4, trainer.fit_loop.epoch_loop.batch_idx + 1)
-        self._hear()
+        self.hear()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._say(5, trainer.fit_loop.epoch_loop.batch_idx + 1)
-        self._hear()
+        self.hear()
 
     def _say(self, place: int, index: int) -> None:
         if self._loop is None:
@@ -142,14 +146,15 @@ class StepWatch(Callback):
         if self._group is None:
             self._agreed = max(self._agreed, asked)
             return
-        self._hear()
+        self.hear()
         here = (place << _SHIFT) + max(index, 0)
         with torch._C.DisableTorchFunction():  # the view has no business here
             message = torch.tensor([here, -here, asked])
             work = exchange.all_reduce(message, dist.ReduceOp.MAX, self._group)
         self._pending = (work, message, here)
 
-    def _hear(self) -> None:
+    def hear(self) -> None:
+        """Waits for what the others said, if it is not known yet; raises on all ranks where they disagree."""
         if self._pending is None:
             return
         (work, message, here), self._pending = self._pending, None
@@ -205,10 +210,22 @@ def listen_early() -> None:
         signal.signal(signal.SIGUSR1, lambda number, frame: _early.append(number))
 
 
-def watch(trainer: Any, strategy: Any) -> None:
-    """Gives ``trainer`` a :class:`StepWatch` in front of all other callbacks."""
+def watch(trainer: Any, strategy: Any) -> StepWatch:
+    """Gives ``trainer`` a :class:`StepWatch` in front of all other callbacks.
+
+    ``strategy`` lets it :meth:`~StepWatch.hear` before the first collective of a step.
+    """
     trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, StepWatch)]
-    trainer.callbacks.insert(0, StepWatch(strategy))
+    trainer.callbacks.insert(0, watching := StepWatch(strategy))
+    return watching
+
+
+def _users_code_precedes_step(trainer: Any, watching: StepWatch) -> bool:
+    """Whether code of the user's runs between a batch's begin and its step: it may read parameters, a collective."""
+    others = [callback for callback in trainer.callbacks if callback is not watching]
+    hooks = [(other, "on_train_batch_start") for other in others]
+    hooks += [(trainer.lightning_module, name) for name in ("on_train_batch_start", "optimizer_step")]
+    return any(is_overridden(name, owner) for owner, name in hooks)
 
 
 def _users_own(handler: Any) -> list[Any]:

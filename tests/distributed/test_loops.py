@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from tests.helpers import zoo
 from tests.helpers.ranks import outcome
@@ -486,6 +486,39 @@ class ReplacesLayerInConfigureOptimizers(Zoo):
     def configure_optimizers(self) -> Any:
         self.net.head = nn.Linear(zoo.WIDTH, zoo.WIDTH)
         return super().configure_optimizers()
+
+
+class ReadsBeforeTheStep(Zoo):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        next(self.parameters()).norm()  # of the whole: all ranks must be here
+
+
+class ReadsOnTheWayToTheStep(Zoo):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        next(self.parameters()).norm()
+        super().optimizer_step(*args, **kwargs)
+
+
+class RunsDry(IterableDataset):
+    """Two batches on rank 0, one more on each further rank; nobody can know beforehand."""
+
+    def __iter__(self) -> Any:
+        items = zoo.RandomDataset()
+        return (items[i] for i in range(zoo.BATCH * (2 + int(os.environ["RANK"]))))
+
+
+def _fit_until_dry(module: type[Zoo]) -> None:
+    make_trainer(_strategy(3), max_epochs=1, use_distributed_sampler=False).fit(
+        module(), DataLoader(RunsDry(), batch_size=zoo.BATCH)
+    )
+
+
+@pytest.mark.parametrize("module", [Zoo, ReadsBeforeTheStep, ReadsOnTheWayToTheStep])
+def test_all_ranks_refuse_where_one_has_fewer_batches(module: type[Zoo], ranks2) -> None:
+    for error, text in ranks2(outcome, _fit_until_dry, module, timeout_seconds=60):
+        assert error == "ValueError", text
+        assert "rank 1 begins training batch 2" in text
+        assert "rank 0 ends its epoch after 2 training batches" in text
 
 
 def _fit_badly(strategy: Any, module: type[Zoo], options: dict[str, Any]) -> list[float]:

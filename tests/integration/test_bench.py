@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from benchmarks import bounds
+from benchmarks import bench, bounds
 from benchmarks.bench import ROOT, render
 from benchmarks.contenders import CONTENDERS
 
@@ -35,6 +36,16 @@ def test_contenders_do_the_same_work(accumulate):
             assert found["losses"] == pytest.approx(rank["losses"], rel=1e-5)  # gradients are added in another order
             assert len(found["seconds"]) == 3
             assert found["peak_bytes"] > found["imported_bytes"] > 0
+
+
+def test_contenders_that_stop_themselves_take_turns():
+    table = {"shape": "tiny", "ranks": 2, "accumulate": 1, "steps": 6, "turn_steps": 2}
+    found = bench.run(table, ["floor", "nobody", "ddp"])
+    assert found["nobody"] == "KeyError: 'nobody'"
+    for name in ("floor", "ddp"):
+        assert [len(rank["seconds"]) for rank in found[name]] == [6, 6]
+    # After its warm-up the one stood still until the other's was done.
+    assert found["floor"][0]["seconds"][0] > found["ddp"][0]["start_up_seconds"]
 
 
 def test_a_contender_that_fails_says_why():
