@@ -430,9 +430,13 @@ class ZeroStrategy(Launched, DDPStrategy):
                 return getattr(self.lightning_module, name)(*args, **kwargs)
             return self.engine.run(name, *args, **kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.root_device.type == "cpu":  # elsewhere it is heard while the forward is queued
+    def _require_same_place(self) -> None:
+        """All ranks are about to begin the same step; on an accelerator they hear of it while the forward is queued."""
+        if self.root_device.type == "cpu":
             self._watch.hear()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._require_same_place()
         return self._step("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -463,6 +467,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         return plugin.post_backward(loss, module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        self._require_same_place()  # an optimizer that evaluates its closure itself gathers before
         return Strategy.optimizer_step(self, optimizer, closure, model, **kwargs)
 
     # -- state ---------------------------------------------------------------------------------------------------

@@ -499,6 +499,11 @@ class ReadsOnTheWayToTheStep(Zoo):
         super().optimizer_step(*args, **kwargs)
 
 
+class GathersBeforeTheStep(Zoo):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
 class RunsDry(IterableDataset):
     """Two batches on rank 0, one more on each further rank; nobody can know beforehand."""
 
@@ -513,7 +518,7 @@ def _fit_until_dry(module: type[Zoo]) -> None:
     )
 
 
-@pytest.mark.parametrize("module", [Zoo, ReadsBeforeTheStep, ReadsOnTheWayToTheStep])
+@pytest.mark.parametrize("module", [Zoo, ReadsBeforeTheStep, ReadsOnTheWayToTheStep, GathersBeforeTheStep])
 def test_all_ranks_refuse_where_one_has_fewer_batches(module: type[Zoo], ranks2) -> None:
     for error, text in ranks2(outcome, _fit_until_dry, module, timeout_seconds=60):
         assert error == "ValueError", text
