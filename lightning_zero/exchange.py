@@ -33,12 +33,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from lightning_zero.memory import FEW_RANKS
+
 PIECE_BYTES = 4 * 2**20
 """Small enough to add one while the next arrives, large enough that the number of messages does not matter."""
 SMALL_BYTES = 2**18
 """Of a shard: below, what a message costs by itself counts for more than copying it once more."""
-FEW_RANKS = 4
-"""Up to so many an :func:`all_reduce` is direct: half the time of gloo's between 2, as long as gloo's between 4."""
 _GATHER, _REDUCTION, AGREEMENT = 7001, 7002, 7003
 """Tags of messages: one may begin and end while the other is under way, and neither may meet the user's own."""
 

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_zero import exchange
-from lightning_zero.memory import wire_bytes
+from lightning_zero.memory import agreement_bytes, wire_bytes
 
 # function -> collective, and the bytes of the whole tensor from (arguments, ranks)
 Size = Callable[[dict[str, Any], int], float]
@@ -37,10 +37,8 @@ def _of(argument: str, per_rank: bool = False) -> Size:
     return lambda call, n: _nbytes(call.get(argument)) * (n if per_rank else 1)
 
 
-def _sent_to_each(call: dict[str, Any], n: int) -> float:
-    """The size whose all-reduce sends as much as :func:`lightning_zero.exchange.all_reduce`."""
-    nbytes = _nbytes(call["message"])
-    return nbytes * n / 2 if n <= exchange.FEW_RANKS else nbytes
+def _agreement(call: dict[str, Any], n: int) -> float:
+    return agreement_bytes(_nbytes(call["message"]), n)
 
 
 _EAGER: dict[str, tuple[str, tuple[str, ...], Size]] = {
@@ -73,7 +71,7 @@ _DIRECT: dict[str, tuple[str, tuple[str, ...], Size]] = {
     "all_gather": ("all_gather", ("output", "shard", "group"), _of("output")),
     "all_gather_each": ("all_gather", ("outputs", "shards", "group"), _of("outputs")),
     "reduce_scatter": ("reduce_scatter", ("output", "whole", "group"), _of("whole")),
-    "all_reduce": ("all_reduce", ("message", "op", "group"), _sent_to_each),
+    "all_reduce": ("all_reduce", ("message", "op", "group"), _agreement),
 }
 """Our own exchanges between processes on CPUs."""
 _ALIASES = {"output_tensor": "output", "input_tensor": "input"}
