@@ -580,4 +580,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "--rank":
         _run_rank(sys.argv[2])
     else:
-        print(json.dumps(launch(Job(**json.loads(sys.argv[1])))))
+        wanted = Job(**json.loads(sys.argv[1]))
+        print(json.dumps(launch(wanted, 3600.0 if wanted.turn_steps else 300.0)))  # the others' turns count as well
