@@ -55,7 +55,7 @@ reliability: setup ## Write the table of docs/reliability.md and, where there is
 
 # In an environment with what the package needs and no more: Lightning imports matplotlib and transformers where they are
 # installed, and their memory would be counted as ours.
-bench: ## Write docs/speed.md: every way to run the same step, side by side (two hours)
+bench: ## Write docs/speed.md: every way to run the same step, side by side (three hours)
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
 	$(BENCH)/bin/python -m pip install --quiet -c constraints.txt "setuptools>=77" wheel

@@ -1,16 +1,16 @@
 """How fast a training step is under each way of running it: the tables of docs/speed.md.
 
-    python benchmarks/bench.py                          # everything docs/speed.md shows, about two hours
+    python benchmarks/bench.py                          # everything docs/speed.md shows, about three hours
     python benchmarks/bench.py gpt --ranks 2            # one table, to the terminal
     python benchmarks/bench.py gpt --only ddp zero3     # some contenders (floor and fully_shard always run)
     python benchmarks/bench.py --page                   # docs/speed.md from the stored results
     python benchmarks/bench.py --check                  # exits with 1 where the stored results exceed a bound
 
-Contenders take turns, round after round, on the same machine, each with as many processes as there are ranks and one
-thread per process; a ratio is taken within a round, and the median over the rounds is what counts. Where a step takes
-milliseconds they take turns within a round as well, some steps each, while the others are stopped. A contender whose
-losses are not DDP's is marked: it did other work. What was measured is stored under benchmarks/results/ with the
-hardware and the versions.
+Contenders run on the same machine, each with as many processes as there are ranks and one thread per process. As many
+as fit into memory are alive at once and take turns, some steps each, while the others are stopped: a machine's slow
+minutes are everybody's. That is a round, the floor, DDP and ``fully_shard`` take part in each; a ratio is taken within
+a round, and the median over the rounds is what counts. A contender whose losses are not DDP's is marked: it did other
+work. What was measured is stored under benchmarks/results/ with the hardware and the versions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -46,13 +46,15 @@ LOSS_TOLERANCE = 2e-4
 """Relative, after :data:`COMPARED_LOSSES` steps of Adam in fp32: ranks add gradients in another order."""
 COMPARED_LOSSES = 10
 TABLES: list[dict[str, Any]] = [
-    {"shape": "gpt", "ranks": 2, "accumulate": 1},
-    {"shape": "gpt", "ranks": 4, "accumulate": 1},
-    {"shape": "gpt", "ranks": 2, "accumulate": 8, "steps": 3},
-    {"shape": "many", "ranks": 2, "accumulate": 1},
-    {"shape": "embedding", "ranks": 2, "accumulate": 1},
+    {"shape": "gpt", "ranks": 2, "accumulate": 1, "steps": 18, "turn_steps": 3},
+    {"shape": "gpt", "ranks": 4, "accumulate": 1, "steps": 14, "turn_steps": 2},
+    {"shape": "gpt", "ranks": 2, "accumulate": 8, "steps": 3, "turn_steps": 1},
+    {"shape": "many", "ranks": 2, "accumulate": 1, "steps": 12, "turn_steps": 3},
+    {"shape": "embedding", "ranks": 2, "accumulate": 1, "steps": 12, "turn_steps": 3},
     {"shape": "tiny", "ranks": 2, "accumulate": 1, "steps": 300, "turn_steps": 20},
 ]
+PROCESSES = 20
+"""Alive at once: they fit into 24 GiB, the largest holds 1.3 GB."""
 NAMES = {
     "gpt": "GPT of 26 M parameters, 8 blocks of 512",
     "many": "many small tensors, 200 blocks of 64, clipped by norm",
@@ -104,29 +106,28 @@ def _stored() -> list[dict[str, Any]]:
 
 
 def measure(table: dict[str, Any], names: list[str], rounds: int) -> dict[str, Any]:
-    """Every contender of ``names`` once per round."""
-    runs: dict[str, list[Any]] = {name: [] for name in names}
+    """Every contender of ``names`` in so many rounds, the anchors in more where not all fit into one."""
+    ran: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
+    groups = _groups(names, table["ranks"])
     for number in range(rounds):
-        left = [name for name in names if name not in failed]
-        for together in [left] if table.get("turn_steps") else [[name] for name in left]:
+        for group in groups:
             begun = time.perf_counter()
-            for name, found in run(table, together).items():
-                if isinstance(found, str):
-                    failed[name] = found
-                else:
-                    runs[name].append(_summary(found))
-            said = ", ".join(f"{name}: {failed[name]}" if name in failed else name for name in together)
+            found = run(table, [name for name in group if name not in failed])
+            failed |= {name: each for name, each in found.items() if isinstance(each, str)}
+            ran.append({name: _summary(each) for name, each in found.items() if not isinstance(each, str)})
+            said = ", ".join(f"{name}: {each}" if isinstance(each, str) else name for name, each in found.items())
             print(
                 f"round {number + 1}/{rounds} {said}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True
             )
-    return {
-        "table": table,
-        "machine": _machine(),
-        "imports": imports(),
-        "runs": {name: found for name, found in runs.items() if found},
-        "failed": failed,
-    }
+    return {"table": table, "machine": _machine(), "imports": imports(), "rounds": ran, "failed": failed}
+
+
+def _groups(names: list[str], ranks: int) -> list[list[str]]:
+    """The anchors with as many others as :data:`PROCESSES` allows, at least one."""
+    others = [name for name in names if name not in ANCHORS]
+    room = max(PROCESSES // ranks - len(ANCHORS), 1)
+    return [[*ANCHORS, *others[i : i + room]] for i in range(0, max(len(others), 1), room)]
 
 
 def run(table: dict[str, Any], names: list[str]) -> dict[str, Any]:
@@ -161,9 +162,9 @@ def _turns(settings: dict[str, Any]) -> Generator[None, None, list[dict[str, Any
 
 
 def _summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of all ranks: the slowest one's step, the largest one's memory."""
+    """Rank 0's step, whose clock leaves the others' turns out; the largest one's memory."""
     return {
-        "step_seconds": max(statistics.median(r["seconds"]) for r in ranks),
+        "step_seconds": statistics.median(ranks[0]["seconds"]),
         "cpu_seconds": statistics.mean(r["cpu_seconds_per_step"] for r in ranks),
         "update_seconds": max(statistics.median(r["update_seconds"] or [math.nan]) for r in ranks),
         "peak_bytes": max(r["peak_bytes"] for r in ranks),
@@ -196,7 +197,7 @@ def imports(times: int = 5) -> dict[str, float]:
 
 def render(measured: dict[str, Any]) -> str:
     """One table as Markdown."""
-    runs, table = measured["runs"], measured["table"]
+    table = measured["table"]
     lines = [
         f"### {NAMES[table['shape']]}: {table['ranks']} ranks, {_micro_batches(table['accumulate'])}",
         "",
@@ -204,20 +205,23 @@ def render(measured: dict[str, Any]) -> str:
         " | to fully_shard | imported, MB | sent per rank, MB | start-up, s |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, found in runs.items():
-        note = "" if name == "floor" or _same_losses(found, runs["ddp"]) else " (**other losses**)"
+    for name in CONTENDERS:
+        found = [run for (run,) in bounds.rounds(measured, name)]
+        if not found:
+            continue
+        note = "" if name == "floor" or _same_losses(measured, name) else " (**other losses**)"
         middle = {key: statistics.median(run[key] for run in found) for key in found[0] if key != "losses"}
         update = middle["update_seconds"]
         cells = [
             f"{middle['step_seconds'] * 1e3:.1f}"
             if table["shape"] == "tiny"
             else f"{middle['step_seconds'] * 1e3:.0f}",
-            _ratio(found, runs["floor"], "step_seconds"),
-            _ratio(found, runs["fully_shard"], "step_seconds"),
+            _ratio(measured, name, "floor", "step_seconds"),
+            _ratio(measured, name, "fully_shard", "step_seconds"),
             "" if math.isnan(update) else f"{update * 1e3:.1f}",
             f"{middle['cpu_seconds'] * 1e3:.1f}",
             f"{middle['peak_bytes'] / 1e6:.0f}",
-            _ratio(found, runs["fully_shard"], "peak_bytes"),
+            _ratio(measured, name, "fully_shard", "peak_bytes"),
             f"{middle['imported_bytes'] / 1e6:.0f}",
             f"{middle['wire_bytes'] / 1e6:.1f}",
             f"{middle['start_up_seconds']:.1f}",
@@ -227,19 +231,19 @@ def render(measured: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _ratio(found: list[Any], anchor: list[Any], key: str) -> str:
+def _ratio(measured: dict[str, Any], name: str, anchor: str, key: str) -> str:
     """Median over the rounds, with the smallest and the largest."""
-    ratios = [mine[key] / other[key] for mine, other in zip(found, anchor, strict=False) if other[key]]
+    ratios = [mine[key] / other[key] for mine, other in bounds.rounds(measured, name, anchor) if other[key]]
     if not ratios:
         return ""
     spread = f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 and key == "step_seconds" else ""
     return f"{statistics.median(ratios):.2f}{spread}"
 
 
-def _same_losses(found: list[Any], ddp: list[Any]) -> bool:
+def _same_losses(measured: dict[str, Any], name: str) -> bool:
     return all(
         math.isclose(a, b, rel_tol=LOSS_TOLERANCE)
-        for run, other in zip(found, ddp, strict=False)
+        for run, other in bounds.rounds(measured, name, "ddp")
         for a, b in zip(run["losses"], other["losses"], strict=False)
     )
 
@@ -254,11 +258,16 @@ def page() -> str:
         parts += [
             render(measured).rstrip(),
             f"{machine['date']}, {machine['processor']}, {machine['cores']} cores, {machine['versions']};"
-            f" {max(len(found) for found in measured['runs'].values())} rounds."
+            f" {_times(measured)} rounds."
             f" `import lightning_zero` took {added['lightning_zero_adds'] * 1e3:.0f} ms more than `import"
             f" lightning.pytorch` ({added['lightning'] * 1e3:.0f} ms).",
         ]
     return "\n\n".join(parts) + "\n"
+
+
+def _times(measured: dict[str, Any]) -> int:
+    """How often each contender was measured, the anchors left out."""
+    return min(Counter(name for ran in measured["rounds"] for name in ran).values())
 
 
 def _micro_batches(number: int) -> str:

@@ -102,9 +102,9 @@ def _traced(job: Job, path: str) -> Any:
 
     def tick_and_record(loss: Any) -> None:
         tick(loss)
-        if len(job.times) == WARMUP_STEPS:
+        if job.ticks == WARMUP_STEPS:
             profiler.start()
-        elif len(job.times) == WARMUP_STEPS + job.steps:
+        elif job.ticks == WARMUP_STEPS + job.steps:
             profiler.stop()
 
     job.tick = tick_and_record  # type: ignore[method-assign]

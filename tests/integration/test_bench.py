@@ -39,12 +39,25 @@ def test_contenders_do_the_same_work(accumulate):
 
 def test_contenders_that_stop_themselves_take_turns():
     table = {"shape": "tiny", "ranks": 2, "accumulate": 1, "steps": 6, "turn_steps": 2}
-    found = bench.run(table, ["floor", "nobody", "ddp"])
+    found = bench.run(table, ["ddp", "nobody", "fully_shard"])
     assert found["nobody"] == "KeyError: 'nobody'"
-    for name in ("floor", "ddp"):
+    for name in ("ddp", "fully_shard"):
         assert [len(rank["seconds"]) for rank in found[name]] == [6, 6]
-    # After its warm-up the one stood still until the other's was done.
-    assert found["floor"][0]["seconds"][0] > found["ddp"][0]["start_up_seconds"]
+    # The one stood still until the other had started, which rank 0's clock leaves out.
+    assert sum(found["ddp"][0]["seconds"]) < found["fully_shard"][0]["start_up_seconds"]
+    stops = sum(1 for _ in bench._turns({**table, "contender": "ddp"}))
+    assert stops == 3  # after the warm-up and after 2 and 4 steps
+
+
+def test_every_contender_runs_beside_the_anchors():
+    names = [*CONTENDERS]
+    for ranks, beside in ((2, 10), (4, 5)):
+        groups = bench._groups(names, ranks)
+        assert all(group[:3] == [*bench.ANCHORS] and len(group) <= beside for group in groups)
+        assert sorted(name for group in groups for name in group[3:]) == sorted({*names} - {*bench.ANCHORS})
+        # What a bound compares runs side by side.
+        assert all(any({f"engine-{n}", f"zero{n}"} <= {*group} for group in groups) for n in (1, 2, 3))
+    assert bench._groups([*bench.ANCHORS], 2) == [[*bench.ANCHORS]]
 
 
 def test_a_contender_that_fails_says_why():
@@ -67,12 +80,16 @@ def _measured() -> dict[str, Any]:
 
     return {
         "table": {"shape": "gpt", "ranks": 2, "accumulate": 1},
-        "runs": {
-            "floor": [run(1, 5.0), run(2, 5.0), run(4, 5.0)],
-            "ddp": [run(1, 4.0)] * 3,
-            "fully_shard": [run(2, 4.0), run(4, 4.0), run(8, 4.0)],
-            "zero3": [run(1.5, 4.1), run(3, 4.0), run(6, 4.0)],
-        },
+        "rounds": [
+            {
+                "floor": run(scale, 5.0),
+                "ddp": run(1, 4.0),
+                "fully_shard": run(2 * scale, 4.0),
+                "zero3": run(1.5 * scale, loss),
+            }
+            for scale, loss in ((1, 4.1), (2, 4.0), (4, 4.0))
+        ]
+        + [{"floor": run(1, 5.0), "ddp": run(1, 4.0), "lightning-ddp": run(1, 4.0)}],
         "failed": {"deepspeed-1": "no compiler"},
         "imports": {"lightning": 2.0, "lightning_zero_adds": 0.06},
     }
@@ -89,6 +106,7 @@ def test_bounds_are_judged_by_what_is_stored():
     assert found == {
         "`import lightning_zero` beside `import lightning.pytorch`": (pytest.approx(60), False),
         "stage 3: step to DDP's": (3.0, False),
+        "stage 3: start-up to Lightning's DDP": (1.0, True),
         "stage 3: step to `fully_shard`'s": (0.75, True),
         "stage 3: peak memory to `fully_shard`'s": (1.0, False),
         "stage 3: peak memory to `fully_shard`'s, above what either imports": (1.0, False),
