@@ -10,11 +10,13 @@ import copy
 import io
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -524,6 +526,42 @@ def test_all_ranks_refuse_where_one_has_fewer_batches(module: type[Zoo], ranks2)
         assert error == "ValueError", text
         assert "rank 1 begins training batch 2" in text
         assert "rank 0 ends its epoch after 2 training batches" in text
+
+
+class Strays(Zoo):
+    """All ranks run the blocks in their order for three steps; then rank 1 skips one (``skips``), or changes the next
+    one's weights just before its turn, when they have been gathered ahead (``writes``)."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        strays = self.global_rank == 1 and self.global_step >= 3
+        x = self.net.stem(x)
+        for index, block in enumerate(self.net.blocks):
+            if strays and index == self.options.get("writes"):
+                with torch.no_grad():
+                    block.up.weight.mul_(0.5)
+            if not strays or index != self.options.get("skips"):
+                x = block(x)
+        return F.mse_loss(self.net.head(x), y)
+
+
+def _fit_until_one_strays(options: dict[str, Any]) -> None:
+    make_trainer(_strategy(3), max_epochs=4).fit(Strays(**options), _loader())
+
+
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(5, marks=pytest.mark.full)])
+@pytest.mark.parametrize("skipped", [0, 1, 2])
+def test_all_ranks_refuse_where_one_leaves_the_order(skipped: int, world_size: int, ranks) -> None:
+    """Units are gathered ahead by then."""
+    options = {"skips": skipped}
+    for error, text in ranks(outcome, _fit_until_one_strays, options, world_size=world_size, timeout_seconds=60):
+        assert error == "ValueError", text
+        assert re.search(rf"units .*net.blocks.{skipped}.* ran on some ranks only", text), text
+
+
+def test_what_one_rank_has_changed_is_gathered_again_on_all(ranks2) -> None:
+    for found, text in ranks2(outcome, _fit_until_one_strays, {"writes": 2}, timeout_seconds=60):
+        assert found == "ok", text
 
 
 def _fit_badly(strategy: Any, module: type[Zoo], options: dict[str, Any]) -> list[float]:
