@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,examples,plot]'
 	touch $@
 
-train: setup ## Train a small GPT under zero3 on two CPU processes (4 minutes)
+train: setup ## Train a small GPT under zero3 on two CPU processes (about two minutes)
 	$(BIN)/lightning-zero fit experiment=main_job
 
 lint: setup ## Ruff and mypy, as CI runs them

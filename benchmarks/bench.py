@@ -98,7 +98,7 @@ def main() -> int:
 def check() -> int:
     """The bounds, and 1 if one is not met."""
     print(bounds.render(_stored()))
-    return int(not all(bound.holds(value) for bound, _, value in bounds.judged(_stored())))
+    return int(not all(bound.holds(values) for bound, _, values in bounds.judged(_stored())))
 
 
 def _stored() -> list[dict[str, Any]]:

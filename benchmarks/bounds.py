@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ class Bound:
 
     what: str
     limit: float
-    of: Callable[[Measured], float]
-    """nan where the table has not what it takes."""
+    of: Callable[[Measured], list[float]]
+    """A value per round, whose median counts; none where the table has not what it takes."""
     shape: str = "gpt"
     at_least: bool = False
     unit: str = ""
@@ -27,7 +26,8 @@ class Bound:
     def concerns(self, table: dict[str, Any]) -> bool:
         return table["shape"] == self.shape and table["accumulate"] == 1
 
-    def holds(self, value: float) -> bool:
+    def holds(self, values: list[float]) -> bool:
+        value = statistics.median(values)
         return value >= self.limit if self.at_least else value <= self.limit
 
 
@@ -36,52 +36,46 @@ def rounds(measured: Measured, *names: str) -> list[tuple[dict[str, Any], ...]]:
     return [tuple(ran[name] for name in names) for ran in measured["rounds"] if all(name in ran for name in names)]
 
 
-def _ratio(name: str, anchor: str, key: str) -> Callable[[Measured], float]:
-    """Median over the rounds of the ratio within each."""
-    return lambda measured: _median([mine[key] / other[key] for mine, other in rounds(measured, name, anchor)])
+def _ratio(name: str, anchor: str, key: str) -> Callable[[Measured], list[float]]:
+    return lambda measured: [mine[key] / other[key] for mine, other in rounds(measured, name, anchor)]
 
 
-def _above_imports(name: str, anchor: str) -> Callable[[Measured], float]:
+def _above_imports(name: str, anchor: str) -> Callable[[Measured], list[float]]:
     """As :func:`_ratio`, of what a process holds at its peak beyond what it held before the model was made."""
 
     def above(run: dict[str, Any]) -> float:
         return run["peak_bytes"] - run["imported_bytes"]
 
-    return lambda measured: _median([above(mine) / above(other) for mine, other in rounds(measured, name, anchor)])
+    return lambda measured: [above(mine) / above(other) for mine, other in rounds(measured, name, anchor)]
 
 
-def _above_engine(stage: int) -> Callable[[Measured], float]:
+def _above_engine(stage: int) -> Callable[[Measured], list[float]]:
     """Percent that strategy and Trainer together add to the engine in a bare loop."""
     ratio = _ratio(f"zero{stage}", f"engine-{stage}", "step_seconds")
-    return lambda measured: (ratio(measured) - 1) * 100
+    return lambda measured: [(each - 1) * 100 for each in ratio(measured)]
 
 
-def _own_share(stage: int) -> Callable[[Measured], float]:
+def _own_share(stage: int) -> Callable[[Measured], list[float]]:
     """Milliseconds that the strategy adds to its engine, the Trainer's own left out: it adds those to DDP as well."""
 
-    def of(measured: Measured) -> float:
+    def of(measured: Measured) -> list[float]:
         names = f"zero{stage}", f"engine-{stage}", "lightning-ddp", "ddp"
         steps = [[run["step_seconds"] for run in each] for each in rounds(measured, *names)]
-        return _median([(ours - engine) - (lightning - bare) for ours, engine, lightning, bare in steps]) * 1e3
+        return [((ours - engine) - (lightning - bare)) * 1e3 for ours, engine, lightning, bare in steps]
 
     return of
 
 
-def _start_up(stage: int) -> Callable[[Measured], float]:
-    """To Lightning's DDP. Not within rounds: each process starts once in a round, when no other runs."""
+def _start_up(stage: int) -> Callable[[Measured], list[float]]:
+    """To the median of Lightning's DDP: each process starts when no other runs, so rounds have nothing in common."""
 
-    def of(measured: Measured) -> float:
+    def of(measured: Measured) -> list[float]:
         ours, theirs = (
-            _median([run["start_up_seconds"] for (run,) in rounds(measured, name)])
-            for name in (f"zero{stage}", "lightning-ddp")
+            [run["start_up_seconds"] for (run,) in rounds(measured, name)] for name in (f"zero{stage}", "lightning-ddp")
         )
-        return ours / theirs
+        return [each / statistics.median(theirs) for each in ours] if theirs else []
 
     return of
-
-
-def _median(values: list[float]) -> float:
-    return statistics.median(values) if values else math.nan
 
 
 BOUNDS = [
@@ -135,30 +129,35 @@ BOUNDS = [
     Bound(
         "`import lightning_zero` beside `import lightning.pytorch`",
         50,
-        lambda measured: measured["imports"]["lightning_zero_adds"] * 1e3,
+        lambda measured: [measured["imports"]["lightning_zero_adds"] * 1e3],
         unit=" ms",
     ),
 ]
 
 
-def judged(stored: list[Measured]) -> Iterator[tuple[Bound, Measured, float]]:
-    """Every bound with every table it concerns and its value there, where the table has it."""
+def judged(stored: list[Measured]) -> Iterator[tuple[Bound, Measured, list[float]]]:
+    """Every bound with every table it concerns and its values there, where the table has any."""
     for bound in sorted(BOUNDS, key=lambda each: each.what):
         for measured in stored:
             if bound.concerns(measured["table"]):
-                value = bound.of(measured)
-                if not math.isnan(value):
-                    yield bound, measured, value
+                values = bound.of(measured)
+                if values:
+                    yield bound, measured, values
 
 
 def render(stored: list[Measured]) -> str:
     """The judgement as a Markdown table."""
     lines = ["| | model, ranks | bound | measured | |", "|---|---|---|---|---|"]
-    for bound, measured, value in judged(stored):
+    for bound, measured, values in judged(stored):
         table = measured["table"]
         sign = "≥" if bound.at_least else "≤"
         lines.append(
             f"| {bound.what} | {table['shape']}, {table['ranks']} | {sign} {bound.limit:g}{bound.unit}"
-            f" | {value:.2f}{bound.unit} | {'met' if bound.holds(value) else '**not met**'} |"
+            f" | {_with_range(values)}{bound.unit} | {'met' if bound.holds(values) else '**not met**'} |"
         )
     return "\n".join(lines)
+
+
+def _with_range(values: list[float]) -> str:
+    spread = f" ({min(values):.2f}–{max(values):.2f})" if len(values) > 1 else ""
+    return f"{statistics.median(values):.2f}{spread}"
