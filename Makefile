@@ -60,6 +60,7 @@ bench: ## Write docs/speed.md: every way to run the same step, side by side (thr
 	$(BENCH)/bin/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
 	$(BENCH)/bin/python -m pip install --quiet -c constraints.txt "setuptools>=77" wheel
 	$(BENCH)/bin/python -m pip install --quiet -c constraints.txt -e . accelerate
+	$(BENCH)/bin/python -m pip install --quiet -c constraints.txt --target $(BENCH)/accelerate transformers
 	$(BENCH)/bin/python benchmarks/bench.py
 
 clean: ## Remove the environment and what runs have written

@@ -402,6 +402,8 @@ def _zero(job: Job, **settings: Any) -> None:
 
 
 def _accelerate(job: Job, plugin: str) -> None:
+    # Its DeepSpeed wants transformers, which Lightning would import if it were installed for all
+    sys.path.append(str(Path(sys.prefix, "accelerate")))
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
@@ -428,7 +430,6 @@ def _accelerate(job: Job, plugin: str) -> None:
                     "zero_force_ds_cpu_optimizer": False,
                     "zero_allow_untested_optimizer": True,
                 },
-                zero3_init_flag=False,  # it would want transformers
             )
         }
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
