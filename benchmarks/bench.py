@@ -232,12 +232,11 @@ def render(measured: dict[str, Any]) -> str:
 
 
 def _ratio(measured: dict[str, Any], name: str, anchor: str, key: str) -> str:
-    """Median over the rounds, with the smallest and the largest."""
+    """Median over the rounds, of steps with the smallest and the largest."""
     ratios = [mine[key] / other[key] for mine, other in bounds.rounds(measured, name, anchor) if other[key]]
     if not ratios:
         return ""
-    spread = f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 and key == "step_seconds" else ""
-    return f"{statistics.median(ratios):.2f}{spread}"
+    return bounds.with_range(ratios) if key == "step_seconds" else f"{statistics.median(ratios):.2f}"
 
 
 def _same_losses(measured: dict[str, Any], name: str) -> bool:
@@ -258,7 +257,7 @@ def page() -> str:
         parts += [
             render(measured).rstrip(),
             f"{machine['date']}, {machine['processor']}, {machine['cores']} cores, {machine['versions']};"
-            f" {_times(measured)} rounds."
+            f" rounds: {_times(measured)}."
             f" `import lightning_zero` took {added['lightning_zero_adds'] * 1e3:.0f} ms more than `import"
             f" lightning.pytorch` ({added['lightning'] * 1e3:.0f} ms).",
         ]

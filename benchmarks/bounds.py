@@ -153,11 +153,12 @@ def render(stored: list[Measured]) -> str:
         sign = "≥" if bound.at_least else "≤"
         lines.append(
             f"| {bound.what} | {table['shape']}, {table['ranks']} | {sign} {bound.limit:g}{bound.unit}"
-            f" | {_with_range(values)}{bound.unit} | {'met' if bound.holds(values) else '**not met**'} |"
+            f" | {with_range(values)}{bound.unit} | {'met' if bound.holds(values) else '**not met**'} |"
         )
     return "\n".join(lines)
 
 
-def _with_range(values: list[float]) -> str:
+def with_range(values: list[float]) -> str:
+    """The median and, of several, the smallest and the largest."""
     spread = f" ({min(values):.2f}–{max(values):.2f})" if len(values) > 1 else ""
     return f"{statistics.median(values):.2f}{spread}"

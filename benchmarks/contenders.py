@@ -429,7 +429,7 @@ def _accelerate(job: Job, plugin: str) -> None:
                     "zero_optimization": {"stage": 3},
                     "zero_force_ds_cpu_optimizer": False,
                     "zero_allow_untested_optimizer": True,
-                },
+                }
             )
         }
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
