@@ -36,6 +36,7 @@ EXACT = (
 FUSED = ("adam", "unused_on_some_ranks_in_unit", "gan", "muon_and_adamw", "odd_parameters_together")
 FUSED_TOLERANCE = 5e-6
 """Single precision's last digits over some twenty steps of Adam with eps=1e-4, relative to each tensor's largest."""
+TOLERANCES = {"muon_and_adamw": zoo.KINDS["muon_and_adamw"].tolerance}  # not every CPU multiplies bfloat16 alike
 CASES = [
     pytest.param(
         kind, stage, marks=() if kind in ("clip_by_norm", "adam", "gan") or stage == 1 + i % 3 else pytest.mark.full
@@ -54,7 +55,7 @@ def test_trains_as_without(ranks2, kind, stage):
     if kind in EXACT:
         assert difference.largest == 0, difference
     else:
-        assert difference.largest < FUSED_TOLERANCE, difference
+        assert difference.largest < TOLERANCES.get(kind, FUSED_TOLERANCE), difference
 
 
 def _fit(strategy: Any, precision: str, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
