@@ -25,8 +25,8 @@ from dataclasses import dataclass, field, replace
 
 STAGES = (0, 1, 2, 3)
 """0 is DDP."""
-ORDER_BYTES = 24
-"""What ranks say to each other before a unit is gathered at stage 3 on the CPU: three integers."""
+ORDER_BYTES = 16
+"""What ranks say to each other of each unit that they run at stage 3 on the CPU: four integers."""
 FEW_RANKS = 4
 """Up to so many send each other directly what they must agree on: between 2 half the time of gloo's all-reduce, between
 4 as long."""

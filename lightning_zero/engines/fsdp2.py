@@ -101,6 +101,7 @@ class Fsdp2Engine(Engine):
         self._follower: dict[int, int] = {}  # unit -> the one that always ran after it, -1 for none
         self._writes = 0  # to sharded parameters, by user code
         self._sent: dict[int, int] = {}  # unit that may be gathered ahead -> writes before that
+        self._unheard: tuple[int, int, dist.Work, Tensor] | None = None  # what ranks say of the latest unit
         self._versions: dict[int, int] = {}  # index of a group -> its version when it was last looked at
         self._data_taken: set[Tensor] = set()  # gathered parameters that may have been written through .data
         self._gathered_params: set[Tensor] = set()
@@ -266,42 +267,84 @@ class Fsdp2Engine(Engine):
     def _follows_order(self) -> bool:
         """Stage 3 on the CPU: ranks say which unit they gather next, before gathers could be mixed up.
 
-        Costs one message of 24 bytes beside each gather, which waits for all ranks anyway. On an accelerator the host
-        would have to wait, so there :meth:`_require_same_units` finds out after the backward.
+        Costs one message of 16 bytes for each unit. On an accelerator the host would have to wait, so there
+        :meth:`_require_same_units` finds out after the backward.
         """
         return self.config.stage == 3 and self.device.type == "cpu"
 
     def _require_same_order(self, index: int) -> None:
-        """All ranks are about to gather unit ``index``, or at the end (-1)."""
+        """This rank is about to run unit ``index``, or at the end (-1).
+
+        A unit that has travelled ahead runs without waiting for the others: what they say of it is heard at the next
+        one. Nothing is gathered on a guess: all ranks have heard of the unit before, and what has followed it two
+        units on is what all of them send for here, wherever they have gone meanwhile.
+        """
         if self._agreement is None or not self._follows_order:
             return
         with torch._C.DisableTorchFunction():
+            self._hear_order()
+            if not self._in_backward:  # where activations are recomputed, units run in another order
+                self._gather_ahead(self._followed_by(self._followed_by(self._latest)))
+            is_ahead = index in self._sent and not self._in_backward
             is_old = self._sent.pop(index, self._writes) != self._writes
-            ends = torch.tensor([index, -index, is_old])
-            exchange.all_reduce(ends, dist.ReduceOp.MAX, self._agreement).wait()
-            high, low, is_old_anywhere = ends.tolist()  # on the CPU: no device waits
-            low = -low
-        if high != low:
-            self._refuse_different_units([int(i) for i in (low, high) if i >= 0])
-        if is_old_anywhere:
-            for group in private.groups(self.unit_modules[index]):
-                private.forget_gather(group)
-        self._prefetch_after(index)
+            self._say_order(index, is_old)
+            if is_ahead and not is_old:
+                return
+            self._hear_order()
+            if is_old:
+                for group in private.groups(self.unit_modules[index]):
+                    private.forget_gather(group)
+            if index >= 0 and not self._in_backward:
+                self._gather_now(index)
+                self._gather_ahead(self._followed_by(index))
 
-    def _prefetch_after(self, index: int) -> None:
-        """The unit that followed this one last time travels while this one computes, on all ranks alike because they
-        have just agreed where they are; given up for good where another one, or none, follows once."""
-        following = -1
-        if not self._in_backward:  # where activations are recomputed, units run in another order
+    def _say_order(self, index: int, is_old: bool) -> None:
+        before = -1
+        if not self._in_backward:
             before, self._latest = self._latest, index
-            if before >= 0 and self._follower.setdefault(before, index) != index:
-                self._follower[before] = -1
-            following = self._follower.get(index, -1)
-        if following >= 0:
-            self._sent.setdefault(following, self._writes)
+        ends = torch.tensor([index, is_old, -index, -is_old], dtype=torch.int32)
+        work = exchange.all_reduce(ends, dist.ReduceOp.MAX, self._agreement)  # type: ignore[arg-type]
+        self._unheard = before, index, work, ends
+
+    def _hear_order(self) -> None:
+        """Waits for what all ranks have said of the latest unit.
+
+        Raises:
+            ValueError: On all ranks, when they run different units, or some have written to what has travelled ahead.
+        """
+        if self._unheard is None:
+            return
+        (before, index, work, ends), self._unheard = self._unheard, None
+        work.wait()
+        highest, lowest = ends[:2].tolist(), (-ends[2:]).tolist()  # on the CPU: no device waits
+        if highest[0] != lowest[0]:
+            self._refuse_different_units([i for i in (lowest[0], highest[0]) if i >= 0])
+        if highest[1] != lowest[1]:
+            raise ValueError(
+                f"stage={self.config.stage}: during a forward some ranks only have written to parameters of"
+                f" {self._plan.units[index].name!r}, or of a unit before it, so that ranks would go on with different"
+                " ones: write on every rank, or between two forwards."
+            )
+        if before >= 0 and self._follower.setdefault(before, index) != index:
+            self._follower[before] = -1
+
+    def _close_order(self) -> None:
+        """A backward is about to begin, maybe inside the forward; it gathers in an order of its own."""
+        if self._latest >= 0:
+            self._require_same_order(-1)
+
+    def _followed_by(self, index: int) -> int:
+        """The unit that has always followed this one; -1 for good, where another one, or none, followed once."""
+        return self._follower.get(index, -1)
+
+    def _gather_ahead(self, index: int) -> None:
         if index >= 0:
-            ahead = [self.unit_modules[following]] if following >= 0 else []
-            self.unit_modules[index].set_modules_to_forward_prefetch(ahead)
+            self._sent.setdefault(index, self._writes)
+            self._gather_now(index)
+
+    def _gather_now(self, index: int) -> None:
+        with torch.inference_mode(False):  # storage made inside could never be trained on
+            self.unit_modules[index].unshard(async_op=True)
 
     def _gather_root(self, *unused: Any) -> None:
         for group in self._root_groups if not self._is_whole else ():
@@ -405,6 +448,7 @@ class Fsdp2Engine(Engine):
     def _follow_backward(self) -> None:
         for group in self._groups:
             private.before_reduce(group, self._before_reduce)
+            private.before_backward(group, self._close_order)
             private.without_translation(group)
 
     def _start_window(self) -> None:
@@ -425,6 +469,7 @@ class Fsdp2Engine(Engine):
             self._root.set_requires_gradient_sync(True)  # type: ignore[operator]
 
     def backward(self, run_backward: Callable[[], None]) -> None:
+        self._close_order()
         with torch._C.DisableTorchFunction():
             deferred = self._ranks_ran_different_units()
             if deferred:

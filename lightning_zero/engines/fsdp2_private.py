@@ -51,6 +51,17 @@ def before_reduce(group: Group, action: Callable[[Group], bool]) -> None:
     group.post_backward = post_backward
 
 
+def before_backward(group: Group, action: Callable[[], None]) -> None:
+    """Calls ``action()`` whenever the group's part of a backward begins, before anything is gathered for it."""
+    original = group.pre_backward
+
+    def pre_backward(*unused: Any) -> None:
+        action()
+        original(*unused)
+
+    group.pre_backward = pre_backward
+
+
 def before_reshard(group: Group, action: Callable[[Group], None]) -> None:
     """Calls ``action(group)`` whenever its gathered parameters are about to be dropped."""
     original = group._to_sharded

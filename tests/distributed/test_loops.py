@@ -530,18 +530,22 @@ def test_all_ranks_refuse_where_one_has_fewer_batches(module: type[Zoo], ranks2)
 
 class Strays(Zoo):
     """All ranks run the blocks in their order for three steps; then rank 1 skips one (``skips``), or changes the next
-    one's weights just before its turn, when they have been gathered ahead (``writes``)."""
+    one's weights just before its turn, when they have been gathered ahead (``writes``). With ``differentiates`` the
+    blocks are gathered once more before the forward ends."""
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
         strays = self.global_rank == 1 and self.global_step >= 3
-        x = self.net.stem(x)
+        start = x = self.net.stem(x)
         for index, block in enumerate(self.net.blocks):
             if strays and index == self.options.get("writes"):
                 with torch.no_grad():
                     block.up.weight.mul_(0.5)
             if not strays or index != self.options.get("skips"):
                 x = block(x)
+        if self.options.get("differentiates"):
+            torch.autograd.grad(x.sum(), start, retain_graph=True)
+            assert self.global_step < 3, "gathered before all ranks were heard"
         return F.mse_loss(self.net.head(x), y)
 
 
@@ -559,9 +563,20 @@ def test_all_ranks_refuse_where_one_leaves_the_order(skipped: int, world_size: i
         assert re.search(rf"units .*net.blocks.{skipped}.* ran on some ranks only", text), text
 
 
-def test_what_one_rank_has_changed_is_gathered_again_on_all(ranks2) -> None:
-    for found, text in ranks2(outcome, _fit_until_one_strays, {"writes": 2}, timeout_seconds=60):
-        assert found == "ok", text
+def test_a_backward_inside_the_forward_gathers_nothing_before_ranks_agree(ranks2) -> None:
+    options = {"skips": 2, "differentiates": True}
+    for error, text in ranks2(outcome, _fit_until_one_strays, options, timeout_seconds=60):
+        assert error == "ValueError", text
+        assert re.search(r"units .*net.blocks.2.* ran on some ranks only", text), text
+
+
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(5, marks=pytest.mark.full)])
+@pytest.mark.parametrize("written", [1, 2])
+def test_all_ranks_refuse_where_one_writes_to_what_travels(written: int, world_size: int, ranks) -> None:
+    options = {"writes": written}
+    for error, text in ranks(outcome, _fit_until_one_strays, options, world_size=world_size, timeout_seconds=60):
+        assert error == "ValueError", text
+        assert re.search(rf"written to .*'net.blocks.{written}'.*on every rank", text), text
 
 
 def _fit_badly(strategy: Any, module: type[Zoo], options: dict[str, Any]) -> list[float]:

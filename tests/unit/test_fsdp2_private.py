@@ -39,8 +39,11 @@ def test_groups_hooks_and_gradients(tmp_path):
             inner, lambda g: bool(seen.append([private.has_grad(p) for p in private.trainable(g)]) or 1)
         )
         private.before_reduce(outer, lambda g: False)  # left out
+        begun = []
+        private.before_backward(inner, lambda: begun.append(private.is_gathered(inner)))
         model(torch.ones(1, 4)).sum().backward()
         assert seen == [[True, True]]
+        assert begun == [False]
         assert all(isinstance(p.grad, DTensor) for p in model[0].parameters())
         assert all(p.grad is None for g in [outer] for p, _ in private.registrations(g))
         assert all(private.has_grad(p) for p in private.trainable(outer))
