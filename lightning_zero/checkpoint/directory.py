@@ -37,6 +37,7 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: what an index's entries are
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     MetadataIndex,
     StorageMeta,
@@ -272,12 +273,21 @@ class _IndexUnpickler(pickle._Unpickler):  # the one in Python: the one in C can
         if module.split(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
             # where the checkpoint was, which nobody asks
             return lambda *parts: "/".join(map(str, parts))
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         known = (module, name) in _ALLOWED or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         )
         if not known:
             raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
         return super().find_class(module, name)
+
+
+def _memory_format(kind: Any, name: str) -> Any:
+    """An enumeration's member is pickled as an attribute of its class by Python 3.11.0-3.11.3, else as its value."""
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError("an attribute of anything else than a memory format does not belong there")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 class Index(FileSystemReader):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import resource
 import shutil
 import zlib
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -386,7 +388,14 @@ class Harm:
         return (Path.write_text, (Path(self.path), "harm done"))
 
 
-@pytest.mark.parametrize("where", ["file", "rest", "index", "index class", "state of a class"])
+def _replace_index(path: Path, content: bytes) -> None:
+    (data,) = path.glob("data-*")
+    (data / ".metadata").write_bytes(content)
+    marker = json.loads((path / "checkpoint.json").read_text())
+    (path / "checkpoint.json").write_text(json.dumps({**marker, "index_crc32": zlib.crc32(content)}))
+
+
+@pytest.mark.parametrize("where", ["file", "rest", "index", "index class", "state of a class", "attribute"])
 def test_nothing_beyond_the_allow_list_is_unpickled(where: str, ranks2, tmp_path: Path) -> None:
     path, harm = tmp_path / "x.ckpt", tmp_path / "harm"
     ranks2(_save, "file" if where == "file" else "sharded", str(path))
@@ -403,14 +412,33 @@ def test_nothing_beyond_the_allow_list_is_unpickled(where: str, ranks2, tmp_path
             content = pickle.dumps(metadata)
             if where == "state of a class":  # would make every such object of the process answer with it
                 content = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}Vversion\nVharm\nstb."
-            (data / ".metadata").write_bytes(content)
-            marker = json.loads((path / "checkpoint.json").read_text())
-            (path / "checkpoint.json").write_text(json.dumps({**marker, "index_crc32": zlib.crc32(content)}))
+            if where == "attribute":
+                content = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\nMetadata\nV__init__\ntR."
+            _replace_index(path, content)
     for text in ranks2(_said, _resume, str(path)):
         assert str(path) in text
         assert "weights_only" in text or "does not belong there" in text or "state to something" in text
     assert not harm.exists()
     assert not hasattr(Metadata, "version") or Metadata.version != "harm"
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["Python 3.11.2", "Python 3.11.4"])
+def test_every_python_reads_what_every_other_has_saved(named: bool, ranks2, tmp_path: Path) -> None:
+    """They pickle an enumeration's members by name or by value."""
+
+    class OtherPickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, Enum):
+                return (getattr, (type(value), value.name)) if named else (type(value), (value.value,))
+            return NotImplemented
+
+    path, content = tmp_path / "x.ckpt", io.BytesIO()
+    ranks2(_save, "sharded", str(path))
+    (index,) = path.glob("data-*/.metadata")
+    OtherPickler(content).dump(pickle.loads(index.read_bytes()))
+    assert (b"getattr" in content.getvalue()) == named
+    _replace_index(path, content.getvalue())
+    assert len(ranks2(_resume, str(path))[0]) == 2  # of four steps
 
 
 def _unpickles_if_told(path: str) -> int:
