@@ -162,11 +162,11 @@ def _turns(settings: dict[str, Any]) -> Generator[None, None, list[dict[str, Any
 
 
 def _summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rank 0's step, whose clock leaves the others' turns out; the largest one's memory."""
+    """Rank 0's times, whose clock leaves the others' turns out; the largest one's memory."""
     return {
         "step_seconds": statistics.median(ranks[0]["seconds"]),
         "cpu_seconds": statistics.mean(r["cpu_seconds_per_step"] for r in ranks),
-        "update_seconds": max(statistics.median(r["update_seconds"] or [math.nan]) for r in ranks),
+        "update_seconds": statistics.median(ranks[0]["update_seconds"] or [math.nan]),
         "peak_bytes": max(r["peak_bytes"] for r in ranks),
         "imported_bytes": max(r["imported_bytes"] for r in ranks),
         "wire_bytes": ranks[0]["wire_bytes_per_step"],

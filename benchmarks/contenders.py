@@ -357,9 +357,9 @@ def _lightning(job: Job, strategy: Any, **options: Any) -> None:
             self.loss = self.model(batch)
             return self.loss
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if (batch_idx + 1) % job.accumulate == 0:
-                job.tick(self.loss)
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+            job.tick(self.loss)  # a hook between micro-batches would see parameters, which are sharded for it
 
         def configure_optimizers(self) -> Any:
             return job.optimizer(self.parameters())
