@@ -321,9 +321,9 @@ class Fsdp2Engine(Engine):
             self._refuse_different_units([i for i in (lowest[0], highest[0]) if i >= 0])
         if highest[1] != lowest[1]:
             raise ValueError(
-                f"stage={self.config.stage}: during a forward some ranks only have written to parameters of"
-                f" {self._plan.units[index].name!r}, or of a unit before it, so that ranks would go on with different"
-                " ones: write on every rank, or between two forwards."
+                f"stage={self.config.stage}: some ranks only have written to parameters while those of"
+                f" {self._plan.units[index].name!r} travelled ahead in a forward, so that ranks would go on with"
+                " different ones: write on every rank, or between two forwards."
             )
         if before >= 0 and self._follower.setdefault(before, index) != index:
             self._follower[before] = -1
