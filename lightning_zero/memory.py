@@ -9,7 +9,8 @@ The paper is Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Trainin
 
 [Tensors of one unit on one rank, N ranks]
 - *shard*: ``ceil(rows / N)`` rows of every parameter, padded, in its own dtype. Always there.
-- *gathered copy*: N padded shards in the compute dtype.
+- *gathered copy*: N padded shards in the compute dtype. At stages 1 and 2 between CPU processes, where that is the
+  shard's own dtype, the shard is a part of it and it is always there.
 - *gather buffer*: one flat copy of the same size, alive until it was copied out; in a forward until the next unit's.
 - *whole gradient*: in the compute dtype, from autograd until the unit is reduced.
 - *reduce buffer*: N padded shards in the reduce dtype, alive until the next unit's reduction.
@@ -64,13 +65,19 @@ def popular_bytes(stage: int, num_parameters: float, world_size: int) -> float:
 
 
 def fsdp2_bytes(
-    stage: int, num_parameters: float, world_size: int, mixed: bool = True, accumulating: bool = False
+    stage: int,
+    num_parameters: float,
+    world_size: int,
+    mixed: bool = True,
+    accumulating: bool = False,
+    between_hosts: bool = False,
 ) -> float:
     """Model states per rank inside a step under ``fully_shard`` with Adam; the gathered units of stage 3 left out.
 
     ``fully_shard`` keeps the fp32 shard beside the gathered copy, so a parameter costs p + 4/N bytes where the paper
     (section 5) counts p: bf16-mixed with fp32 reduction has p = 2 and accumulates in 4 bytes, fp32 has 4 and 4.
-    Between steps every stage holds 16Ψ/N.
+    Between steps every stage holds 16Ψ/N. Between CPU processes in fp32 stages 1 and 2 keep the shard in the copy, so
+    that a step takes what the paper counts, and there (4 + 12/N)Ψ is left between steps.
 
     Args:
         stage: 1, 2 or 3.
@@ -79,13 +86,15 @@ def fsdp2_bytes(
         mixed: ``bf16-mixed`` or ``16-mixed``, else ``32-true``.
         accumulating: In the middle of an accumulation window, where stage 1 holds whole gradients and no shards of
             them. Without accumulation stage 1 is stage 2: each unit is reduced as soon as it is complete.
+        between_hosts: Ranks are processes on CPUs.
     """
     n, gathered = world_size, 2 if mixed else 4
     if stage == 3:
         return num_parameters * 16 / n
+    shard = 0 if between_hosts and not mixed else 4 / n
     if stage == 1 and accumulating:
-        return num_parameters * (gathered + 4 + 12 / n)
-    return num_parameters * (gathered + 16 / n)
+        return num_parameters * (gathered + shard + 4 + 8 / n)
+    return num_parameters * (gathered + shard + 12 / n)
 
 
 # -- one module ------------------------------------------------------------------------------------------------------
@@ -141,6 +150,10 @@ class UnitSize:
     def gathered_bytes(self, n: int) -> int:
         """Of the whole copy, and of the message that brings it."""
         return sum(n * p.padded_numel(n) * p.compute_itemsize for p in self.parameters)
+
+    def copies_of_shards_bytes(self, n: int) -> int:
+        """The part of the whole copy that has the shards' own dtype."""
+        return sum(n * p.padded_numel(n) * p.itemsize for p in self.parameters if p.compute_itemsize == p.itemsize)
 
     def packed_bytes(self, n: int, small_bytes: int) -> int:
         """Of the message that shards of less than ``small_bytes`` share."""
@@ -292,6 +305,8 @@ class StepRules:
     """Stages 1 and 2 on the CPU gather every unit before the forward."""
     gathers_in_place_from: int | None = None
     """Bytes of a shard: on the CPU larger ones arrive where they stay, smaller ones share a message."""
+    keeps_shards_in_copies: bool = False
+    """Stages 1 and 2 between CPU processes, unless shards are offloaded."""
     agrees_per_unit: bool = False
     """Stage 3 on the CPU agrees before each gather which unit is next."""
     agrees_on_unused: bool = True
@@ -457,6 +472,7 @@ class _FullyShard(_Account):
         super().__init__(layout, rules)
         n = self.n
         self.alive["parameters"] = sum(u.shard_bytes(n) for u in layout.units) + _whole_bytes(layout.replicated)
+        self.alive["gathered"] = kept_bytes(layout, rules)
         self.gathered: set[int] = set()
         self.prefetched: set[int] = set()
         self.order: list[int] = []  # units in the order of their forwards
@@ -476,13 +492,18 @@ class _FullyShard(_Account):
             return
         inputs = self.gather_inputs(size)
         if self.rules.gathers_in_place_from is not None:
-            self.add("gathered", size.gathered_bytes(self.n))
+            self.add("gathered", self.copy_bytes(size))
             self.add("buffers", inputs + self.message_bytes(size))  # what is sent must stay until it has arrived
         else:
             self.add("buffers", inputs + self.message_bytes(size))
             self.drop("buffers", inputs)
         self.send("all_gather", size.gathered_bytes(self.n))
         self.gathers += 1
+
+    def copy_bytes(self, size: UnitSize) -> float:
+        """Of the gathered copy, as far as it comes and goes."""
+        kept = size.copies_of_shards_bytes(self.n) if _keeps_copies(self.rules) else 0
+        return size.gathered_bytes(self.n) - kept
 
     def message_bytes(self, size: UnitSize) -> float:
         """Of what arrives elsewhere than where it stays."""
@@ -505,7 +526,7 @@ class _FullyShard(_Account):
             return
         if forward:
             self.drop_kept_buffer()
-        self.add("gathered", size.gathered_bytes(self.n))
+        self.add("gathered", self.copy_bytes(size))
         self.gathered.add(unit)
         if self.n == 1:  # a copy of the shard, cast on the way
             inputs = self.gather_inputs(size)
@@ -530,7 +551,7 @@ class _FullyShard(_Account):
     def reshard(self, unit: int) -> None:
         if unit in self.gathered:
             self.gathered.remove(unit)
-            self.drop("gathered", self.layout.units[unit].gathered_bytes(self.n))
+            self.drop("gathered", self.copy_bytes(self.layout.units[unit]))
 
     # -- the events
 
@@ -682,6 +703,18 @@ class _FullyShard(_Account):
         for p in sharded:
             padded = self.n * p.padded_numel(self.n)
             self.send("all_gather", padded * (2 * p.itemsize + p.state_per_element))
+
+
+def kept_bytes(layout: Layout, rules: StepRules) -> float:
+    """Of the gathered copies that are always there, beside the shards in them."""
+    if not _keeps_copies(rules):
+        return 0.0
+    n = rules.world_size
+    return sum(u.copies_of_shards_bytes(n) for u in layout.units) * (n - 1) / n
+
+
+def _keeps_copies(rules: StepRules) -> bool:
+    return rules.keeps_shards_in_copies and rules.stage in (1, 2) and rules.world_size > 1
 
 
 def _whole_bytes(parameters: Iterable[ParameterSize]) -> int:

@@ -5,7 +5,9 @@
   object is back on the module afterwards.
 - *sharded parameter*: ``DTensor`` on the module between steps and in every hook; what optimizers hold. Each rank owns
   ``ceil(rows / N)`` rows of dim 0.
-- *gathered parameter*: plain, whole, on the module only inside a step, owned by ``fully_shard``.
+- *gathered parameter*: plain, whole, on the module only inside a step, owned by ``fully_shard``. At stages 1 and 2
+  between processes on CPUs, where it has the shard's dtype, the shard is a part of it: it stays allocated, and
+  gathering fills in what other ranks have written.
 - *shard axis*: the N ranks that one copy is shared out over. All of them, or with ``shard_size`` (HSDP) groups of so
   many consecutive ranks, which are replicas of each other along the *replicate axis*: gradients are reduce-scattered
   along the first and all-reduced along the second.
@@ -196,8 +198,11 @@ class Fsdp2Engine(Engine):
             self.unit_modules.append(target)
         self._exchange_directly()
         private.init_now(self._root)
-        self._carry_hooks_over()
         self._groups = [g for unit in self.unit_modules for g in private.groups(unit)]
+        if self._reduce is not None and stage < 3 and not self._on_host:
+            for group in self._groups:  # before an optimizer takes the shards
+                private.keep_shards_in_copies(group)
+        self._carry_hooks_over()
         self._root_groups = private.groups(self._root)
 
     def _exchange_directly(self) -> None:
@@ -765,10 +770,11 @@ class Fsdp2Engine(Engine):
             if not whole:
                 return
             for group in self._groups:
+                copies = private.gather_for_good(group)
                 for sharded, places in list(private.registrations(group)):
                     original = self._originals[sharded]
                     assert isinstance(sharded, DTensor)
-                    original.data = gathered(sharded).to("cpu")
+                    original.data = _unpadded(copies.pop(sharded)) if sharded in copies else gathered(sharded).to("cpu")
                     original.requires_grad_(sharded.requires_grad)
                     for module, name in places:
                         setattr(module, name, original)
@@ -799,6 +805,11 @@ def _store_rows(whole: Tensor, sharded: DTensor) -> None:
     if rows.dtype != shard.dtype:
         rows = torch.where(shard.to(rows.dtype) == rows, shard, rows.to(shard.dtype))
     shard.copy_(rows)
+
+
+def _unpadded(whole: Tensor) -> Tensor:
+    """``whole`` in memory of its own size: what it lies in may have room for larger shards."""
+    return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
 
 
 def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:

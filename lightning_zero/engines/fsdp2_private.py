@@ -119,6 +119,44 @@ def gather_in_place(group: Group, gather: Callable[[list[Tensor], list[Tensor], 
     group.finalize_backward = finalize_backward
 
 
+def keep_shards_in_copies(group: Group) -> None:
+    """Has each shard be its part of the gathered copy, which then stays allocated; where both have one dtype.
+
+    For groups that gather in place, which fills the rest. While the group is sharded that rest is stale, and only the
+    shard is registered.
+    """
+    rank, size = group.mesh_info.shard_mesh_rank, group.mesh_info.shard_mesh_size
+    for p in group.fsdp_params:
+        data, rows = p._sharded_param_data, p.sharded_param._local_tensor.shape[0]
+        if not data.numel() or (p.param_dtype or data.dtype) != data.dtype:
+            continue
+        p.init_all_gather_outputs([data.numel()], [data.dtype], size, data.device)
+        part = p.all_gather_outputs[0].data.chunk(size)[rank]  # .data: a write to the shard is none to the copy
+        part.copy_(data)
+        p._sharded_param_data = part
+        p.sharded_param._local_tensor = part.view(p.padded_sharded_param_size)[:rows]
+        p.free_unsharded_param = _stay
+
+
+def _stay() -> None:
+    """Instead of freeing a copy that the shard lies in."""
+
+
+def lies_in_copy(p: ShardedParam) -> bool:
+    """Whether the shard is a part of the gathered copy; not if user code has put another tensor in its place."""
+    storage = p._sharded_param_data.untyped_storage().data_ptr()
+    return any(copy.untyped_storage().data_ptr() == storage != 0 for copy in p.all_gather_outputs)
+
+
+def gather_for_good(group: Group) -> dict[Tensor, Tensor]:
+    """Sharded parameters -> the copies that they lie in, gathered (collective); the group must not be used again."""
+    kept = [p for p in group.fsdp_params if lies_in_copy(p)]
+    if kept:
+        group.unshard()
+        group.wait_for_unshard()
+    return {p.sharded_param: p._unsharded_param.data for p in kept}
+
+
 def _outside_transforms(function: Callable[..., None]) -> Callable[..., None]:
     """A ``torch.func`` transform or a ``TorchFunctionMode`` around a forward has nothing to do with parameters that
     arrive."""
@@ -179,10 +217,12 @@ def has_grad(p: ShardedParam) -> bool:
 
 
 def whole_bytes(p: ShardedParam) -> tuple[int, int]:
-    """Bytes of the parameter's gathered copy and of its whole gradients, as far as they are there."""
-    if not hasattr(p, "_unsharded_param"):
-        return 0, 0
+    """Bytes of the gathered copy beside the shard, and of whole gradients, as far as they are there."""
     copies = sum(t.untyped_storage().nbytes() for t in p.all_gather_outputs)
+    if lies_in_copy(p):
+        copies -= p._sharded_param_data.nbytes
+    if not hasattr(p, "_unsharded_param"):
+        return copies, 0
     grads = [g for g in (p._unsharded_param.grad, p.unsharded_accumulated_grad) if g is not None]
     return copies, sum(g.numel() * g.element_size() for g in grads)
 

@@ -69,6 +69,7 @@ def plan(
         keep_gathered=keep_gathered,
         gathers_up_front=study.target.type == "cpu",
         gathers_in_place_from=SMALL_BYTES if study.target.type == "cpu" else None,
+        keeps_shards_in_copies=study.target.type == "cpu",
         agrees_per_unit=study.target.type == "cpu" and world_size > 1 and study.config.find_unused_parameters,
         agrees_on_unused=study.config.find_unused_parameters,
         broadcasts_buffers=study.config.broadcast_buffers,

@@ -28,6 +28,7 @@ from lightning_zero.memory import (
     StepBytes,
     StepRules,
     UnitSize,
+    kept_bytes,
     offload_bytes,
     scaled,
     simulate,
@@ -342,7 +343,8 @@ class Study:
 
     def row(self, stage: int, offload: str, rules: StepRules, usable: float | None) -> Row:
         name = "ddp" if stage == 0 else f"zero{stage}" + ({"cpu": "_offload", "nvme": "_nvme"}.get(offload, ""))
-        rules = dataclasses.replace(rules, stage=stage)
+        keeps = rules.keeps_shards_in_copies and offload == "none"
+        rules = dataclasses.replace(rules, stage=stage, keeps_shards_in_copies=keeps)
         plain, checkpointed = (self._step(rules, offload, c) for c in (False, True))
         together: Sequence[set[str] | None] = self.gradients_together or [None]
         states = [state_bytes(self.layout, stage, self.world_size, alive=alive) for alive in together]
@@ -354,7 +356,7 @@ class Study:
             stage=stage,
             offload=offload,
             engine="ddp" if stage == 0 else OFFLOADS[offload].get(stage),
-            parameters=state.parameters,
+            parameters=state.parameters + kept_bytes(self.layout, rules),
             gradients=state.gradients,
             optimizer=state.optimizer,
             gathered_unit=float(largest) if stage else 0.0,

@@ -99,6 +99,56 @@ def test_parameters_are_gathered_in_place(tmp_path):
         dist.destroy_process_group()
 
 
+def test_shards_are_kept_in_copies(tmp_path):
+    """A copy is never freed, autograd sees no write to it where its shard is written, and it follows its shard."""
+    _world_of_one(tmp_path)
+    try:
+        model = _sharded()
+        (inner,) = private.groups(model[0])
+        private.gather_in_place(inner, _copied)
+        assert not any(private.lies_in_copy(p) for p in inner.fsdp_params)
+        before = [p.to_local().clone() for p in model[0].parameters()]
+        private.keep_shards_in_copies(inner)
+        assert all(private.lies_in_copy(p) for p in inner.fsdp_params)
+        assert all(torch.equal(p.to_local(), b) for p, b in zip(model[0].parameters(), before, strict=True))
+        model(torch.ones(1, 4)).sum().backward()
+        version, places = private.version(inner), [p.to_local().data_ptr() for p in model[0].parameters()]
+        with torch.no_grad():
+            for p in model[0].parameters():
+                p.to_local().fill_(3.0)
+        model[0].unshard()
+        assert private.version(inner) == version
+        assert [(p.data_ptr(), p.unique().tolist()) for p in model[0].parameters()] == [(a, [3.0]) for a in places]
+        model[0].reshard()
+        assert [private.whole_bytes(p) for p in inner.fsdp_params] == [(0, 0)] * 2  # beside the shards
+        model._apply(torch.clone)  # as Module.to() does
+        assert not any(private.lies_in_copy(p) for p in inner.fsdp_params)
+        assert [private.whole_bytes(p) for p in inner.fsdp_params] == [(64, 0), (16, 0)]
+        assert private.gather_for_good(inner) == {}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_is_gathered_for_good_is_the_copies(tmp_path):
+    _world_of_one(tmp_path)
+    try:
+        model = _sharded()
+        (inner,) = private.groups(model[0])
+        private.gather_in_place(inner, _copied)
+        private.keep_shards_in_copies(inner)
+        shards = list(model[0].parameters())
+        found = private.gather_for_good(inner)
+        assert [found[p].data_ptr() for p in shards] == [p.to_local().data_ptr() for p in shards]
+        assert [found[p].shape for p in shards] == [(4, 4), (4,)]
+    finally:
+        dist.destroy_process_group()
+
+
+def _copied(outputs, shards, process_group):
+    for output, shard in zip(outputs, shards, strict=True):
+        output.copy_(shard)
+
+
 @pytest.mark.parametrize(
     ("policy", "dtype", "is_kept"),
     [

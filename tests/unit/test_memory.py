@@ -13,6 +13,7 @@ from lightning_zero.memory import (
     StepRules,
     UnitSize,
     fsdp2_bytes,
+    kept_bytes,
     offload_bytes,
     paper_bytes,
     paper_bytes_fp32,
@@ -60,16 +61,39 @@ def _layout(mixed: bool, blocks: int = 64, rows: int = 64, columns: int = 512, r
 @pytest.mark.parametrize("n", [1, 2, 8, 64])
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize("accumulating", [True, False])
+@pytest.mark.parametrize("between_hosts", [True, False])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_walked_step_peaks_at_the_formula_and_a_few_units(stage, accumulating, mixed, n):
+def test_a_walked_step_peaks_at_the_formula_and_a_few_units(stage, between_hosts, accumulating, mixed, n):
     """The formula counts states only, so what is beyond it is units on their way: of 65 never more than six."""
     layout = _layout(mixed)
-    rules = StepRules(stage=stage, world_size=n, micro_batches=3 if accumulating else 1)
+    rules = StepRules(
+        stage=stage,
+        world_size=n,
+        micro_batches=3 if accumulating else 1,
+        gathers_in_place_from=0 if between_hosts else None,
+        keeps_shards_in_copies=between_hosts,
+    )
     found = simulate(layout, untraced(layout), rules).peak
-    formula = fsdp2_bytes(stage, layout.num_parameters, n, mixed, accumulating)
+    formula = fsdp2_bytes(stage, layout.num_parameters, n, mixed, accumulating, between_hosts and n > 1)
     unit = layout.units[0].parameters[0].numel * 4
     assert formula <= found + unit  # stage 1's whole gradients: the last unit is reduced before it is shared out
     assert found <= formula + 6 * unit
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_in_fp32_between_hosts_stages_1_and_2_take_what_the_paper_says(n):
+    for stage, accumulating in ((1, True), (2, False)):
+        found = fsdp2_bytes(stage, PSI, n, mixed=False, accumulating=accumulating, between_hosts=True)
+        assert found == pytest.approx(paper_bytes_fp32(stage, PSI, n))
+
+
+def test_what_is_kept_between_steps_is_what_other_ranks_own():
+    layout, rules = _layout(mixed=False), StepRules(stage=2, world_size=4, keeps_shards_in_copies=True)
+    psi = layout.num_parameters
+    assert kept_bytes(layout, rules) == 4 * psi * 3 / 4
+    assert kept_bytes(_layout(mixed=True), rules) == 0  # shards and copies have two dtypes
+    for other in ({"stage": 3}, {"stage": 0}, {"world_size": 1}, {"keeps_shards_in_copies": False}):
+        assert kept_bytes(layout, replace(rules, **other)) == 0
 
 
 def test_without_accumulation_stage_1_is_stage_2():

@@ -1,0 +1,138 @@
+"""Stages 1 and 2 between processes on CPUs: a shard is a part of its gathered copy.
+
+That training is right with it is seen by every parity test; that the memory is as planned by ``test_plan``. Here: where
+shards lie, that they stay there, and what happens when they no longer do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.fsdp2 import Fsdp2Engine
+from lightning_zero.engines.view import gathered
+from lightning_zero.precision import DtypePolicy
+from tests.helpers import pretend
+
+MIXED = DtypePolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+PLAIN = DtypePolicy()
+ROWS = 5
+"""Not a multiple of 2 or 3: the last rank's shard has room for a row more than it owns."""
+
+
+class Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(ROWS, ROWS) for _ in range(2))
+        self.head = nn.Linear(ROWS, ROWS)
+
+    def training_step(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x.to(block.weight.dtype))
+        return self.head(x.to(self.head.weight.dtype)).float().square().mean()
+
+
+def _engine(stage: int, dtypes: DtypePolicy = PLAIN, **settings: Any) -> Fsdp2Engine:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    config = ZeroConfig(stage=stage, min_unit_numel=1, find_unused_parameters=False, **settings)
+    engine = Fsdp2Engine(config, torch.device("cpu"), dtypes)
+    engine.shard(Module())
+    return engine
+
+
+def _step(engine: Fsdp2Engine, optimizer: torch.optim.Optimizer) -> None:
+    engine.backward(engine.run("training_step", torch.ones(2, ROWS)).backward)
+    engine.step(optimizer)
+    optimizer.zero_grad()
+
+
+def _where(engine: Fsdp2Engine) -> list[int]:
+    return [p.to_local().untyped_storage().data_ptr() for p in engine.module.parameters() if isinstance(p, DTensor)]
+
+
+def _held(stage: int, dtypes: DtypePolicy, settings: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of this rank's parameters before, in and after a step, and whether shards have stayed where they were."""
+    engine = _engine(stage, dtypes, **settings)
+    optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
+    places = _where(engine)
+    held = [engine.model_state([]).held("parameters")]
+    loss = engine.run("training_step", torch.ones(2, ROWS))
+    held.append(engine.model_state([]).held("parameters"))
+    whole = {p.untyped_storage().data_ptr() for p in engine.module.parameters() if not isinstance(p, DTensor)}
+    engine.backward(loss.backward)
+    engine.step(optimizer)
+    held.append(engine.model_state([]).held("parameters"))
+    own = sum(p.to_local().nbytes for p in engine.module.parameters() if isinstance(p, DTensor))
+    return {"held": held, "own": own, "stayed": places == _where(engine), "in copies": set(places) <= whole}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_shards_lie_in_copies(ranks, stage, world_size):
+    found = ranks(_held, stage, PLAIN, {}, world_size=world_size)
+    padded = world_size * -(-ROWS // world_size)
+    whole = 4 * 3 * (padded * ROWS + padded)
+    for rank in found:
+        spare = max(each["own"] for each in found) - rank["own"]  # rows that only make the parts equal
+        assert rank["held"] == [whole - spare] * 3
+        assert rank["stayed"] and rank["in copies"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtypes", "settings"),
+    [(3, PLAIN, {}), (2, MIXED, {}), (2, PLAIN, {"offload": pretend.OFFLOAD})],
+    ids=["stage 3", "another dtype", "offloaded"],
+)
+def test_other_copies_go(ranks2, stage, dtypes, settings):
+    for rank in ranks2(_held, stage, dtypes, settings):
+        before, inside, after = rank["held"]
+        assert before == rank["own"] < inside
+        assert after == rank["own"] or stage == 3
+        assert not rank["in copies"]
+
+
+def _moved(stage: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters after three steps; before the second, all of this rank's shards are put elsewhere."""
+    results = []
+    for moves in (False, True):
+        engine = _engine(stage)
+        optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
+        for step in range(3):
+            if moves and step == 1:
+                places = _where(engine)
+                engine.root._apply(torch.clone)  # as Module.to() does
+                assert not set(places) & set(_where(engine))
+            _step(engine, optimizer)
+        results.append([gathered(p) for p in engine.module.parameters()])
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_shard_that_was_put_elsewhere_is_gathered_from_there(ranks2, stage):
+    for expected, found in ranks2(_moved, stage):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def _restored() -> list[tuple[bool, int]]:
+    """Of each parameter after the run: whether it is what the shards were together, and bytes held beyond its own."""
+    engine = _engine(2)
+    optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
+    _step(engine, optimizer)
+    expected = [gathered(p) for p in engine.module.parameters()]
+    engine.restore(True, [optimizer])
+    return [
+        (torch.equal(p, whole), p.untyped_storage().nbytes() - p.nbytes)
+        for p, whole in zip(engine.module.parameters(), expected, strict=True)
+    ]
+
+
+def test_what_is_left_after_a_run_holds_no_more_than_itself(ranks2):
+    assert ranks2(_restored) == [[(True, 0)] * 6] * 2
