@@ -64,7 +64,7 @@ def all_gather_each(
     outputs: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup, pool: Pool
 ) -> dist.Work:
     """:func:`all_gather` of every pair. What is small goes in one message, and from there to where it belongs."""
-    pairs = list(zip(outputs, shards, strict=True))
+    pairs = [(o, s) for o, s in zip(outputs, shards, strict=True) if group.size() > 1 or o.data_ptr() != s.data_ptr()]
     small = [(o.view(torch.uint8), s.view(torch.uint8)) for o, s in pairs if 0 < s.nbytes < SMALL_BYTES]
     works = [all_gather(o, s, group) for o, s in pairs if s.nbytes >= SMALL_BYTES]
     if not small:

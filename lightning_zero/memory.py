@@ -9,8 +9,8 @@ The paper is Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Trainin
 
 [Tensors of one unit on one rank, N ranks]
 - *shard*: ``ceil(rows / N)`` rows of every parameter, padded, in its own dtype. Always there.
-- *gathered copy*: N padded shards in the compute dtype. At stages 1 and 2 between CPU processes, where that is the
-  shard's own dtype, the shard is a part of it and it is always there.
+- *gathered copy*: N padded shards in the compute dtype. At stages 1 and 2 between CPU processes, and at any stage of a
+  process alone, where that is the shard's own dtype, the shard is a part of it and it is always there.
 - *gather buffer*: one flat copy of the same size, alive until it was copied out; in a forward until the next unit's.
 - *whole gradient*: in the compute dtype, from autograd until the unit is reduced.
 - *reduce buffer*: N padded shards in the reduce dtype, alive until the next unit's reduction.
@@ -306,7 +306,7 @@ class StepRules:
     gathers_in_place_from: int | None = None
     """Bytes of a shard: on the CPU larger ones arrive where they stay, smaller ones share a message."""
     keeps_shards_in_copies: bool = False
-    """Stages 1 and 2 between CPU processes, unless shards are offloaded."""
+    """Stages 1 and 2 between CPU processes, and any stage of a process alone, unless shards are offloaded."""
     agrees_per_unit: bool = False
     """Stage 3 on the CPU agrees before each gather which unit is next."""
     agrees_on_unused: bool = True
@@ -714,7 +714,7 @@ def kept_bytes(layout: Layout, rules: StepRules) -> float:
 
 
 def _keeps_copies(rules: StepRules) -> bool:
-    return rules.keeps_shards_in_copies and rules.stage in (1, 2) and rules.world_size > 1
+    return rules.keeps_shards_in_copies and (rules.stage in (1, 2) or (rules.stage == 3 and rules.world_size == 1))
 
 
 def _whole_bytes(parameters: Iterable[ParameterSize]) -> int:

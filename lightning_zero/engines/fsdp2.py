@@ -5,9 +5,9 @@
   object is back on the module afterwards.
 - *sharded parameter*: ``DTensor`` on the module between steps and in every hook; what optimizers hold. Each rank owns
   ``ceil(rows / N)`` rows of dim 0.
-- *gathered parameter*: plain, whole, on the module only inside a step, owned by ``fully_shard``. At stages 1 and 2
-  between processes on CPUs, where it has the shard's dtype, the shard is a part of it: it stays allocated, and
-  gathering fills in what other ranks have written.
+- *gathered parameter*: plain, whole, on the module only inside a step, owned by ``fully_shard``. On CPUs, where it has
+  the shard's dtype, the shard is a part of it at stages 1 and 2, and at any stage of a process alone: it stays
+  allocated, and gathering fills in what other ranks have written.
 - *shard axis*: the N ranks that one copy is shared out over. All of them, or with ``shard_size`` (HSDP) groups of so
   many consecutive ranks, which are replicas of each other along the *replicate axis*: gradients are reduce-scattered
   along the first and all-reduced along the second.
@@ -199,16 +199,17 @@ class Fsdp2Engine(Engine):
         self._exchange_directly()
         private.init_now(self._root)
         self._groups = [g for unit in self.unit_modules for g in private.groups(unit)]
-        if self._reduce is not None and stage < 3 and not self._on_host:
+        alone = self.mesh["shard"].size() == 1
+        if self._reduce is not None and (stage < 3 or alone) and not self._on_host:
             for group in self._groups:  # before an optimizer takes the shards
                 private.keep_shards_in_copies(group)
         self._carry_hooks_over()
         self._root_groups = private.groups(self._root)
 
     def _exchange_directly(self) -> None:
-        """Between processes on CPUs gloo's own collectives take longer and more memory than they must."""
+        """On CPUs gloo's own collectives take longer and more memory than they must."""
         axis = self.mesh.get_group("shard")
-        if self.device.type != "cpu" or axis.size() == 1 or dist.get_backend(axis) != "gloo":
+        if self.device.type != "cpu" or dist.get_backend(axis) != "gloo":
             return
         pool = exchange.Pool()
         self._reduce = exchange.ReduceScatter(pool)
