@@ -115,9 +115,9 @@ of stage 3 is gathered once per micro-batch, every other unit twice.
 | stage 2 | Ψ | AΨ |
 | stage 3 | 2AΨ | AΨ |
 
-Stages 1 and 2 gather A times instead of once if a hook of yours looks at the module between micro-batches. Small
-messages (agreements between ranks, the buffers' broadcast) are counted as well. An optimizer that looks across elements
-(Adafactor, Muon, LAMB) also gathers its parameters, gradients and states.
+Stages 1 and 2 gather A times instead of once if a hook of yours looks at the module between micro-batches, unless
+shards lie in their copies, which stay. Small messages (agreements between ranks, the buffers' broadcast) are counted as
+well. An optimizer that looks across elements (Adafactor, Muon, LAMB) also gathers its parameters, gradients and states.
 
 ## Offload
 

@@ -28,6 +28,8 @@ STAGES = (0, 1, 2, 3)
 """0 is DDP."""
 ORDER_BYTES = 16
 """What ranks say to each other of each unit that they run at stage 3 on the CPU: four integers."""
+CHANGED_BYTES = 4
+"""What ranks say before they gather copies that may still be what the shards are: whether one has changed."""
 FEW_RANKS = 4
 """Up to so many send each other directly what they must agree on: between 2 half the time of gloo's all-reduce, between
 4 as long."""
@@ -300,7 +302,7 @@ class StepRules:
     micro_batches: int = 1
     """Accumulated before one optimizer step."""
     keep_gathered: bool = True
-    """Stages 1 and 2 stay gathered between micro-batches (no user hook looks at the module there)."""
+    """Stages 1 and 2 stay gathered between micro-batches: no user hook looks at the module there."""
     gathers_up_front: bool = False
     """Stages 1 and 2 on the CPU gather every unit before the forward."""
     gathers_in_place_from: int | None = None
@@ -473,6 +475,8 @@ class _FullyShard(_Account):
         n = self.n
         self.alive["parameters"] = sum(u.shard_bytes(n) for u in layout.units) + _whole_bytes(layout.replicated)
         self.alive["gathered"] = kept_bytes(layout, rules)
+        sharded = [p for u in layout.units for p in u.parameters]
+        self.keeps_all = _keeps_copies(rules) and n > 1 and all(p.compute_itemsize == p.itemsize for p in sharded)
         self.gathered: set[int] = set()
         self.prefetched: set[int] = set()
         self.order: list[int] = []  # units in the order of their forwards
@@ -560,6 +564,8 @@ class _FullyShard(_Account):
         if last:
             self.broadcast_buffers()
         if self.rules.gathers_up_front and self.rules.stage < 3:
+            if self.keeps_all and not self.rules.keep_gathered:
+                self.agree_on(CHANGED_BYTES)
             for unit in range(len(self.layout.units)):
                 self.gather(unit, forward=False)
         reduces = last or self.rules.stage > 1
@@ -674,7 +680,7 @@ class _FullyShard(_Account):
         self.reduce_buffer = 0.0
         for unit in list(self.prefetched):  # gathered for a backward that never came
             self.finish_gather(unit, forward=False)
-        if self.rules.stage == 3 or last or not self.rules.keep_gathered:
+        if self.rules.stage == 3 or last or not (self.rules.keep_gathered or self.keeps_all):
             for unit in list(self.gathered):
                 self.reshard(unit)
         if self.rules.stage == 3 and self.rules.agrees_per_unit:

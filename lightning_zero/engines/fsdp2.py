@@ -29,6 +29,8 @@ each reduction ends with a copy to host memory, which only the end of the backwa
 joined in host memory, over the gloo half of the process group.
 
 Between micro-batches stages 1 and 2 stay gathered only if no user hook looks at the module there (``keep_gathered``).
+Where shards lie in their copies these stay all the same, and so they do from one evaluated batch to the next: ranks
+ask each other whether any has changed a shard, and gather again only then.
 
 [What DDP does that ``fully_shard`` alone does not]
 - *Unused parameters.* A rank without a gradient where another has one would send a shorter message. Every reduction
@@ -111,6 +113,9 @@ class Fsdp2Engine(Engine):
         self._is_whole = False  # inside full_parameters
         self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
         self._reduce: exchange.ReduceScatter | None = None
+        self._keeps_copies = False  # all shards lie in their gathered copies, on every rank
+        self._gathered_marks: Any = None  # what _marks() said when the copies were last gathered and looked after
+        self._skips_gathers = False  # what is gathered now has not changed anywhere
         self._accumulators: dict[Tensor, Any] = {}  # shards -> where autograd adds their gradients
         self._handles: list[Any] = []
 
@@ -138,7 +143,8 @@ class Fsdp2Engine(Engine):
         # A group of its own, so that an agreement never meets an engine's collective
         self._agreement = (
             dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.timeout_seconds))
-            if self.mesh.size() > 1 and (self.config.find_unused_parameters or self._follows_order)
+            if self.mesh.size() > 1
+            and (self.config.find_unused_parameters or self._follows_order or self._keeps_copies)
             else None
         )
         self._order = {p: i for i, p in enumerate([*self._originals, *self._replicated])}
@@ -203,6 +209,7 @@ class Fsdp2Engine(Engine):
         if self._reduce is not None and (stage < 3 or alone) and not self._on_host:
             for group in self._groups:  # before an optimizer takes the shards
                 private.keep_shards_in_copies(group)
+            self._keeps_copies = all(private.lies_in_copy(p) for group in self._groups for p in group.fsdp_params)
         self._carry_hooks_over()
         self._root_groups = private.groups(self._root)
 
@@ -215,6 +222,8 @@ class Fsdp2Engine(Engine):
         self._reduce = exchange.ReduceScatter(pool)
 
         def gather(outputs: list[Tensor], shards: list[Tensor], process_group: dist.ProcessGroup) -> dist.Work:
+            if self._skips_gathers:
+                return exchange.Begun(iter(()))
             return exchange.all_gather_each(outputs, shards, process_group, pool)
 
         for unit in self.unit_modules:
@@ -397,10 +406,33 @@ class Fsdp2Engine(Engine):
         return self.config.stage < 3 and self.device.type == "cpu"
 
     def _gather_all(self) -> None:
-        """Each unit travels while the one before it arrives; more at once would need room for their messages."""
-        begun = (unit.unshard(async_op=True) for unit in self.unit_modules)
-        for arriving, _ in pairwise(chain(begun, [None])):  # the second of a pair has begun as well
-            arriving.wait()
+        """Each unit travels while the one before it arrives; more at once would need room for their messages.
+
+        Nothing travels where copies stay from one micro-batch or evaluated batch to the next (the shards lie in them)
+        and no rank has changed a shard since. That they ask each other instead costs 4 bytes; where a training step
+        gathers once anyway it is not worth it.
+        """
+        asks = self._agreement is not None and self._keeps_copies
+        asks = asks and not (torch.is_grad_enabled() and self.keep_gathered)
+        self._skips_gathers = asks and self._copies_are_current()
+        try:
+            begun = (unit.unshard(async_op=True) for unit in self.unit_modules)
+            for arriving, _ in pairwise(chain(begun, [None])):  # the second of a pair has begun as well
+                arriving.wait()
+        finally:
+            self._skips_gathers = False
+        if asks:
+            self._gathered_marks = self._marks()
+
+    def _marks(self) -> Any:
+        return [private.shard_marks(group) for group in self._groups]
+
+    def _copies_are_current(self) -> bool:
+        """Whether the copies are still what the shards are, on all ranks."""
+        assert self._agreement is not None
+        changed = torch.tensor([self._gathered_marks != self._marks()], dtype=torch.int32)
+        exchange.all_reduce(changed, dist.ReduceOp.MAX, self._agreement).wait()
+        return changed.tolist() == [0]  # on the CPU: no device waits
 
     def _broadcast_buffers(self) -> None:
         """DDP's rule: once before each forward that follows a synchronized training forward."""
@@ -444,6 +476,7 @@ class Fsdp2Engine(Engine):
         if version == self._versions.get(index, 0) and not self._data_taken:
             return
         self._versions[index] = version
+        self._gathered_marks = None  # other ranks' rows may differ from their shards now
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for copy, shard in private.copies(group):
                 _store_rows(copy, shard)
@@ -491,7 +524,9 @@ class Fsdp2Engine(Engine):
             self._after_backward(deferred)
 
     def _ranks_ran_different_units(self) -> bool:
-        if not (self._sync and self._gathers_up_front and self.automatic and self._agreement and self._ran):
+        if self._agreement is None or not (self.config.find_unused_parameters and self._ran):
+            return False
+        if not (self._sync and self._gathers_up_front and self.automatic):
             return False
         ran = torch.tensor(self._ran, dtype=torch.int32)
         exchange.all_reduce(ran, dist.ReduceOp.SUM, self._agreement).wait()
@@ -599,7 +634,10 @@ class Fsdp2Engine(Engine):
     # -- optimizer -----------------------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        return self._sharded_step(optimizer).step(self._closure(closure), **kwargs)
+        try:
+            return self._sharded_step(optimizer).step(self._closure(closure), **kwargs)
+        finally:
+            self._gathered_marks = None  # a kernel of the optimizer's own need not tell a tensor that it writes to it
 
     def _wait_for_host_copies(self) -> None:
         """Parameters on their way up must leave before the step writes to them. The backward has waited for the last
@@ -626,9 +664,14 @@ class Fsdp2Engine(Engine):
             self._steps[optimizer] = ShardedStep(optimizer, fuses=self._on_host)
         return self._steps[optimizer]
 
-    def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Any:
+    @contextmanager
+    def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Iterator[Any]:
         self._wait_for_host_copies()
-        return self._sharded_step(optimizer).stand_ins(on_shards)
+        try:
+            with self._sharded_step(optimizer).stand_ins(on_shards) as swap:
+                yield swap
+        finally:
+            self._gathered_marks = None
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         with torch.no_grad(), torch._C.DisableTorchFunction():

@@ -144,8 +144,14 @@ def _stay() -> None:
 
 def lies_in_copy(p: ShardedParam) -> bool:
     """Whether the shard is a part of the gathered copy; not if user code has put another tensor in its place."""
-    storage = p._sharded_param_data.untyped_storage().data_ptr()
-    return any(copy.untyped_storage().data_ptr() == storage != 0 for copy in p.all_gather_outputs)
+    data = p._sharded_param_data
+    places = [copy.untyped_storage().data_ptr() for copy in p.all_gather_outputs]
+    return not data.numel() or data.untyped_storage().data_ptr() in places
+
+
+def shard_marks(group: Group) -> list[tuple[int, int]]:
+    """Where each shard lies and how often it was written to in place."""
+    return [(p._sharded_param_data.data_ptr(), p._sharded_param_data._version) for p in group.fsdp_params]
 
 
 def gather_for_good(group: Group) -> dict[Tensor, Tensor]:

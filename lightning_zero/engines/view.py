@@ -88,7 +88,8 @@ class WholeView(TorchFunctionMode):
             return func(*args, **kwargs)
         name = func.__name__
         if func in _SETTERS:
-            self._on_write()
+            if _SETTERS[func] == "data":
+                self._on_write()
             return _assign(_SETTERS[func], *args)
         if name == "__get__":
             if func == _DEVICE:

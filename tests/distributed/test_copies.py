@@ -7,6 +7,7 @@ shards lie, that they stay there, and what happens when they no longer do.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -136,3 +137,91 @@ def _restored() -> list[tuple[bool, int]]:
 
 def test_what_is_left_after_a_run_holds_no_more_than_itself(ranks2):
     assert ranks2(_restored) == [[(True, 0)] * 6] * 2
+
+
+class Raw(torch.optim.Optimizer):
+    """Element-wise, and writes where no tensor's version tells of it, as kernels of other libraries do."""
+
+    def __init__(self, params: Any, added: float) -> None:
+        super().__init__(params, {"added": added})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.detach().numpy()[...] += group["added"]
+        return loss
+
+
+def _by_local_tensor(engine: Fsdp2Engine, mine: bool) -> None:
+    for p in engine.module.parameters() if mine else ():
+        p.to_local().add_(1.0)
+
+
+def _through_the_view(engine: Fsdp2Engine, mine: bool) -> None:
+    with engine.view():
+        for p in engine.module.parameters() if mine else ():
+            p.add_(1.0)
+
+
+def _through_data(engine: Fsdp2Engine, mine: bool) -> None:
+    with engine.view():
+        for p in engine.module.parameters() if mine else ():
+            p.data.add_(1.0)
+
+
+def _elsewhere(engine: Fsdp2Engine, mine: bool) -> None:
+    engine.root._apply(lambda t: t + float(mine))
+
+
+def _by_optimizer(engine: Fsdp2Engine, mine: bool) -> None:
+    engine.step(Raw(engine.module.parameters(), 1.0 * mine))
+
+
+def _to_the_copies(engine: Fsdp2Engine, mine: bool) -> None:
+    """A forward is collective; one rank alone writes in it."""
+
+    def writes(module: Module, x: Tensor) -> Tensor:
+        for p in module.parameters() if mine else ():
+            p.add_(1.0)
+        return x
+
+    with mock.patch.object(Module, "training_step", writes):
+        engine.run("training_step", torch.ones(1))
+
+
+WRITES = {
+    "local": _by_local_tensor,
+    "view": _through_the_view,
+    "data": _through_data,
+    "elsewhere": _elsewhere,
+    "optimizer": _by_optimizer,
+    "copies": _to_the_copies,
+}
+
+
+def _after_writing(stage: int, way: str, rank: int | None) -> tuple[float, float, float]:
+    """The loss before ``rank`` writes, the loss afterwards, and that of a whole module with the same values."""
+    engine = _engine(stage)
+    with torch.no_grad():
+        for _ in range(2):  # from the second on nothing has changed
+            before = engine.run("training_step", torch.ones(2, ROWS))
+        WRITES[way](engine, rank in (None, dist.get_rank()))
+        found = engine.run("training_step", torch.ones(2, ROWS))
+        module = Module()
+        for p, whole in zip(module.parameters(), engine.module.parameters(), strict=True):
+            p.copy_(gathered(whole))
+        return before.item(), found.item(), module.training_step(torch.ones(2, ROWS)).item()
+
+
+@pytest.mark.parametrize("way", WRITES)
+@pytest.mark.parametrize("rank", [0, 1, None], ids="rank={}".format)
+def test_what_one_rank_writes_between_batches_reaches_all(ranks2, way, rank):
+    for before, found, expected in ranks2(_after_writing, 2, way, rank):
+        assert before != found == expected
+
+
+def test_a_rank_without_rows_has_nothing_to_write(ranks4):
+    """Five rows are shared out as 2, 2, 1 and 0. What the last rank writes to its copies must not stay in them."""
+    for before, found, expected in ranks4(_after_writing, 2, "copies", 3):
+        assert before == found == expected

@@ -97,6 +97,8 @@ def _traffic_agrees(measured: dict[str, float], planned: Any) -> None:
         ("mlp", 1, {}),
         ("mlp", 2, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}),
         ("recomputed", 2, {}),
+        ("looked_at", 2, {"accumulate_grad_batches": 3}),
+        pytest.param("looked_at", 2, {"accumulate_grad_batches": 3, "precision": "bf16-mixed"}, marks=pytest.mark.full),
         ("convolutions", 2, {}),
         ("attention", 4, {}),
         pytest.param("mlp", 4, {}, marks=pytest.mark.full),

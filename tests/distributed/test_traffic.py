@@ -30,15 +30,25 @@ class Looks(zoo.Zoo):
         pass
 
 
-def _count(stage: int, looks: bool) -> Counter[str]:
+class Writes(Looks):
+    """It writes there, on one rank; another's loss is what it was only if all gather again."""
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        if self.global_rank == 1:
+            with torch.no_grad():
+                next(self.parameters()).mul_(1.0)
+
+
+def _count(stage: int, kind: type[zoo.Zoo], precision: str) -> Counter[str]:
     torch.manual_seed(0)
-    module = Looks() if looks else zoo.Zoo()
     meter = TrafficMeter()
-    _fit(module, {"stage": stage, "min_unit_numel": 1}, MICRO_BATCHES, meter)
+    _fit(kind(), {"stage": stage, "min_unit_numel": 1}, MICRO_BATCHES, meter, precision=precision)
     return meter.calls
 
 
-def _fit(module: Any, strategy: dict[str, Any], micro_batches: int, meter: TrafficMeter) -> None:
+def _fit(
+    module: Any, strategy: dict[str, Any], micro_batches: int, meter: TrafficMeter, precision: str = "32-true"
+) -> None:
     """``STEPS`` optimizer steps, counted from the first batch to the last."""
     trainer = zoo.make_trainer(
         {**strategy, "after_fit": "sharded", "find_unused_parameters": False},
@@ -46,6 +56,7 @@ def _fit(module: Any, strategy: dict[str, Any], micro_batches: int, meter: Traff
         max_steps=STEPS,
         max_epochs=-1,
         callbacks=[_Metered(meter)],
+        precision=precision,
     )
     items = zoo.RandomDataset(zoo.BATCH * 2 * STEPS * micro_batches)
     trainer.fit(module, DataLoader(items, batch_size=zoo.BATCH))
@@ -62,21 +73,62 @@ class _Metered(Callback):
         self.meter.remove()
 
 
+ONCE, EACH = STEPS * (BLOCKS + 1), STEPS * MICRO_BATCHES * (BLOCKS + 1)
+"""Calls where every unit takes part once in a step, and once in each micro-batch."""
+
+
 @pytest.mark.parametrize(
-    ("stage", "looks", "gathers", "reductions"),
+    ("stage", "kind", "precision", "gathers", "reductions"),
     [
-        (1, False, STEPS * (BLOCKS + 1), STEPS * (BLOCKS + 1)),
-        (2, False, STEPS * (BLOCKS + 1), STEPS * MICRO_BATCHES * (BLOCKS + 1)),
+        (1, zoo.Zoo, "32-true", ONCE, ONCE),
+        (2, zoo.Zoo, "32-true", ONCE, EACH),
         # a block is gathered for its forward and for its backward, the root once for both
-        (3, False, STEPS * MICRO_BATCHES * (2 * BLOCKS + 1), STEPS * MICRO_BATCHES * (BLOCKS + 1)),
-        # where a hook may write to the module between micro-batches, it has to see the shards there
-        (1, True, STEPS * MICRO_BATCHES * (BLOCKS + 1), STEPS * (BLOCKS + 1)),
-        (2, True, STEPS * MICRO_BATCHES * (BLOCKS + 1), STEPS * MICRO_BATCHES * (BLOCKS + 1)),
+        (3, zoo.Zoo, "32-true", STEPS * MICRO_BATCHES * (2 * BLOCKS + 1), EACH),
+        # a hook that looks at the module between micro-batches sees shards there, around which the copies stay
+        (1, Looks, "32-true", ONCE, ONCE),
+        (2, Looks, "32-true", ONCE, EACH),
+        (2, Writes, "32-true", EACH, EACH),
+        # shards in fp32 do not lie in copies in bf16, which go
+        (1, zoo.Zoo, "bf16-mixed", ONCE, ONCE),
+        (1, Looks, "bf16-mixed", EACH, ONCE),
+        (2, Looks, "bf16-mixed", EACH, EACH),
     ],
 )
-def test_collectives_per_stage(ranks2, stage, looks, gathers, reductions):
-    for calls in ranks2(_count, stage, looks):
+def test_collectives_per_stage(ranks2, stage, kind, precision, gathers, reductions):
+    for calls in ranks2(_count, stage, kind, precision):
         assert (calls["all_gather"], calls["reduce_scatter"]) == (gathers, reductions)
+
+
+class _MeteredValidation(Callback):
+    def __init__(self, meter: TrafficMeter) -> None:
+        self.meter = meter
+
+    def on_validation_start(self, *unused: Any) -> None:
+        self.meter.install()
+
+    def on_validation_end(self, *unused: Any) -> None:
+        self.meter.remove()
+
+
+def _validated(stage: int, num_batches: int) -> int:
+    """Gathers of a validation between two steps."""
+    torch.manual_seed(0)
+    meter = TrafficMeter()
+    trainer = zoo.make_trainer(
+        {"stage": stage, "min_unit_numel": 1},
+        callbacks=[_MeteredValidation(meter)],
+        max_epochs=1,
+        num_sanity_val_steps=0,
+    )
+    batches = [DataLoader(zoo.RandomDataset(zoo.BATCH * 2 * n), batch_size=zoo.BATCH) for n in (1, num_batches)]
+    trainer.fit(zoo.Zoo(), *batches)
+    return meter.calls["all_gather"]
+
+
+@pytest.mark.parametrize(("stage", "gathers"), [(1, BLOCKS + 1), (2, BLOCKS + 1), (3, 4 * (BLOCKS + 1))])
+def test_stages_1_and_2_gather_once_for_a_validation(ranks2, stage, gathers):
+    """Of four batches; at stage 3 they gather for each."""
+    assert ranks2(_validated, stage, 4) == [gathers] * 2
 
 
 class Even(zoo.Zoo):
