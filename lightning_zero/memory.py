@@ -564,7 +564,7 @@ class _FullyShard(_Account):
         if last:
             self.broadcast_buffers()
         if self.rules.gathers_up_front and self.rules.stage < 3:
-            if self.keeps_all and not self.rules.keep_gathered:
+            if self.keeps_all and not self.rules.keep_gathered and self.gathered:
                 self.agree_on(CHANGED_BYTES)
             for unit in range(len(self.layout.units)):
                 self.gather(unit, forward=False)

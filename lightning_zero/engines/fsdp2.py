@@ -116,6 +116,7 @@ class Fsdp2Engine(Engine):
         self._keeps_copies = False  # all shards lie in their gathered copies, on every rank
         self._gathered_marks: Any = None  # what _marks() said when the copies were last gathered and looked after
         self._skips_gathers = False  # what is gathered now has not changed anywhere
+        self._step_is_due = False  # on all ranks, between a synchronized backward and the next gather
         self._accumulators: dict[Tensor, Any] = {}  # shards -> where autograd adds their gradients
         self._handles: list[Any] = []
 
@@ -409,19 +410,19 @@ class Fsdp2Engine(Engine):
         """Each unit travels while the one before it arrives; more at once would need room for their messages.
 
         Nothing travels where copies stay from one micro-batch or evaluated batch to the next (the shards lie in them)
-        and no rank has changed a shard since. That they ask each other instead costs 4 bytes; where a training step
-        gathers once anyway it is not worth it.
+        and no rank has changed a shard since, which they ask each other unless they have just stepped.
         """
-        asks = self._agreement is not None and self._keeps_copies
-        asks = asks and not (torch.is_grad_enabled() and self.keep_gathered)
-        self._skips_gathers = asks and self._copies_are_current()
+        recurs = not (torch.is_grad_enabled() and self.keep_gathered)
+        looks = recurs and self._keeps_copies and self._agreement is not None
+        self._skips_gathers = looks and not self._step_is_due and self._copies_are_current()
+        self._step_is_due = False
         try:
             begun = (unit.unshard(async_op=True) for unit in self.unit_modules)
             for arriving, _ in pairwise(chain(begun, [None])):  # the second of a pair has begun as well
                 arriving.wait()
         finally:
             self._skips_gathers = False
-        if asks:
+        if looks:
             self._gathered_marks = self._marks()
 
     def _marks(self) -> Any:
@@ -522,6 +523,7 @@ class Fsdp2Engine(Engine):
             if deferred:
                 self._root.set_requires_gradient_sync(True)  # type: ignore[operator]
             self._after_backward(deferred)
+        self._step_is_due = self._sync and self.automatic
 
     def _ranks_ran_different_units(self) -> bool:
         if self._agreement is None or not (self.config.find_unused_parameters and self._ran):

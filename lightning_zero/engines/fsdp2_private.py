@@ -156,7 +156,7 @@ def shard_marks(group: Group) -> list[tuple[int, int]]:
 
 def gather_for_good(group: Group) -> dict[Tensor, Tensor]:
     """Sharded parameters -> the copies that they lie in, gathered (collective); the group must not be used again."""
-    kept = [p for p in group.fsdp_params if lies_in_copy(p)]
+    kept = [p for p in group.fsdp_params if p._sharded_param_data.numel() and lies_in_copy(p)]
     if kept:
         group.unshard()
         group.wait_for_unshard()

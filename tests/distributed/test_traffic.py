@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import exchange
+from lightning_zero.engines.fsdp2 import Fsdp2Engine
 from lightning_zero.traffic import TrafficMeter
 from tests.helpers import zoo
 
@@ -97,6 +98,22 @@ ONCE, EACH = STEPS * (BLOCKS + 1), STEPS * MICRO_BATCHES * (BLOCKS + 1)
 def test_collectives_per_stage(ranks2, stage, kind, precision, gathers, reductions):
     for calls in ranks2(_count, stage, kind, precision):
         assert (calls["all_gather"], calls["reduce_scatter"]) == (gathers, reductions)
+
+
+def _asked(kind: type[zoo.Zoo], micro_batches: int) -> int:
+    """How often ranks ask each other whether copies are still what the shards are."""
+    asks = Fsdp2Engine._copies_are_current
+    with mock.patch.object(Fsdp2Engine, "_copies_are_current", autospec=True, side_effect=asks) as asking:
+        _fit(kind(), {"stage": 2, "min_unit_numel": 1}, micro_batches, TrafficMeter())
+    return asking.call_count
+
+
+@pytest.mark.parametrize(("kind", "asked"), [(zoo.Zoo, 0), (Looks, MICRO_BATCHES - 1)])
+def test_ranks_ask_where_nobody_has_stepped(ranks2, kind, asked):
+    """One time more before the first step of all."""
+    first = 1 if asked else 0
+    assert ranks2(_asked, kind, MICRO_BATCHES) == [first + STEPS * asked] * 2
+    assert ranks2(_asked, kind, 1) == [first] * 2
 
 
 class _MeteredValidation(Callback):
