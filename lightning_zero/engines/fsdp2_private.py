@@ -145,8 +145,8 @@ def _stay() -> None:
 def lies_in_copy(p: ShardedParam) -> bool:
     """Whether the shard is a part of the gathered copy; not if user code has put another tensor in its place."""
     data = p._sharded_param_data
-    places = [copy.untyped_storage().data_ptr() for copy in p.all_gather_outputs]
-    return not data.numel() or data.untyped_storage().data_ptr() in places
+    place = data.untyped_storage().data_ptr()  # 0 for what has no memory: freed copies, fake tensors
+    return not data.numel() or any(place == copy.untyped_storage().data_ptr() != 0 for copy in p.all_gather_outputs)
 
 
 def shard_marks(group: Group) -> list[tuple[int, int]]:

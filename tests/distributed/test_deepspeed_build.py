@@ -84,7 +84,8 @@ class Built(Zoo):
     def configure_optimizers(self) -> Any:
         matrices = [p for p in self.parameters() if p.requires_grad and p.ndim == 2]
         rest = [p for p in self.parameters() if p.requires_grad and p.ndim != 2]
-        return torch.optim.AdamW([{"params": matrices}, {"params": rest, "weight_decay": 0.0}], lr=1e-3, eps=1e-4)
+        # eps: attention to one position does not depend on its queries' and keys' biases; their gradients are rounding
+        return torch.optim.AdamW([{"params": matrices}, {"params": rest, "weight_decay": 0.0}], lr=1e-3, eps=1e-3)
 
 
 def _fit(strategy: Any, to: str | None, resume: str | None, epochs: int, kind: Any = Built) -> dict[str, Any]:
