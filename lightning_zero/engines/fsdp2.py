@@ -206,13 +206,18 @@ class Fsdp2Engine(Engine):
         self._exchange_directly()
         private.init_now(self._root)
         self._groups = [g for unit in self.unit_modules for g in private.groups(unit)]
-        alone = self.mesh["shard"].size() == 1
-        if self._reduce is not None and (stage < 3 or alone) and not self._on_host:
-            for group in self._groups:  # before an optimizer takes the shards
-                private.keep_shards_in_copies(group)
-            self._keeps_copies = all(private.lies_in_copy(p) for group in self._groups for p in group.fsdp_params)
+        self._keep_shards_in_copies()
         self._carry_hooks_over()
         self._root_groups = private.groups(self._root)
+
+    def _keep_shards_in_copies(self) -> None:
+        """Before an optimizer takes the shards; where copies are whole for most of a step anyway."""
+        alone = self.mesh["shard"].size() == 1
+        if self._reduce is None or self._on_host or (self.config.stage == 3 and not alone):
+            return
+        for group in self._groups:
+            private.keep_shards_in_copies(group)
+        self._keeps_copies = all(private.lies_in_copy(p) for group in self._groups for p in group.fsdp_params)
 
     def _exchange_directly(self) -> None:
         """On CPUs gloo's own collectives take longer and more memory than they must."""

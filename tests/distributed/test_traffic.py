@@ -32,7 +32,7 @@ class Looks(zoo.Zoo):
 
 
 class Writes(Looks):
-    """It writes there, on one rank; another's loss is what it was only if all gather again."""
+    """It writes there, on one rank, so all gather again."""
 
     def on_train_batch_end(self, *unused: Any) -> None:
         if self.global_rank == 1:
