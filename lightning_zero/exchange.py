@@ -34,9 +34,12 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_zero.memory import FEW_RANKS
+from lightning_zero.neighbours import Neighbours
 
 PIECE_BYTES = 4 * 2**20
 """Small enough to add one while the next arrives, large enough that the number of messages does not matter."""
+NEAR_PIECE_BYTES = 2**19
+"""Of a neighbour's memory: small enough to be still in the cache when it is added."""
 SMALL_BYTES = 2**18
 """Of a shard: below, what a message costs by itself counts for more than copying it once more."""
 _GATHER, _REDUCTION, AGREEMENT = 7001, 7002, 7003
@@ -49,92 +52,186 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, tag: int
 
     ``shard`` may lie in ``output``, in its place.
     """
-    rank, world_size = group.rank(), group.size()
-    parts = output.chunk(world_size)
-    if parts[rank].data_ptr() != shard.data_ptr():
-        parts[rank].copy_(shard)
-    others = _others(rank, world_size)
-    works: list[Any] = [dist.irecv(parts[peer], group=group, group_src=peer, tag=tag) for peer in others]
-    works += [dist.isend(shard, group=group, group_dst=peer, tag=tag) for peer in reversed(others)]
-    return Begun(work.wait() for work in works)
+    parts = output.chunk(group.size())
+    _place(parts[group.rank()], shard)
+    return _send(parts, shard, group, tag, _others(group))
 
 
 @torch.no_grad()
 def all_gather_each(
-    outputs: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup, pool: Pool
+    outputs: Sequence[Tensor],
+    shards: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    pool: Pool,
+    neighbours: Neighbours | None = None,
 ) -> dist.Work:
-    """:func:`all_gather` of every pair. What is small goes in one message, and from there to where it belongs."""
-    pairs = [(o, s) for o, s in zip(outputs, shards, strict=True) if group.size() > 1 or o.data_ptr() != s.data_ptr()]
-    small = [(o.view(torch.uint8), s.view(torch.uint8)) for o, s in pairs if 0 < s.nbytes < SMALL_BYTES]
-    works = [all_gather(o, s, group) for o, s in pairs if s.nbytes >= SMALL_BYTES]
+    """:func:`all_gather` of every pair; ``neighbours`` hold ``shards`` until they have settled."""
+    pairs = [(o.chunk(group.size()), s) for o, s in zip(outputs, shards, strict=True) if s.numel()]
+    for parts, shard in pairs:
+        _place(parts[group.rank()], shard)
+    near, far = _near_and_far(group, neighbours)
+    works = _send_each(pairs, group, pool, far) if pairs and far else []
+    if neighbours is not None and pairs and near:
+        works.append(_read(pairs, _GATHER, neighbours))
+    return Begun(work.wait() for work in works)
+
+
+def _place(part: Tensor, shard: Tensor) -> None:
+    if part.data_ptr() != shard.data_ptr():
+        part.copy_(shard)
+
+
+Parts = Sequence[Tensor]
+"""One for each rank."""
+
+
+def _send(parts: Parts, mine: Tensor, group: dist.ProcessGroup, tag: int, peers: Sequence[int]) -> dist.Work:
+    """``mine`` to ``peers``, and theirs to ``parts``, through sockets."""
+    works: list[Any] = [dist.irecv(parts[peer], group=group, group_src=peer, tag=tag) for peer in peers]
+    works += [dist.isend(mine, group=group, group_dst=peer, tag=tag) for peer in reversed(peers)]
+    return Begun(work.wait() for work in works)
+
+
+def _send_each(
+    pairs: Sequence[tuple[Parts, Tensor]], group: dist.ProcessGroup, pool: Pool, peers: Sequence[int]
+) -> list[dist.Work]:
+    """What is small goes in one message, and from there to where it belongs."""
+    works = [_send(parts, shard, group, _GATHER, peers) for parts, shard in pairs if shard.nbytes >= SMALL_BYTES]
+    small = [(parts, shard.view(torch.uint8)) for parts, shard in pairs if shard.nbytes < SMALL_BYTES]
     if not small:
-        return Begun(work.wait() for work in works)
-    world_size, sizes = group.size(), [shard.numel() for _, shard in small]
-    packed = pool.empty(world_size * sum(sizes), torch.uint8)
-    parts = packed.chunk(world_size)
-    mine = parts[group.rank()]
+        return works
+    sizes = [shard.numel() for _, shard in small]
+    packed = pool.empty(group.size() * sum(sizes), torch.uint8).chunk(group.size())
+    mine = packed[group.rank()]
     torch._foreach_copy_(mine.split(sizes), [shard for _, shard in small])
-    works.append(all_gather(packed, mine, group))
+    work = _send(packed, mine, group, _GATHER, peers)
 
     def unpack() -> None:
-        places = [output.chunk(world_size) for output, _ in small]
-        pieces = [part.split(sizes) for part in parts]
-        for rank in range(world_size):
-            torch._foreach_copy_([place[rank] for place in places], pieces[rank])
+        for peer in peers:
+            places = [parts[peer].view(torch.uint8) for parts, _ in small]
+            torch._foreach_copy_(places, packed[peer].split(sizes))
 
-    return Begun((work.wait() for work in works), unpack)
+    return [*works, Begun((part.wait() for part in (work,)), unpack)]
+
+
+def _read(pairs: Sequence[tuple[Parts, Tensor]], kind: int, neighbours: Neighbours) -> dist.Work:
+    """Each neighbour's tensor of each pair to its part, from where it lies."""
+    offer = neighbours.offer(kind, [mine for _, mine in pairs])
+
+    def rest() -> Iterator[None]:
+        for peer in neighbours.ranks:
+            neighbours.read(neighbours.source(offer, peer), peer, [parts[peer] for parts, _ in pairs])
+            neighbours.done(offer, peer)
+            yield
+        neighbours.end(offer)
+
+    return Begun(rest())
 
 
 @torch.no_grad()
 def reduce_scatter(
-    output: Tensor, whole: Tensor, group: dist.ProcessGroup, buffer: Tensor, mean: bool = False
+    output: Tensor,
+    whole: Tensor,
+    group: dist.ProcessGroup,
+    pool: Pool,
+    mean: bool = False,
+    neighbours: Neighbours | None = None,
 ) -> dist.Work:
     """``output`` will be the sum over the ranks, or the mean, of part ``rank`` of their ``whole``; 1D, contiguous.
 
-    Args:
-        buffer: Two pieces to receive into, in the dtype of ``whole``: what overlaps with the caller. Like the other two
-            nobody else's until the wait.
+    Neither is anybody else's until the wait, and ``neighbours`` hold ``whole`` until they have settled.
     """
-    rest = _reduced(output, whole, group, buffer)
+    rest = _reduced(output, whole, group, pool, neighbours)
     next(rest)
     return Begun(rest, partial(output.div_, group.size()) if mean else None)
 
 
-def _reduced(output: Tensor, whole: Tensor, group: dist.ProcessGroup, buffer: Tensor) -> Iterator[None]:
+def _reduced(
+    output: Tensor, whole: Tensor, group: dist.ProcessGroup, pool: Pool, neighbours: Neighbours | None
+) -> Iterator[None]:
     """Stops once, when everything is on its way."""
-    rank, world_size = group.rank(), group.size()
-    if world_size == 1 or not output.numel():
+    if group.size() == 1 or not output.numel():
         output.copy_(whole)
         yield
         return
-    slots = buffer.chunk(2)
-    parts, piece_numel = whole.chunk(world_size), slots[0].numel()
-    others = _others(rank, world_size)
-    sends: list[Any] = [
-        dist.isend(piece, group=group, group_dst=peer, tag=_REDUCTION)
-        for peer in reversed(others)
-        for piece in parts[peer].split(piece_numel)
-    ]
-    own, sums = parts[rank].split(piece_numel), output.split(piece_numel)
-    pieces = [
-        (peer, so_far, piece)
-        for peer in others
-        for so_far, piece in zip(own if peer == others[0] else sums, sums, strict=True)
-    ]
-    slices = [slots[i % 2][: piece.numel()] for i, (_, _, piece) in enumerate(pieces)]
-
-    def receive(i: int) -> Any:
-        return dist.irecv(slices[i], group=group, group_src=pieces[i][0], tag=_REDUCTION)
-
-    arriving = [receive(i) for i in range(len(pieces))[:2]]
+    near, far = _near_and_far(group, neighbours)
+    carriers: list[_Sent | _Read] = [_Sent(whole, group, pool, far)] if far else []
+    if neighbours is not None and near:
+        carriers.append(_Read(whole, group, pool, neighbours))
     yield
-    for i, (_, so_far, piece) in enumerate(pieces):
-        arriving[i].wait()
-        torch.add(so_far, slices[i], out=piece)
-        if i + 2 < len(pieces):
-            arriving.append(receive(i + 2))
-    for send in sends:
-        send.wait()
+    so_far = whole.chunk(group.size())[group.rank()]
+    for peer in _others(group):
+        carrier = next(c for c in carriers if peer in c.peers)
+        sums = output.split(carrier.numel)
+        for mine, arrived, piece in zip(so_far.split(carrier.numel), carrier.pieces(peer), sums, strict=True):
+            torch.add(mine, arrived, out=piece)
+        so_far = output
+    for carrier in carriers:
+        carrier.end()
+
+
+class _Sent:
+    """Parts of ``whole`` to and from ``peers`` through sockets, a piece arriving while the one before it is added.
+
+    Attributes:
+        numel: Of a piece.
+    """
+
+    def __init__(self, whole: Tensor, group: dist.ProcessGroup, pool: Pool, peers: Sequence[int]) -> None:
+        parts = whole.chunk(group.size())
+        self.peers, self.numel = peers, PIECE_BYTES // whole.itemsize
+        self._group = group
+        self._sends: list[Any] = [
+            dist.isend(piece, group=group, group_dst=peer, tag=_REDUCTION)
+            for peer in reversed(peers)
+            for piece in parts[peer].split(self.numel)
+        ]
+        sizes = [piece.numel() for piece in parts[group.rank()].split(self.numel)]
+        slots = [pool.empty(sizes[0], whole.dtype) for _ in range(2)]
+        self._slices = [slots[i % 2][:size] for i, size in enumerate(sizes * len(peers))]
+        self._sources = [peer for peer in peers for _ in sizes]
+        self._arriving = [self._receive(i) for i in range(len(self._slices))[:2]]
+
+    def _receive(self, i: int) -> Any:
+        return dist.irecv(self._slices[i], group=self._group, group_src=self._sources[i], tag=_REDUCTION)
+
+    def pieces(self, peer: int) -> Iterator[Tensor]:
+        """What comes from ``peer``; each must be used before the next is asked for, peers in their order."""
+        for i, source in enumerate(self._sources):
+            if source == peer:
+                self._arriving[i].wait()
+                yield self._slices[i]
+                if i + 2 < len(self._slices):
+                    self._arriving.append(self._receive(i + 2))
+
+    def end(self) -> None:
+        """``whole`` has been sent."""
+        for send in self._sends:
+            send.wait()
+
+
+class _Read:
+    """As :class:`_Sent`, with neighbours: their parts are read from where they lie."""
+
+    def __init__(self, whole: Tensor, group: dist.ProcessGroup, pool: Pool, neighbours: Neighbours) -> None:
+        part = whole.chunk(group.size())[group.rank()]
+        self.peers, self.numel = neighbours.ranks, NEAR_PIECE_BYTES // whole.itemsize
+        self._neighbours, self._offer = neighbours, neighbours.offer(_REDUCTION, [whole])
+        self._sizes = [piece.numel() for piece in part.split(self.numel)]
+        self._slot = pool.empty(self._sizes[0], whole.dtype)
+        self._start_bytes = part.data_ptr() - whole.data_ptr()
+
+    def pieces(self, peer: int) -> Iterator[Tensor]:
+        source, start = self._neighbours.source(self._offer, peer), self._start_bytes
+        for numel in self._sizes:
+            piece = self._slot[:numel]
+            self._neighbours.read(source, peer, [piece], start)
+            start += piece.nbytes
+            yield piece
+        self._neighbours.done(self._offer, peer)
+
+    def end(self) -> None:
+        self._neighbours.end(self._offer)
 
 
 class Begun(dist.Work):
@@ -155,14 +252,20 @@ class Begun(dist.Work):
 
 
 @torch.no_grad()
-def all_reduce(message: Tensor, op: Any, group: dist.ProcessGroup) -> dist.Work:
+def all_reduce(message: Tensor, op: Any, group: dist.ProcessGroup, neighbours: Neighbours | None = None) -> dist.Work:
     """``message``, a few numbers that ranks must agree on, 1D, will be their sum or their maximum, as ``op`` says."""
-    if group.size() > FEW_RANKS:
+    near, far = _near_and_far(group, neighbours)
+    if group.size() > FEW_RANKS and far:
         work = dist.all_reduce(message, op, group=group, async_op=True)
         assert work is not None
         return work
     everyones = message.new_empty(group.size(), message.numel())
-    arriving = all_gather(everyones.view(-1), message, group, AGREEMENT)
+    parts, works = everyones.unbind(), []
+    mine = parts[group.rank()].copy_(message)
+    if far:
+        works.append(_send(parts, mine, group, AGREEMENT, far))
+    if neighbours is not None and near:
+        works.append(_read([(parts, mine)], AGREEMENT, neighbours))
 
     def reduce() -> None:
         if op == dist.ReduceOp.MAX:
@@ -170,12 +273,19 @@ def all_reduce(message: Tensor, op: Any, group: dist.ProcessGroup) -> dist.Work:
         else:
             torch.sum(everyones, 0, dtype=message.dtype, out=message)
 
-    return Begun((work.wait() for work in (arriving,)), reduce)
+    return Begun((work.wait() for work in works), reduce)
 
 
-def _others(rank: int, world_size: int) -> list[int]:
+def _near_and_far(group: dist.ProcessGroup, neighbours: Neighbours | None) -> tuple[list[int], list[int]]:
+    """The other ranks, by what carries tensors between them and this one."""
+    near = neighbours.ranks if neighbours is not None else ()
+    others = _others(group)
+    return [peer for peer in others if peer in near], [peer for peer in others if peer not in near]
+
+
+def _others(group: dist.ProcessGroup) -> list[int]:
     """The other ranks, beginning with the one before this, so that no two ranks begin with the same."""
-    return [(rank - distance) % world_size for distance in range(1, world_size)]
+    return [(group.rank() - distance) % group.size() for distance in range(1, group.size())]
 
 
 class Pool:
@@ -213,9 +323,8 @@ class ReduceScatter:
             reads or moves its output before.
     """
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, pool: Pool, neighbours: Neighbours | None = None) -> None:
+        self._pool, self._neighbours = pool, neighbours
         self._begun = False  # what is allocated next is an output
         self._under_way: dist.Work | None = None
         self.may_wait = False
@@ -223,6 +332,8 @@ class ReduceScatter:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """In turn what is sent, which is gone afterwards, and what stays as the gradients' storage."""
         self.finish()
+        if self._neighbours is not None:
+            self._neighbours.look()  # what they have read may be lent again
         self._begun = not self._begun
         if self._begun:
             return self._pool.empty(math.prod(size), dtype)
@@ -233,12 +344,10 @@ class ReduceScatter:
     ) -> None:
         """:func:`reduce_scatter`, or its mean where ``op`` says so."""
         self._begun = False
-        wanted = 2 * min(PIECE_BYTES, -(-output_tensor.nbytes // 16) * 16)  # whole elements of any dtype
-        if self._buffer.numel() < wanted:
-            self._buffer = torch.empty(wanted, dtype=torch.uint8)
-        buffer = self._buffer.view(output_tensor.dtype)
         with record_function("exchange::reduce_scatter"):  # for traces: its messages have no name
-            self._under_way = reduce_scatter(output_tensor, input_tensor, group, buffer, op == dist.ReduceOp.AVG)
+            self._under_way = reduce_scatter(
+                output_tensor, input_tensor, group, self._pool, op == dist.ReduceOp.AVG, self._neighbours
+            )
         if not self.may_wait:
             self.finish()
 

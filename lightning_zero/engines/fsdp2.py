@@ -72,6 +72,7 @@ from lightning_zero.engines import fsdp2_private as private
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.view import WholeView, gathered, local, rows_of, shard_like
 from lightning_zero.model_state import ModelState, place_of, states_of
+from lightning_zero.neighbours import Neighbours
 from lightning_zero.optim import ShardedStep
 from lightning_zero.precision import DtypePolicy
 from lightning_zero.units import UnitPlan, plan_units
@@ -113,6 +114,8 @@ class Fsdp2Engine(Engine):
         self._is_whole = False  # inside full_parameters
         self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
         self._reduce: exchange.ReduceScatter | None = None
+        self._neighbours: Neighbours | None = None  # along the shard axis
+        self._agreeing: Neighbours | None = None  # of all ranks
         self._keeps_copies = False  # all shards lie in their gathered copies, on every rank
         self._gathered_marks: Any = None  # what _marks() said when the copies were last gathered and looked after
         self._skips_gathers = False  # what is gathered now has not changed anywhere
@@ -148,6 +151,8 @@ class Fsdp2Engine(Engine):
             and (self.config.find_unused_parameters or self._follows_order or self._keeps_copies)
             else None
         )
+        if self._agreement and self._reduce is not None:
+            self._agreeing = Neighbours(self._agreement, self.config.timeout_seconds)
         self._order = {p: i for i, p in enumerate([*self._originals, *self._replicated])}
         self._start_window()
 
@@ -225,12 +230,13 @@ class Fsdp2Engine(Engine):
         if self.device.type != "cpu" or dist.get_backend(axis) != "gloo":
             return
         pool = exchange.Pool()
-        self._reduce = exchange.ReduceScatter(pool)
+        self._neighbours = Neighbours(axis, self.config.timeout_seconds)
+        self._reduce = exchange.ReduceScatter(pool, self._neighbours)
 
         def gather(outputs: list[Tensor], shards: list[Tensor], process_group: dist.ProcessGroup) -> dist.Work:
             if self._skips_gathers:
                 return exchange.Begun(iter(()))
-            return exchange.all_gather_each(outputs, shards, process_group, pool)
+            return exchange.all_gather_each(outputs, shards, process_group, pool, self._neighbours)
 
         for unit in self.unit_modules:
             unit.set_custom_reduce_scatter(self._reduce)
@@ -324,7 +330,7 @@ class Fsdp2Engine(Engine):
         if not self._in_backward:
             before, self._latest = self._latest, index
         ends = torch.tensor([index, is_old, -index, -is_old], dtype=torch.int32)
-        work = exchange.all_reduce(ends, dist.ReduceOp.MAX, self._agreement)  # type: ignore[arg-type]
+        work = self._begin_agreement(ends, dist.ReduceOp.MAX)
         self._unheard = before, index, work, ends
 
     def _hear_order(self) -> None:
@@ -435,9 +441,8 @@ class Fsdp2Engine(Engine):
 
     def _copies_are_current(self) -> bool:
         """Whether the copies are still what the shards are, on all ranks."""
-        assert self._agreement is not None
         changed = torch.tensor([self._gathered_marks != self._marks()], dtype=torch.int32)
-        exchange.all_reduce(changed, dist.ReduceOp.MAX, self._agreement).wait()
+        self._begin_agreement(changed, dist.ReduceOp.MAX).wait()
         return changed.tolist() == [0]  # on the CPU: no device waits
 
     def _broadcast_buffers(self) -> None:
@@ -449,11 +454,16 @@ class Fsdp2Engine(Engine):
     def settle(self) -> None:
         self._latest = -1
         self._sent.clear()
-        if private.is_settled(self._root, self._groups):
-            return
-        for unit in self.unit_modules:
-            unit.reshard()
-        private.forget_forwards(self._root)
+        if not private.is_settled(self._root, self._groups):
+            for unit in self.unit_modules:
+                unit.reshard()
+            private.forget_forwards(self._root)
+        self._await_readers()
+
+    def _await_readers(self) -> None:
+        """What neighbours may still be reading is neither written to nor freed."""
+        if self._neighbours is not None:
+            self._neighbours.settle()
 
     # -- writes --------------------------------------------------------------------------------------------------
 
@@ -462,6 +472,7 @@ class Fsdp2Engine(Engine):
 
     def _before_write(self) -> None:
         self._writes += 1
+        self._await_readers()
 
     def _on_data(self, tensor: Tensor) -> bool:
         """``tensor.data`` is taken: what is written through it does not show in the version."""
@@ -483,6 +494,7 @@ class Fsdp2Engine(Engine):
             return
         self._versions[index] = version
         self._gathered_marks = None  # other ranks' rows may differ from their shards now
+        self._await_readers()
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for copy, shard in private.copies(group):
                 _store_rows(copy, shard)
@@ -536,7 +548,7 @@ class Fsdp2Engine(Engine):
         if not (self._sync and self._gathers_up_front and self.automatic):
             return False
         ran = torch.tensor(self._ran, dtype=torch.int32)
-        exchange.all_reduce(ran, dist.ReduceOp.SUM, self._agreement).wait()
+        self._begin_agreement(ran, dist.ReduceOp.SUM).wait()
         return bool(((ran > 0) & (ran < self.mesh.size())).any())
 
     def _before_reduce(self, group: private.Group) -> bool:
@@ -606,6 +618,11 @@ class Fsdp2Engine(Engine):
         if grads:
             all_reduce_mean(grads)
 
+    def _begin_agreement(self, message: Tensor, op: Any) -> dist.Work:
+        """``message`` becomes what all ranks agree on, when this has been waited for."""
+        assert self._agreement is not None
+        return exchange.all_reduce(message, op, self._agreement, self._agreeing)
+
     def _agree_on_unused(self) -> None:
         """One message on the CPU: which units this rank ran, which parameters it used."""
         if not self.config.find_unused_parameters:
@@ -615,7 +632,7 @@ class Fsdp2Engine(Engine):
             used[[self._order[p] for p in self._used]] = 1
         votes = torch.cat([torch.tensor(self._ran, dtype=torch.int32), used])
         if self._agreement:
-            exchange.all_reduce(votes, dist.ReduceOp.SUM, self._agreement).wait()
+            self._begin_agreement(votes, dist.ReduceOp.SUM).wait()
         ran, used = votes.split([len(self._ran), len(self._order)])
         if not self._gathers_up_front:
             self._require_same_units(ran)
@@ -831,6 +848,9 @@ class Fsdp2Engine(Engine):
                         setattr(module, name, original)
             for handle in self._handles:
                 handle.remove()
+            for neighbours in (self._neighbours, self._agreeing):
+                if neighbours is not None:
+                    neighbours.close()
             if self._agreement:
                 dist.destroy_process_group(self._agreement)
             for unit in self.unit_modules:
