@@ -79,7 +79,8 @@ class Neighbours:
         timeout_seconds: How long a call waits for another rank.
 
     Attributes:
-        ranks: Without this one; none on a host where one may not read another.
+        ranks: Beginning with the one before this, so that no two begin with the same; none on a host where one may not
+            read another.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
@@ -183,6 +184,8 @@ class Neighbours:
             if flags and isinstance(error, BlockingIOError):
                 return False
             raise self._lost(rank, error) from error
+        if not message and flags:  # it may have come to the end of its run before others have
+            return False
         if not message:
             raise self._lost(rank, "it closed its connection")
         kind, number, table = _HEADER.unpack_from(message)
@@ -288,7 +291,7 @@ def _meet(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int, _Link]:
         link.socket.settimeout(None)
         link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    return links
+    return {other: links[other] for other in sorted(links, key=lambda other: (rank - other) % group.size())}
 
 
 def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -117,6 +117,7 @@ class Fsdp2Engine(Engine):
         self._neighbours: Neighbours | None = None  # along the shard axis
         self._agreeing: Neighbours | None = None  # of all ranks
         self._keeps_copies = False  # all shards lie in their gathered copies, on every rank
+        self._shards_in_copies = False  # some do
         self._gathered_marks: Any = None  # what _marks() said when the copies were last gathered and looked after
         self._skips_gathers = False  # what is gathered now has not changed anywhere
         self._step_is_due = False  # on all ranks, between a synchronized backward and the next gather
@@ -222,7 +223,8 @@ class Fsdp2Engine(Engine):
             return
         for group in self._groups:
             private.keep_shards_in_copies(group)
-        self._keeps_copies = all(private.lies_in_copy(p) for group in self._groups for p in group.fsdp_params)
+        lie = [private.lies_in_copy(p) for group in self._groups for p in group.fsdp_params]
+        self._keeps_copies, self._shards_in_copies = all(lie), any(lie)
 
     def _exchange_directly(self) -> None:
         """On CPUs gloo's own collectives take longer and more memory than they must."""
@@ -236,7 +238,9 @@ class Fsdp2Engine(Engine):
         def gather(outputs: list[Tensor], shards: list[Tensor], process_group: dist.ProcessGroup) -> dist.Work:
             if self._skips_gathers:
                 return exchange.Begun(iter(()))
-            return exchange.all_gather_each(outputs, shards, process_group, pool, self._neighbours)
+            work = exchange.all_gather_each(outputs, shards, process_group, pool, self._neighbours)
+            # Who writes to a copy that shards lie in writes to what neighbours read.
+            return exchange.Begun((w.wait() for w in [work]), self._await_readers) if self._shards_in_copies else work
 
         for unit in self.unit_modules:
             unit.set_custom_reduce_scatter(self._reduce)
@@ -452,13 +456,17 @@ class Fsdp2Engine(Engine):
         self._sync_buffers_next = torch.is_grad_enabled() and self._sync
 
     def settle(self) -> None:
+        self._drop_gathered()
+        self._await_readers()
+
+    def _drop_gathered(self) -> None:
         self._latest = -1
         self._sent.clear()
-        if not private.is_settled(self._root, self._groups):
-            for unit in self.unit_modules:
-                unit.reshard()
-            private.forget_forwards(self._root)
-        self._await_readers()
+        if private.is_settled(self._root, self._groups):
+            return
+        for unit in self.unit_modules:
+            unit.reshard()
+        private.forget_forwards(self._root)
 
     def _await_readers(self) -> None:
         """What neighbours may still be reading is neither written to nor freed."""
@@ -834,9 +842,10 @@ class Fsdp2Engine(Engine):
 
     def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            self.settle()
-            if not whole:
+            self._drop_gathered()
+            if not whole:  # maybe after an error: others need not come any more
                 return
+            self._await_readers()
             for group in self._groups:
                 copies = private.gather_for_good(group)
                 for sharded, places in list(private.registrations(group)):

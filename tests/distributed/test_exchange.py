@@ -14,9 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero import exchange
+from lightning_zero import exchange, neighbours
+from lightning_zero.neighbours import Neighbours
+from tests.helpers.neighbours import NEIGHBOURS, on_hosts_of
 from tests.helpers.ranks import RankError
 
+CARRIERS = [
+    pytest.param(0, id="sockets"),
+    pytest.param(2, id="both", marks=NEIGHBOURS),  # two ranks to a host
+    pytest.param(4, id="neighbours", marks=NEIGHBOURS),
+]
+"""How many ranks one host holds, as they see it."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
@@ -24,25 +32,46 @@ def _values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def _exchanges() -> None:
+def _met(ranks_per_host: int) -> Neighbours:
+    """Of all ranks; so many to a host, as far as there are."""
     dist.init_process_group("gloo")
-    with mock.patch.object(exchange, "PIECE_BYTES", 4096), mock.patch.object(exchange, "SMALL_BYTES", 20_000):
+    assert dist.group.WORLD is not None
+    with on_hosts_of(ranks_per_host):
+        near = Neighbours(dist.group.WORLD, 60)
+    rank, n = dist.get_rank(), dist.get_world_size()
+    assert sorted(near.ranks) == [
+        r for r in range(n) if r != rank and ranks_per_host and r // ranks_per_host == rank // ranks_per_host
+    ]
+    return near
+
+
+def _exchanges(ranks_per_host: int) -> None:
+    near = _met(ranks_per_host)
+    with (
+        mock.patch.object(exchange, "PIECE_BYTES", 4096),
+        mock.patch.object(exchange, "NEAR_PIECE_BYTES", 2048),
+        mock.patch.object(exchange, "SMALL_BYTES", 20_000),
+        mock.patch.object(neighbours, "_CALL_BYTES", 10_000),
+        mock.patch.object(neighbours, "_CALL_PIECES", 2),
+    ):
         for dtype in DTYPES:
             for numel in (0, 1, 4096, 5000):  # nothing, less than a piece, whole pieces, more than that
-                _exchange(numel, dtype, None)
+                _exchange(numel, dtype, None, near)
+    near.close()
 
 
-def _late_exchange(late: int) -> None:
-    dist.init_process_group("gloo")
+def _late_exchange(late: int, ranks_per_host: int) -> None:
+    near = _met(ranks_per_host)
     with mock.patch.object(exchange, "PIECE_BYTES", 4096):
-        _exchange(100_000, torch.float32, late)
+        _exchange(100_000, torch.float32, late, near)
+    near.close()
 
 
-def _exchange(numel: int, dtype: torch.dtype, late: int | None) -> None:
+def _exchange(numel: int, dtype: torch.dtype, late: int | None, near: Neighbours) -> None:
     """Gathers and reductions that lie over each other in time, in either order."""
     rank, n, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     pool = exchange.Pool()
-    reduce = exchange.ReduceScatter(pool)
+    reduce = exchange.ReduceScatter(pool, near)
     assert group is not None
     for may_wait in (False, True, True):  # the second and third time in memory that has been used
         reduce.may_wait = may_wait
@@ -50,7 +79,7 @@ def _exchange(numel: int, dtype: torch.dtype, late: int | None) -> None:
             time.sleep(0.2)
         shards = [_values(10 * i + rank, i * numel, dtype) for i in range(4)]  # an empty one, small and large ones
         outputs = [torch.empty(n * shard.numel(), dtype=dtype) for shard in shards]
-        gathering = exchange.all_gather_each(outputs, shards, group, pool)
+        gathering = exchange.all_gather_each(outputs, shards, group, pool, near)
 
         sent = reduce.allocate([n * numel], dtype=dtype, device=torch.device("cpu"))
         mean = reduce.allocate([numel], dtype=dtype, device=torch.device("cpu"))
@@ -59,7 +88,12 @@ def _exchange(numel: int, dtype: torch.dtype, late: int | None) -> None:
         one = pool.empty(n * numel, dtype)  # begins while the reduction is, and is complete before it
         one[rank * numel : (rank + 1) * numel] = _values(rank, numel, dtype)
         exchange.all_gather(one, one.chunk(n)[rank] if numel else one, group).wait()
+        if late == rank:
+            time.sleep(0.2)
         gathering.wait()
+        near.settle()
+        for shard in shards:
+            shard.zero_()  # nobody needs it any more
 
         assert torch.equal(one, torch.cat([_values(r, numel, dtype) for r in range(n)]))
         for i, output in enumerate(outputs):
@@ -72,24 +106,25 @@ def _exchange(numel: int, dtype: torch.dtype, late: int | None) -> None:
         del one, sent
 
 
+@pytest.mark.parametrize("ranks_per_host", CARRIERS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_exchanges_equal_their_definition(ranks, world_size):
-    ranks(_exchanges, world_size=world_size)
+def test_exchanges_equal_their_definition(ranks, world_size, ranks_per_host):
+    ranks(_exchanges, ranks_per_host, world_size=world_size)
 
 
-def _agreements(few_ranks: int) -> None:
-    dist.init_process_group("gloo")
+def _agreements(few_ranks: int, ranks_per_host: int) -> None:
+    near = _met(ranks_per_host)
     with mock.patch.object(exchange, "FEW_RANKS", few_ranks):
         for dtype in (torch.int32, torch.int64):
-            _agree(dtype)
+            _agree(dtype, near)
 
 
-def _agree(dtype: torch.dtype) -> None:
+def _agree(dtype: torch.dtype, near: Neighbours) -> None:
     rank, n, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
     said = [torch.tensor([rank, -rank, each], dtype=dtype) for each in (7, 8, 9)]
     ops = [dist.ReduceOp.MAX, dist.ReduceOp.SUM, dist.ReduceOp.MAX]
-    begun = [exchange.all_reduce(message, op, group) for message, op in zip(said, ops, strict=True)]  # all on their way
+    begun = [exchange.all_reduce(*each, group, near) for each in zip(said, ops, strict=True)]  # all on their way
     for work in begun:
         work.wait()
     total = n * (n - 1) // 2
@@ -98,29 +133,32 @@ def _agree(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("few_ranks", [2, 4], ids="few={}".format)
-def test_agreements_equal_their_definition(ranks, world_size, few_ranks):
-    ranks(_agreements, few_ranks, world_size=world_size)
+@pytest.mark.parametrize("ranks_per_host", CARRIERS)
+def test_agreements_equal_their_definition(ranks, world_size, few_ranks, ranks_per_host):
+    ranks(_agreements, few_ranks, ranks_per_host, world_size=world_size)
 
 
+@pytest.mark.parametrize("ranks_per_host", CARRIERS)
 @pytest.mark.parametrize("late", [0, 2])
-def test_a_rank_may_come_late(ranks, late):
-    ranks(_late_exchange, late, world_size=3)
+def test_a_rank_may_come_late(ranks, late, ranks_per_host):
+    ranks(_late_exchange, late, ranks_per_host, world_size=3)
 
 
-def _dies() -> None:
-    dist.init_process_group("gloo")
+def _dies(ranks_per_host: int) -> None:
+    near = _met(ranks_per_host)
     dist.barrier()
     if dist.get_rank() == 1:
         os._exit(7)
-    reduce = exchange.ReduceScatter(exchange.Pool())
+    reduce = exchange.ReduceScatter(exchange.Pool(), near)
     assert dist.group.WORLD is not None
     reduce(torch.empty(4), torch.ones(8), dist.group.WORLD, dist.ReduceOp.SUM)
 
 
-def test_a_rank_that_dies_ends_the_exchange(ranks):
+@pytest.mark.parametrize("ranks_per_host", CARRIERS)
+def test_a_rank_that_dies_ends_the_exchange(ranks, ranks_per_host):
     """Rank 0 has sent, and waits for what will never come: it must be told, not be found waiting."""
     with pytest.raises(RankError) as caught:
-        ranks(_dies, world_size=2, timeout_seconds=60)
+        ranks(_dies, ranks_per_host, world_size=2, timeout_seconds=60)
     kinds = {failure.rank: failure.kind for failure in caught.value.failures}
     assert kinds == {0: "RuntimeError", 1: "exit"}
 

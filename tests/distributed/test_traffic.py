@@ -6,6 +6,7 @@ Counted are the engine's own collectives; numbers alone cannot show a stage 1 th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -18,8 +19,10 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import exchange
 from lightning_zero.engines.fsdp2 import Fsdp2Engine
+from lightning_zero.neighbours import Neighbours
 from lightning_zero.traffic import TrafficMeter
 from tests.helpers import zoo
+from tests.helpers.neighbours import NEIGHBOURS, on_hosts_of
 
 STEPS, MICRO_BATCHES, BLOCKS = 4, 3, 3
 
@@ -158,29 +161,45 @@ class Even(zoo.Zoo):
         return self.net(torch.ones(4, 16)).square().mean()
 
 
-def _sent(stage: int, accumulate: int) -> dict[str, float]:
-    meter, send = TrafficMeter(), dist.isend
-    messages: list[int] = []
+def _sent(stage: int, accumulate: int, ranks_per_host: int) -> dict[str, float]:
+    """Bytes of a step: as counted by the meter, and as they came through sockets and from neighbours' memory."""
+    meter, receive, read = TrafficMeter(), dist.irecv, Neighbours.read
+    arrived: Counter[str] = Counter()
 
-    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if kwargs["tag"] != exchange.AGREEMENT:
-            messages.append(tensor.nbytes)
-        return send(tensor, *args, **kwargs)
+    def received(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        arrived["sockets"] += tensor.nbytes * (kwargs["tag"] != exchange.AGREEMENT)
+        return receive(tensor, *args, **kwargs)
+
+    def been_read(self: Neighbours, source: Any, rank: int, into: Sequence[Tensor], *start: int) -> None:
+        arrived["neighbours"] += sum(t.nbytes for t in into if t.is_floating_point())  # agreements are whole numbers
+        read(self, source, rank, into, *start)
 
     torch.manual_seed(0)
-    with mock.patch.object(dist, "isend", counted):
+    with (
+        mock.patch.object(dist, "irecv", received),
+        mock.patch.object(Neighbours, "read", been_read),
+        on_hosts_of(ranks_per_host),
+    ):
         _fit(Even(), {"stage": stage, "units": ["Linear"]}, accumulate, meter)
-    return {"messages": sum(messages) / STEPS} | {kind: nbytes / STEPS for kind, nbytes in meter.sent.items()}
+    return {kind: nbytes / STEPS for kind, nbytes in (arrived + meter.sent).items()}
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_bytes_equal_the_table(ranks, stage, world_size):
+@pytest.mark.parametrize(
+    "ranks_per_host",
+    [0, pytest.param(2, marks=NEIGHBOURS), pytest.param(4, marks=NEIGHBOURS)],
+    ids="{} to a host".format,
+)
+def test_bytes_equal_the_table(ranks, stage, world_size, ranks_per_host):
     """A step of 8 micro-batches; the table of docs/architecture.md, in units of Ψ elements times (N-1)/N."""
     accumulate = 8
     gathers, reductions = {1: (1, 1), 2: (1, accumulate), 3: (2 * accumulate, accumulate)}[stage]
-    unit = 8 * 16 * 16 * 4 * (world_size - 1) / world_size
-    for sent in ranks(_sent, stage, accumulate, world_size=world_size):
-        assert sent["messages"] == (gathers + reductions) * unit  # what really left this rank
-        assert sent["all_gather"] == gathers * unit
-        assert sent["reduce_scatter"] == reductions * unit
+    whole = 8 * 16 * 16 * 4
+    near = max(min(ranks_per_host, world_size) - 1, 0)
+    for sent in ranks(_sent, stage, accumulate, ranks_per_host, world_size=world_size):
+        # what has really come to this rank
+        assert sent.get("neighbours", 0) == (gathers + reductions) * whole * near / world_size
+        assert sent.get("sockets", 0) == (gathers + reductions) * whole * (world_size - 1 - near) / world_size
+        assert sent["all_gather"] == gathers * whole * (world_size - 1) / world_size
+        assert sent["reduce_scatter"] == reductions * whole * (world_size - 1) / world_size

@@ -19,6 +19,7 @@ FLOORS = {
     "slurm": 1,
     "scaling": 1,
     "memory": 1,
+    "neighbours": 1,
     "checkpoint.layout": 1,
     "checkpoint.lazy": 1,
     "precision": 1,
