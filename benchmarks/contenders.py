@@ -392,9 +392,14 @@ def _model_parallel(job: Job) -> None:
 
 
 def _zero(job: Job, **settings: Any) -> None:
+    between_hosts = settings.pop("between_hosts", False)
+
     def make() -> Any:
+        from lightning_zero import neighbours
         from lightning_zero.strategy import ZeroStrategy
 
+        if between_hosts:  # as each rank sees it: nobody's memory can be read
+            neighbours._host = lambda: str(job.rank)
         # The units that the others are given by hand.
         return ZeroStrategy(**({"units": ["model.blocks.*"]} if "engine" not in settings else {}), **settings)
 
@@ -459,10 +464,22 @@ CONTENDERS: dict[str, tuple[str, Callable[[Job], None]]] = {
     "fully_shard": ("fully_shard, no argument", lambda job: _fully_shard(job, None)),
     "engine-1": ("our engine in a bare loop, stage 1", lambda job: _engine(job, 1)),
     "zero1": ("**lightning_zero, stage 1**", lambda job: _zero(job, stage=1)),
+    "zero1-sockets": (
+        "**lightning_zero, stage 1**, as between hosts",
+        lambda job: _zero(job, stage=1, between_hosts=True),
+    ),
     "engine-2": ("our engine in a bare loop, stage 2", lambda job: _engine(job, 2)),
     "zero2": ("**lightning_zero, stage 2**", lambda job: _zero(job, stage=2)),
+    "zero2-sockets": (
+        "**lightning_zero, stage 2**, as between hosts",
+        lambda job: _zero(job, stage=2, between_hosts=True),
+    ),
     "engine-3": ("our engine in a bare loop, stage 3", lambda job: _engine(job, 3)),
     "zero3": ("**lightning_zero, stage 3**", lambda job: _zero(job, stage=3)),
+    "zero3-sockets": (
+        "**lightning_zero, stage 3**, as between hosts",
+        lambda job: _zero(job, stage=3, between_hosts=True),
+    ),
     "lightning-ddp": ("Lightning, DDP", lambda job: _lightning(job, "ddp")),
     "fully_shard-2": ("fully_shard(reshard_after_forward=False)", lambda job: _fully_shard(job, False)),
     "deepspeed-1": ("DeepSpeed, stage 1", lambda job: _deepspeed(job, 1)),

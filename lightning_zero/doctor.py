@@ -41,6 +41,18 @@ dist.destroy_process_group()
 """
 """One of two ranks: adds 1 and 2."""
 
+_READER = """
+import sys, torch.distributed as dist
+from datetime import timedelta
+from lightning_zero.neighbours import Neighbours
+_, store, rank, seconds = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+limit = timedelta(seconds=seconds)
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+if not Neighbours(dist.group.WORLD, seconds).ranks:
+    sys.exit("the system forbids it (a container's seccomp profile, kernel.yama.ptrace_scope), so ranks use sockets")
+"""
+"""One of two ranks: reads from the other's memory, as ranks on CPUs exchange shards."""
+
 Section = dict[str, str]
 
 
@@ -176,6 +188,7 @@ def _limits() -> Section:
 
 def _collectives(timeout_seconds: float) -> Section:
     made = {"gloo": collective_works("gloo", timeout_seconds)}
+    made["each other's memory"] = _two_processes(_READER, "gloo", timeout_seconds)
     if not dist.is_nccl_available():
         made["nccl"] = "not tried: not in this build of torch"
     elif torch.cuda.device_count() < 2:
@@ -187,8 +200,12 @@ def _collectives(timeout_seconds: float) -> Section:
 
 def collective_works(backend: str, timeout_seconds: float) -> str:
     """``"works"``, or ``"no: "`` and why two processes of this machine cannot add two tensors within the time."""
+    return _two_processes(_RANK, backend, timeout_seconds)
+
+
+def _two_processes(script: str, backend: str, timeout_seconds: float) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [_start_rank(backend, Path(folder), rank, timeout_seconds) for rank in (0, 1)]
+        ranks = [_start_rank(script, backend, Path(folder), rank, timeout_seconds) for rank in (0, 1)]
         try:
             outputs = [process.communicate(timeout=timeout_seconds)[0] for process in ranks]
         except subprocess.TimeoutExpired:
@@ -203,9 +220,9 @@ def collective_works(backend: str, timeout_seconds: float) -> str:
     return "works"
 
 
-def _start_rank(backend: str, folder: Path, rank: int, timeout_seconds: float) -> subprocess.Popen[str]:
+def _start_rank(script: str, backend: str, folder: Path, rank: int, timeout_seconds: float) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", _RANK, backend, str(folder / "store"), str(rank), str(timeout_seconds)],
+        [sys.executable, "-c", script, backend, str(folder / "store"), str(rank), str(timeout_seconds)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

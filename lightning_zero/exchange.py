@@ -8,12 +8,14 @@ each rank sends every other rank exactly what that one needs, Ψ(N-1)/N elements
     all_reduce       of a few numbers: mine -> every other rank, reduced by each for itself
 
 Either has begun when the call returns, and is complete when the work that it returns has been waited for: what is
-computed in between overlaps with it.
+computed in between overlaps with it. Ranks on one host read each other's memory (``neighbours``), between hosts gloo's
+sockets carry the same bytes.
 
 [Plan of one reduction, N ranks]
 All sends are posted at once; gloo starts each when its receiver is ready, so ranks may come as late as they like.
-Rank r receives from r-1, r-2, ..., in pieces of :data:`PIECE_BYTES`, one arriving while the other is added. The order
-of additions is fixed, so that results do not depend on timing.
+Rank r receives from r-1, r-2, ..., in pieces of :data:`PIECE_BYTES`, one arriving while the other is added; of a
+neighbour's memory it reads one, and adds it, and so on. The order of additions is fixed, so that results depend neither
+on timing nor on who is whose neighbour.
 
 Accelerators keep their own collectives, and so do other backends than gloo.
 """
@@ -72,7 +74,7 @@ def all_gather_each(
     near, far = _near_and_far(group, neighbours)
     works = _send_each(pairs, group, pool, far) if pairs and far else []
     if neighbours is not None and pairs and near:
-        works.append(_read(pairs, _GATHER, neighbours))
+        works.insert(0, _read(pairs, _GATHER, neighbours))  # while the others' arrive
     return Begun(work.wait() for work in works)
 
 
@@ -111,7 +113,7 @@ def _send_each(
             places = [parts[peer].view(torch.uint8) for parts, _ in small]
             torch._foreach_copy_(places, packed[peer].split(sizes))
 
-    return [*works, Begun((part.wait() for part in (work,)), unpack)]
+    return [*works, Begun((w.wait() for w in [work]), unpack)]
 
 
 def _read(pairs: Sequence[tuple[Parts, Tensor]], kind: int, neighbours: Neighbours) -> dist.Work:

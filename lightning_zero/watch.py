@@ -31,6 +31,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_zero import continuation, exchange
 from lightning_zero.guard import PREEMPTED_EXIT_CODE
+from lightning_zero.neighbours import Neighbours
 
 _PLACES = {
     1: "begins training batch {}",
@@ -48,6 +49,7 @@ class StepWatch(Callback):
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self._group: Any = None
+        self._neighbours: Neighbours | None = None
         self._pending: tuple[Any, torch.Tensor, int] | None = None
         self._signal: int | None = _early.pop() if _early else None
         self._agreed: int = 0
@@ -81,6 +83,8 @@ class StepWatch(Callback):
             # Not the engine's: where ranks stand at different places, messages must not be mixed up.
             timeout = self._strategy._timeout or timedelta(minutes=30)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
+            if self._strategy.root_device.type == "cpu":
+                self._neighbours = Neighbours(self._group, timeout.total_seconds())
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, *([signal.SIGUSR1] if _slurm_job() else [])):
                 self._handlers[number] = signal.getsignal(number)
@@ -99,9 +103,11 @@ class StepWatch(Callback):
         if self._loop is not None:
             with suppress(AttributeError):
                 del self._loop.advance, self._loop._broadcast_sigterm_tensor
+        if self._neighbours is not None:
+            self._neighbours.close()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
-        self._loop = self._group = self._pending = None
+        self._loop = self._group = self._neighbours = self._pending = None
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.is_global_zero:
@@ -150,7 +156,7 @@ class StepWatch(Callback):
         here = (place << _SHIFT) + max(index, 0)
         with torch._C.DisableTorchFunction():  # the view has no business here
             message = torch.tensor([here, -here, asked])
-            work = exchange.all_reduce(message, dist.ReduceOp.MAX, self._group)
+            work = exchange.all_reduce(message, dist.ReduceOp.MAX, self._group, self._neighbours)
         self._pending = (work, message, here)
 
     def hear(self) -> None:

@@ -14,7 +14,10 @@ import torch
 
 from lightning_zero import doctor
 from lightning_zero.engines import deepspeed_ops
+from tests.helpers.neighbours import MAY_READ
 from tests.integration.commands import ROOT
+
+FORBIDDEN = "no: the system forbids it (a container's seccomp profile, kernel.yama.ptrace_scope), so ranks use sockets"
 
 
 @pytest.mark.timeout(400)
@@ -25,6 +28,7 @@ def test_the_command() -> None:
     found = json.loads(done.stdout[done.stdout.index("{") :])  # deepspeed may print before it
     assert found["versions"]["torch"] == torch.__version__
     assert found["two processes"]["gloo"] == "works"
+    assert found["two processes"]["each other's memory"] == ("works" if MAY_READ else FORBIDDEN)
     assert "GiB free in /dev/shm" in found["hardware"]["shared memory"]
     assert found["backends"]["gloo"] == "available"
     pytest.importorskip("deepspeed")
@@ -41,6 +45,12 @@ def test_two_processes_that_do_not_meet(monkeypatch: Any) -> None:
     assert time.monotonic() - began < 60
     monkeypatch.setattr(doctor, "_RANK", "raise SystemExit('no such interface')")
     assert doctor.collective_works("gloo", timeout_seconds=60) == "no: no such interface"
+
+
+def test_two_processes_that_may_not_read_each_other(monkeypatch: Any) -> None:
+    forbidden = "from lightning_zero import neighbours\nneighbours._read_memory = lambda *args: -1\n"
+    monkeypatch.setattr(doctor, "_READER", forbidden + doctor._READER)
+    assert doctor._collectives(timeout_seconds=60)["each other's memory"] == FORBIDDEN
 
 
 def test_a_probe_that_fails_does_not_hide_the_others(monkeypatch: Any, capsys: Any) -> None:
