@@ -99,8 +99,8 @@ shard in the copy, which makes it what the paper says:
   split and stays whole, parameter by parameter. Optimizer states are those that one step of your own optimizer makes.
 
 On top come buffers on their way (the flat message of the unit being gathered, at stage 3 also the next one's; between
-processes on CPUs only small parameters need one, the next unit's others arrive where they stay; the message of the last
-reduced unit) and activations. The plan traces one micro-batch with fake tensors, notes what is alive
+processes on CPUs only small parameters from other hosts need one, the next unit's others arrive where they stay; the
+message of the last reduced unit) and activations. The plan traces one micro-batch with fake tensors, notes what is alive
 whenever a unit begins, ends or completes a gradient, and walks each stage through these moments.
 
 ## What goes over the wire
@@ -117,7 +117,8 @@ of stage 3 is gathered once per micro-batch, every other unit twice.
 
 Stages 1 and 2 gather A times instead of once if a hook of yours looks at the module between micro-batches, unless
 shards lie in their copies, which stay. Small messages (agreements between ranks, the buffers' broadcast) are counted as
-well. An optimizer that looks across elements (Adafactor, Muon, LAMB) also gathers its parameters, gradients and states.
+well, and so is what no wire carries because ranks on one host read each other's memory. An optimizer that looks across
+elements (Adafactor, Muon, LAMB) also gathers its parameters, gradients and states.
 
 ## Offload
 
