@@ -100,8 +100,8 @@ shard in the copy, which makes it what the paper says:
 
 On top come buffers on their way (the flat message of the unit being gathered, at stage 3 also the next one's; between
 processes on CPUs only small parameters from other hosts need one, the next unit's others arrive where they stay; the
-message of the last reduced unit) and activations. The plan traces one micro-batch with fake tensors, notes what is alive
-whenever a unit begins, ends or completes a gradient, and walks each stage through these moments.
+message of the last reduced unit) and activations. The plan traces one micro-batch with fake tensors, notes what is
+alive whenever a unit begins, ends or completes a gradient, and walks each stage through these moments.
 
 ## What goes over the wire
 

@@ -122,10 +122,10 @@ def _read(pairs: Sequence[tuple[Parts, Tensor]], kind: int, neighbours: Neighbou
 
     def rest() -> Iterator[None]:
         for peer in neighbours.ranks:
-            neighbours.read(neighbours.source(offer, peer), peer, [parts[peer] for parts, _ in pairs])
-            neighbours.done(offer, peer)
+            source = neighbours.source(offer, peer)
+            neighbours.read(source, [parts[peer] for parts, _ in pairs])
+            neighbours.done(offer, source)
             yield
-        neighbours.end(offer)
 
     return Begun(rest())
 
@@ -157,19 +157,19 @@ def _reduced(
         yield
         return
     near, far = _near_and_far(group, neighbours)
-    carriers: list[_Sent | _Read] = [_Sent(whole, group, pool, far)] if far else []
-    if neighbours is not None and near:
-        carriers.append(_Read(whole, group, pool, neighbours))
+    sent = _Sent(whole, group, pool, far) if far else None
+    read = _Read(whole, group, pool, neighbours) if neighbours is not None and near else None
     yield
     so_far = whole.chunk(group.size())[group.rank()]
     for peer in _others(group):
-        carrier = next(c for c in carriers if peer in c.peers)
+        carrier = read if peer in near else sent
+        assert carrier is not None
         sums = output.split(carrier.numel)
         for mine, arrived, piece in zip(so_far.split(carrier.numel), carrier.pieces(peer), sums, strict=True):
             torch.add(mine, arrived, out=piece)
         so_far = output
-    for carrier in carriers:
-        carrier.end()
+    if sent is not None:
+        sent.end()
 
 
 class _Sent:
@@ -181,8 +181,7 @@ class _Sent:
 
     def __init__(self, whole: Tensor, group: dist.ProcessGroup, pool: Pool, peers: Sequence[int]) -> None:
         parts = whole.chunk(group.size())
-        self.peers, self.numel = peers, PIECE_BYTES // whole.itemsize
-        self._group = group
+        self.numel, self._group = PIECE_BYTES // whole.itemsize, group
         self._sends: list[Any] = [
             dist.isend(piece, group=group, group_dst=peer, tag=_REDUCTION)
             for peer in reversed(peers)
@@ -217,7 +216,7 @@ class _Read:
 
     def __init__(self, whole: Tensor, group: dist.ProcessGroup, pool: Pool, neighbours: Neighbours) -> None:
         part = whole.chunk(group.size())[group.rank()]
-        self.peers, self.numel = neighbours.ranks, NEAR_PIECE_BYTES // whole.itemsize
+        self.numel = NEAR_PIECE_BYTES // whole.itemsize
         self._neighbours, self._offer = neighbours, neighbours.offer(_REDUCTION, [whole])
         self._sizes = [piece.numel() for piece in part.split(self.numel)]
         self._slot = pool.empty(self._sizes[0], whole.dtype)
@@ -227,13 +226,10 @@ class _Read:
         source, start = self._neighbours.source(self._offer, peer), self._start_bytes
         for numel in self._sizes:
             piece = self._slot[:numel]
-            self._neighbours.read(source, peer, [piece], start)
+            self._neighbours.read(source, [piece], start)
             start += piece.nbytes
             yield piece
-        self._neighbours.done(self._offer, peer)
-
-    def end(self) -> None:
-        self._neighbours.end(self._offer)
+        self._neighbours.done(self._offer, source)
 
 
 class Begun(dist.Work):

@@ -47,22 +47,23 @@ class Offer:
 
     Attributes:
         table: Where the tensors lie; empty where they went with the message.
-        unread: Neighbours that have not said they are done.
-        is_read: This rank is done with the others'.
+        readers: Neighbours that have not said they are done with them.
+        sources: Neighbours with whose tensors this rank is not done.
     """
 
     kind: int
     number: int
     tensors: Sequence[Tensor]
     table: Any
-    unread: set[int]
-    is_read: bool = False
+    readers: set[int]
+    sources: set[int]
 
 
 @dataclass
 class Source:
-    """What a neighbour offers: in its memory, or here where it came with the message."""
+    """What ``rank`` offers: in its memory, or here where it came with the message."""
 
+    rank: int
     pid: int
     addresses: list[int]
     content: bytes
@@ -105,9 +106,10 @@ class Neighbours:
         number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
         is_small = sum(t.nbytes for t in tensors) <= SMALL_BYTES
         content = b"".join(ctypes.string_at(t.data_ptr(), t.nbytes) for t in tensors) if is_small else b""
-        table = (ctypes.c_size_t * (0 if is_small else len(tensors)))(*(() if is_small else map(_address, tensors)))
-        offer = Offer(kind, number, tensors, table, set() if is_small else set(self._links))
-        if offer.unread:
+        addresses = [] if is_small else [t.data_ptr() for t in tensors]
+        table = (ctypes.c_size_t * len(addresses))(*addresses)
+        offer = Offer(kind, number, tensors, table, set(self._links), set(self._links))
+        if table:
             self._offers[kind, number] = offer
         message = _HEADER.pack(kind, number, ctypes.addressof(table)) + content
         for rank in self._links:
@@ -123,24 +125,21 @@ class Neighbours:
         if not offer.table:
             start = ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0
             ends = accumulate((t.nbytes for t in offer.tensors), initial=start)
-            return Source(os.getpid(), list(ends)[:-1], content)
+            return Source(rank, os.getpid(), list(ends)[:-1], content)
         pid, table = self._links[rank].pid, type(offer.table)()
         self._copy(rank, pid, [(ctypes.addressof(table), address, ctypes.sizeof(table))])
-        return Source(pid, list(table), content)
+        return Source(rank, pid, list(table), content)
 
-    def read(self, source: Source, rank: int, into: Sequence[Tensor], start_bytes: int = 0) -> None:
-        """Copies as much as ``into`` has room for of each tensor that ``rank`` offers, from ``start_bytes`` on."""
+    def read(self, source: Source, into: Sequence[Tensor], start_bytes: int = 0) -> None:
+        """Copies of each tensor of ``source`` as much as ``into`` has room for, from ``start_bytes`` on."""
         pairs = zip(into, source.addresses, strict=True)
-        self._copy(rank, source.pid, ((_address(t), address + start_bytes, t.nbytes) for t, address in pairs))
+        self._copy(source.rank, source.pid, ((t.data_ptr(), at + start_bytes, t.nbytes) for t, at in pairs))
 
-    def done(self, offer: Offer, rank: int) -> None:
-        """Nothing more is read of what ``rank`` offers in this exchange."""
+    def done(self, offer: Offer, source: Source) -> None:
+        """Nothing more is read of it in this exchange."""
+        offer.sources.remove(source.rank)
         if offer.table:
-            self._send(rank, _HEADER.pack(-offer.kind, offer.number, 0))
-
-    def end(self, offer: Offer) -> None:
-        """All has been read from all: what this rank offered may be waited for."""
-        offer.is_read = True
+            self._send(source.rank, _HEADER.pack(-offer.kind, offer.number, 0))
 
     def look(self) -> None:
         """Lets go of what all neighbours have read by now; does not wait."""
@@ -149,9 +148,10 @@ class Neighbours:
                 pass
 
     def settle(self) -> None:
-        """Waits until neighbours have read what this rank offered, in all exchanges that it has come to the end of."""
+        """Waits until neighbours have read what this rank offered, in all exchanges that it is done with itself: those
+        come to their end without it."""
         for offer in list(self._offers.values()):
-            if offer.is_read:
+            if not offer.sources:
                 self._await(offer)
 
     def close(self) -> None:
@@ -163,12 +163,12 @@ class Neighbours:
 
     def _let_go(self, kind: int) -> None:
         """Few tensors are held; but nobody waits for one that is a little late with the latest."""
-        for offer in [o for o in self._offers.values() if o.kind == kind and o.is_read][:-1]:
+        for offer in [o for o in self._offers.values() if o.kind == kind and not o.sources][:-1]:
             self._await(offer)
 
     def _await(self, offer: Offer) -> None:
-        while offer.unread:
-            self._receive(next(iter(offer.unread)))
+        while offer.readers:
+            self._receive(next(iter(offer.readers)))
 
     def _send(self, rank: int, message: bytes) -> None:
         try:
@@ -193,8 +193,8 @@ class Neighbours:
             self._heard[rank, kind, number] = table, message[_HEADER.size :]
             return True
         offer = self._offers[-kind, number]
-        offer.unread.remove(rank)
-        if not offer.unread:
+        offer.readers.remove(rank)
+        if not offer.readers:
             del self._offers[-kind, number]
         return True
 
@@ -208,10 +208,6 @@ class Neighbours:
             f"rank {dist.get_global_rank(self._group, rank)} has ended, or has not come within timeout_seconds="
             f"{self._timeout_seconds:g} ({reason}): what it printed last says why."
         )
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.data_ptr()
 
 
 def _batches(pieces: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:

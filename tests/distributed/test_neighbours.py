@@ -115,9 +115,9 @@ def _held() -> float:
     found = torch.empty(LARGE)
     if rank == 1:
         time.sleep(0.5)
-    near.read(near.source(offer, 1 - rank), 1 - rank, [found])
-    near.done(offer, 1 - rank)
-    near.end(offer)
+    source = near.source(offer, 1 - rank)
+    near.read(source, [found])
+    near.done(offer, source)
     begun = time.monotonic()
     torch.full((LARGE,), 9.0)  # would lie where the other was
     near.settle()
@@ -139,9 +139,9 @@ def _ahead() -> int:
     dist.barrier()
     for offer in reversed(offers):  # in any order
         found = torch.empty_like(offer.tensors[0])
-        near.read(near.source(offer, 1 - rank), 1 - rank, [found])
-        near.done(offer, 1 - rank)
-        near.end(offer)
+        source = near.source(offer, 1 - rank)
+        near.read(source, [found])
+        near.done(offer, source)
         assert torch.equal(found, torch.full_like(found, 10.0 * offer.kind + 1 - rank))
     dist.barrier()
     near.look()  # all have answered by now

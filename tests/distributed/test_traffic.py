@@ -170,9 +170,9 @@ def _sent(stage: int, accumulate: int, ranks_per_host: int) -> dict[str, float]:
         arrived["sockets"] += tensor.nbytes * (kwargs["tag"] != exchange.AGREEMENT)
         return receive(tensor, *args, **kwargs)
 
-    def been_read(self: Neighbours, source: Any, rank: int, into: Sequence[Tensor], *start: int) -> None:
+    def been_read(self: Neighbours, source: Any, into: Sequence[Tensor], *start: int) -> None:
         arrived["neighbours"] += sum(t.nbytes for t in into if t.is_floating_point())  # agreements are whole numbers
-        read(self, source, rank, into, *start)
+        read(self, source, into, *start)
 
     torch.manual_seed(0)
     with (
