@@ -2,7 +2,7 @@
 
 One table says which function moves how much; everything that counts traffic uses it. Bytes are what a rank sends and
 receives by :func:`lightning_zero.memory.wire_bytes`, which is what rings and direct exchanges really send (gloo's own
-reduce-scatter may send more).
+reduce-scatter may send more), and what ranks on one host may read from each other's memory instead.
 """
 
 from __future__ import annotations
