@@ -307,8 +307,8 @@ def _engine(job: Job, stage: int) -> None:
     import torch
 
     from lightning_zero.config import ZeroConfig
-    from lightning_zero.engines.fsdp2 import Fsdp2Engine
-    from lightning_zero.precision import DtypePolicy
+    from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
+    from lightning_zero.engines.precision import DtypePolicy
 
     _join(job)
     engine = Fsdp2Engine(ZeroConfig(stage=stage, units=["blocks.*"]), torch.device(job.device), DtypePolicy())
@@ -395,11 +395,11 @@ def _zero(job: Job, **settings: Any) -> None:
     between_hosts = settings.pop("between_hosts", False)
 
     def make() -> Any:
-        from lightning_zero import neighbours
+        from lightning_zero.comm import peer_memory
         from lightning_zero.strategy import ZeroStrategy
 
         if between_hosts:  # as each rank sees it: nobody's memory can be read
-            neighbours._host = lambda: str(job.rank)
+            peer_memory._host = lambda: str(job.rank)
         # The units that the others are given by hand.
         return ZeroStrategy(**({"units": ["model.blocks.*"]} if "engine" not in settings else {}), **settings)
 

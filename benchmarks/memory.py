@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lightning_zero.memory import fsdp2_bytes, paper_bytes, paper_bytes_fp32, popular_bytes
+from lightning_zero.planner.memory import fsdp2_bytes, paper_bytes, paper_bytes_fp32, popular_bytes
 
 BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 STAGE_NAMES = {0: "DDP", 1: "stage 1", 2: "stage 2", 3: "stage 3"}

@@ -32,7 +32,7 @@ def meter_seconds_per_call() -> float:
     import torch
     import torch.distributed as dist
 
-    from lightning_zero.traffic import TrafficMeter
+    from lightning_zero.comm.meter import TrafficMeter
 
     dist.init_process_group("gloo")
     tensor = torch.zeros(1)

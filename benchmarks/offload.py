@@ -2,8 +2,8 @@
 
     python benchmarks/offload.py docs/offload.md              # fills in the page's tables, about 5 minutes
 
-On two CPU ranks; ``lightning_zero.model_state`` says how host and device are told apart there. Copies are counted on
-a pretended accelerator (``tests/helpers/pretend.py``), operator by operator.
+On two CPU ranks; ``lightning_zero.engines.model_state`` says how host and device are told apart there. Copies are
+counted on a pretended accelerator (``tests/helpers/pretend.py``), operator by operator.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``python -m lightning_zero ...``: the same as the command ``lightning-zero``."""
 
-from lightning_zero.cli import main
+from lightning_zero.app.cli import main
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""``zero_auto``: stage and offload are those that the plan picks, when the run is set up. Floor 5."""
+"""``zero_auto``: stage and offload are those that the plan picks, when the run is set up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_zero.config import OffloadConfig
+from lightning_zero.host import available_host_bytes
 from lightning_zero.planner import GIB, Plan, Planner, choose, device_memory_bytes, first_batch
-from lightning_zero.strategy import ZeroStrategy, _available_host_bytes
+from lightning_zero.strategy import ZeroStrategy
 
 HEADROOM = 0.1
 
@@ -76,7 +77,7 @@ class AutoStrategy(ZeroStrategy):
             return 0, "none", "", text + "use strategy='zero1', 'zero2' or 'zero3'."
         assert self._asked is not None
         rows = [r for r in plan.rows if self._asked.target in ("none", r.offload)]
-        host = _available_host_bytes() / GIB
+        host = available_host_bytes() / GIB
         name, checkpointing, reason = choose(
             rows, plan.usable_bytes, host, plan.ranks_per_host, engine=self.config.engine
         )

@@ -1,4 +1,4 @@
-"""Every rule about which settings are valid. Floor 0: standard library only.
+"""Every rule about which settings are valid.
 
 A :class:`ZeroConfig` is the single form that settings take past the entrance: registered names, keyword arguments
 of :class:`~lightning_zero.strategy.ZeroStrategy` and Hydra's groups all become one. What is wrong with a value is

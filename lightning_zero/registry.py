@@ -1,4 +1,4 @@
-"""The names that ``Trainer(strategy=...)`` takes once this package is imported. Floor 5."""
+"""The names that ``Trainer(strategy=...)`` takes once this package is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ZeroStrategy``: Lightning's contract on top of an engine. Floor 4.
+"""``ZeroStrategy``: Lightning's contract on top of an engine.
 
 It is a :class:`~lightning.pytorch.strategies.DDPStrategy` to Lightning (launching, ranks, reductions, samplers, sync
 BatchNorm, the compile allow-list), because to users it is DDP that stores everything once. What differs is below.
@@ -30,16 +30,17 @@ from torchmetrics import Metric
 
 from lightning_zero.checkpoint import directory, file
 from lightning_zero.checkpoint.layout import EXTRA
+from lightning_zero.checkpoint.resume import Resume, collect, follow, leave_finished_epoch
 from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
-from lightning_zero.collectives import Meeting
+from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import ZeroConfig
-from lightning_zero.deepspeed_run import DeepSpeedRun, Place
 from lightning_zero.engines.base import Engine, require
-from lightning_zero.launcher import Launched
-from lightning_zero.optim import fusible_groups
-from lightning_zero.precision import DtypePolicy, ZeroMixedPrecision, adapt_precision
-from lightning_zero.resume import Resume, collect, follow, leave_finished_epoch
-from lightning_zero.watch import watch
+from lightning_zero.engines.deepspeed.run import DeepSpeedRun, Place
+from lightning_zero.engines.optimizer_step import fusible_groups
+from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision, adapt_precision
+from lightning_zero.host import available_host_bytes
+from lightning_zero.launch.launcher import Launched
+from lightning_zero.launch.step_sync import sync_steps
 
 _BETWEEN_MICRO_BATCHES = ("on_after_backward", "on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
 """Hooks that can look at the module after one micro-batch and before the next."""
@@ -94,7 +95,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._view: AbstractContextManager[Any] | None = None
         self._failed = False
         self._loops: list[tuple[Any, bool]] = []
-        self._meeting: Meeting | None = None
+        self._agreement: Agreement | None = None
         self._shards = False
         self._dump_failed = False
         self._dumping = False  # Lightning collects a checkpoint: only rank 0 needs its values
@@ -156,7 +157,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         module = self.lightning_module
         assert module is not None
         assert self._deepspeed is not None
-        with self._deepspeed.building(module, _told(module.trainer), self.root_device):
+        with self._deepspeed.building(module, trainer_facts(module.trainer), self.root_device):
             yield
 
     def setup(self, trainer: Any) -> None:
@@ -170,7 +171,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._deepspeed.end_view()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self._watch = watch(trainer, self)
+        self._step_sync = sync_steps(trainer, self)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._failed = self._dump_failed = False
         if module in _LEFT_SHARDED:
@@ -197,7 +198,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._deepspeed.check_optimizers(optimizers)
             self._deepspeed.built = None  # the engine has it
         if self.engine is not None:
-            self.engine.attach(optimizers, _told(trainer))
+            self.engine.attach(optimizers, trainer_facts(trainer))
         self.setup_precision_plugin()
         self._follow_dumps(trainer)
         if self.engine is not None:  # after configure_optimizers: states made there are shards, like their parameters
@@ -261,13 +262,13 @@ class ZeroStrategy(Launched, DDPStrategy):
         dtypes = plugin.dtype_policy() if hasattr(plugin, "dtype_policy") else DtypePolicy()
         engine = _make_engine(self.config, self.root_device, dtypes)
         if self._deepspeed is not None:
-            told = _told(trainer), self.root_device.type
+            facts = trainer_facts(trainer), self.root_device.type
             place = Place(self.local_rank, self.node_rank, self.num_processes)
-            self._deepspeed.prepare(module, *told, trainer.default_root_dir, self.meeting, place)
+            self._deepspeed.prepare(module, *facts, trainer.default_root_dir, self.agreement, place)
             engine.offload_path, engine.cpu_adam = self._deepspeed.offload_path, self._deepspeed.cpu_adam
         engine.shard(module)
         engine.automatic = module.automatic_optimization
-        engine.keep_gathered = not _user_looks_between_micro_batches(trainer, module)
+        engine.keep_gathered = not user_looks_between_micro_batches(trainer, module)
         self.engine = engine
         self.model = engine.root
         if hasattr(plugin, "engine"):
@@ -292,10 +293,10 @@ class ZeroStrategy(Launched, DDPStrategy):
     def setup_environment(self) -> None:
         self._refuse_plugin(self._checkpoint_io)  # the Trainer's plugins=[...] come after __init__
         super().setup_environment()
-        if self._meeting is not None:
-            self._meeting.close()
+        if self._agreement is not None:
+            self._agreement.close()
         # Before set-up: checkpoints are loaded into the module while it is still whole.
-        self._meeting = Meeting(self.config.timeout_seconds)
+        self._agreement = Agreement(self.config.timeout_seconds)
 
     def teardown(self) -> None:
         try:
@@ -348,7 +349,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             return
         stays = self.engine is not None and not self._failed  # a module that stays sharded has parts of itself in files
         if self._deepspeed.folder is not None and not stays and not self._failed:
-            self.meeting.gather(None, "the end of a run with offload='nvme'")  # others may still read
+            self.agreement.gather(None, "the end of a run with offload='nvme'")  # others may still read
         self._deepspeed.end(keep_files=stays)
 
     def _end_engine(self, whole: bool) -> None:
@@ -372,7 +373,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         assert self.engine is not None
         need = self.engine.whole_bytes * self.num_processes
         # Between CPUs: the run's own process group may have no backend for them
-        fits = all(self.meeting.gather(need < 0.8 * _available_host_bytes(), "the end of a run"))
+        fits = all(self.agreement.gather(need < 0.8 * available_host_bytes(), "the end of a run"))
         if not fits:
             rank_zero_info(
                 f"after_fit='auto': the module stays sharded, its whole parameters ({need / 2**30:.1f} GiB for the"
@@ -386,11 +387,11 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self._deepspeed is not None:
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
-            told = _told(trainer), self.root_device.type
-            self._deepspeed.check_batches(self.lightning_module, *told, trainer.train_dataloader)
+            facts = trainer_facts(trainer), self.root_device.type
+            self._deepspeed.check_batches(self.lightning_module, *facts, trainer.train_dataloader)
         if self._loaded is not None:
             assert self.lightning_module is not None
-            Resume(self._loaded.content, self.meeting).apply(self.lightning_module.trainer)
+            Resume(self._loaded.content, self.agreement).apply(self.lightning_module.trainer)
             self._forget_loaded()
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -433,7 +434,7 @@ class ZeroStrategy(Launched, DDPStrategy):
     def _require_same_place(self) -> None:
         """All ranks are about to begin the same step; on an accelerator they hear of it while the forward is queued."""
         if self.root_device.type == "cpu":
-            self._watch.hear()
+            self._step_sync.hear()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._require_same_place()
@@ -480,10 +481,10 @@ class ZeroStrategy(Launched, DDPStrategy):
             )
 
     @property
-    def meeting(self) -> Meeting:
+    def agreement(self) -> Agreement:
         """Where the ranks agree on what is no engine's business."""
-        assert self._meeting is not None
-        return self._meeting
+        assert self._agreement is not None
+        return self._agreement
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's state on the CPU, in its own names, on every rank (collective).
@@ -494,7 +495,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.engine is None:
             return super().lightning_module_state_dict()
         if not self._dumping:
-            self.meeting.meet("strategy.lightning_module_state_dict()")
+            self.agreement.meet("strategy.lightning_module_state_dict()")
             return self.engine.full(self.engine.sharded_state_dict())
         state = self.engine.sharded_state_dict()
         return state if self._saves_shards else self.engine.full(state, on_rank_0=True)
@@ -506,7 +507,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if engine is None:
             return super().optimizer_state(optimizer)
         if not self._dumping:
-            self.meeting.meet("strategy.optimizer_state()")
+            self.agreement.meet("strategy.optimizer_state()")
         state = engine.sharded_optimizer_state(optimizer)
         if self._dumping and self._saves_shards:
             return state
@@ -541,7 +542,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.engine is None:
             yield
             return
-        self.meeting.meet("strategy.full_parameters()")
+        self.agreement.meet("strategy.full_parameters()")
         with self.engine.full_parameters(modify):
             yield
 
@@ -560,7 +561,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         dump = type(connector).dump_checkpoint
 
         def dump_checkpoint(weights_only: bool | None = None) -> dict[str, Any]:
-            self.meeting.meet("trainer.save_checkpoint()")
+            self.agreement.meet("trainer.save_checkpoint()")
             self._dumping = True
             try:
                 return dump(connector, weights_only)
@@ -587,14 +588,14 @@ class ZeroStrategy(Launched, DDPStrategy):
             )
         with torch._C.DisableTorchFunction():
             if "optimizer_states" in checkpoint:  # not save_weights_only
-                checkpoint[EXTRA] = collect(self.lightning_module.trainer, self.meeting)
+                checkpoint[EXTRA] = collect(self.lightning_module.trainer, self.agreement)
             if not self._saves_shards:
-                together(self.meeting, lambda: self._save_file(checkpoint, path, storage_options))
+                together(self.agreement, lambda: self._save_file(checkpoint, path, storage_options))
             elif self.config.checkpoint == "sharded" or self.engine is None:  # nothing trains beside it
-                directory.write(checkpoint, path, self.meeting)
+                directory.write(checkpoint, path, self.agreement)
             else:
                 if self._background is None:
-                    self._background = BackgroundSaver(Meeting(self.config.timeout_seconds))
+                    self._background = BackgroundSaver(Agreement(self.config.timeout_seconds))
                 self._background.save(checkpoint, path)
         self.note_checkpoint(checkpoint, path)
 
@@ -631,15 +632,15 @@ class ZeroStrategy(Launched, DDPStrategy):
         """
         self._forget_loaded()
         path = os.fspath(checkpoint_path)
-        path = self.meeting.gather(path)[0]  # what a rank finds for itself, it may find later than others
+        path = self.agreement.gather(path)[0]  # what a rank finds for itself, it may find later than others
         if self._background is not None:
-            together(self.meeting, self._background.wait)
+            together(self.agreement, self._background.wait)
         ours = type(_innermost(self.checkpoint_io)) is TorchCheckpointIO  # plugins around it change the writing only
-        if ours or together(self.meeting, lambda: is_directory(path)):
-            self._loaded = load(path, weights_only, self.meeting)
+        if ours or together(self.agreement, lambda: is_directory(path)):
+            self._loaded = load(path, weights_only, self.agreement)
         else:
             safely, io = weights_only is not False, self.checkpoint_io
-            content = together(self.meeting, lambda: io.load_checkpoint(path, weights_only=safely))
+            content = together(self.agreement, lambda: io.load_checkpoint(path, weights_only=safely))
             self._loaded = Loaded(content)
         if self._deepspeed is not None:
             self._deepspeed.begin_view()  # its tensors go into a module that may have been built sharded
@@ -672,10 +673,10 @@ class ZeroStrategy(Launched, DDPStrategy):
 
 def _make_engine(config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> Engine:
     if config.engine == "deepspeed":
-        from lightning_zero.engines.deepspeed import DeepSpeedEngine
+        from lightning_zero.engines.deepspeed.engine import DeepSpeedEngine
 
         return DeepSpeedEngine(config, device, dtypes)
-    from lightning_zero.engines.fsdp2 import Fsdp2Engine  # imported with the first run, not with the package
+    from lightning_zero.engines.fsdp2.engine import Fsdp2Engine  # imported with the first run, not with the package
 
     return Fsdp2Engine(config, device, dtypes)
 
@@ -690,7 +691,7 @@ def all_but_tensors_to(module: nn.Module, device: torch.device) -> None:
             each.to(device)
 
 
-def _told(trainer: Any) -> dict[str, Any]:
+def trainer_facts(trainer: Any) -> dict[str, Any]:
     """What the Trainer was told and an engine may have to know."""
     return {
         "precision": str(trainer.precision),
@@ -704,18 +705,9 @@ def _innermost(checkpoint_io: Any) -> Any:
     return _innermost(checkpoint_io.checkpoint_io) if hasattr(checkpoint_io, "checkpoint_io") else checkpoint_io
 
 
-def _user_looks_between_micro_batches(trainer: Any, module: nn.Module) -> bool:
+def user_looks_between_micro_batches(trainer: Any, module: nn.Module) -> bool:
     """Whether a hook outside Lightning itself runs after one micro-batch and before the next."""
     if any(is_overridden(hook, module) for hook in _BETWEEN_MICRO_BATCHES):
         return True
     foreign = [c for c in trainer.callbacks if not type(c).__module__.startswith(("lightning.", "lightning_zero."))]
     return any(is_overridden(hook, c, parent=Callback) for c in foreign for hook in _BETWEEN_MICRO_BATCHES)
-
-
-def _available_host_bytes() -> int:
-    try:
-        with open("/proc/meminfo") as lines:
-            kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-        return kib * 1024
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

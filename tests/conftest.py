@@ -27,7 +27,7 @@ def _environment_is_left_as_found() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def deepspeed_ops() -> None:
     """What offload through DeepSpeed compiles, as far as it can be compiled: minutes on a fresh machine, once."""
-    from lightning_zero.engines import deepspeed_ops as ops
+    from lightning_zero.engines.deepspeed import ops
 
     for name in (ops.CPU_ADAM, ops.ASYNC_IO):
         ops.build(name, print, BUILD_SECONDS)
@@ -36,7 +36,7 @@ def deepspeed_ops() -> None:
 @pytest.fixture(scope="session")
 def nvme(deepspeed_ops: None) -> None:
     """Offload to files works here, or the test is skipped with the reason."""
-    from lightning_zero.engines import deepspeed_ops as ops
+    from lightning_zero.engines.deepspeed import ops
 
     if (why := ops.why_not(ops.ASYNC_IO)) is not None:
         pytest.skip(why)

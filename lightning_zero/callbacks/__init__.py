@@ -1,4 +1,4 @@
-"""Callbacks that show what a run does. Floor 5."""
+"""Callbacks that show what a run does."""
 
 from lightning_zero.callbacks.chrome_trace import ChromeTrace
 from lightning_zero.callbacks.model_state_report import ModelStateReport

@@ -1,4 +1,4 @@
-"""A few steps of a run as a Chrome trace, one file per rank. Floor 5."""
+"""A few steps of a run as a Chrome trace, one file per rank."""
 
 from __future__ import annotations
 

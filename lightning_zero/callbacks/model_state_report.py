@@ -1,4 +1,4 @@
-"""What each rank really holds of the model's state, counted tensor by tensor. Floor 5.
+"""What each rank really holds of the model's state, counted tensor by tensor.
 
 Counted at the end of training, between two steps: this is the state that stays. While computing, stages 1 and 2 gather
 the parameters (stage 1 also keeps whole gradients until the last micro-batch), stage 3 one unit at a time.
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_zero.model_state import KINDS, ModelState, plain_state
+from lightning_zero.engines.model_state import KINDS, ModelState, plain_state
 
 LABELS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer states"}
 ELSEWHERE = {"host": "of this in host memory", "disk": "of this on disk"}

@@ -1,4 +1,4 @@
-"""How long an optimizer step takes. Floor 5."""
+"""How long an optimizer step takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run really stores, sends and waits for, on each rank, beside what the plan said. Floor 5.
+"""What a run really stores, sends and waits for, on each rank, beside what the plan said.
 
 [Where a step's time goes] A *window* is one optimizer step with its micro-batches, from the end of one to the end of
 the next. On the CPU marks are readings of a clock, on CUDA they are events on the compute stream, read once they have
@@ -12,7 +12,7 @@ passed, at least one window later: the host never waits for the device.
     compute         the rest
 
 [What is counted] Bytes of parameters, gradients and optimizer states tensor by tensor, in a few windows; bytes on the
-wire by :class:`~lightning_zero.traffic.TrafficMeter`, in all of them.
+wire by :class:`~lightning_zero.comm.meter.TrafficMeter`, in all of them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from lightning_zero.callbacks.model_state_report import state_of_run
-from lightning_zero.model_state import KINDS as STATES
+from lightning_zero.comm.meter import TrafficMeter
+from lightning_zero.engines.model_state import KINDS as STATES
 from lightning_zero.planner import Plan, Planner
-from lightning_zero.traffic import TrafficMeter
 
 MIB = 2**20
 PARTS = ("compute", "communication", "optimizer", "data")

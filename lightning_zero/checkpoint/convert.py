@@ -1,4 +1,4 @@
-"""One form into another, in one process, without an accelerator, one tensor at a time. Floor 3.
+"""One form into another, in one process, without an accelerator, one tensor at a time.
 
 Tensors pass through files beside the target, mapped into memory, so that the kernel may drop their pages: converting
 needs room on the disk for the target twice, in memory for its largest tensor twice (as read, and in its place).
@@ -21,10 +21,10 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from lightning_zero.checkpoint import directory, file, layout
-from lightning_zero.checkpoint.layout import CheckpointError
 from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.checkpoint.store import Loaded, is_directory, load
-from lightning_zero.collectives import Meeting
+from lightning_zero.comm.agree import Agreement
+from lightning_zero.errors import CheckpointError
 
 MAX_SHARD_SIZE = "5GB"
 """Larger safetensors are split into several files, as transformers does."""
@@ -66,20 +66,20 @@ def convert(
     fs, place = fsspec.core.url_to_fs(target)
     if fs.exists(place):
         raise CheckpointError(f"{target} already exists: choose another name, or delete it.")
-    meeting = Meeting(alone=True)
-    loaded = _load(source, weights_only, meeting, target)
+    agreement = Agreement(alone=True)
+    loaded = _load(source, weights_only, agreement, target)
     try:
-        _write(loaded, target, form, meeting, prefix, config)
+        _write(loaded, target, form, agreement, prefix, config)
     finally:
         loaded.close()
     return form
 
 
-def _load(source: str, weights_only: bool | None, meeting: Meeting, target: str) -> Loaded:
-    from lightning_zero.engines import deepspeed_checkpoint  # few need it
+def _load(source: str, weights_only: bool | None, agreement: Agreement, target: str) -> Loaded:
+    from lightning_zero.checkpoint import deepspeed as deepspeed_checkpoint
 
     if deepspeed_checkpoint.find(source) is None:
-        return load(source, weights_only, meeting)
+        return load(source, weights_only, agreement)
     fs, place = fsspec.core.url_to_fs(target)
     folder = Path(place).absolute().parent if isinstance(fs, LocalFileSystem) else Path(tempfile.gettempdir())
     folder.mkdir(parents=True, exist_ok=True)
@@ -92,9 +92,11 @@ def _load(source: str, weights_only: bool | None, meeting: Meeting, target: str)
         raise
 
 
-def _write(loaded: Loaded, target: str, form: str, meeting: Meeting, prefix: str | None, config: str | None) -> None:
+def _write(
+    loaded: Loaded, target: str, form: str, agreement: Agreement, prefix: str | None, config: str | None
+) -> None:
     if form == "sharded":
-        directory.write(loaded.content, target, meeting)
+        directory.write(loaded.content, target, agreement)
         return
     with _on_disk(target) as on_disk:
         if form == "file":

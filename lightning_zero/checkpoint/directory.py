@@ -1,4 +1,4 @@
-"""The sharded directory, on ``torch.distributed.checkpoint``. Floor 3.
+"""The sharded directory, on ``torch.distributed.checkpoint``.
 
 Its format is described in ``layout``. That library unpickles its index and non-tensor entries freely, so only tensors
 are given to it, and its index is read by :class:`Index` through a list of the few classes it consists of.
@@ -49,50 +49,50 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from lightning_zero.checkpoint import file, layout
-from lightning_zero.checkpoint.layout import CheckpointError
 from lightning_zero.checkpoint.lazy import LazyTensor
-from lightning_zero.collectives import Meeting
+from lightning_zero.comm.agree import Agreement
+from lightning_zero.errors import CheckpointError
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write(checkpoint: dict[str, Any], path: str, meeting: Meeting) -> None:
+def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
     """Writes ``checkpoint`` to the folder or fsspec URL ``path``, each rank its own shards (collective).
 
     Raises:
         CheckpointError: On every rank, if any cannot write; what ``path`` held before is untouched.
     """
     fs, target = fsspec.core.url_to_fs(path)
-    data = meeting.gather(layout.DATA_PREFIX + uuid.uuid4().hex[:12])[0]
+    data = agreement.gather(layout.DATA_PREFIX + uuid.uuid4().hex[:12])[0]
     is_local = isinstance(fs, LocalFileSystem)
     with contextlib.ExitStack() as stack:
         temporary = "" if is_local else stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero-"))
         folder = Path(target) / data if is_local else Path(temporary)
         try:
-            with _agreeing(meeting, path):
-                if meeting.rank == 0:
+            with _agreeing(agreement, path):
+                if agreement.rank == 0:
                     prepare(path)
-            with _agreeing(meeting, path):
+            with _agreeing(agreement, path):
                 folder.mkdir(parents=True, exist_ok=True)
-            with _agreeing(meeting, path):
+            with _agreeing(agreement, path):
                 tensors, rest = split(checkpoint)
-                if meeting.rank:  # buffers and the like: rank 0's, as in one file
+                if agreement.rank:  # buffers and the like: rank 0's, as in one file
                     tensors = {key: t for key, t in tensors.items() if isinstance(t, DTensor)}
-                write_tensors(tensors, folder, meeting)
-                if meeting.rank == 0:
+                write_tensors(tensors, folder, agreement)
+                if agreement.rank == 0:
                     file.write(rest, str(folder / layout.REST))
                 if not is_local:
                     for each in folder.iterdir():
                         fs.put_file(str(each), f"{target}/{data}/{each.name}")
         except BaseException:
-            if meeting.rank == 0:
+            if agreement.rank == 0:
                 with contextlib.suppress(OSError):
                     fs.rm(f"{target}/{data}", recursive=True)
                 with contextlib.suppress(OSError):
                     fs.rmdir(target)  # if the save would have been its first
             raise
-    with _agreeing(meeting, path):
-        if meeting.rank == 0:
+    with _agreeing(agreement, path):
+        if agreement.rank == 0:
             commit(path, data)
 
 
@@ -126,7 +126,7 @@ def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]
     return tensors, layout.map_tensors(take, checkpoint)
 
 
-def write_tensors(tensors: dict[str, Tensor], folder: Path, meeting: Meeting) -> None:
+def write_tensors(tensors: dict[str, Tensor], folder: Path, agreement: Agreement) -> None:
     """``tensors`` and their index, by ``torch.distributed.checkpoint``, flushed to the disk."""
     writer = FileSystemWriter(folder, sync_files=True)
     try:
@@ -136,8 +136,8 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path, meeting: Meeting) ->
                 tensors,
                 storage_writer=writer,
                 planner=_Materializing(),
-                process_group=meeting.group,
-                no_dist=meeting.group is None,
+                process_group=agreement.group,
+                no_dist=agreement.group is None,
             )
     except dcp.CheckpointException as error:  # no Exception, so that nothing else would catch it
         causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())
@@ -169,7 +169,7 @@ def remove(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _agreeing(meeting: Meeting, path: str) -> Iterator[None]:
+def _agreeing(agreement: Agreement, path: str) -> Iterator[None]:
     """An error on one rank inside is an error on all."""
     error: BaseException | None = None
     try:
@@ -179,7 +179,7 @@ def _agreeing(meeting: Meeting, path: str) -> Iterator[None]:
         error.__cause__ = found
     except Exception as found:
         error = found
-    meeting.agree(error)
+    agreement.agree(error)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

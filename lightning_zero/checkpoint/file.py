@@ -1,4 +1,4 @@
-"""One file, Lightning's own form: written aside and renamed, read memory-mapped. Floor 3."""
+"""One file, Lightning's own form: written aside and renamed, read memory-mapped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_zero.checkpoint.layout import CheckpointError
+from lightning_zero.errors import CheckpointError
 
 _PARTIAL = ".partial"
 

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, in memory and on disk. Floor 1.
+"""What a checkpoint consists of, in memory and on disk.
 
 *One file*: the dictionary that Lightning writes under DDP, by ``torch.save``.
 
@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zero.errors import CheckpointError
+
 EXTRA = "lightning_zero"
 """Key of what Lightning does not keep: random states and loader states of every rank. Ignored by everyone else."""
 MARKER = "checkpoint.json"
@@ -38,10 +40,6 @@ SMALL_BYTES = 4096
 """Plain tensors below this stay in ``rest.pt``: an index entry would cost more than they do."""
 
 Path = tuple[Any, ...]
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read: names the file, what is wrong or missing, and the repair."""
 
 
 def map_tensors(fn: Callable[[Path, Tensor], Any], value: Any, path: Path = ()) -> Any:

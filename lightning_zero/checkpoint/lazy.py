@@ -1,4 +1,4 @@
-"""A tensor that lies on disk and looks like one in memory. Floor 1.
+"""A tensor that lies on disk and looks like one in memory.
 
 Its values are read when an operation wants them, each time anew, and only the rows that are wanted: copying a
 :class:`LazyTensor` into a parameter holds one tensor in memory, narrowing it first holds one shard.

@@ -1,4 +1,4 @@
-"""Saving and loading for all ranks together, on local paths and fsspec URLs. Floor 3.
+"""Saving and loading for all ranks together, on local paths and fsspec URLs.
 
 What can fail on one rank (a full disk, a damaged file) fails on every rank with the same message, before anything
 waits for anybody.
@@ -22,13 +22,13 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from lightning_zero.checkpoint import directory, file, layout
-from lightning_zero.checkpoint.layout import CheckpointError
-from lightning_zero.collectives import Meeting
+from lightning_zero.comm.agree import Agreement
+from lightning_zero.errors import CheckpointError
 
 Result = TypeVar("Result")
 
 
-def together(meeting: Meeting, call: Callable[[], Result]) -> Result:
+def together(agreement: Agreement, call: Callable[[], Result]) -> Result:
     """``call()`` on this rank, unless it fails on any: then its error on every rank (collective)."""
     error: BaseException | None = None
     result: Any = None
@@ -36,7 +36,7 @@ def together(meeting: Meeting, call: Callable[[], Result]) -> Result:
         result = call()
     except Exception as found:
         error = found
-    meeting.agree(error)
+    agreement.agree(error)
     return result
 
 
@@ -59,7 +59,7 @@ class Loaded:
             self._fetched = None
 
 
-def load(path: str, weights_only: bool | None, meeting: Meeting) -> Loaded:
+def load(path: str, weights_only: bool | None, agreement: Agreement) -> Loaded:
     """The checkpoint at ``path``, a file or a sharded directory (collective).
 
     A local one is memory-mapped, or read lazily, by every rank; a remote one is copied to each host once.
@@ -68,13 +68,13 @@ def load(path: str, weights_only: bool | None, meeting: Meeting) -> Loaded:
         FileNotFoundError: On every rank, if there is nothing at ``path``.
         CheckpointError: On every rank, if any finds it incomplete, damaged or foreign.
     """
-    fs, target = together(meeting, lambda: fsspec.core.url_to_fs(path))
+    fs, target = together(agreement, lambda: fsspec.core.url_to_fs(path))
     if isinstance(fs, LocalFileSystem):
-        share = meeting.rank, meeting.world_size
-        return Loaded(together(meeting, lambda: _read(target, weights_only, *share)))
-    fetched, *of_host = _fetch(path, meeting)
+        share = agreement.rank, agreement.world_size
+        return Loaded(together(agreement, lambda: _read(target, weights_only, *share)))
+    fetched, *of_host = _fetch(path, agreement)
     try:
-        return Loaded(together(meeting, lambda: _read(str(fetched / "checkpoint"), weights_only, *of_host)), fetched)
+        return Loaded(together(agreement, lambda: _read(str(fetched / "checkpoint"), weights_only, *of_host)), fetched)
     except BaseException:
         shutil.rmtree(fetched, ignore_errors=True)
         raise
@@ -90,7 +90,7 @@ def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> 
         FileNotFoundError: If there is nothing at ``path``.
         CheckpointError: If it is incomplete, damaged, foreign, or more than ``weights_only`` admits.
     """
-    loaded = load(os.fspath(path), weights_only, Meeting(alone=True))
+    loaded = load(os.fspath(path), weights_only, Agreement(alone=True))
     atexit.register(loaded.close)
     return loaded.content
 
@@ -111,15 +111,15 @@ def _read(path: str, weights_only: bool | None, part: int, parts: int) -> dict[s
     return content
 
 
-def _fetch(path: str, meeting: Meeting) -> tuple[Path, int, int]:
+def _fetch(path: str, agreement: Agreement) -> tuple[Path, int, int]:
     """A folder on this host with a copy named ``checkpoint``, made by the first rank of each host; which of the host's
     ranks this is, and how many there are."""
-    hosts = meeting.gather(socket.gethostname())
-    of_host = [rank for rank, host in enumerate(hosts) if host == hosts[meeting.rank]]
+    hosts = agreement.gather(socket.gethostname())
+    of_host = [rank for rank, host in enumerate(hosts) if host == hosts[agreement.rank]]
     first = of_host[0]
 
     def fetch() -> str:
-        if meeting.rank != first:
+        if agreement.rank != first:
             return ""
         fs, target = fsspec.core.url_to_fs(path)
         if not fs.exists(target):
@@ -128,8 +128,8 @@ def _fetch(path: str, meeting: Meeting) -> tuple[Path, int, int]:
         fs.get(target, os.path.join(folder, "checkpoint"), recursive=bool(fs.isdir(target)))
         return folder
 
-    folder = Path(meeting.gather(together(meeting, fetch))[first])
-    return folder, of_host.index(meeting.rank), len(of_host)
+    folder = Path(agreement.gather(together(agreement, fetch))[first])
+    return folder, of_host.index(agreement.rank), len(of_host)
 
 
 def remove(path: str) -> bool:
@@ -145,11 +145,11 @@ class BackgroundSaver:
     """Writes sharded checkpoints from a copy while training goes on, one at a time and in order.
 
     The copy, this rank's shards in host memory, is what ``save`` waits for. The thread talks to the other ranks'
-    threads through a :class:`Meeting` of its own. An error surfaces at the next call.
+    threads through a :class:`Agreement` of its own. An error surfaces at the next call.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: list[Future[None]] = []
 
@@ -159,11 +159,11 @@ class BackgroundSaver:
         Raises:
             CheckpointError: On every rank, what went wrong on any since the last call.
         """
-        together(self._meeting, self.wait)
+        together(self._agreement, self.wait)
         # At once, so that what Lightning does next (link to it, look whether it exists) finds it.
-        together(self._meeting, lambda: directory.prepare(path) if self._meeting.rank == 0 else None)
-        staged = together(self._meeting, lambda: _copied(checkpoint))
-        self._pending.append(self._thread.submit(directory.write, staged, path, self._meeting))
+        together(self._agreement, lambda: directory.prepare(path) if self._agreement.rank == 0 else None)
+        staged = together(self._agreement, lambda: _copied(checkpoint))
+        self._pending.append(self._thread.submit(directory.write, staged, path, self._agreement))
 
     def then(self, action: Callable[[], None]) -> None:
         """Runs ``action`` once what was begun before is complete, and never if that failed: the old checkpoint goes
@@ -192,7 +192,7 @@ class BackgroundSaver:
             self.wait()
         finally:
             self._thread.shutdown()
-            self._meeting.close()
+            self._agreement.close()
 
 
 def _copied(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What an engine owes the strategy, and the one table of what each engine can do. Floor 2."""
+"""What an engine owes the strategy, and the one table of what each engine can do."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors, placeholder
+from lightning_zero.comm.shards import gathered, gathered_on_rank_0
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.view import WholeView, gathered, gathered_on_rank_0
-from lightning_zero.model_state import ModelState
-from lightning_zero.precision import DtypePolicy
+from lightning_zero.engines.model_state import ModelState
+from lightning_zero.engines.precision import DtypePolicy
 
 CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
     # setting -> engine -> the values it takes
@@ -95,9 +95,9 @@ class Engine(ABC):
         """The optimizers of a fit, none of other loops; ``trainer`` holds what the Trainer was told about precision,
         accumulation and clipping, in the names of ``deepspeed_config.RunFacts``."""
 
+    @abstractmethod
     def view(self) -> AbstractContextManager[Any]:
         """While it is entered, user code reads and writes whole tensors."""
-        return WholeView()
 
     @abstractmethod
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ class Engine(ABC):
         """Marks the micro-batches before the last one of an accumulation window."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def reshard(self) -> None:
         """Puts the shards back onto the module, so that reads and writes of user code are true."""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Which row of a plan to take, and why. Floor 5."""
+"""Which row of a plan to take, and why."""
 
 from __future__ import annotations
 

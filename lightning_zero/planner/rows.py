@@ -1,4 +1,4 @@
-"""What a plan says: a row for each way to train. Floor 5."""
+"""What a plan says: a row for each way to train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan itself, for a module and for a run that is about to start. Floor 5."""
+"""The plan itself, for a module and for a run that is about to start."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
+from lightning_zero.comm.direct import SMALL_BYTES
 from lightning_zero.config import ZeroConfig
-from lightning_zero.exchange import SMALL_BYTES
-from lightning_zero.memory import StepRules
+from lightning_zero.host import available_host_bytes
 from lightning_zero.planner.choice import choose
+from lightning_zero.planner.memory import StepRules
 from lightning_zero.planner.rows import Plan
 from lightning_zero.planner.show import GIB
 from lightning_zero.planner.silent import quiet
 from lightning_zero.planner.study import OFFLOADS, Study, precision_name
-from lightning_zero.strategy import _available_host_bytes, _user_looks_between_micro_batches
-from lightning_zero.tracing import shadow
+from lightning_zero.planner.tracing import shadow
+from lightning_zero.strategy import user_looks_between_micro_batches
 
 
 def plan(
@@ -136,7 +137,7 @@ class Planner:
                 "device_memory_gib": device_memory_bytes(device, trainer.num_devices) / GIB,
                 "micro_batches": trainer.accumulate_grad_batches,
                 "max_steps": trainer.max_steps if trainer.max_steps > 0 else 1000,
-                "keep_gathered": not _user_looks_between_micro_batches(trainer, module),
+                "keep_gathered": not user_looks_between_micro_batches(trainer, module),
                 "config": config if isinstance(config, ZeroConfig) else None,
                 **settings,
             },
@@ -147,7 +148,7 @@ def device_memory_bytes(device: torch.device, ranks_per_host: int) -> float:
     """Memory of one device; on the CPU this rank's share of the host's available memory."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    return _available_host_bytes() / max(ranks_per_host, 1)
+    return available_host_bytes() / max(ranks_per_host, 1)
 
 
 def first_batch(loader: Any) -> Any:

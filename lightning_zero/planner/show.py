@@ -1,10 +1,10 @@
-"""What is shown of a plan: the table and the chart. Floor 5."""
+"""What is shown of a plan: the table and the chart."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lightning_zero.memory import KINDS
+from lightning_zero.planner.memory import KINDS
 
 GIB = 2**30
 ACCOUNTED = ("ddp", "fsdp2")

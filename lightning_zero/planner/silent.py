@@ -1,4 +1,4 @@
-"""A Trainer that does nothing, for steps that are only traced. Floor 5."""
+"""A Trainer that does nothing, for steps that are only traced."""
 
 from __future__ import annotations
 

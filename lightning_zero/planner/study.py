@@ -1,4 +1,4 @@
-"""What a module needs, whatever the stage: its units, its activations, its optimizers' states. Floor 5."""
+"""What a module needs, whatever the stage: its units, its activations, its optimizers' states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_zero.config import ZeroConfig
-from lightning_zero.memory import (
+from lightning_zero.engines.optimizer_step import is_elementwise
+from lightning_zero.engines.units import UnitPlan, plan_units
+from lightning_zero.planner.memory import (
     KINDS,
     Layout,
     Moment,
@@ -35,11 +37,9 @@ from lightning_zero.memory import (
     state_bytes,
     untraced,
 )
-from lightning_zero.optim import is_elementwise
 from lightning_zero.planner.rows import Row
 from lightning_zero.planner.silent import DefaultDtype, SilentTrainer, fake_loss, no_step, quiet, training_step
-from lightning_zero.tracing import LiveBytes, NotTraceable, Trace, fake_batch, shadow, trace
-from lightning_zero.units import UnitPlan, plan_units
+from lightning_zero.planner.tracing import LiveBytes, NotTraceable, Trace, fake_batch, shadow, trace
 
 OFFLOADS: dict[str, dict[int, str]] = {
     "none": {1: "fsdp2", 2: "fsdp2", 3: "fsdp2"},
@@ -72,7 +72,7 @@ PRECISIONS: dict[str, Dtypes] = {
     "bf16-mixed": Dtypes(compute=_BF16, reduce=_FP32, autocast=_BF16),
     "16-mixed": Dtypes(compute=_FP16, reduce=_FP32, autocast=_FP16),
 }
-"""As :mod:`lightning_zero.precision` gives them to engines."""
+"""As :mod:`lightning_zero.engines.precision` gives them to engines."""
 _ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed", "None": "32-true"}
 
 

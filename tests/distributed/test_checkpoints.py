@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader
 
 import lightning_zero
 from lightning_zero.checkpoint import directory
-from lightning_zero.checkpoint.layout import CheckpointError
 from lightning_zero.checkpoint.store import BackgroundSaver
-from lightning_zero.collectives import Meeting
+from lightning_zero.comm.agree import Agreement
+from lightning_zero.errors import CheckpointError
 from tests.helpers import moves, saving
 from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.zoo import make_trainer
@@ -491,7 +491,7 @@ def test_a_full_disk_is_an_error_on_every_rank_and_training_goes_on(form: str, r
 
 def test_what_was_there_stays_until_the_new_one_is_whole_in_the_background(tmp_path: Path) -> None:
     """A save that fails must not be followed by the deletion of the one before it."""
-    saver = BackgroundSaver(Meeting(alone=True))
+    saver = BackgroundSaver(Agreement(alone=True))
     old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
     weights = {"state_dict": {"w": torch.ones(2000, 3)}, "live": {"steps": 1}}
     saver.save(weights, str(old))
@@ -510,10 +510,10 @@ def test_what_was_there_stays_until_the_new_one_is_whole_in_the_background(tmp_p
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
-    meeting = Meeting(alone=True)
-    directory.write({"state_dict": {}, "epoch": 3}, str(tmp_path / "e3.ckpt"), meeting)
+    agreement = Agreement(alone=True)
+    directory.write({"state_dict": {}, "epoch": 3}, str(tmp_path / "e3.ckpt"), agreement)
     os.symlink("e3.ckpt", tmp_path / "last.ckpt")
-    directory.write({"state_dict": {}, "epoch": 9}, str(tmp_path / "last.ckpt"), meeting)
+    directory.write({"state_dict": {}, "epoch": 9}, str(tmp_path / "last.ckpt"), agreement)
     assert [directory.read(tmp_path / name, None)["epoch"] for name in ("e3.ckpt", "last.ckpt")] == [3, 9]
 
 

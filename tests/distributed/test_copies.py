@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_zero.comm.shards import gathered
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.fsdp2 import Fsdp2Engine
-from lightning_zero.engines.view import gathered
-from lightning_zero.precision import DtypePolicy
+from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
+from lightning_zero.engines.precision import DtypePolicy
 from tests.helpers import pretend
 
 MIXED = DtypePolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

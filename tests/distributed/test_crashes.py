@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_zero
-from lightning_zero.checkpoint.layout import CheckpointError
+from lightning_zero.errors import CheckpointError
 from tests.helpers.ranks import RankPool
 
 NUM_KILLS = 12

@@ -13,8 +13,8 @@ from torch import nn
 
 import lightning_zero
 from lightning_zero.checkpoint.convert import convert
-from lightning_zero.checkpoint.layout import CheckpointError
-from lightning_zero.engines import deepspeed_private as private
+from lightning_zero.engines.deepspeed import private
+from lightning_zero.errors import CheckpointError
 
 pytest.importorskip("deepspeed")
 STEPS = 3

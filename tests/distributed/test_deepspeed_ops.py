@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_zero.collectives import Meeting
-from lightning_zero.engines import deepspeed_folder as folders
-from lightning_zero.engines import deepspeed_ops as ops
+from lightning_zero.comm.agree import Agreement
+from lightning_zero.engines.deepspeed import nvme_folder as folders
+from lightning_zero.engines.deepspeed import ops
 
 pytest.importorskip("deepspeed")
 
@@ -154,7 +154,7 @@ def _prepare(environment: dict[str, str]) -> tuple[str | None, list[str]]:
     os.environ.update(environment)
     dist.init_process_group("gloo")
     said: list[str] = []
-    why = ops.prepare_op(ops.CPU_ADAM, Meeting(120), said.append, dist.get_rank())
+    why = ops.prepare_op(ops.CPU_ADAM, Agreement(120), said.append, dist.get_rank())
     return why, said
 
 
@@ -167,14 +167,14 @@ def test_every_rank_learns_why_it_cannot_be_built(ranks2: Any, tmp_path: Path) -
 def _build_and_load() -> tuple[str | None, list[str], float]:
     dist.init_process_group("gloo")
     said: list[str] = []
-    meeting = Meeting(1200)
-    why = ops.prepare_op(ops.CPU_ADAM, meeting, said.append, dist.get_rank())
+    agreement = Agreement(1200)
+    why = ops.prepare_op(ops.CPU_ADAM, agreement, said.append, dist.get_rank())
     began = time.monotonic()
     if why is None:
         from deepspeed.ops.op_builder import CPUAdamBuilder
 
         CPUAdamBuilder().load(verbose=False)
-    meeting.gather(None)
+    agreement.gather(None)
     return why, said, time.monotonic() - began
 
 
@@ -196,16 +196,16 @@ def test_one_rank_builds_and_every_rank_loads(ranks2: Any) -> None:
 def _open(given: str | None, default: str, need_bytes: float = 0.0) -> Any:
     dist.init_process_group("gloo")
     rank, said = dist.get_rank(), []
-    meeting = Meeting(60)
+    agreement = Agreement(60)
     try:
-        folder = folders.open_folder(given, default, need_bytes, meeting, rank, 0, said.append)
+        folder = folders.open_folder(given, default, need_bytes, agreement, rank, 0, said.append)
     except ValueError as error:
         return "error", str(error)
     there = Path(folder.path).is_dir()
-    meeting.gather(None)
+    agreement.gather(None)
     folder.close()
     folder.close()
-    meeting.gather(None)
+    agreement.gather(None)
     return folder.path, there, Path(folder.path).exists(), said
 
 
@@ -267,7 +267,7 @@ def test_only_what_dead_runs_of_this_host_left_is_removed(tmp_path: Path) -> Non
 _OWNER = """
 import sys, time
 from pathlib import Path
-from lightning_zero.engines import deepspeed_folder as folders
+from lightning_zero.engines.deepspeed import nvme_folder as folders
 folders._numbers = lambda: "pid:[1]"
 folders._began = lambda pid: "2"  # so that nobody else finds a process of this number that began then
 path, lock = folders._make(sys.argv[1], "", 0.0, lambda line: None)

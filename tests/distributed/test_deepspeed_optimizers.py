@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero import deepspeed_run
-from lightning_zero.engines import deepspeed_optim as optim
+from lightning_zero.engines.deepspeed import optimizer_step as optim
+from lightning_zero.engines.deepspeed import run as deepspeed_run
 from tests.distributed import test_loops as loops
 from tests.distributed.test_deepspeed import SLOW, _strategy
 from tests.helpers import zoo
@@ -73,7 +73,7 @@ def test_adam_steps_in_host_memory_by_a_kernel_that_computes_the_same(
     head: bool, compiles: bool, kernel: str | None, ranks2
 ) -> None:
     """DeepSpeed's decays in one way for all groups, so one that has both ways steps by PyTorch's own."""
-    from lightning_zero.engines import deepspeed_ops as ops
+    from lightning_zero.engines.deepspeed import ops
 
     if kernel == "deepspeed" and ops.why_not(ops.CPU_ADAM) is not None:
         pytest.skip(str(ops.why_not(ops.CPU_ADAM)))

@@ -57,7 +57,7 @@ class OwnOptimizer(NoOptimizer):
     def configure_optimizers(self) -> Any:
         from deepspeed.runtime.lr_schedules import WarmupLR
 
-        from lightning_zero.engines.deepspeed_optimizer import DeepSpeedSchedule
+        from lightning_zero.engines.deepspeed.file_optimizer import DeepSpeedSchedule
 
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
         schedule = DeepSpeedSchedule(WarmupLR(optimizer, **FILE["scheduler"]["params"]))
@@ -261,7 +261,7 @@ def _under_srun() -> tuple[int, int, int]:
     """Where a rank takes itself to be whose launcher sets none of torchrun's variables."""
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
-    from lightning_zero.deepspeed_run import DeepSpeedRun
+    from lightning_zero.engines.deepspeed.run import DeepSpeedRun
 
     rank = int(os.environ["RANK"])
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):

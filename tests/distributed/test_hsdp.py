@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.fsdp2 import Fsdp2Engine
-from lightning_zero.precision import DtypePolicy
+from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
+from lightning_zero.engines.precision import DtypePolicy
 from tests.helpers import moves, zoo
 from tests.helpers.ranks import outcome
 from tests.helpers.zoo import KINDS, make_trainer

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero.callbacks import ChromeTrace, ZeroMonitor
 from lightning_zero.callbacks.zero_monitor import PARTS, HostClock
-from lightning_zero.traffic import TrafficMeter
+from lightning_zero.comm.meter import TrafficMeter
 from tests.helpers import account, zoo
 
 # -- the meter -------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class _AsOnCuda(ZeroMonitor):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_fit_start(trainer, pl_module)
         self._clock, self._on_host = _LateMarks(), False
-        self._watch(trainer)
+        self._step_sync(trainer)
 
 
 def _as_on_cuda() -> tuple[int, int, int, dict[str, float], int]:

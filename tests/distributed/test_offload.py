@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_zero import OffloadConfig, strategy
-from lightning_zero.model_state import KINDS, PLACES
+from lightning_zero.engines.model_state import KINDS, PLACES
 from tests.helpers import account, whereabouts, zoo
 from tests.helpers.ranks import outcome
 
@@ -119,14 +119,16 @@ def test_checkpoints_cross_over(ranks2, checkpoint):
 
 def _train_by_way_of_copies(kind: str, settings: dict[str, Any]) -> zoo.Result:
     """What is read of a shard is a copy, as it is where the mesh is of another device."""
+    from contextlib import ExitStack
     from unittest import mock
 
-    from lightning_zero.engines import view
+    from lightning_zero.comm import shards
+    from lightning_zero.engines.fsdp2 import view
 
-    with (
-        mock.patch.object(view, "is_off_mesh", lambda t: isinstance(t, DTensor)),
-        mock.patch.object(view, "mesh_device", return_value=torch.device("cpu")),
-    ):
+    with ExitStack() as stack:
+        for module in (shards, view):
+            stack.enter_context(mock.patch.object(module, "is_off_mesh", lambda t: isinstance(t, DTensor)))
+            stack.enter_context(mock.patch.object(module, "mesh_device", return_value=torch.device("cpu")))
         return zoo.train(kind, settings)
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_zero.engines.view import local
+from lightning_zero.comm.shards import local
 from tests.helpers import zoo
 
 TOLERANCE = {

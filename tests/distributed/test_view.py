@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
-from lightning_zero.engines.view import WholeView, gathered, local
+from lightning_zero.comm.shards import gathered, local
+from lightning_zero.engines.fsdp2.view import WholeView
 from tests.helpers import zoo
 
 OTHER = torch.arange(15.0).view(5, 3) / 7
@@ -206,7 +207,9 @@ def _seen_of_the_engine(stage: int) -> tuple[int, list[str]]:
         nonlocal calls
         calls += 1
         caller = sys._getframe(1).f_code
-        if caller.co_filename.endswith(("exchange.py", "fsdp2_private.py", "_fsdp_param.py", "_fsdp_param_group.py")):
+        if caller.co_filename.endswith(
+            ("comm/direct.py", "fsdp2/private.py", "_fsdp_param.py", "_fsdp_param_group.py")
+        ):
             own.append(f"{func} in {caller.co_name}, {caller.co_filename}")
         return look(self, func, *args)
 

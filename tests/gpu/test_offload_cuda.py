@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_zero.callbacks import ChromeTrace
-from lightning_zero.engines.view import local
+from lightning_zero.comm.shards import local
 from tests.helpers import account, zoo
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from lightning_zero.callbacks import ZeroMonitor
-from lightning_zero.engines.view import local
+from lightning_zero.comm.shards import local
 from tests.helpers import zoo
 
 

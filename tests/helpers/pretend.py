@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from lightning_zero.config import OffloadConfig
-from lightning_zero.engines import fsdp2
+from lightning_zero.engines.fsdp2 import engine as fsdp2
 
 NAME = "pretend"
 OFFLOAD = OffloadConfig(target="cpu", pin_memory=False)

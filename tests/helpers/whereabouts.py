@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_zero.callbacks.model_state_report import state_of_run
-from lightning_zero.model_state import KINDS, ModelState
+from lightning_zero.engines.model_state import KINDS, ModelState
 from tests.helpers import account, zoo
 
 LARGE = 768

@@ -39,7 +39,9 @@ def run_imported(*arguments: str, cwd: Path, timeout_seconds: float = 120) -> su
     """``lightning-zero`` with ``arguments`` as :func:`run` would do it, in a fork of a process that has its imports
     behind it, which take longer than all that such commands do: for those that start no other process."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hydra", "lightning.pytorch", "lightning_zero.cli", "lightning_zero.hydra_config"])
+    context.set_forkserver_preload(
+        ["hydra", "lightning.pytorch", "lightning_zero.app.cli", "lightning_zero.app.hydra_config"]
+    )
     with tempfile.NamedTemporaryFile("r") as output:
         fork = context.Process(target=_main, args=(arguments, str(cwd), dict(os.environ), output.name))
         fork.start()
@@ -61,7 +63,7 @@ def _main(arguments: tuple[str, ...], cwd: str, environment: dict[str, str], out
     os.environ.update(environment)
     os.chdir(cwd)
     sys.argv = ["lightning-zero", *arguments]
-    from lightning_zero.cli import main
+    from lightning_zero.app.cli import main
 
     main()
 

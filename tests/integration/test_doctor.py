@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero import doctor
-from lightning_zero.engines import deepspeed_ops
-from tests.helpers.neighbours import MAY_READ
+from lightning_zero import host
+from lightning_zero.app import doctor
+from lightning_zero.engines.deepspeed import ops as deepspeed_ops
+from tests.helpers.peer_memory import MAY_READ
 from tests.integration.commands import ROOT
 
 FORBIDDEN = "no: the system forbids it (a container's seccomp profile, kernel.yama.ptrace_scope), so ranks use sockets"
@@ -48,7 +49,7 @@ def test_two_processes_that_do_not_meet(monkeypatch: Any) -> None:
 
 
 def test_two_processes_that_may_not_read_each_other(monkeypatch: Any) -> None:
-    forbidden = "from lightning_zero import neighbours\nneighbours._read_memory = lambda *args: -1\n"
+    forbidden = "from lightning_zero.comm import peer_memory\npeer_memory._read_memory = lambda *args: -1\n"
     monkeypatch.setattr(doctor, "_READER", forbidden + doctor._READER)
     assert doctor._collectives(timeout_seconds=60)["each other's memory"] == FORBIDDEN
 
@@ -75,7 +76,8 @@ def test_little_shared_memory_is_said(monkeypatch: Any, tmp_path: Path) -> None:
 
 
 def test_without_deepspeed(monkeypatch: Any) -> None:
+    monkeypatch.setattr(host, "find_spec", lambda name: None)
     monkeypatch.setattr(deepspeed_ops, "find_spec", lambda name: None)
     assert doctor._ops() == {"deepspeed": "no: not installed; pip install deepspeed"}
     with pytest.raises(ModuleNotFoundError, match=r"pip install deepspeed.*engine='fsdp2'"):
-        deepspeed_ops.require_deepspeed()
+        host.require_deepspeed()

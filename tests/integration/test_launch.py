@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.environment import MpiEnvironment, check_world
-from lightning_zero.launcher import LaunchedDDP, whole_predictions
+from lightning_zero.launch.environment import MpiEnvironment, check_world
+from lightning_zero.launch.launcher import LaunchedDDP, whole_predictions
 from tests.integration.commands import ROOT
 
 HERE = Path(__file__).resolve().parent
@@ -220,7 +220,7 @@ def test_predictions_keep_the_order_of_the_data():
 
 
 def test_ddp_of_the_hydra_groups_is_launched_the_same_way():
-    from lightning_zero.hydra_config import make_strategy
+    from lightning_zero.app.hydra_config import make_strategy
 
     strategy = make_strategy(name="ddp_find_unused_parameters_true")
     assert isinstance(strategy, LaunchedDDP)

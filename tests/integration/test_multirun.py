@@ -111,7 +111,7 @@ ConfigStore.instance().store(name="config", node=Config)
 @hydra.main(version_base="1.3", config_name="config")
 def main(cfg):
     from hydra.core.hydra_config import HydraConfig
-    from lightning_zero.hydra_job import job_command
+    from lightning_zero.launch.hydra_job import job_command
 
     said = f"{cfg.mode!r} {cfg.when} {cfg.name} {HydraConfig.get().runtime.output_dir}"
     if "CHILD" in os.environ:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lightning_zero import continuation
+from lightning_zero.launch import restart
 from tests.helpers import requeued
 from tests.integration.commands import ROOT
 
@@ -69,19 +69,19 @@ def test_notes_are_kept_per_run_and_name_the_newest_that_exists(tmp_path, monkey
     for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_"))]:
         monkeypatch.delenv(name)
     full = {"optimizer_states": [], "global_step": 3}
-    continuation.note(full, "a.ckpt")
+    restart.note(full, "a.ckpt")
     assert list(tmp_path.iterdir()) == []  # nobody would start this run again
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     for name in ("a.ckpt", "b.ckpt"):
         (tmp_path / name).touch()
-        continuation.note(full, name)
-    continuation.note({"state_dict": {}}, "weights_only.ckpt")
-    assert continuation.find() == str(tmp_path / "b.ckpt")
+        restart.note(full, name)
+    restart.note({"state_dict": {}}, "weights_only.ckpt")
+    assert restart.find() == str(tmp_path / "b.ckpt")
     (tmp_path / "b.ckpt").unlink()
-    assert continuation.find() == str(tmp_path / "a.ckpt")
+    assert restart.find() == str(tmp_path / "a.ckpt")
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    assert continuation.find() is None
+    assert restart.find() is None
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert len(json.loads((tmp_path / ".lightning_zero" / "slurm-7.json").read_text())["checkpoints"]) == 2
-    continuation.forget()
+    restart.forget()
     assert not (tmp_path / ".lightning_zero").exists()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_zero.config import DeepSpeedConfig, OffloadConfig, ZeroConfig
-from lightning_zero.engines.deepspeed_config import (
+from lightning_zero.engines.deepspeed.ds_config import (
     MAX_BUCKET_NUMEL,
     RunFacts,
     bucket_numel,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_zero.config import RawConfig
-from lightning_zero.engines.deepspeed_optimizer import check_optimizer, make_optimizer, make_scheduler
+from lightning_zero.engines.deepspeed.file_optimizer import check_optimizer, make_optimizer, make_scheduler
 
 
 def raw(optimizer: Any = None, scheduler: Any = None) -> RawConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_zero.engines import deepspeed_private as private
+from lightning_zero.engines.deepspeed import private
 
 deepspeed = pytest.importorskip("deepspeed")
 

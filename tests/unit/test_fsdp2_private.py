@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_zero.engines import fsdp2_private as private
+from lightning_zero.engines.fsdp2 import private
 
 
 def _world_of_one(tmp_path):
@@ -106,10 +106,10 @@ def test_shards_are_kept_in_copies(tmp_path):
         model = _sharded()
         (inner,) = private.groups(model[0])
         private.gather_in_place(inner, _copied)
-        assert not any(private.lies_in_copy(p) for p in inner.fsdp_params)
+        assert not any(private.is_aliased(p) for p in inner.fsdp_params)
         before = [p.to_local().clone() for p in model[0].parameters()]
-        private.keep_shards_in_copies(inner)
-        assert all(private.lies_in_copy(p) for p in inner.fsdp_params)
+        private.alias_shards(inner)
+        assert all(private.is_aliased(p) for p in inner.fsdp_params)
         assert all(torch.equal(p.to_local(), b) for p, b in zip(model[0].parameters(), before, strict=True))
         model(torch.ones(1, 4)).sum().backward()
         version, places = private.version(inner), [p.to_local().data_ptr() for p in model[0].parameters()]
@@ -122,7 +122,7 @@ def test_shards_are_kept_in_copies(tmp_path):
         model[0].reshard()
         assert [private.whole_bytes(p) for p in inner.fsdp_params] == [(0, 0)] * 2  # beside the shards
         model._apply(torch.clone)  # as Module.to() does
-        assert not any(private.lies_in_copy(p) for p in inner.fsdp_params)
+        assert not any(private.is_aliased(p) for p in inner.fsdp_params)
         assert [private.whole_bytes(p) for p in inner.fsdp_params] == [(64, 0), (16, 0)]
         assert private.gather_for_good(inner) == {}
     finally:
@@ -135,7 +135,7 @@ def test_what_is_gathered_for_good_is_the_copies(tmp_path):
         model = _sharded()
         (inner,) = private.groups(model[0])
         private.gather_in_place(inner, _copied)
-        private.keep_shards_in_copies(inner)
+        private.alias_shards(inner)
         shards = list(model[0].parameters())
         found = private.gather_for_good(inner)
         assert [found[p].data_ptr() for p in shards] == [p.to_local().data_ptr() for p in shards]
@@ -201,9 +201,9 @@ def test_what_a_forward_leaves_is_noticed(tmp_path):
         groups = [group for unit in (model[0], model) for group in private.groups(unit)]
 
         def settled() -> bool:
-            return private.is_settled(model, groups)
+            return private.is_resharded(model, groups)
 
-        def settle() -> bool:
+        def reshard() -> bool:
             for unit in (model[0], model):
                 unit.reshard()
             private.forget_forwards(model)
@@ -212,16 +212,16 @@ def test_what_a_forward_leaves_is_noticed(tmp_path):
         assert settled()
         model[0].unshard()
         assert not settled()
-        assert settle()
+        assert reshard()
         model[0].unshard(async_op=True)  # on its way
         assert not settled()
-        assert settle()
+        assert reshard()
         with torch.no_grad():
             model(torch.ones(1, 4))
         for unit in (model[0], model):
             unit.reshard()
         assert not settled()  # recorded
-        assert settle()
+        assert reshard()
         model(torch.ones(1, 4)).sum().backward()
         assert settled()
     finally:

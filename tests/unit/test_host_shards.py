@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.fsdp2 import Fsdp2Engine
-from lightning_zero.engines.view import WholeView
-from lightning_zero.precision import DtypePolicy, ZeroMixedPrecision
+from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
+from lightning_zero.engines.fsdp2.view import WholeView
+from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision
 from tests.helpers import pretend, zoo
 from tests.helpers.ranks import run_ranks
 
@@ -185,7 +185,15 @@ def copied() -> dict[tuple[int, bool, int], tuple[float, float]]:
 
 def _planned() -> list[tuple[float, float]]:
     """``(measured, planned)`` bytes copied per step, for every stage, precision and number of micro-batches."""
-    from lightning_zero.memory import Layout, ParameterSize, StepRules, UnitSize, offload_bytes, simulate, untraced
+    from lightning_zero.planner.memory import (
+        Layout,
+        ParameterSize,
+        StepRules,
+        UnitSize,
+        offload_bytes,
+        simulate,
+        untraced,
+    )
 
     pairs = []
     with pretend.accelerator(RANKS) as device:
@@ -240,7 +248,7 @@ def _reads_and_writes() -> dict[str, Any]:
             optimizer = torch.optim.Muon([p for p in module.parameters() if p.dim() == 2])
             module.penalized = True
             engine.run("training_step", torch.randn(4, zoo.WIDTH, device=device))
-            engine.settle()
+            engine.reshard()
             module.penalized = False  # autograd does not cross memories here: see test_offload's and tests/gpu
             loss = engine.run("training_step", torch.randn(4, zoo.WIDTH, device=device))
             engine.backward(loss.backward)

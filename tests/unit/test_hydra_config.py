@@ -10,8 +10,7 @@ from typing import Any, Literal, Optional, Union
 import pytest
 from lightning.pytorch import Trainer
 
-from lightning_zero.config import DeepSpeedConfig, OffloadConfig, ZeroConfig
-from lightning_zero.hydra_config import (
+from lightning_zero.app.hydra_config import (
     ConfigError,
     hint,
     make_strategy,
@@ -20,7 +19,8 @@ from lightning_zero.hydra_config import (
     schema_of,
     trainer_schema,
 )
-from lightning_zero.launcher import LaunchedDDP
+from lightning_zero.config import DeepSpeedConfig, OffloadConfig, ZeroConfig
+from lightning_zero.launch.launcher import LaunchedDDP
 
 
 def test_schema_has_the_fields_and_defaults_of_the_config():

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_zero.memory import (
+from lightning_zero.comm.costs import wire_bytes
+from lightning_zero.planner.memory import (
     Layout,
     Moment,
     ParameterSize,
@@ -22,7 +23,6 @@ from lightning_zero.memory import (
     simulate,
     state_bytes,
     untraced,
-    wire_bytes,
 )
 
 PSI, RANKS = 7.5e9, 64

@@ -61,9 +61,9 @@ def test_a_name_gives_a_strategy_with_its_settings(name: str) -> None:
 def test_without_deepspeed_its_names_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch.strategies import StrategyRegistry
 
-    from lightning_zero.engines import deepspeed_ops
+    from lightning_zero import host
 
-    monkeypatch.setattr(deepspeed_ops, "find_spec", lambda name: None)
+    monkeypatch.setattr(host, "find_spec", lambda name: None)
     for name in ("zero2_deepspeed", "zero3_nvme"):
         with pytest.raises(ModuleNotFoundError, match="pip install deepspeed"):
             StrategyRegistry.get(name)

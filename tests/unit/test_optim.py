@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from lightning_zero.optim import KNOWN_ELEMENTWISE, is_elementwise
+from lightning_zero.engines.optimizer_step import KNOWN_ELEMENTWISE, is_elementwise
 from tests.helpers import zoo
 
 

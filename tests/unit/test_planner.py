@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_zero
-from lightning_zero import ZeroConfig, tracing
-from lightning_zero.memory import KINDS
-from lightning_zero.planner import GIB, Planner, choose, first_batch, plan
-from lightning_zero.zoo.gpt import GPT
+from lightning_zero import ZeroConfig
+from lightning_zero.planner import GIB, Planner, choose, first_batch, plan, tracing
+from lightning_zero.planner.memory import KINDS
+from lightning_zero.recipes.gpt import GPT
 from tests.helpers import zoo
 from tests.helpers.account import SIZEABLE, Attention, Mlp, Recomputed
 

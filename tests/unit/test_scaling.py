@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero import scaling
-from lightning_zero.scaling import Cluster, Run
+from benchmarks import scaling
+from benchmarks.scaling import Cluster, Run
 
 SEVEN = Run(parameters=7.5e9, num_layers=32, gpus=64)
 

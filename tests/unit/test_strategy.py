@@ -53,7 +53,7 @@ def test_the_end_of_a_fit_needs_no_backend_for_host_memory(monkeypatch: pytest.M
     monkeypatch.setattr(ZeroStrategy, "world_size", 2)
     strategy.engine = SimpleNamespace(whole_bytes=1)  # type: ignore[assignment]
     for answers in ([True, True], [True, False]):
-        strategy._meeting = SimpleNamespace(gather=lambda *_, answers=answers: answers)  # type: ignore[assignment]
+        strategy._agreement = SimpleNamespace(gather=lambda *_, answers=answers: answers)  # type: ignore[assignment]
         assert strategy._whole_after_fit() is all(answers)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.units import ROOT, plan_units
+from lightning_zero.engines.units import ROOT, plan_units
 
 
 class Block(nn.Module):

@@ -1,0 +1,254 @@
+"""Time, traffic and start-up of a run on many GPUs, from a few published figures.
+
+Symbols (docs/scaling.md): Psi parameters, N ranks, S ranks that share one copy (N, or ``shard_size``), A micro-batches
+per optimizer step, p and g bytes of a gathered parameter and of a reduced gradient. All results are lower bounds of a
+perfect overlap plus what cannot overlap; none is a measurement.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+STATE_BYTES_PER_PARAMETER = 12
+"""fp32 master weights and Adam's two moments (Rajbhandari et al. 2020, section 3.1)."""
+FLOPS_PER_PARAMETER_AND_TOKEN = 6
+"""Forward 2, backward 4 (Kaplan et al. 2020, section 2.1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What a GPU and its links can do; the defaults are an 8-GPU H100 host with one 400 Gbit/s adapter per GPU."""
+
+    gpus_per_node: int = 8
+    flops_per_second: float = 495e12
+    """Half of the 989.4e12 dense bf16 FLOP/s of the H100 SXM datasheet: what good training reaches."""
+    node_bytes_per_second: float = 450e9
+    """One direction of NVLink 4: 900 GB/s both ways (H100 datasheet)."""
+    network_bytes_per_second: float = 50e9
+    """One direction of one 400 Gbit/s InfiniBand NDR adapter (ConnectX-7 datasheet)."""
+    node_latency_seconds: float = 3.4e-6
+    """One hop of a ring over NVLink: NCCL's own model, ``hwLat`` in ``src/graph/tuning.cc`` (NVLINK, Ring, Simple)."""
+    network_latency_seconds: float = 14e-6
+    """One hop of a ring over the network, from the same table (NET, Ring, Simple)."""
+    storage_bytes_per_second_per_node: float = 2e9
+    """What one host writes to a parallel file system; an assumption, replace it by your own measurement."""
+    storage_bytes_per_second: float = 100e9
+    """What the whole file system takes; an assumption as well."""
+    connect_seconds_per_rank: float = 1e-3
+    """One rank's registration with the store that rank 0 keeps (one TCP round trip and one thread): an assumption."""
+    import_seconds: float = 10.0
+    """Starting Python and importing torch and lightning: an assumption, minutes on a cold network file system."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"{name}={value!r}: use a number above 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One way to train one model."""
+
+    parameters: float
+    """Psi, elements."""
+    num_layers: int
+    """Units that are gathered one after the other."""
+    gpus: int
+    """N."""
+    stage: int = 3
+    """ZeRO stage; 0 is DDP."""
+    shard_size: int | None = None
+    """S; ``None`` is all ranks."""
+    tokens_per_gpu: float = 8192
+    """Tokens of one micro-batch on one GPU."""
+    micro_batches: int = 1
+    """A."""
+    param_bytes: int = 2
+    """p."""
+    grad_bytes: int = 2
+    """g."""
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage={self.stage!r}: use 0 (DDP), 1, 2 or 3.")
+        if self.shard_size is not None and (self.shard_size < 1 or self.gpus % self.shard_size):
+            raise ValueError(f"shard_size={self.shard_size!r}: use a divisor of gpus={self.gpus}.")
+
+    @property
+    def shards(self) -> int:
+        """S."""
+        return self.shard_size or self.gpus
+
+
+def sent_bytes(run: Run) -> dict[str, float]:
+    """Bytes that one rank sends per optimizer step, by axis: ``shard`` (gathers, reduce-scatters), ``replicate``.
+
+    A ring sends ``(n - 1) / n`` of the data for a gather or a reduce-scatter over n ranks, twice that for an all-reduce
+    (Patarasuk and Yuan 2009). Stage 1 and 2 gather once and scatter once or A times, stage 3 gathers 2A times
+    (Rajbhandari et al. 2020, section 7); replicas all-reduce their shards of gradients once per reduction.
+    """
+    psi, a, p, g = run.parameters, run.micro_batches, run.param_bytes, run.grad_bytes
+    if run.stage == 0:
+        return {"shard": 0.0, "replicate": 2 * g * psi * (run.gpus - 1) / run.gpus}
+    gathers = {1: 1, 2: 1, 3: 2 * a}[run.stage]
+    reductions = 1 if run.stage == 1 else a
+    along = (gathers * p + reductions * g) * psi * (run.shards - 1) / run.shards
+    replicas = run.gpus // run.shards
+    across = reductions * 2 * g * psi / run.shards * (replicas - 1) / replicas
+    return {"shard": along, "replicate": across}
+
+
+def messages(run: Run) -> dict[str, int]:
+    """Collectives per optimizer step, by axis."""
+    units, a = run.num_layers, run.micro_batches
+    if run.stage == 0:
+        return {"shard": 0, "replicate": units}
+    gathers = units * (2 * a if run.stage == 3 else 1)
+    reductions = units * (1 if run.stage == 1 else a)
+    return {"shard": gathers + reductions, "replicate": reductions if run.gpus > run.shards else 0}
+
+
+def _ranks_per_node(ranks: int, stride: int, cluster: Cluster) -> int:
+    """How many of ``ranks`` ranks, neighbours ``stride`` apart, share a host."""
+    return max(1, min(ranks, cluster.gpus_per_node // stride))
+
+
+def _bandwidth(ranks: int, stride: int, cluster: Cluster) -> float:
+    """Bytes per second of one rank in a ring: across hosts it runs over the adapters of all its ranks at once (NCCL
+    makes one ring for each), so what limits is the smaller of NVLink and their sum."""
+    local = _ranks_per_node(ranks, stride, cluster)
+    if local == ranks:
+        return cluster.node_bytes_per_second
+    return min(cluster.node_bytes_per_second, local * cluster.network_bytes_per_second)
+
+
+def communication_seconds(run: Run, cluster: Cluster) -> float:
+    """Bytes over bandwidth plus hops times latency, both axes, one after the other.
+
+    A ring over n ranks takes n - 1 hops (2(n - 1) for an all-reduce). NCCL's trees take fewer for small messages, so
+    the latency part is an upper bound from a few hundred ranks on. A ring across hosts pays the network once per host
+    and NVLink for its other hops.
+    """
+    sent, count = sent_bytes(run), messages(run)
+    total = 0.0
+    for axis, ranks, stride in (
+        ("shard", run.shards if run.stage else 1, 1),
+        ("replicate", run.gpus // run.shards if run.stage else run.gpus, run.shards if run.stage else 1),
+    ):
+        if ranks < 2:
+            continue
+        across = math.ceil(ranks / _ranks_per_node(ranks, stride, cluster))
+        hops = (ranks - across) * cluster.node_latency_seconds
+        hops += across * (cluster.network_latency_seconds if across > 1 else cluster.node_latency_seconds)
+        latency = count[axis] * hops * (2 if axis == "replicate" else 1)
+        total += sent[axis] / _bandwidth(ranks, stride, cluster) + latency
+    return total
+
+
+def compute_seconds(run: Run, cluster: Cluster) -> float:
+    """``6 Psi`` FLOP per token."""
+    tokens = run.tokens_per_gpu * run.micro_batches
+    return FLOPS_PER_PARAMETER_AND_TOKEN * run.parameters * tokens / cluster.flops_per_second
+
+
+def step_seconds(run: Run, cluster: Cluster) -> float:
+    """The longer of computing and communicating, plus the first gather and the last reduction, which nothing hides."""
+    communicating = communication_seconds(run, cluster)
+    exposed = communicating / max(1, sum(messages(run).values())) * 2 if run.stage else 0.0
+    return max(compute_seconds(run, cluster), communicating) + exposed
+
+
+def state_bytes_per_gpu(run: Run) -> float:
+    """Parameters, gradients and optimizer states between steps (Rajbhandari et al. 2020, figure 1)."""
+    psi, s = run.parameters, run.shards
+    kept = run.param_bytes + run.grad_bytes + STATE_BYTES_PER_PARAMETER
+    whole = {0: kept, 1: run.param_bytes + run.grad_bytes, 2: run.param_bytes, 3: 0}[run.stage]
+    return psi * (whole + (kept - whole) / s)
+
+
+def best_shard_size(run: Run, cluster: Cluster, memory_bytes: float) -> int | None:
+    """The ``shard_size``, in whole hosts, of the shortest step whose states fit into ``memory_bytes`` per GPU; ``None``
+    if none does."""
+    sizes = [s for s in range(cluster.gpus_per_node, run.gpus + 1, cluster.gpus_per_node) if run.gpus % s == 0]
+    fitting = [s for s in sizes if state_bytes_per_gpu(_with_size(run, s)) <= memory_bytes]
+    return min(fitting, key=lambda s: (step_seconds(_with_size(run, s), cluster), s), default=None)
+
+
+def _with_size(run: Run, shard_size: int) -> Run:
+    return Run(**{**vars(run), "shard_size": shard_size})
+
+
+def checkpoint_seconds(run: Run, cluster: Cluster, sharded: bool) -> float:
+    """Writing parameters and optimizer states: by all hosts at once, or whole by rank 0's host alone."""
+    size = run.parameters * STATE_BYTES_PER_PARAMETER
+    nodes = math.ceil(run.gpus / cluster.gpus_per_node) if sharded else 1
+    return size / min(nodes * cluster.storage_bytes_per_second_per_node, cluster.storage_bytes_per_second)
+
+
+def start_seconds(run: Run, cluster: Cluster) -> float:
+    """Imports, then each rank's registration at one store, then rank 0's weights to everybody.
+
+    The broadcast goes over a ring in fp32: ``4 Psi`` bytes at the slowest link.
+    """
+    broadcast = 4 * run.parameters / _bandwidth(run.gpus, 1, cluster)
+    return cluster.import_seconds + run.gpus * cluster.connect_seconds_per_rank + broadcast
+
+
+def tokens_that_hide_the_traffic(run: Run, cluster: Cluster) -> float:
+    """Tokens per GPU and micro-batch from which computing takes longer than communicating."""
+    per_token = FLOPS_PER_PARAMETER_AND_TOKEN * run.parameters / cluster.flops_per_second
+    return communication_seconds(run, cluster) / run.micro_batches / per_token
+
+
+SIZES = (8, 64, 512, 4096)
+"""GPUs of the tables."""
+
+
+def tables(cluster: Cluster | None = None) -> str:
+    """The tables of docs/scaling.md as Markdown."""
+    cluster = cluster or Cluster()
+    models = {"7 B": (7e9, 32), "70 B": (70e9, 80)}
+    parts = []
+    for name, (parameters, layers) in models.items():
+
+        def run(gpus: int, shard_size: int | None = None, p: float = parameters, n: int = layers) -> Run:
+            return Run(parameters=p, num_layers=n, gpus=gpus, shard_size=shard_size)
+
+        parts.append(f"### {name} parameters, stage 3, {Run.tokens_per_gpu} tokens per GPU and step\n")
+        parts.append(_table(run, cluster))
+    return "\n".join(parts)
+
+
+def _table(run: Callable[..., Run], cluster: Cluster) -> str:
+    rows: list[tuple[str, Callable[[int], str]]] = [
+        ("sent per GPU and step, GB", lambda n: f"{sum(sent_bytes(run(n)).values()) / 1e9:.0f}"),
+        ("– by each adapter, GB/s of the step", lambda n: f"{_network_rate(run(n), cluster) / 1e9:.0f}"),
+        ("computing, s", lambda n: f"{compute_seconds(run(n), cluster):.2f}"),
+        ("communicating, all ranks sharing, s", lambda n: f"{communication_seconds(run(n), cluster):.2f}"),
+        ("step, all ranks sharing, s", lambda n: f"{step_seconds(run(n), cluster):.2f}"),
+        ("shortest step's `shard_size` in 60 GB", lambda n: str(best_shard_size(run(n), cluster, 60e9) or "–")),
+        ("step with it, s", lambda n: _best_step(run, n, cluster)),
+        ("states per GPU, all ranks sharing, GB", lambda n: f"{state_bytes_per_gpu(run(n)) / 1e9:.2f}"),
+        ("start-up, s", lambda n: f"{start_seconds(run(n), cluster):.0f}"),
+        ("checkpoint, sharded, s", lambda n: f"{checkpoint_seconds(run(n), cluster, True):.0f}"),
+        ("checkpoint, one whole file, s", lambda n: f"{checkpoint_seconds(run(n), cluster, False):.0f}"),
+    ]
+    lines = ["| GPUs | " + " | ".join(f"{n:,}" for n in SIZES) + " |", "|---|" + "---|" * len(SIZES)]
+    lines += [f"| {text} | " + " | ".join(cell(n) for n in SIZES) + " |" for text, cell in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _network_rate(run: Run, cluster: Cluster) -> float:
+    local = _ranks_per_node(run.shards, 1, cluster)
+    return sent_bytes(run)["shard"] / local / step_seconds(run, cluster) if run.shards > local else 0.0
+
+
+def _best_step(run: Callable[..., Run], gpus: int, cluster: Cluster) -> str:
+    size = best_shard_size(run(gpus), cluster, 60e9)
+    return "–" if size is None else f"{step_seconds(run(gpus, size), cluster):.2f}"
+
+
+if __name__ == "__main__":
+    print(tables())

@@ -1,0 +1,1 @@
+"""The commands: ``lightning-zero``, Hydra, plan, doctor."""

@@ -1,0 +1,309 @@
+"""The command ``lightning-zero``.
+
+The first word is the command, everything after it Hydra's. How the other processes of a run are started stands in
+:mod:`lightning_zero.launch.launcher`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lightning_zero
+
+COMMANDS = {
+    "fit": "train a LightningModule",
+    "validate": "run its validation data through it",
+    "test": "run its test data through it",
+    "predict": "run its predict data through it and store the results, one file per rank",
+    "plan": "say what each stage would store and send, and which one fits",
+    "submit": "write a batch script that runs fit and give it to SLURM (--dry-run only writes it)",
+}
+TOOLS = {
+    "convert": "turn a checkpoint into another form",
+    "doctor": "say what this machine has for training, and what is missing",
+}
+"""Commands with ordinary arguments."""
+_DRY_RUN = "LIGHTNING_ZERO_DRY_RUN"
+
+
+def main() -> None:
+    """Entry point; exits with 0, with 2 where the command line or the config is wrong, with 1 where the run failed."""
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in COMMANDS:
+        _run_hydra(arguments[0], arguments[1:])
+        return
+    parser = argparse.ArgumentParser(
+        prog="lightning-zero",
+        description="Trains any LightningModule under ZeRO stage 1, 2 or 3.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n"
+        "  lightning-zero fit experiment=main_job\n"
+        "  lightning-zero fit strategy=zero2 trainer.devices=2 trainer.max_steps=100\n"
+        "  lightning-zero plan trainer.devices=8 trainer.precision=bf16-mixed plan.device_memory_gib=80\n"
+        "  lightning-zero fit --help        every group, its choices and the config they make\n"
+        "  lightning-zero fit --cfg job     the config alone",
+    )
+    parser.add_argument("--version", action="version", version=f"lightning-zero {lightning_zero.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, text in COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    _add_convert(commands.add_parser("convert", help=TOOLS["convert"], description=_convert.__doc__))
+    _add_doctor(commands.add_parser("doctor", help=TOOLS["doctor"], description=_doctor.__doc__))
+    parsed = parser.parse_args(arguments)  # or --help, --version, an error: no command was given
+    parsed.run(parsed)
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    from lightning_zero.checkpoint.layout import FORMATS
+
+    parser.add_argument("source", help="a checkpoint: file, sharded folder, DeepSpeed's own folder, or fsspec URL")
+    parser.add_argument("target", help="what to write; must not exist yet")
+    parser.add_argument("--format", choices=FORMATS, help="default: the form that SOURCE does not have")
+    parser.add_argument("--prefix", help="safetensors: what to take off the names (default: the only child's name)")
+    parser.add_argument("--config", help="safetensors: a config.json to put beside the weights")
+    parser.add_argument(
+        "--no-weights-only", action="store_true", help="unpickle anything SOURCE holds; only if you trust its origin"
+    )
+    parser.set_defaults(run=_convert)
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    """Turns a checkpoint into another form, without an accelerator and with one tensor in memory at a time."""
+    from lightning_zero.checkpoint.convert import convert
+
+    try:
+        form = convert(
+            arguments.source,
+            arguments.target,
+            arguments.format,
+            weights_only=not arguments.no_weights_only,
+            prefix=arguments.prefix,
+            config=arguments.config,
+        )
+    except (OSError, RuntimeError) as error:
+        _exit_with(str(error))
+    print(f"{arguments.target} ({form})")
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="for each check with processes")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    """Prints versions, accelerators, backends, shared memory, whether two processes can exchange tensors, and which of
+    DeepSpeed's ops can be built; exits with 1 where two processes cannot."""
+    from lightning_zero.app.doctor import run
+
+    sys.exit(run(arguments.timeout, arguments.json))
+
+
+def _run_hydra(command: str, arguments: list[str]) -> None:
+    import hydra  # half a second that --help does not need
+
+    from lightning_zero.launch import launcher
+
+    typed, fell_back = sys.argv, "HYDRA_FULL_ERROR" not in os.environ
+
+    @hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf", config_name="config")
+    def app(cfg: Any) -> None:
+        run_command(command, cfg)
+
+    if command == "submit" and "--dry-run" in arguments:
+        arguments = [item for item in arguments if item != "--dry-run"]
+        os.environ[_DRY_RUN] = "1"  # also for the jobs of a sweep
+    sys.argv = [typed[0], *arguments]
+    launcher.program_arguments = [command]  # other ranks are started with it in front of Hydra's arguments
+    # Hydra would print a shortened traceback and exit; with this it raises, and what is shown is decided here.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    try:
+        with _user_errors_in_one_line(arguments):
+            app()
+    finally:
+        sys.argv = typed
+        os.environ.pop(_DRY_RUN, None)
+        if fell_back:
+            os.environ.pop("HYDRA_FULL_ERROR", None)
+
+
+def run_command(command: str, cfg: Any) -> None:
+    """Runs ``command`` (a name in :data:`COMMANDS`) as ``cfg`` says, inside a Hydra job."""
+    from hydra.core.hydra_config import HydraConfig
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+    from lightning.pytorch import seed_everything
+
+    from lightning_zero.app.hydra_config import ConfigError, check_launcher, make_object, make_trainer
+
+    if command == "plan":
+        from lightning_zero.app.plan_command import run_plan
+
+        run_plan(cfg)
+        return
+    run_folder = Path(HydraConfig.get().runtime.output_dir)
+    if command == "submit":
+        submit(cfg, run_folder)
+        return
+    check_launcher(cfg, "local")
+    trainer = make_trainer(cfg, default_root_dir=str(run_folder))
+    if cfg.profile:
+        from lightning_zero.callbacks import ChromeTrace
+
+        trainer.callbacks.append(ChromeTrace(str(run_folder)))  # type: ignore[attr-defined]
+    if cfg.seed is not None:
+        seed_everything(cfg.seed, workers=True, verbose=False)
+    module = make_object(cfg, "model")
+    data = make_object(cfg, "data")
+    if module is None:
+        raise ConfigError("model is empty: give one, as model=gpt or model=custom model._target_=my_module.MyClass")
+    _put_checkpoints_in(run_folder, trainer)
+    rank_zero_only(_save_resolved)(cfg, run_folder)
+    with _ranks_end_with_us():
+        results = _call(trainer, command, module, data, cfg.ckpt_path)
+        if command == "predict":
+            path = run_folder / f"predictions-rank{trainer.global_rank}.pt"
+            torch.save(results, path)
+            print(f"predictions: {path}", flush=True)
+        rank_zero_only(print)(f"run folder: {run_folder}", flush=True)
+
+
+def submit(cfg: Any, run_folder: Path) -> None:
+    """Writes ``job.sbatch`` into the run folder, where the job itself will run, and hands it to SLURM."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from lightning_zero.app.hydra_config import ConfigError, make_slurm_job, make_strategy
+
+    job = make_slurm_job(cfg)
+    make_strategy(**cfg.strategy)  # what is wrong with it is said here, not in a queue
+    given = [item for item in HydraConfig.get().overrides.task if not item.lstrip("+~").startswith("launcher")]
+    fixed = {"trainer.devices": job.devices, "trainer.num_nodes": job.nodes}
+    for item in given:
+        name, _, value = item.lstrip("+").partition("=")
+        if name in fixed and value != str(fixed[name]):
+            raise ConfigError(f"{item}: the job has {name}={fixed[name]}; leave it to launcher.* alone.")
+    if job.gpus_per_node and not any(item.startswith("trainer=") for item in given):
+        given.append("trainer=gpu")
+    given = [item for item in given if item.lstrip("+").partition("=")[0] not in fixed]
+    given += [f"{name}={value}" for name, value in fixed.items()]
+    given.append(f"hydra.run.dir='{run_folder}'")
+    start = Path(HydraConfig.get().runtime.cwd)
+    command = [sys.executable, "-m", "lightning_zero", "fit", *_hydra_flags(sys.argv[1:]), *given]
+    path = run_folder / "job.sbatch"
+    path.write_text(job.script(command, run_folder, start), encoding="utf-8")
+    (run_folder / "ranks").mkdir(exist_ok=True)
+    print(f"batch script: {path}", flush=True)
+    if _DRY_RUN in os.environ:
+        return
+    try:
+        done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True, check=False, cwd=start)
+    except FileNotFoundError:
+        raise ConfigError(f"sbatch is not on this machine: give {path} to SLURM where it is.") from None
+    if done.returncode:
+        raise ConfigError(f"sbatch refused {path}: {done.stderr.strip()}")
+    print(done.stdout.strip(), flush=True)
+
+
+def _hydra_flags(arguments: list[str]) -> list[str]:
+    """The flags that say where the config comes from, which the job needs again."""
+    kept: list[str] = []
+    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        if flag in ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"):
+            kept += [flag, os.path.abspath(value) if flag in ("--config-dir", "-cd") else value]
+        elif flag.startswith(("--config-dir=", "--config-name=", "--config-path=")):
+            kept.append(flag)
+    return kept
+
+
+def _call(trainer: Any, command: str, module: Any, data: Any, ckpt_path: str | None) -> Any:
+    from lightning.pytorch import LightningDataModule
+
+    function: Callable[..., Any] = getattr(trainer, command)
+    if data is None or isinstance(data, LightningDataModule):
+        return function(module, datamodule=data, ckpt_path=ckpt_path)
+    return function(module, data, ckpt_path=ckpt_path)
+
+
+def _put_checkpoints_in(run_folder: Path, trainer: Any) -> None:
+    for callback in trainer.checkpoint_callbacks:
+        if getattr(callback, "dirpath", "") is None:
+            callback.dirpath = str(run_folder / "checkpoints")
+
+
+def _save_resolved(cfg: Any, run_folder: Path) -> None:
+    from omegaconf import OmegaConf
+
+    run_folder.mkdir(parents=True, exist_ok=True)
+    (run_folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
+
+
+# -- the end of a run ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _ranks_end_with_us() -> Iterator[None]:
+    """The ranks that this job has started end with it, so that the next job of a sweep finds nothing of it."""
+    from lightning_zero.launch.launcher import end_session
+
+    try:
+        yield
+    except BaseException:
+        end_session("failed")
+        raise
+    answer = end_session()
+    if failure := answer.get("failed"):
+        raise RuntimeError(f"The run is done on rank 0, but rank {failure['rank']} {failure['what']}.")
+    if answer.get("late"):
+        raise RuntimeError(f"The run is done on rank 0, but not on {answer['late']}, which had to be killed.")
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _user_errors_in_one_line(arguments: list[str]) -> Iterator[None]:
+    """What a user can repair on the command line ends in one message and status 2; the rest keeps its traceback."""
+    from hydra.errors import HydraException
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from lightning_zero.app.hydra_config import ConfigError
+
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, ConfigError) as error:
+        _exit_with(_explain(error, arguments))
+    except MisconfigurationException as error:
+        _exit_with(str(error))
+
+
+def _exit_with(message: str) -> None:
+    sys.stderr.write(f"lightning-zero: error: {message.strip()}\n")
+    sys.stderr.flush()
+    sys.exit(2)
+
+
+def _explain(error: BaseException, arguments: list[str]) -> str:
+    """The message of ``error`` with, where one is known, the override that would have worked."""
+    from lightning_zero.app.hydra_config import hint
+
+    lines = str(error).splitlines()
+    if error.__cause__ is not None and str(error.__cause__) not in str(error):
+        lines += str(error.__cause__).splitlines()
+    hints = [text for text in map(hint, arguments) if text]
+    # The schemas are closed: Hydra's advice to append a key with + leads nowhere, ours to the key that was meant.
+    unwanted = (
+        r"\s*(full_key|object_type|reference_type|To append to your config use)"
+        if hints
+        else (r"\s*(full_key|object_type|reference_type)")
+    )
+    return "\n".join([*(line for line in lines if not re.match(unwanted, line)), *hints])

@@ -1,0 +1,237 @@
+"""``lightning-zero doctor``: what this machine has for training under ZeRO, and what is missing.
+
+Every probe answers in a line and none can hang: what talks to other processes runs in children with a time limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+GIB = 2**30
+PACKAGES = ("lightning-zero", "torch", "lightning", "deepspeed", "hydra-core", "numpy", "transformers")
+SMALL_SHARED_MEMORY_GIB = 1.0
+"""Dataloader workers and NCCL pass tensors through it; containers get 64 MiB by default."""
+
+_RANK = """
+import sys, torch, torch.distributed as dist
+from datetime import timedelta
+backend, store, rank, seconds = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+device = torch.device("cpu" if backend == "gloo" else f"cuda:{rank}")
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+limit = timedelta(seconds=seconds)
+dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+value = torch.full((1024,), rank + 1.0, device=device)
+dist.all_reduce(value)
+assert value.eq(3.0).all().item(), value
+dist.destroy_process_group()
+"""
+"""One of two ranks: adds 1 and 2."""
+
+_READER = """
+import sys, torch.distributed as dist
+from datetime import timedelta
+from lightning_zero.comm.peer_memory import PeerMemory
+_, store, rank, seconds = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+limit = timedelta(seconds=seconds)
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+if not PeerMemory(dist.group.WORLD, seconds).ranks:
+    sys.exit("the system forbids it (a container's seccomp profile, kernel.yama.ptrace_scope), so ranks use sockets")
+"""
+"""One of two ranks: reads from the other's memory, as ranks on CPUs exchange shards."""
+
+Section = dict[str, str]
+
+
+def examine(timeout_seconds: float = 120.0) -> dict[str, Section]:
+    """Section -> what is asked -> the answer; answers that begin with ``no:`` say what is missing.
+
+    Args:
+        timeout_seconds: For each of the checks that start processes.
+    """
+    probes: dict[str, Callable[[], Section]] = {
+        "versions": _versions,
+        "hardware": _hardware,
+        "accelerators": _accelerators,
+        "backends": _backends,
+        "limits": _limits,
+        "two processes": lambda: _collectives(timeout_seconds),
+        "deepspeed ops": _ops,
+    }
+    found = {}
+    for name, probe in probes.items():
+        try:
+            found[name] = probe()
+        except Exception as error:  # one probe that fails must not hide the others
+            found[name] = {"probe": f"no: {type(error).__name__}: {error}"}
+    return found
+
+
+def report(found: dict[str, Section]) -> str:
+    """``found`` as text."""
+    lines = []
+    for name, section in found.items():
+        lines.append(f"{name}:")
+        width = max((len(key) for key in section), default=0)
+        lines += [f"  {key:<{width}}  {value}" for key, value in section.items()] or ["  none"]
+    return "\n".join(lines)
+
+
+def run(timeout_seconds: float, as_json: bool) -> int:
+    """Prints what is found; 1 where not even two processes on this machine can exchange tensors, else 0."""
+    found = examine(timeout_seconds)
+    print(json.dumps(found, indent=1) if as_json else report(found), flush=True)
+    return 0 if found["two processes"].get("gloo", "").startswith("works") else 1
+
+
+# -- probes ----------------------------------------------------------------------------------------------------------
+
+
+def _versions() -> Section:
+    made = {"python": f"{platform.python_version()} ({sys.executable})", "system": platform.platform()}
+    for package in PACKAGES:
+        try:
+            made[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            made[package] = "no: not installed"
+    made["torch built for"] = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    for tool, flag in ((os.environ.get("CXX", "c++"), "--version"), ("ninja", "--version"), ("nvcc", "--version")):
+        made[tool] = _first_line(tool, flag)
+    return made
+
+
+def _first_line(tool: str, flag: str) -> str:
+    path = shutil.which(tool)
+    if path is None:
+        return "no: not found"
+    try:
+        done = subprocess.run([path, flag], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no: {error}"
+    lines = (done.stdout or done.stderr).splitlines()
+    return next((line for line in lines if "release" in line), next(iter(lines), "no: it says nothing"))
+
+
+def _hardware() -> Section:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpus": f"{usable} of {os.cpu_count()}",
+        "memory": f"{pages / GIB:.1f} GiB",
+        "shared memory": _shared_memory(),
+    }
+
+
+def _shared_memory(folder: str = "/dev/shm") -> str:
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError as error:
+        return f"no: {folder} ({error.strerror})"
+    text = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free in {folder}"
+    if usage.total < SMALL_SHARED_MEMORY_GIB * GIB:
+        return f"no: {text}, little for dataloader workers and NCCL; in a container: docker run --shm-size=8g"
+    return text
+
+
+def _accelerators() -> Section:
+    made = {}
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            made[f"cuda:{index}"] = (
+                f"{properties.name}, {properties.total_memory / GIB:.1f} GiB,"
+                f" compute capability {properties.major}.{properties.minor}"
+            )
+    elif torch.version.cuda:
+        made["cuda"] = "no: torch is built for it, but finds no device (nvidia-smi shows whether the driver does)"
+    else:
+        made["cuda"] = "no: torch is built for the CPU"
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        made["xpu"] = f"{torch.xpu.device_count()} devices"
+    return made
+
+
+def _backends() -> Section:
+    made = {}
+    for name in dist.Backend.backend_list:
+        check = getattr(dist, f"is_{name}_available", None)
+        if check is not None:
+            made[name] = "available" if check() else "no: not in this build of torch"
+    if made.get("nccl") == "available" and torch.cuda.is_available():
+        made["nccl"] += f", {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    return made
+
+
+def _limits() -> Section:
+    def said(kind: int, unit: int, name: str) -> str:
+        soft, _ = resource.getrlimit(kind)
+        return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / unit:.0f} {name}"
+
+    return {
+        "open files": said(resource.RLIMIT_NOFILE, 1, "(ulimit -n)"),
+        "locked memory": said(resource.RLIMIT_MEMLOCK, 2**20, "MiB (ulimit -l; pinned memory and NVMe offload)"),
+    }
+
+
+def _collectives(timeout_seconds: float) -> Section:
+    made = {"gloo": collective_works("gloo", timeout_seconds)}
+    made["each other's memory"] = _two_processes(_READER, "gloo", timeout_seconds)
+    if not dist.is_nccl_available():
+        made["nccl"] = "not tried: not in this build of torch"
+    elif torch.cuda.device_count() < 2:
+        made["nccl"] = f"not tried: it takes two GPUs, here are {torch.cuda.device_count()}"
+    else:
+        made["nccl"] = collective_works("nccl", timeout_seconds)
+    return made
+
+
+def collective_works(backend: str, timeout_seconds: float) -> str:
+    """``"works"``, or ``"no: "`` and why two processes of this machine cannot add two tensors within the time."""
+    return _two_processes(_RANK, backend, timeout_seconds)
+
+
+def _two_processes(script: str, backend: str, timeout_seconds: float) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [_start_rank(script, backend, Path(folder), rank, timeout_seconds) for rank in (0, 1)]
+        try:
+            outputs = [process.communicate(timeout=timeout_seconds)[0] for process in ranks]
+        except subprocess.TimeoutExpired:
+            return f"no: not done after {timeout_seconds:g} s (a firewall, or GLOO_SOCKET_IFNAME/NCCL_SOCKET_IFNAME)"
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+    for process, output in zip(ranks, outputs, strict=True):
+        if process.returncode:
+            return f"no: {next(reversed(output.strip().splitlines()), f'exit code {process.returncode}')}"
+    return "works"
+
+
+def _start_rank(script: str, backend: str, folder: Path, rank: int, timeout_seconds: float) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", script, backend, str(folder / "store"), str(rank), str(timeout_seconds)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+
+
+def _ops() -> Section:
+    from lightning_zero.engines.deepspeed.ops import every_op  # imports deepspeed, which takes seconds
+
+    return every_op() or {"deepspeed": "no: not installed; pip install deepspeed"}

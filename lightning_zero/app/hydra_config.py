@@ -1,0 +1,360 @@
+"""Between Hydra and the library: typed schemas on the way in, plain objects on the way out.
+
+The schemas are derived from the dataclasses and signatures they stand for, so that there is one list of settings:
+``ZeroConfig`` for ``strategy=zero*``, ``lightning.Trainer.__init__`` for ``trainer=*``. Importing
+``lightning_zero.conf`` (which Hydra does when it meets ``pkg://lightning_zero.conf``) registers them, in this
+project's command and in anyone's app alike. The functions ``make_*`` are the only way out; no ``DictConfig`` passes
+them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import re
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_zero.app.sweep import RunRecord, is_sweep
+from lightning_zero.auto import make_strategy as make_zero_strategy
+from lightning_zero.config import PlanConfig, ZeroConfig
+from lightning_zero.launch.launcher import LaunchedDDP
+from lightning_zero.launch.slurm import SlurmJob, run_stamp
+
+_OF_GROUPS = ("strategy", "callbacks")
+"""Arguments of the Trainer that are groups of their own."""
+_PRIMITIVE = {int, float, bool, str, type(None)}
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used, said in a way that needs no traceback."""
+
+
+# -- schemas ---------------------------------------------------------------------------------------------------------
+
+
+def plain_type(hint: Any) -> Any:
+    """The nearest type that OmegaConf can check: it takes neither ``Literal`` nor ``Union[str, dataclass]``.
+
+    ``Literal`` becomes its values' types, a union with a dataclass that dataclass' schema, a sequence a list; a union
+    that holds anything else (a ``Logger``, a list) is not checked here but by whoever receives the value.
+    """
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return schema_of(hint)
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return Union[tuple(dict.fromkeys(type(value) for value in args))]  # noqa: UP007  (built at run time)
+    if origin in (Union, types.UnionType):
+        members = list(dict.fromkeys(m for a in args for m in _members(plain_type(a))))
+        if some := [m for m in members if dataclasses.is_dataclass(m)]:
+            return some[0]
+        checkable = Any not in members and (len(set(members) - {type(None)}) == 1 or set(members) <= _PRIMITIVE)
+        return Union[tuple(members)] if checkable else Any  # noqa: UP007
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Sequence):
+        return list[plain_type(args[0])]  # type: ignore[misc]
+    return hint if hint in _PRIMITIVE else Any
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+@functools.cache
+def schema_of(config: type, target: str | None = None) -> type:
+    """A dataclass with the fields, types and defaults of ``config`` in OmegaConf's terms, not frozen.
+
+    Args:
+        config: A dataclass all of whose fields have defaults.
+        target: What Hydra's ``instantiate`` should call with it.
+    """
+    hints = get_type_hints(config)
+    made = [(f.name, _or_none(plain_type(hints[f.name]), f), _default(f)) for f in dataclasses.fields(config)]
+    return _make_schema(config.__name__, made, target)
+
+
+def _or_none(hint: Any, f: dataclasses.Field[Any]) -> Any:
+    """A field whose default is ``None`` can be unset, whatever type it has once it is resolved."""
+    return Union[hint, None] if f.default is None and hint is not Any else hint  # noqa: UP007
+
+
+def _default(f: dataclasses.Field[Any]) -> Any:
+    value = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.field(default_factory=schema_of(type(value)))
+    if isinstance(value, (tuple, list)):
+        return dataclasses.field(default_factory=lambda: list(value))
+    return value
+
+
+def _make_schema(name: str, made: list[tuple[str, Any, Any]], target: str | None) -> type:
+    if target is not None:
+        made = [("_target_", str, target), *made]
+    return dataclasses.make_dataclass(name, made)
+
+
+def trainer_schema() -> type:
+    """Every argument of ``lightning.Trainer`` except those that are groups, typed as far as OmegaConf can."""
+    hints = get_type_hints(Trainer.__init__)
+    parameters = list(inspect.signature(Trainer.__init__).parameters.values())[1:]
+    made = [(p.name, plain_type(hints[p.name]), p.default) for p in parameters if p.name not in _OF_GROUPS]
+    return _make_schema("Trainer", made, "lightning.pytorch.Trainer")
+
+
+@dataclasses.dataclass
+class LightningStrategy:
+    """One of Lightning's own strategies, by its registered name."""
+
+    _target_: str = "lightning_zero.app.hydra_config.make_strategy"
+    name: str = "ddp"
+
+
+@dataclasses.dataclass
+class Launcher:
+    """Who starts the processes."""
+
+    name: str = "local"
+
+
+@dataclasses.dataclass
+class HydraCallback:
+    """A callback of Hydra's own."""
+
+    _target_: str = "lightning_zero.app.sweep.CompareRuns"
+
+
+@dataclasses.dataclass
+class Job:
+    """The top level of this project's own ``config.yaml``."""
+
+    seed: int | None = None
+    ckpt_path: str | None = None
+    model: Any = None
+    data: Any = None
+    strategy: Any = None
+    trainer: Any = None
+    callbacks: Any = None
+    launcher: Any = None
+    profile: bool = False
+    plan: Any = dataclasses.field(default_factory=lambda: schema_of(PlanConfig))
+
+
+def zero_schema() -> type:
+    """The fields of ``ZeroConfig``."""
+    return schema_of(ZeroConfig, target="lightning_zero.app.hydra_config.make_strategy")
+
+
+def register_configs() -> None:
+    """Makes the schemas known to Hydra; safe to call again."""
+    store = ConfigStore.instance()
+    schemas = {
+        "job": Job,
+        "zero": zero_schema(),
+        "lightning_strategy": LightningStrategy,
+        "trainer": trainer_schema(),
+        "launcher": Launcher,
+        "slurm": dataclasses.make_dataclass("Slurm", [], bases=(schema_of(SlurmJob), Launcher)),
+    }
+    OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True)
+    store.store(name="_compare_runs", node=HydraCallback, provider="lightning_zero")
+    for name, schema in schemas.items():
+        store.store(name=f"_{name}_schema", node=schema, provider="lightning_zero")
+
+
+def hint(override: str) -> str | None:
+    """What to write instead of a command-line override that names a group's insides wrongly; ``None`` where it is
+    right, or not known to be wrong."""
+    match = re.fullmatch(r"(?:\+{0,2}|~)(strategy|trainer|plan)\.(\w+)(?:=(.*))?", override)
+    if not match:
+        return None
+    where, name, value = match.groups()
+    if where == "strategy" and name == "offload":
+        return f"strategy.offload is a group of settings: use strategy/offload={value}."
+    if where == "trainer" and name in _OF_GROUPS:
+        return f"{name} is a group of its own: use {name}={value}."
+    schemas = {
+        "trainer": [trainer_schema()],
+        "strategy": [schema_of(ZeroConfig), LightningStrategy],
+        "plan": [schema_of(PlanConfig)],
+    }[where]
+    known = [name for schema in schemas for name in _settings(schema)]
+    return None if name in (*known, "_target_") else f"{where}.{name} is no setting; {_repair(where, name, known)}"
+
+
+def _settings(schema: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(schema) if f.name != "_target_"]
+
+
+def _repair(where: str, name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {where}.{close[0]}?" if close else f"known: {', '.join(known)}."
+
+
+# -- the way out -----------------------------------------------------------------------------------------------------
+
+
+def make_strategy(**settings: Any) -> DDPStrategy | str:
+    """What ``Trainer(strategy=...)`` takes, from the ``strategy`` group (also through Hydra's ``instantiate``).
+
+    Raises:
+        ConfigError: Naming the setting, its value and the repair.
+    """
+    settings = to_plain(settings)
+    settings.pop("_target_", None)
+    if "stage" not in settings:
+        return _lightning_strategy(str(_checked(LightningStrategy, settings, "strategy")["name"]))
+    return make_zero_strategy(**_fields(make_zero_config(settings)))
+
+
+def _lightning_strategy(name: str) -> DDPStrategy | str:
+    """Lightning's strategy of that name; DDP, which starts processes as ours do, with our launching."""
+    known = StrategyRegistry.get(name, None) if name in StrategyRegistry.available_strategies() else None
+    if type(known) is not DDPStrategy or known._start_method != "popen":
+        return name
+    return LaunchedDDP(**StrategyRegistry[name]["init_params"])
+
+
+def make_zero_config(settings: Mapping[str, Any] | DictConfig) -> ZeroConfig:
+    """A validated :class:`ZeroConfig` from the ``strategy`` group."""
+    values = to_plain(settings)
+    values.pop("_target_", None)
+    checked = _checked(schema_of(ZeroConfig), values, "strategy")
+    hints = get_type_hints(ZeroConfig)
+    try:
+        for name, value in checked.items():
+            nested = [m for m in _members(hints[name]) if dataclasses.is_dataclass(m)]
+            if nested and isinstance(value, dict):
+                checked[name] = nested[0](**value)  # type: ignore[operator]
+        return ZeroConfig(**checked)
+    except ValueError as error:
+        raise ConfigError(f"strategy: {error}") from error
+
+
+def make_plan_config(cfg: DictConfig) -> PlanConfig:
+    """A validated :class:`PlanConfig` from the node ``plan``."""
+    try:
+        return PlanConfig(**_checked(schema_of(PlanConfig), to_plain(cfg.get("plan") or {}), "plan"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def make_trainer(cfg: DictConfig, **more: Any) -> Trainer:
+    """The Trainer of the groups ``trainer``, ``strategy`` and ``callbacks`` of ``cfg``.
+
+    Args:
+        cfg: Any config with the node ``trainer`` and perhaps ``strategy`` and ``callbacks`` (a mapping from names to
+            ``_target_`` nodes).
+        more: Arguments of the Trainer that the config leaves at their default.
+    """
+    arguments = _checked(trainer_schema(), to_plain(cfg.trainer), "trainer")
+    arguments.pop("_target_")
+    arguments = {key: _instantiate(value, f"trainer.{key}") for key, value in arguments.items()}
+    for key, value in more.items():
+        if arguments.get(key) is None:
+            arguments[key] = value
+    if cfg.get("strategy") is not None:
+        strategy = to_plain(cfg.strategy)
+        ours = strategy.get("_target_", "").startswith("lightning_zero.")
+        arguments["strategy"] = make_strategy(**strategy) if ours else _instantiate(strategy, "strategy")
+    if cfg.get("callbacks"):
+        arguments["callbacks"] = [
+            _instantiate(node, f"callbacks.{name}")
+            for name, node in to_plain(cfg.callbacks).items()
+            if node is not None
+        ]
+    if is_sweep():
+        arguments["callbacks"] = [*(arguments.get("callbacks") or []), RunRecord()]
+    try:
+        return Trainer(**arguments)
+    except (ValueError, TypeError) as error:  # MisconfigurationException is neither: see cli
+        raise ConfigError(f"trainer: {error}") from error
+
+
+def make_object(cfg: DictConfig, group: str) -> Any:
+    """The object of a group that is one ``_target_`` node (``model``, ``data``), or ``None`` where it is empty."""
+    node = cfg.get(group)
+    if node is None:
+        return None
+    if OmegaConf.is_missing(node, "_target_") or "_target_" not in node:
+        raise ConfigError(
+            f"{group}._target_ is not set: give the class to build, as {group}._target_=my_module.MyClass"
+        )
+    return _instantiate(to_plain(node), group)
+
+
+def check_launcher(cfg: DictConfig, name: str) -> None:
+    """Raises unless ``launcher`` is the one that the command is for."""
+    found = to_plain(cfg.launcher).get("name")
+    if found not in ("local", "slurm"):
+        raise ConfigError(f"launcher.name={found!r}: use 'local' or 'slurm'.")
+    if name == "local" and found == "slurm":
+        raise ConfigError("launcher=slurm: use the command submit, or leave it out under srun.")
+    if name == "slurm" and found == "local":
+        raise ConfigError("launcher=local starts no batch job: use submit launcher=slurm launcher.nodes=...")
+
+
+def make_slurm_job(cfg: DictConfig) -> SlurmJob:
+    """What the group ``launcher=slurm`` asks for, validated."""
+    check_launcher(cfg, "slurm")
+    settings = {key: value for key, value in to_plain(cfg.launcher).items() if key != "name"}
+    try:
+        return SlurmJob(**_checked(schema_of(SlurmJob), settings, "launcher"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _fields(config: ZeroConfig) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+
+
+def to_plain(node: Any) -> Any:
+    """``node`` without OmegaConf: dicts, lists and values, interpolations resolved."""
+    if OmegaConf.is_config(node):
+        try:
+            return OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(str(error)) from error
+    if isinstance(node, Mapping):
+        return {key: to_plain(value) for key, value in node.items()}
+    return node
+
+
+def _checked(schema: type, settings: dict[str, Any], where: str) -> dict[str, Any]:
+    known = _settings(schema)
+    for name, value in settings.items():
+        if name not in known and name != "_target_":
+            raise ConfigError(f"{where}.{name}={value!r} is not a setting; {_repair(where, name, known)}")
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(schema), settings)
+        return OmegaConf.to_container(merged, resolve=True)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _instantiate(node: Any, where: str) -> Any:
+    if isinstance(node, list):
+        return [_instantiate(item, where) for item in node]
+    if not (isinstance(node, dict) and "_target_" in node):
+        return node
+    try:
+        return instantiate(node, _convert_="all")
+    except InstantiationException as error:
+        # Not found or called wrongly is the config's fault; what a constructor raises from within is shown in full.
+        inside = error.__cause__
+        if inside is None or isinstance(inside, (ImportError, TypeError, ValueError)):
+            raise ConfigError(f"{where}: {_without_key(error)}") from error
+        raise
+
+
+def _without_key(error: Exception) -> str:
+    return "\n".join(line for line in str(error).splitlines() if not line.startswith("full_key:"))

@@ -1,0 +1,141 @@
+"""``lightning-zero plan``: from the groups of a run to its plan.
+
+Nothing of the run is started: the module is built on the meta device, the Trainer not at all, so that a plan for 64
+GPUs can be made on a laptop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from lightning_zero.app.hydra_config import ConfigError, make_object, make_plan_config, make_zero_config, to_plain
+from lightning_zero.config import PlanConfig, ZeroConfig
+from lightning_zero.host import available_host_bytes
+from lightning_zero.planner import GIB, Plan, device_memory_bytes, first_batch, plan
+
+
+def run_plan(cfg: DictConfig) -> Plan:
+    """Makes the plan of the run that ``cfg`` describes and shows it as ``cfg.plan`` says."""
+    config = make_plan_config(cfg)
+    trainer = to_plain(cfg.trainer) or {}
+    device = _device(trainer)
+    devices = num_devices(trainer.get("devices"), device)
+    module = _on_meta(cfg)
+    if module is None:
+        raise ConfigError("model is empty: give one, as model=gpt or model=custom model._target_=my_module.MyClass")
+    try:
+        made = plan(
+            module,
+            _batch(cfg, config),
+            world_size=devices * int(trainer.get("num_nodes") or 1),
+            ranks_per_host=devices,
+            precision=trainer.get("precision") or "32-true",
+            device=device,
+            device_memory_gib=_device_memory_gib(config, device, devices),
+            host_memory_gib=config.host_memory_gib or available_host_bytes() / GIB,
+            headroom=config.headroom,
+            micro_batches=int(trainer.get("accumulate_grad_batches") or 1),
+            max_steps=max(int(trainer.get("max_steps") or 0), 0) or 1000,
+            config=_zero_config(cfg),
+        )
+        _show(made, config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return made
+
+
+def _show(made: Plan, config: PlanConfig) -> None:
+    if config.json == "-":
+        print(json.dumps(made.to_dict(), indent=2), flush=True)
+    else:
+        print(made, flush=True)
+    if config.json not in (None, "-"):
+        Path(config.json).write_text(json.dumps(made.to_dict(), indent=2), encoding="utf-8")
+    if config.plot is not None:
+        made.plot(config.plot)
+
+
+def num_devices(value: Any, device: str) -> int:
+    """Processes per node from what ``Trainer(devices=...)`` takes."""
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    text = str(value)
+    if text in ("auto", "-1", "None"):
+        return max(torch.cuda.device_count(), 1) if device == "cuda" else 1
+    if text.isdigit() and int(text):
+        return int(text)
+    parts = [part for part in text.split(",") if part.strip()]
+    if len(parts) > 1 or text.endswith(","):
+        return len(parts)
+    raise ConfigError(f"trainer.devices={value!r}: use a number of devices, a list of them or 'auto'.")
+
+
+def _device(trainer: Mapping[str, Any]) -> str:
+    name = str(trainer.get("accelerator") or "auto")
+    if name in ("gpu", "cuda"):
+        return "cuda"
+    return "cuda" if name == "auto" and torch.cuda.is_available() else "cpu"
+
+
+def _device_memory_gib(config: PlanConfig, device: str, devices: int) -> float:
+    if config.device_memory_gib is not None:
+        return config.device_memory_gib
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "plan.device_memory_gib=null: this machine has no GPU to ask, so give the memory of one, as"
+            " plan.device_memory_gib=80."
+        )
+    return device_memory_bytes(torch.device(device), devices) / GIB
+
+
+def _on_meta(cfg: DictConfig) -> Any:
+    """The module without its memory; one that needs values while it is built is built for real."""
+    try:
+        with torch.device("meta"):
+            return make_object(cfg, "model")
+    except (NotImplementedError, RuntimeError):
+        return make_object(cfg, "model")
+
+
+def _zero_config(cfg: DictConfig) -> ZeroConfig:
+    """Units and agreements of the strategy, where it is one of ours and can be built."""
+    strategy = to_plain(cfg.get("strategy")) or {}
+    if "min_unit_numel" not in strategy:  # ddp
+        return ZeroConfig()
+    # The account is that of fully_shard, whatever will run
+    others = {"offload": {"target": "none"}, "engine": "fsdp2", "deepspeed": {}, "deepspeed_config": None}
+    return make_zero_config({**strategy, **others})
+
+
+def _batch(cfg: DictConfig, config: PlanConfig) -> Any:
+    if config.batch is None:
+        return _batch_of_data(cfg)
+    dtype = getattr(torch, config.batch_dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"plan.batch_dtype={config.batch_dtype!r}: use a torch dtype such as int64 or float32.")
+
+    def tensor(shape: Any) -> torch.Tensor:
+        if not (isinstance(shape, (list, tuple)) and shape and all(isinstance(n, int) and n > 0 for n in shape)):
+            raise ConfigError(f"plan.batch={config.batch!r}: use a shape such as [8,129], or shapes by name.")
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    if isinstance(config.batch, Mapping):
+        return {name: tensor(shape) for name, shape in config.batch.items()}
+    if config.batch and isinstance(config.batch[0], (list, tuple)):
+        return tuple(map(tensor, config.batch))
+    return tensor(config.batch)
+
+
+def _batch_of_data(cfg: DictConfig) -> Any:
+    data = make_object(cfg, "data")
+    if data is None:
+        return None
+    data.prepare_data()
+    data.setup("fit")
+    return first_batch(data.train_dataloader())

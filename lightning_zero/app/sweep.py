@@ -1,0 +1,103 @@
+"""What the jobs of a Hydra sweep came to, as one table.
+
+Each job leaves ``result.json`` in its folder, wherever and by whichever Hydra launcher it was run; when the sweep ends,
+the process that started it reads them all. The groups ``strategy=...`` bring :class:`CompareRuns` along.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback as HydraCallback
+from lightning.pytorch import Callback, LightningModule, Trainer
+from omegaconf import DictConfig
+
+RESULT = "result.json"
+COMPARISON = "comparison.txt"
+
+
+class RunRecord(Callback):
+    """Writes the final metrics, the number of steps and the seconds of a fit into the folder of its Hydra job."""
+
+    def __init__(self) -> None:
+        self._since = 0.0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._since = time.perf_counter()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        record = {
+            "seconds": time.perf_counter() - self._since,
+            "steps": trainer.global_step,
+            "ranks": trainer.world_size,
+            "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        }
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        (folder / RESULT).write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+
+def is_sweep() -> bool:
+    """Whether this process runs a job of a Hydra sweep."""
+    return HydraConfig.initialized() and str(HydraConfig.get().mode) == "RunMode.MULTIRUN"
+
+
+class CompareRuns(HydraCallback):
+    """Prints a table of the jobs of a sweep when it ends, and stores it in the sweep's folder."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        self._folder = Path(str(config.hydra.sweep.dir)).resolve()
+        atexit.register(self._report)  # Hydra does not tell its callbacks of the end when a job has failed
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        atexit.unregister(self._report)
+        self._report()
+
+    def _report(self) -> None:
+        folder = self._folder
+        table = compare(folder)
+        if table:
+            (folder / COMPARISON).write_text(table + "\n", encoding="utf-8")
+            print(f"\n{table}", flush=True)
+
+
+def compare(folder: Path) -> str:
+    """One line for each job under ``folder``: what it overrides unlike the others, and what came of it."""
+    jobs = sorted(
+        (path.parent.parent for path in folder.glob("**/.hydra/overrides.yaml")), key=lambda p: (len(p.name), p.name)
+    )
+    overrides = [yaml.safe_load((job / ".hydra" / "overrides.yaml").read_text(encoding="utf-8")) for job in jobs]
+    if not jobs:
+        return ""
+    common = set.intersection(*map(set, overrides))
+    records = [_read(job / RESULT) for job in jobs]
+    names = list(dict.fromkeys(name for record in records if record for name in record["metrics"]))
+    rows = [["job", "overrides", "ranks", "steps", "seconds", *names]]
+    for job, given, record in zip(jobs, overrides, records, strict=True):
+        own = " ".join(item for item in given if item not in common) or "-"
+        if record is None:
+            rows.append([job.name, own, "did not finish", *[""] * (2 + len(names))])
+            continue
+        values = [record["metrics"].get(name) for name in names]
+        rows.append(
+            [job.name, own, str(record["ranks"]), str(record["steps"]), f"{record['seconds']:.1f}"]
+            + ["" if value is None else f"{value:.6g}" for value in values]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record

@@ -1,0 +1,213 @@
+"""Reads the folders that DeepSpeed's own ``save_checkpoint`` writes, also under Lightning's strategy.
+
+::
+
+    x/
+        latest                                      the name of the newest tag
+        global_step5/                               a tag
+            (zero_pp_rank_0_)mp_rank_00_model_states.pt        buffers, names, shapes, what the caller added
+            (bf16_)zero_pp_rank_*_mp_rank_00_optim_states.pt   flat master weights and optimizer states, one per rank
+
+Weights come from DeepSpeed's ``zero_to_fp32``, Adam's states from its conversion to the universal form. The files are
+pickles that name DeepSpeed's classes, so they are only read where their origin is trusted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.errors import CheckpointError
+from lightning_zero.host import require_deepspeed
+
+_OWN_KEYS = frozenset(
+    "module buffer_names optimizer param_shapes frozen_param_shapes frozen_param_fragments shared_params lr_scheduler"
+    " data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size"
+    " mp_world_size ds_config ds_version universal_checkpoint_info autotp_config".split()
+)
+"""What DeepSpeed itself puts into a model file; the rest is the caller's."""
+_LIGHTNINGS_PREFIX = "_forward_module."
+"""Before every name, where Lightning's strategy of 2.0 and older had wrapped the module."""
+_STATES = ("exp_avg", "exp_avg_sq")
+
+
+def find(path: str) -> tuple[Path, str] | None:
+    """``(folder, tag)`` where ``path`` is such a folder, or a tag in one; ``None`` where it is something else."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return None
+    if any(folder.glob("*_optim_states.pt")):
+        return folder.parent, folder.name
+    latest = folder / "latest"
+    if latest.is_file():
+        tag = latest.read_text(encoding="utf-8").strip()
+        if any((folder / tag).glob("*_states.pt")):
+            return folder, tag
+    return None
+
+
+def read(path: str, weights_only: bool | None, scratch: Path) -> dict[str, Any]:
+    """The checkpoint in Lightning's form: whole fp32 weights and, of Adam and its kin, whole optimizer states.
+
+    Args:
+        path: For which :func:`find` answers.
+        weights_only: Has to be ``False``.
+        scratch: An empty folder; optimizer states lie there, mapped into memory.
+
+    Raises:
+        CheckpointError: If it cannot be read; what is wrong, and the repair.
+    """
+    found = find(path)
+    assert found is not None
+    folder, tag = found
+    if weights_only is not False:
+        raise CheckpointError(
+            f"{path} is DeepSpeed's own form, whose files are pickles that name its classes: if you trust its origin,"
+            " convert it with --no-weights-only."
+        )
+    try:
+        require_deepspeed()
+    except ModuleNotFoundError as error:
+        raise CheckpointError(f"{path} is DeepSpeed's own form: pip install deepspeed to read it.") from error
+    try:
+        return _read(folder, tag, scratch)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged or half-written folder raises anything
+        raise CheckpointError(
+            f"{folder / tag} could not be read ({type(error).__name__}: {error}): was it written completely, by all"
+            " ranks, and by this version of DeepSpeed or an older one?"
+        ) from error
+
+
+def _read(folder: Path, tag: str, scratch: Path) -> dict[str, Any]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    model = _load(_model_file(folder / tag))
+    with _quiet():
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag)
+    weights = _complete(dict(weights), model["module"])
+    content = {key: value for key, value in model.items() if key not in _OWN_KEYS}
+    content["state_dict"] = _renamed(weights)
+    content.setdefault("epoch", 0)
+    content.setdefault("global_step", int(model.get("global_steps", 0)))
+    content.setdefault("pytorch-lightning_version", metadata.version("lightning"))
+    content.setdefault("lr_schedulers", [model["lr_scheduler"]] if model.get("lr_scheduler") else [])
+    if (state := _optimizer_state(folder / tag, model, weights, scratch)) is not None:
+        content["optimizer_states"] = [state]
+    return content
+
+
+def _complete(weights: dict[str, Tensor], module: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``weights`` in the module's own order; what stage 1 forgets (frozen parameters) is whole in the model file."""
+    made = {}
+    for name, tensor in module.items():
+        if name in weights:
+            made[name] = weights[name]
+        elif isinstance(tensor, Tensor) and tensor.numel():
+            made[name] = tensor.float() if tensor.is_floating_point() else tensor
+    return {**made, **{name: tensor for name, tensor in weights.items() if name not in made}}
+
+
+def _model_file(folder: Path) -> Path:
+    files = sorted(folder.glob("*mp_rank_00_model_states.pt"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no *_model_states.pt: it is incomplete; use another checkpoint.")
+    if list(folder.glob("*mp_rank_01_model_states.pt")):
+        raise CheckpointError(f"{folder} was written under tensor parallelism, which lightning_zero has not.")
+    return files[0]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+
+
+def _renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    wrapped = all(name.startswith(_LIGHTNINGS_PREFIX) for name in state)
+    return {name.removeprefix(_LIGHTNINGS_PREFIX) if wrapped else name: tensor for name, tensor in state.items()}
+
+
+# -- optimizer states ------------------------------------------------------------------------------------------------
+
+
+def _optimizer_state(
+    folder: Path, model: Mapping[str, Any], weights: Mapping[str, Tensor], scratch: Path
+) -> dict[str, Any] | None:
+    """``optimizer.state_dict()`` as PyTorch's Adam has it; ``None`` for other optimizers, whose states DeepSpeed's
+    conversion does not know.
+
+    Parameters are numbered group by group in the order in which DeepSpeed was given them.
+    """
+    zero = _load(sorted(folder.glob("*_optim_states.pt"))[0])["optimizer_state_dict"]
+    base = zero.get("base_optimizer_state") or zero.get("optimizer_state_dict")
+    if not isinstance(base, Mapping) or not all(set(_STATES) <= set(one) for one in base.get("state", {}).values()):
+        return None
+    if not base["state"]:
+        return None
+    shapes, groups = model["param_shapes"], base["param_groups"]
+    names = [[name for flat in group["params"] for name in shapes[flat]] for group in groups]
+    if model.get("ds_config", {}).get("zero_optimization", {}).get("round_robin_gradients"):
+        if len(names) > 1:
+            return None  # shuffled, and nothing says how
+        order = {name: number for number, name in enumerate(weights)}
+        names = [sorted(names[0], key=order.__getitem__)]
+    steps = {name: _step(base, group, flat) for group in groups for flat in group["params"] for name in shapes[flat]}
+    _to_universal(folder, scratch)
+    state, made, number = {}, [], 0
+    for group, members in zip(groups, names, strict=True):
+        for name in members:
+            state[number] = {"step": torch.tensor(steps[name])}
+            for key in _STATES:
+                state[number][key] = _whole(scratch / "zero" / name / f"{key}.pt", weights[name].shape)
+            number += 1
+        numbers = list(range(number - len(members), number))
+        made.append({**{key: value for key, value in group.items() if key != "params"}, "params": numbers})
+    return {"state": state, "param_groups": made}
+
+
+def _step(base: Mapping[str, Any], group: Mapping[str, Any], flat: int) -> float:
+    """Adam's step count; where a swapped state lost it, the group's."""
+    step = base["state"][flat].get("step", group.get("step"))
+    if step is None or not math.isfinite(float(step)):
+        raise CheckpointError("the optimizer's step count is missing: convert with --format safetensors for weights.")
+    return float(step)
+
+
+def _to_universal(folder: Path, scratch: Path) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    with _quiet():
+        ds_to_universal.main(
+            argparse.Namespace(
+                input_folder=str(folder),
+                output_folder=str(scratch),
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=True,
+            )
+        )
+
+
+def _whole(path: Path, shape: torch.Size) -> Tensor:
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    tensor = content["param"] if isinstance(content, Mapping) else content
+    return tensor.view(shape)
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """DeepSpeed's tools print a line per file and draw bars."""
+    sink = io.StringIO()
+    with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
+        yield

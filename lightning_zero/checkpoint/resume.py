@@ -1,0 +1,226 @@
+"""What a run needs to continue exactly and Lightning does not keep: random states and loader positions.
+
+[What is kept, per rank, under ``checkpoint["lightning_zero"]``]
+- *rng*: the states of Python, NumPy, torch and the accelerator when the checkpoint was written.
+- *orders*: for each map-style training loader, the state from which its sampler drew the current epoch's order.
+- *loaders*: the ``state_dict`` of each training loader that has one (Lightning keeps rank 0's only).
+
+[What happens on resume]
+In mid-epoch a map-style loader's sampler draws the same order again and is moved on past the batches that are done,
+at any world size: with the same global batch, ``DistributedSampler`` deals the same samples into each batch. Random
+states are set just before the next batch is fetched, where the number of ranks is what it was.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.loops.loop import _Loop
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_zero.checkpoint.layout import EXTRA
+from lightning_zero.checkpoint.store import together
+from lightning_zero.comm.agree import Agreement
+
+# -- random states ---------------------------------------------------------------------------------------------------
+
+
+def rng_state(device: torch.device | None = None) -> dict[str, Any]:
+    """The global random states as tensors and numbers, which ``weights_only`` loading admits."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": (version, torch.tensor(words), gauss),
+    }
+    if (numpy := _numpy()) is not None:
+        name, keys, position, has_gauss, cached = numpy.random.get_state()
+        state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached))
+    if device is not None and device.type != "cpu":
+        state["device"] = getattr(torch, device.type).get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> None:
+    """Sets what :func:`rng_state` returned."""
+    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    if "numpy" in state and (numpy := _numpy()) is not None:
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+    if "device" in state and device is not None and device.type != "cpu":
+        getattr(torch, device.type).set_rng_state(state["device"], device)
+
+
+@contextmanager
+def _drawing_from(state: dict[str, Any] | None) -> Iterator[None]:
+    if state is None:
+        yield
+        return
+    before = rng_state()
+    set_rng_state(state)
+    try:
+        yield
+    finally:
+        set_rng_state(before)
+
+
+def _numpy() -> Any:
+    try:
+        import numpy
+    except ImportError:  # torch works without it
+        return None
+    return numpy
+
+
+# -- loaders ---------------------------------------------------------------------------------------------------------
+
+
+class _Order:
+    """A loader's (batch) sampler that remembers how its order was drawn and can be moved on once."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.drawn_from: dict[str, Any] | None = None
+        self.resume_from: dict[str, Any] | None = None
+        self.num_done = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        num_done, self.num_done = self.num_done, 0
+        again, self.resume_from = self.resume_from, None
+        self.drawn_from = again or rng_state()
+        with _drawing_from(again if num_done else None):
+            batches = iter(self._sampler)
+            for _ in islice(batches, num_done):
+                pass
+        yield from batches
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_sampler"], name)
+
+
+def follow(loader: Any) -> Any:
+    """Makes the order of a map-style training ``loader`` resumable; returns the same loader."""
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and not _is_stateful(loader):
+        which = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        sampler = getattr(loader, which)
+        if not isinstance(sampler, _Order):
+            # DataLoader refuses the assignment lest one of its other settings disagree; an order changes none of them
+            object.__setattr__(loader, which, _Order(sampler))
+    return loader
+
+
+def _order_of(loader: Any) -> _Order | None:
+    found = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
+    return next((each for each in found if isinstance(each, _Order)), None)
+
+
+def _is_stateful(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def _loaders(trainer: Any) -> list[Any]:
+    combined = trainer.fit_loop._combined_loader  # private; trainer.train_dataloader is the user's own nesting of them
+    return [] if combined is None else list(combined.flattened)
+
+
+# -- saving and resuming ---------------------------------------------------------------------------------------------
+
+
+def collect(trainer: Any, agreement: Agreement) -> dict[str, Any]:
+    """What :data:`~lightning_zero.checkpoint.layout.EXTRA` holds (collective)."""
+    return {"ranks": agreement.gather(together(agreement, lambda: _of_this_rank(trainer)))}
+
+
+def _of_this_rank(trainer: Any) -> dict[str, Any]:
+    loaders = _loaders(trainer)
+    return {
+        "rng": rng_state(trainer.strategy.root_device),
+        "orders": [order and order.drawn_from for order in map(_order_of, loaders)],
+        "loaders": [loader.state_dict() for loader in loaders if _is_stateful(loader)],
+    }
+
+
+class Resume:
+    """Continues a run from the ``checkpoint`` that was loaded for it."""
+
+    def __init__(self, checkpoint: dict[str, Any], agreement: Agreement) -> None:
+        ranks = checkpoint.get(EXTRA, {}).get("ranks", [])
+        self._same = len(ranks) == agreement.world_size
+        self._mine = ranks[agreement.rank] if self._same else (ranks[0] if ranks else {})
+        kept_by_lightning = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        self._loader_states = self._mine.get("loaders") or kept_by_lightning.get("combined_loader", [])
+
+    def apply(self, trainer: Any) -> None:
+        """Puts loaders and random states where they were; called before the first batch is fetched."""
+        loaders = _loaders(trainer)
+        num_done = _batches_done(trainer)
+        if self._same and num_done is None:
+            self._set_rng(trainer)  # the new epoch draws its order from it
+        self._move_on(trainer, loaders, num_done or 0)
+        fetcher = trainer.fit_loop._data_fetcher
+        if fetcher is not None:
+            iter(fetcher)  # as Lightning begins an epoch: iterators made before know nothing of the above
+        if self._same and num_done is not None:
+            self._set_rng(trainer)
+
+    def _set_rng(self, trainer: Any) -> None:
+        if "rng" in self._mine:
+            set_rng_state(self._mine["rng"], trainer.strategy.root_device)
+
+    def _move_on(self, trainer: Any, loaders: list[Any], num_done: int) -> None:
+        stateful = [loader for loader in loaders if _is_stateful(loader)]
+        if trainer.fit_loop.restarting and len(self._loader_states) == len(stateful):
+            for loader, state in zip(stateful, self._loader_states, strict=True):
+                loader.load_state_dict(state)
+        orders = [_order_of(loader) for loader in loaders]
+        if not num_done or not any(orders):
+            return
+        drawn = self._mine.get("orders", [])
+        for i, (loader, order) in enumerate(zip(loaders, orders, strict=True)):
+            if order is not None:
+                order.num_done = num_done % _cycle(trainer, i, loader)
+                order.resume_from = drawn[i] if len(drawn) == len(orders) else None
+        rank_zero_info(f"Resuming in mid-epoch: the training data continue after batch {num_done}.")
+        if all(order or _is_stateful(loader) for loader, order in zip(loaders, orders, strict=True)):
+            # Lightning would say that this loader cannot be resumed
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+
+
+def leave_finished_epoch(fit_loop: Any) -> None:
+    """Lets a run with ``max_steps`` begin the next epoch after a checkpoint of an epoch's end.
+
+    Lightning takes every resumed run with ``max_steps`` for one in mid-epoch (``_FitLoop.restarting``) and trains one
+    batch too many in the epoch that was done. Called between its restoring of the loops and its use of them; private,
+    because the property's own setter is what insists.
+    """
+    epoch = fit_loop.epoch_progress.current
+    if epoch.ready == epoch.started == epoch.processed:
+        _Loop.restarting.fset(fit_loop, False)  # type: ignore[attr-defined]
+
+
+def _batches_done(trainer: Any) -> int | None:
+    """Batches of the current epoch that were trained on; ``None`` between epochs."""
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    done = progress.current.completed + int(loop.restarted_on_train_batch_end)
+    epoch = trainer.fit_loop.epoch_progress.current
+    between = epoch.ready == epoch.processed or progress.is_last_batch or done >= trainer.num_training_batches
+    return None if between else done
+
+
+def _cycle(trainer: Any, index: int, loader: Any) -> int:
+    """After how many batches the ``index``-th loader begins anew beside longer ones."""
+    limit = (trainer.fit_loop._combined_loader.limits or [None] * (index + 1))[index]
+    length = len(loader) if limit is None else min(len(loader), limit)
+    return max(1, int(length))

@@ -1,0 +1,146 @@
+"""Exchanges beside the engines' own: many tensors in one message, and small agreements.
+
+All functions are collective over ``group`` and do nothing when it holds one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.errors import CheckpointError
+
+BUCKET_BYTES = 64 * 2**20
+"""Tensors are joined up to this size, so that the copies never take more than a small part of the memory."""
+
+
+@torch.no_grad()
+def broadcast_coalesced(tensors: Sequence[Tensor], src: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """Rank ``src``'s values of ``tensors`` (any dtypes and shapes, one device) become every rank's, in place."""
+    if dist.get_world_size(group) == 1:
+        return
+    for bucket in _buckets([t for t in tensors if t.numel()]):
+        flat = torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in bucket])
+        dist.broadcast(flat, src, group=group)
+        if dist.get_rank(group) != src:
+            for tensor, part in zip(bucket, flat.split([_nbytes(t) for t in bucket]), strict=True):
+                # A clone aligns the bytes for the wider dtype.
+                tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+@torch.no_grad()
+def all_reduce_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Averages ``tensors`` over the ranks, in place."""
+    world_size = dist.get_world_size(group)
+    if world_size == 1:
+        return
+    for dtype in {t.dtype: None for t in tensors}:
+        for bucket in _buckets([t for t in tensors if t.dtype == dtype and t.numel()]):
+            flat = torch.cat([t.reshape(-1) for t in bucket])
+            flat.div_(world_size)
+            dist.all_reduce(flat, group=group)
+            parts = flat.split([t.numel() for t in bucket])
+            for tensor, part in zip(bucket, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and size + _nbytes(tensor) > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += _nbytes(tensor)
+    if bucket:
+        yield bucket
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class Agreement:
+    """Agreements of all ranks on a gloo group of their own, so that none is ever mixed up with an engine's messages.
+
+    Making one is collective. All methods are, and return the same on every rank; on one rank they return at once.
+
+    Args:
+        timeout_seconds: How long a call waits for the other ranks before it raises.
+        alone: This process only, whatever others there are.
+    """
+
+    def __init__(self, timeout_seconds: float = 1800.0, alone: bool = False) -> None:
+        self.timeout_seconds = timeout_seconds
+        several = not alone and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds)) if several else None
+
+    def close(self) -> None:
+        """Gives the group back, if its process group still lives."""
+        if self.group is not None and dist.is_initialized():
+            with contextlib.suppress(ValueError):  # it went with an earlier process group
+                dist.destroy_process_group(self.group)
+        self.group = None
+
+    def gather(self, value: Any, call: str = "a checkpoint's agreement") -> list[Any]:
+        """Every rank's ``value`` (picklable, small), by rank.
+
+        Raises:
+            RuntimeError: When a rank does not come within ``timeout_seconds``; names ``call``.
+        """
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except Exception as error:  # gloo raises RuntimeError, or a DistBackendError where the peer is gone
+            raise RuntimeError(
+                f"{call} on rank {self.rank}: not all ranks made this call within timeout_seconds="
+                f"{self.timeout_seconds:g}, or one has ended. It is collective: make it on every rank, outside of"
+                " `if trainer.is_global_zero` and @rank_zero_only."
+            ) from error
+        return values
+
+    def meet(self, call: str) -> None:
+        """Waits until every rank makes ``call``.
+
+        Raises:
+            RuntimeError: As :meth:`gather`; also when another rank is at another call.
+        """
+        calls = self.gather(call, call)
+        if len(set(calls)) > 1:
+            found = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(calls))
+            raise RuntimeError(f"ranks make different collective calls ({found}): make the same one on every rank.")
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raises on every rank if any rank has an ``error``: its own, or one that repeats the first other's message.
+
+        Raises:
+            BaseException: ``error`` itself where there is one, elsewhere the closest of :data:`_REPEATABLE`.
+        """
+        message = None if error is None else (_repeatable(error), str(error))
+        try:
+            found = self.gather(message)
+        except RuntimeError as lost:
+            raise (error or lost) from lost
+        if error is not None:
+            raise error
+        for rank, other in enumerate(found):
+            if other is not None:
+                raise _REPEATABLE[other[0]](f"on rank {rank}: {other[1]}")
+
+
+_REPEATABLE = (CheckpointError, FileNotFoundError, OSError, ValueError, RuntimeError)
+"""Errors that can be made again from their message."""
+
+
+def _repeatable(error: BaseException) -> int:
+    return next((i for i, kind in enumerate(_REPEATABLE) if isinstance(error, kind)), len(_REPEATABLE) - 1)

@@ -1,0 +1,357 @@
+"""Gathering and reducing shards by direct exchange between processes: what ``fully_shard`` calls on the CPU.
+
+gloo's own reduce-scatter sends what it reduces more than once and its all-gather needs room for its result twice. Here
+each rank sends every other rank exactly what that one needs, Ψ(N-1)/N elements in all, the least there is:
+
+    all_gather       my shard -> every other rank, received where it belongs
+    reduce_scatter   the part of rank j -> rank j, piece by piece; what arrives is added to my own part
+    all_reduce       of a few numbers: mine -> every other rank, reduced by each for itself
+
+Either has begun when the call returns, and is complete when the work that it returns has been waited for: what is
+computed in between overlaps with it. Ranks on one host read each other's memory (``peer_memory``), between hosts gloo's
+sockets carry the same bytes.
+
+[Plan of one reduction, N ranks]
+All sends are posted at once; gloo starts each when its receiver is ready, so ranks may come as late as they like.
+Rank r receives from r-1, r-2, ..., in pieces of :data:`PIECE_BYTES`, one arriving while the other is added; of a
+neighbour's memory it reads one, and adds it, and so on. The order of additions is fixed, so that results depend neither
+on timing nor on who is whose neighbour.
+
+Accelerators keep their own collectives, and so do other backends than gloo.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from lightning_zero.comm.costs import FEW_RANKS
+from lightning_zero.comm.peer_memory import PeerMemory
+
+PIECE_BYTES = 4 * 2**20
+"""Small enough to add one while the next arrives, large enough that the number of messages does not matter."""
+NEAR_PIECE_BYTES = 2**19
+"""Of a neighbour's memory: small enough to be still in the cache when it is added."""
+SMALL_BYTES = 2**18
+"""Of a shard: below, what a message costs by itself counts for more than copying it once more."""
+_GATHER, _REDUCTION, AGREEMENT = 7001, 7002, 7003
+"""Tags of messages: one may begin and end while the other is under way, and neither may meet the user's own."""
+
+
+@torch.no_grad()
+def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, tag: int = _GATHER) -> dist.Work:
+    """``output``, N times the size of ``shard``, will hold every rank's shard in the order of ranks; 1D, contiguous.
+
+    ``shard`` may lie in ``output``, in its place.
+    """
+    parts = output.chunk(group.size())
+    _place(parts[group.rank()], shard)
+    return _send(parts, shard, group, tag, _others(group))
+
+
+@torch.no_grad()
+def all_gather_each(
+    outputs: Sequence[Tensor],
+    shards: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    pool: Pool,
+    peer_memory: PeerMemory | None = None,
+) -> dist.Work:
+    """:func:`all_gather` of every pair; ``peer_memory`` hold ``shards`` until they have settled."""
+    pairs = [(o.chunk(group.size()), s) for o, s in zip(outputs, shards, strict=True) if s.numel()]
+    for parts, shard in pairs:
+        _place(parts[group.rank()], shard)
+    near, far = _near_and_far(group, peer_memory)
+    works = _send_each(pairs, group, pool, far) if pairs and far else []
+    if peer_memory is not None and pairs and near:
+        works.insert(0, _read(pairs, _GATHER, peer_memory))  # while the others' arrive
+    return Begun(work.wait() for work in works)
+
+
+def _place(part: Tensor, shard: Tensor) -> None:
+    if part.data_ptr() != shard.data_ptr():
+        part.copy_(shard)
+
+
+Parts = Sequence[Tensor]
+"""One for each rank."""
+
+
+def _send(parts: Parts, mine: Tensor, group: dist.ProcessGroup, tag: int, peers: Sequence[int]) -> dist.Work:
+    """``mine`` to ``peers``, and theirs to ``parts``, through sockets."""
+    works: list[Any] = [dist.irecv(parts[peer], group=group, group_src=peer, tag=tag) for peer in peers]
+    works += [dist.isend(mine, group=group, group_dst=peer, tag=tag) for peer in reversed(peers)]
+    return Begun(work.wait() for work in works)
+
+
+def _send_each(
+    pairs: Sequence[tuple[Parts, Tensor]], group: dist.ProcessGroup, pool: Pool, peers: Sequence[int]
+) -> list[dist.Work]:
+    """What is small goes in one message, and from there to where it belongs."""
+    works = [_send(parts, shard, group, _GATHER, peers) for parts, shard in pairs if shard.nbytes >= SMALL_BYTES]
+    small = [(parts, shard.view(torch.uint8)) for parts, shard in pairs if shard.nbytes < SMALL_BYTES]
+    if not small:
+        return works
+    sizes = [shard.numel() for _, shard in small]
+    packed = pool.empty(group.size() * sum(sizes), torch.uint8).chunk(group.size())
+    mine = packed[group.rank()]
+    torch._foreach_copy_(mine.split(sizes), [shard for _, shard in small])
+    work = _send(packed, mine, group, _GATHER, peers)
+
+    def unpack() -> None:
+        for peer in peers:
+            places = [parts[peer].view(torch.uint8) for parts, _ in small]
+            torch._foreach_copy_(places, packed[peer].split(sizes))
+
+    return [*works, Begun((w.wait() for w in [work]), unpack)]
+
+
+def _read(pairs: Sequence[tuple[Parts, Tensor]], kind: int, peer_memory: PeerMemory) -> dist.Work:
+    """Each neighbour's tensor of each pair to its part, from where it lies."""
+    offer = peer_memory.offer(kind, [mine for _, mine in pairs])
+
+    def rest() -> Iterator[None]:
+        for peer in peer_memory.ranks:
+            source = peer_memory.source(offer, peer)
+            peer_memory.read(source, [parts[peer] for parts, _ in pairs])
+            peer_memory.done(offer, source)
+            yield
+
+    return Begun(rest())
+
+
+@torch.no_grad()
+def reduce_scatter(
+    output: Tensor,
+    whole: Tensor,
+    group: dist.ProcessGroup,
+    pool: Pool,
+    mean: bool = False,
+    peer_memory: PeerMemory | None = None,
+) -> dist.Work:
+    """``output`` will be the sum over the ranks, or the mean, of part ``rank`` of their ``whole``; 1D, contiguous.
+
+    Neither is anybody else's until the wait, and ``peer_memory`` hold ``whole`` until they have settled.
+    """
+    rest = _reduced(output, whole, group, pool, peer_memory)
+    next(rest)
+    return Begun(rest, partial(output.div_, group.size()) if mean else None)
+
+
+def _reduced(
+    output: Tensor, whole: Tensor, group: dist.ProcessGroup, pool: Pool, peer_memory: PeerMemory | None
+) -> Iterator[None]:
+    """Stops once, when everything is on its way."""
+    if group.size() == 1 or not output.numel():
+        output.copy_(whole)
+        yield
+        return
+    near, far = _near_and_far(group, peer_memory)
+    sent = _Sent(whole, group, pool, far) if far else None
+    read = _Read(whole, group, pool, peer_memory) if peer_memory is not None and near else None
+    yield
+    so_far = whole.chunk(group.size())[group.rank()]
+    for peer in _others(group):
+        carrier = read if peer in near else sent
+        assert carrier is not None
+        sums = output.split(carrier.numel)
+        for mine, arrived, piece in zip(so_far.split(carrier.numel), carrier.pieces(peer), sums, strict=True):
+            torch.add(mine, arrived, out=piece)
+        so_far = output
+    if sent is not None:
+        sent.end()
+
+
+class _Sent:
+    """Parts of ``whole`` to and from ``peers`` through sockets, a piece arriving while the one before it is added.
+
+    Attributes:
+        numel: Of a piece.
+    """
+
+    def __init__(self, whole: Tensor, group: dist.ProcessGroup, pool: Pool, peers: Sequence[int]) -> None:
+        parts = whole.chunk(group.size())
+        self.numel, self._group = PIECE_BYTES // whole.itemsize, group
+        self._sends: list[Any] = [
+            dist.isend(piece, group=group, group_dst=peer, tag=_REDUCTION)
+            for peer in reversed(peers)
+            for piece in parts[peer].split(self.numel)
+        ]
+        sizes = [piece.numel() for piece in parts[group.rank()].split(self.numel)]
+        slots = [pool.empty(sizes[0], whole.dtype) for _ in range(2)]
+        self._slices = [slots[i % 2][:size] for i, size in enumerate(sizes * len(peers))]
+        self._sources = [peer for peer in peers for _ in sizes]
+        self._arriving = [self._receive(i) for i in range(len(self._slices))[:2]]
+
+    def _receive(self, i: int) -> Any:
+        return dist.irecv(self._slices[i], group=self._group, group_src=self._sources[i], tag=_REDUCTION)
+
+    def pieces(self, peer: int) -> Iterator[Tensor]:
+        """What comes from ``peer``; each must be used before the next is asked for, peers in their order."""
+        for i, source in enumerate(self._sources):
+            if source == peer:
+                self._arriving[i].wait()
+                yield self._slices[i]
+                if i + 2 < len(self._slices):
+                    self._arriving.append(self._receive(i + 2))
+
+    def end(self) -> None:
+        """``whole`` has been sent."""
+        for send in self._sends:
+            send.wait()
+
+
+class _Read:
+    """As :class:`_Sent`, with neighbours: their parts are read from where they lie."""
+
+    def __init__(self, whole: Tensor, group: dist.ProcessGroup, pool: Pool, peer_memory: PeerMemory) -> None:
+        part = whole.chunk(group.size())[group.rank()]
+        self.numel = NEAR_PIECE_BYTES // whole.itemsize
+        self._peer_memory, self._offer = peer_memory, peer_memory.offer(_REDUCTION, [whole])
+        self._sizes = [piece.numel() for piece in part.split(self.numel)]
+        self._slot = pool.empty(self._sizes[0], whole.dtype)
+        self._start_bytes = part.data_ptr() - whole.data_ptr()
+
+    def pieces(self, peer: int) -> Iterator[Tensor]:
+        source, start = self._peer_memory.source(self._offer, peer), self._start_bytes
+        for numel in self._sizes:
+            piece = self._slot[:numel]
+            self._peer_memory.read(source, [piece], start)
+            start += piece.nbytes
+            yield piece
+        self._peer_memory.done(self._offer, source)
+
+
+class Begun(dist.Work):
+    """An exchange that has begun; the rest of it happens when it is waited for."""
+
+    def __init__(self, rest: Iterator[Any], then: Callable[[], Any] | None = None) -> None:
+        super().__init__()
+        self._rest, self._then = rest, then
+
+    @torch.no_grad()
+    def wait(self, *timeout: Any) -> bool:
+        for _ in self._rest:
+            pass
+        if self._then is not None:
+            self._then()
+            self._then = None
+        return True
+
+
+@torch.no_grad()
+def all_reduce(message: Tensor, op: Any, group: dist.ProcessGroup, peer_memory: PeerMemory | None = None) -> dist.Work:
+    """``message``, a few numbers that ranks must agree on, 1D, will be their sum or their maximum, as ``op`` says."""
+    near, far = _near_and_far(group, peer_memory)
+    if group.size() > FEW_RANKS and far:
+        work = dist.all_reduce(message, op, group=group, async_op=True)
+        assert work is not None
+        return work
+    everyones = message.new_empty(group.size(), message.numel())
+    parts, works = everyones.unbind(), []
+    mine = parts[group.rank()].copy_(message)
+    if far:
+        works.append(_send(parts, mine, group, AGREEMENT, far))
+    if peer_memory is not None and near:
+        works.append(_read([(parts, mine)], AGREEMENT, peer_memory))
+
+    def reduce() -> None:
+        if op == dist.ReduceOp.MAX:
+            torch.amax(everyones, 0, out=message)
+        else:
+            torch.sum(everyones, 0, dtype=message.dtype, out=message)
+
+    return Begun((work.wait() for work in works), reduce)
+
+
+def _near_and_far(group: dist.ProcessGroup, peer_memory: PeerMemory | None) -> tuple[list[int], list[int]]:
+    """The other ranks, by what carries tensors between them and this one."""
+    near = peer_memory.ranks if peer_memory is not None else ()
+    others = _others(group)
+    return [peer for peer in others if peer in near], [peer for peer in others if peer not in near]
+
+
+def _others(group: dist.ProcessGroup) -> list[int]:
+    """The other ranks, beginning with the one before this, so that no two ranks begin with the same."""
+    return [(group.rank() - distance) % group.size() for distance in range(1, group.size())]
+
+
+class Pool:
+    """Memory for messages, handed out again when the last tensor in it is gone; all of it is freed with the pool.
+
+    The general allocator would hand it out again as well, but between small and lasting tensors, where large blocks
+    that come and go leave gaps.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialized 1D tensor on the CPU."""
+        nbytes = max(numel, 1) * dtype.itemsize
+        memory = self._take(nbytes)
+        lease = (ctypes.c_char * nbytes).from_buffer(memory)  # lives as long as the tensor's storage
+        weakref.finalize(lease, self._free.append, memory)
+        return torch.frombuffer(lease, dtype=dtype)[:numel]
+
+    def _take(self, nbytes: int) -> mmap.mmap:
+        fitting = [memory for memory in self._free if nbytes <= len(memory) <= 2 * nbytes]
+        if not fitting:
+            return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = min(fitting, key=len)
+        self._free.remove(memory)
+        return memory
+
+
+class ReduceScatter:
+    """For ``FSDPModule.set_custom_reduce_scatter``; one object serves all units, which take turns.
+
+    Attributes:
+        may_wait: The next reduction need not be complete when the call returns, but only after :meth:`finish`: nobody
+            reads or moves its output before.
+    """
+
+    def __init__(self, pool: Pool, peer_memory: PeerMemory | None = None) -> None:
+        self._pool, self._peer_memory = pool, peer_memory
+        self._begun = False  # what is allocated next is an output
+        self._under_way: dist.Work | None = None
+        self.may_wait = False
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """In turn what is sent, which is gone afterwards, and what stays as the gradients' storage."""
+        self.finish()
+        if self._peer_memory is not None:
+            self._peer_memory.look()  # what they have read may be lent again
+        self._begun = not self._begun
+        if self._begun:
+            return self._pool.empty(math.prod(size), dtype)
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """:func:`reduce_scatter`, or its mean where ``op`` says so."""
+        self._begun = False
+        with record_function("exchange::reduce_scatter"):  # for traces: its messages have no name
+            self._under_way = reduce_scatter(
+                output_tensor, input_tensor, group, self._pool, op == dist.ReduceOp.AVG, self._peer_memory
+            )
+        if not self.may_wait:
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the reduction that has begun, if one has."""
+        if self._under_way is not None:
+            with record_function("exchange::reduce_scatter_wait"):
+                self._under_way.wait()
+            self._under_way = None

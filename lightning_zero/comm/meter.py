@@ -1,0 +1,179 @@
+"""Counts what goes over the wire: calls, bytes and waiting of every collective that Python starts.
+
+One table says which function moves how much; everything that counts traffic uses it. Bytes are what a rank sends and
+receives by :func:`lightning_zero.comm.costs.wire_bytes`, which is what rings and direct exchanges really send
+(gloo's own reduce-scatter may send more), and what ranks on one host may read from each other's memory instead.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_zero.comm import direct
+from lightning_zero.comm.costs import agreement_bytes, wire_bytes
+
+# function -> collective, and the bytes of the whole tensor from (arguments, ranks)
+Size = Callable[[dict[str, Any], int], float]
+
+
+def _nbytes(tensors: Any) -> float:
+    if isinstance(tensors, Tensor):
+        return float(tensors.numel() * tensors.element_size())
+    return sum(map(_nbytes, tensors)) if isinstance(tensors, Iterable) else 0.0
+
+
+def _of(argument: str, per_rank: bool = False) -> Size:
+    return lambda call, n: _nbytes(call.get(argument)) * (n if per_rank else 1)
+
+
+def _agreement(call: dict[str, Any], n: int) -> float:
+    return agreement_bytes(_nbytes(call["message"]), n)
+
+
+_EAGER: dict[str, tuple[str, tuple[str, ...], Size]] = {
+    # name -> collective, its leading parameters in order, size
+    "all_gather_single": ("all_gather", ("output", "input", "group"), _of("output")),
+    "all_gather_into_tensor": ("all_gather", ("output_tensor", "input_tensor", "group"), _of("output_tensor")),
+    "all_gather": ("all_gather", ("tensor_list", "tensor", "group"), _of("tensor_list")),
+    "reduce_scatter_single": ("reduce_scatter", ("output", "input", "op", "group"), _of("input")),
+    "reduce_scatter_tensor": ("reduce_scatter", ("output", "input", "op", "group"), _of("input")),
+    "reduce_scatter": ("reduce_scatter", ("output", "input_list", "op", "group"), _of("input_list")),
+    "all_reduce": ("all_reduce", ("tensor", "op", "group"), _of("tensor")),
+    "broadcast": ("broadcast", ("tensor", "src", "group"), _of("tensor")),
+    "all_to_all_single": (
+        "all_to_all",
+        ("output", "input", "output_split_sizes", "input_split_sizes", "group"),
+        _of("input"),
+    ),
+    "all_to_all": ("all_to_all", ("output_tensor_list", "input_tensor_list", "group"), _of("input_tensor_list")),
+    "batch_isend_irecv": ("exchange", ("p2p_op_list",), lambda call, n: 0.0),
+}
+_FUNCTIONAL: dict[str, tuple[str, tuple[str, ...], Size]] = {
+    "all_gather_tensor": ("all_gather", ("self", "gather_dim", "group"), _of("self", per_rank=True)),
+    "all_gather_single": ("all_gather", ("self", "gather_dim", "group"), _of("self", per_rank=True)),
+    "reduce_scatter_tensor": ("reduce_scatter", ("self", "reduceOp", "scatter_dim", "group"), _of("self")),
+    "reduce_scatter_single": ("reduce_scatter", ("self", "reduceOp", "scatter_dim", "group"), _of("self")),
+    "all_reduce": ("all_reduce", ("self", "reduceOp", "group"), _of("self")),
+}
+"""What ``DTensor`` calls."""
+_DIRECT: dict[str, tuple[str, tuple[str, ...], Size]] = {
+    "all_gather": ("all_gather", ("output", "shard", "group"), _of("output")),
+    "all_gather_each": ("all_gather", ("outputs", "shards", "group"), _of("outputs")),
+    "reduce_scatter": ("reduce_scatter", ("output", "whole", "group"), _of("whole")),
+    "all_reduce": ("all_reduce", ("message", "op", "group"), _agreement),
+}
+"""Our own exchanges between processes on CPUs."""
+_ALIASES = {"output_tensor": "output", "input_tensor": "input"}
+"""Keywords that torch renamed; either is understood."""
+
+
+class TrafficMeter:
+    """While installed, counts every collective of this process by kind.
+
+    Calls inside calls count once. The numbers only grow; take differences.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+        """Collective -> bytes sent by this rank."""
+        self.received: Counter[str] = Counter()
+        self.seconds = 0.0
+        """This thread spent inside blocking collectives: on the CPU that is communication nothing hides."""
+        self._depth = threading.local()
+        self._undo: list[tuple[Any, str, Any, Any]] = []
+
+    def install(self) -> None:
+        """Puts the counting functions in place of torch's; safe to call again."""
+        if self._undo:
+            return
+        for module in (dist, c10d):
+            for name, (kind, parameters, size) in _EAGER.items():
+                self._replace(module, name, kind, parameters, size)
+        for name, (kind, parameters, size) in _FUNCTIONAL.items():
+            self._replace(functional, name, kind, parameters, size)
+        for name, (kind, parameters, size) in _DIRECT.items():
+            self._replace(direct, name, kind, parameters, size)
+        self._replace(functional, "wait_tensor", "wait", (), lambda call, n: 0.0)
+        self._replace(direct.Begun, "wait", "wait", (), lambda call, n: 0.0)
+
+    def remove(self) -> None:
+        """Puts torch's functions back, unless somebody else has replaced them meanwhile."""
+        for module, name, original, counting in reversed(self._undo):
+            if getattr(module, name) is counting:
+                setattr(module, name, original)
+        self._undo.clear()
+
+    def _replace(self, module: Any, name: str, kind: str, parameters: tuple[str, ...], size: Size) -> None:
+        original = getattr(module, name, None)
+        if original is None:  # another version of torch
+            return
+        made = next((c for _, _, o, c in self._undo if o is original), None)
+        counting = made or self._counting(original, kind, parameters, size)
+        setattr(module, name, counting)
+        self._undo.append((module, name, original, counting))
+
+    def _counting(self, original: Any, kind: str, parameters: tuple[str, ...], size: Size) -> Any:
+        depth = self._depth
+
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if getattr(depth, "value", 0):
+                return original(*args, **kwargs)
+            depth.value = 1
+            begun = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - begun
+                depth.value = 0
+                self._count(kind, dict(zip(parameters, args, strict=False)) | kwargs, size)
+
+        return call
+
+    def _count(self, kind: str, call: dict[str, Any], size: Size) -> None:
+        if kind == "wait":
+            return
+        if kind == "exchange":
+            self._count_exchange(call["p2p_op_list"])
+            return
+        for old, new in _ALIASES.items():
+            call = {**call, new: call.get(old, call.get(new)), old: call.get(new, call.get(old))}
+        n = dist.get_world_size(_group_of(call.get("group")))
+        self.calls[kind] += 1
+        if n <= 1:
+            return
+        nbytes = size(call, n)
+        if kind == "broadcast":
+            source = call.get("src", call.get("group_src", 0)) == dist.get_rank()
+            (self.sent if source else self.received)[kind] += nbytes  # type: ignore[assignment]
+            return
+        moved = nbytes * (n - 1) / n if kind == "all_to_all" else wire_bytes(kind, nbytes, n)
+        self.sent[kind] += moved  # type: ignore[assignment]
+        self.received[kind] += moved  # type: ignore[assignment]
+
+    def _count_exchange(self, operations: Iterable[Any]) -> None:
+        self.calls["exchange"] += 1
+        for each in operations:
+            direction = self.sent if "send" in each.op.__name__ else self.received
+            direction["exchange"] += _nbytes(each.tensor)  # type: ignore[assignment]
+
+
+def _group_of(given: Any) -> dist.ProcessGroup | None:
+    """What collectives take for a group; ``DTensor`` names an axis of its mesh."""
+    if isinstance(given, DeviceMesh):
+        return given.get_group()
+    if isinstance(given, tuple) and given and isinstance(given[0], DeviceMesh):
+        return given[0].get_group(*given[1:])
+    return given if isinstance(given, dist.ProcessGroup) else None

@@ -1,0 +1,353 @@
+"""Ranks of one host read each other's memory: one copy, where a socket takes several.
+
+Linux lets a process read the memory of another one that it might trace (``process_vm_readv(2)``), which is how MPI
+libraries exchange within a host. Messages of a few bytes on local sockets say where something lies, and when it has
+been read.
+
+[Plan of one exchange]
+
+    offer    every rank tells its neighbours where its tensors lie; what is small goes with the message
+    read     who has heard that copies what it needs to where it belongs, and says so
+    settle   until all have said so the tensors are held, and nobody may write to them
+
+Whether all of a host's ranks may read each other is tried once, when they meet. Where one may not (no Linux, or a
+container or a kernel's setting that forbids it) none does, and the caller's sockets carry everything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import socket
+import struct
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+SMALL_BYTES = 2048
+"""Of an offer's tensors together: what goes with its message costs no answer, and fits a socket's buffer many times."""
+_HEADER = struct.Struct("=qQQ")
+"""Kind of an exchange (negative: it has been read), its number, and where a table of addresses lies."""
+_CALL_BYTES, _CALL_PIECES = 2**30, 1024
+"""Of one call: the kernel takes up to 0x7ffff000 bytes and IOV_MAX pieces."""
+_MEETING_SECONDS = 60.0
+"""All come at once, from one collective call."""
+
+
+@dataclass
+class Offer:
+    """What this rank lets its neighbours read, in exchange for what they offer.
+
+    Attributes:
+        table: Where the tensors lie; empty where they went with the message.
+        readers: Neighbours that have not said they are done with them.
+        sources: Neighbours with whose tensors this rank is not done.
+    """
+
+    kind: int
+    number: int
+    tensors: Sequence[Tensor]
+    table: Any
+    readers: set[int]
+    sources: set[int]
+
+
+@dataclass
+class Source:
+    """What ``rank`` offers: in its memory, or here where it came with the message."""
+
+    rank: int
+    pid: int
+    addresses: list[int]
+    content: bytes
+
+
+class PeerMemory:
+    """The other ranks of ``group`` on this host, if all of them may read each other's memory; making it is collective.
+
+    Exchanges of one kind begin in the same order on all ranks, with as many tensors of the same sizes (contiguous, on
+    the CPU); between kinds there is no order.
+
+    Args:
+        group: Of processes on CPUs; its ranks are meant wherever a rank is named.
+        timeout_seconds: How long a call waits for another rank.
+
+    Attributes:
+        ranks: Beginning with the one before this, so that no two begin with the same; none on a host where one may not
+            read another.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
+        self._group = group
+        self._timeout_seconds = timeout_seconds
+        self._links = _meet(group, timeout_seconds)
+        self._numbers: dict[int, int] = {}
+        self._offers: dict[tuple[int, int], Offer] = {}  # kind, number -> what is still held
+        self._heard: dict[tuple[int, int, int], tuple[int, bytes]] = {}  # rank, kind, number -> table, content
+
+    @property
+    def ranks(self) -> Collection[int]:
+        return self._links.keys()
+
+    def offer(self, kind: int, tensors: Sequence[Tensor]) -> Offer:
+        """Begins an exchange; ``tensors`` must not be written to before :meth:`settle`.
+
+        Raises:
+            RuntimeError: As all methods, when a neighbour has ended, or does not come within ``timeout_seconds``.
+        """
+        self._let_go(kind)
+        number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
+        is_small = sum(t.nbytes for t in tensors) <= SMALL_BYTES
+        content = b"".join(ctypes.string_at(t.data_ptr(), t.nbytes) for t in tensors) if is_small else b""
+        addresses = [] if is_small else [t.data_ptr() for t in tensors]
+        table = (ctypes.c_size_t * len(addresses))(*addresses)
+        offer = Offer(kind, number, tensors, table, set(self._links), set(self._links))
+        if table:
+            self._offers[kind, number] = offer
+        message = _HEADER.pack(kind, number, ctypes.addressof(table)) + content
+        for rank in self._links:
+            self._send(rank, message)
+        return offer
+
+    def source(self, offer: Offer, rank: int) -> Source:
+        """What ``rank`` offers in the same exchange; waits until it does."""
+        key = rank, offer.kind, offer.number
+        while key not in self._heard:
+            self._receive(rank)
+        address, content = self._heard.pop(key)
+        if not offer.table:
+            start = ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0
+            ends = accumulate((t.nbytes for t in offer.tensors), initial=start)
+            return Source(rank, os.getpid(), list(ends)[:-1], content)
+        pid, table = self._links[rank].pid, type(offer.table)()
+        self._copy(rank, pid, [(ctypes.addressof(table), address, ctypes.sizeof(table))])
+        return Source(rank, pid, list(table), content)
+
+    def read(self, source: Source, into: Sequence[Tensor], start_bytes: int = 0) -> None:
+        """Copies of each tensor of ``source`` as much as ``into`` has room for, from ``start_bytes`` on."""
+        pairs = zip(into, source.addresses, strict=True)
+        self._copy(source.rank, source.pid, ((t.data_ptr(), at + start_bytes, t.nbytes) for t, at in pairs))
+
+    def done(self, offer: Offer, source: Source) -> None:
+        """Nothing more is read of it in this exchange."""
+        offer.sources.remove(source.rank)
+        if offer.table:
+            self._send(source.rank, _HEADER.pack(-offer.kind, offer.number, 0))
+
+    def look(self) -> None:
+        """Lets go of what all neighbours have read by now; does not wait."""
+        for rank in self._links if self._offers else ():
+            while self._receive(rank, socket.MSG_DONTWAIT):
+                pass
+
+    def await_readers(self) -> None:
+        """Waits until neighbours have read what this rank offered, in all exchanges that it is done with itself: those
+        come to their end without it."""
+        for offer in list(self._offers.values()):
+            if not offer.sources:
+                self._await(offer)
+
+    def close(self) -> None:
+        """Settles; nobody is a neighbour any more."""
+        self.await_readers()
+        for link in self._links.values():
+            link.socket.close()
+        self._links = {}
+
+    def _let_go(self, kind: int) -> None:
+        """Few tensors are held; but nobody waits for one that is a little late with the latest."""
+        for offer in [o for o in self._offers.values() if o.kind == kind and not o.sources][:-1]:
+            self._await(offer)
+
+    def _await(self, offer: Offer) -> None:
+        while offer.readers:
+            self._receive(next(iter(offer.readers)))
+
+    def _send(self, rank: int, message: bytes) -> None:
+        try:
+            self._links[rank].socket.send(message)
+        except OSError as error:
+            raise self._lost(rank, error) from error
+
+    def _receive(self, rank: int, flags: int = 0) -> bool:
+        """Takes in one message; False if there is none and ``flags`` say not to wait."""
+        try:
+            message = self._links[rank].socket.recv(_HEADER.size + SMALL_BYTES, flags)
+        except OSError as error:
+            if flags and isinstance(error, BlockingIOError):
+                return False
+            raise self._lost(rank, error) from error
+        if not message and flags:  # it may have come to the end of its run before others have
+            return False
+        if not message:
+            raise self._lost(rank, "it closed its connection")
+        kind, number, table = _HEADER.unpack_from(message)
+        if kind > 0:
+            self._heard[rank, kind, number] = table, message[_HEADER.size :]
+            return True
+        offer = self._offers[-kind, number]
+        offer.readers.remove(rank)
+        if not offer.readers:
+            del self._offers[-kind, number]
+        return True
+
+    def _copy(self, rank: int, pid: int, pieces: Iterable[tuple[int, int, int]]) -> None:
+        for batch in _batches(pieces):
+            if _read_memory(pid, batch) != sum(size for _, _, size in batch):
+                raise self._lost(rank, os.strerror(ctypes.get_errno()))
+
+    def _lost(self, rank: int, reason: object) -> RuntimeError:
+        return RuntimeError(
+            f"rank {dist.get_global_rank(self._group, rank)} has ended, or has not come within timeout_seconds="
+            f"{self._timeout_seconds:g} ({reason}): what it printed last says why."
+        )
+
+
+def _batches(pieces: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """What one call can copy each: (to here, from there, bytes)."""
+    batch: list[tuple[int, int, int]] = []
+    nbytes = 0
+    for here, there, size in pieces:
+        for start in range(0, size, _CALL_BYTES):
+            part = min(_CALL_BYTES, size - start)
+            if nbytes + part > _CALL_BYTES or len(batch) == _CALL_PIECES:
+                yield batch
+                batch, nbytes = [], 0
+            batch.append((here + start, there + start, part))
+            nbytes += part
+    if batch:
+        yield batch
+
+
+def _read_memory(pid: int, batch: Sequence[tuple[int, int, int]]) -> int:
+    """``process_vm_readv(2)``: bytes copied, or -1 and errno."""
+    vector = ctypes.c_size_t * (2 * len(batch))  # of struct iovec: address, size
+    here = vector(*(word for to, _, size in batch for word in (to, size)))
+    there = vector(*(word for _, at, size in batch for word in (at, size)))
+    return int(_libc().process_vm_readv(pid, here, len(batch), there, len(batch), 0))
+
+
+@functools.cache
+def _libc() -> Any:
+    libc, size, array = ctypes.CDLL(None, use_errno=True), ctypes.c_ulong, ctypes.c_void_p
+    libc.process_vm_readv.argtypes = [ctypes.c_int, array, size, array, size, size]
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    return libc
+
+
+# -- meeting ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Link:
+    pid: int
+    socket: socket.socket
+
+
+@dataclass
+class _Card:
+    """What a rank says of itself."""
+
+    host: str  # the same where process ids and local sockets mean the same
+    pid: int
+    parent: int
+    name: bytes  # of the socket that it listens on
+    sample: bytes
+    sample_address: int
+
+
+def _meet(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int, _Link]:
+    """Rank -> link. Whatever fails, all ranks make the same collective calls."""
+    if group.size() == 1 or sys.platform != "linux":
+        return {}
+    rank, sample = group.rank(), ctypes.create_string_buffer(os.urandom(15))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.settimeout(_MEETING_SECONDS)
+        listener.bind("")  # a name of the kernel's choice, in no folder
+        listener.listen(group.size())
+        name, address = listener.getsockname(), ctypes.addressof(sample)
+        cards = _gather(_Card(_host(), os.getpid(), os.getppid(), name, sample.raw, address), group)
+        near = {other: card for other, card in enumerate(cards) if card.host == cards[rank].host}
+        links: dict[int, _Link] = {}
+        works = _connect(links, rank, near, listener)
+    everyones = _gather(works, group)  # until here the sample lives
+    if not all(everyones[other] for other in near):
+        for link in links.values():
+            link.socket.close()
+        return {}
+    limit = struct.pack("ll", int(timeout_seconds), int(timeout_seconds % 1 * 1e6))  # struct timeval
+    for link in links.values():
+        link.socket.settimeout(None)
+        link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    return {other: links[other] for other in sorted(links, key=lambda other: (rank - other) % group.size())}
+
+
+def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    everyones: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyones, mine, group=group)
+    return everyones
+
+
+def _host() -> str:
+    """This boot of this machine, as seen from this process's namespaces."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return " ".join([boot.strip(), *(os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid"))])
+    except OSError:
+        return os.urandom(16).hex()  # nobody else's
+
+
+def _connect(links: dict[int, _Link], rank: int, near: Mapping[int, _Card], listener: socket.socket) -> bool:
+    """Links every two ranks in ``near``; whether this one may read all others."""
+    ranks = {card.pid: other for other, card in near.items()}
+    try:
+        _let_read(near.values())
+        for other, card in near.items():
+            if other < rank:
+                made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                links[other] = _Link(card.pid, made)
+                made.settimeout(_MEETING_SECONDS)
+                made.connect(card.name)
+        while len(links) < len(near) - 1:
+            made, _ = listener.accept()
+            made.settimeout(_MEETING_SECONDS)
+            pid, _, _ = struct.unpack("3i", made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if pid in ranks:  # no other process's business
+                links[ranks[pid]] = _Link(pid, made)
+            else:
+                made.close()
+        for link in links.values():
+            link.socket.send(b"!")
+        for link in links.values():
+            link.socket.recv(1)  # it lets itself be read from now on
+        return all(_may_read(near[other]) for other in links)
+    except OSError:
+        return False
+
+
+def _let_read(cards: Collection[_Card]) -> None:
+    """Where only its ancestors may trace a process (``kernel.yama.ptrace_scope`` is 1), lets those which descend from
+    the one that has started all of these do so as well."""
+    common = set.intersection(*({card.pid, card.parent} for card in cards))
+    for pid in list(common)[:1]:
+        _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
+
+
+_PR_SET_PTRACER = 0x59616D61
+"""<linux/prctl.h>"""
+
+
+def _may_read(card: _Card) -> bool:
+    found = ctypes.create_string_buffer(len(card.sample))
+    size = len(card.sample)
+    return _read_memory(card.pid, [(ctypes.addressof(found), card.sample_address, size)]) == size and (
+        found.raw == card.sample
+    )

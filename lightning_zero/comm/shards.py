@@ -1,0 +1,197 @@
+"""Shards as tensors: what a ``DTensor`` of ours is, and how whole values are made of it.
+
+A sharded parameter is a ``DTensor`` whose dim 0 is split along one axis of its mesh (``Shard(0)``: ``ceil(rows / N)``
+rows each, the last ranks fewer) and replicated along the others. Its local part lies on the mesh's device, or with CPU
+offload in host memory while the mesh is of an accelerator; what is gathered of it then lies on the accelerator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+
+from lightning_zero.comm import direct
+
+
+def whole(tensor: DTensor) -> Tensor:
+    """The full tensor behind ``tensor``, on every rank (collective); its gradient is averaged over the ranks."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return on_mesh(tensor).full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)
+    return gathered(tensor)
+
+
+def read_only(tensor: DTensor) -> Tensor:
+    """As :func:`whole`; where no gradient is wanted, torch raises on an in-place write to the result or its views."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return whole(tensor)
+    with torch.inference_mode():
+        return gathered(tensor).clone()
+
+
+@torch.no_grad()
+def gathered(tensor: Tensor) -> Tensor:
+    """The values of a ``DTensor`` as one plain tensor on every rank and its mesh's device (collective), outside
+    autograd; other tensors as they are."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    axis = _sharded_axis(tensor)
+    if tensor.device_mesh.device_type == "cpu" and axis is not None:
+        return _gathered_between_hosts(tensor, axis)
+    return on_mesh(tensor).full_tensor()
+
+
+def _gathered_between_hosts(tensor: DTensor, axis: int) -> Tensor:
+    """``full_tensor`` by direct exchange.
+
+    ``DTensor``'s own is what torch calls ALLGATHER_COALESCED, and both threads of a gloo group write the name of what
+    they did last to one string without a lock (``ProcessGroupGloo::runLoop``, torch 2.13). Names of up to 15 letters
+    fit into the string itself; longer ones are freed twice now and then, which crashes the process.
+    """
+    mesh, shard = tensor.device_mesh, local(tensor)
+    each = -(-tensor.shape[0] // mesh.size(axis))
+    parts = shard.new_empty(mesh.size(axis) * each, *tensor.shape[1:])
+    mine = parts[mesh.get_local_rank(axis) * each :][:each]
+    mine[: shard.shape[0]] = shard
+    direct.all_gather(_bytes_of(parts), _bytes_of(mine), mesh.get_group(axis)).wait()
+    return parts if parts.shape == tensor.shape else parts[: tensor.shape[0]].clone()
+
+
+def _sharded_axis(tensor: DTensor) -> int | None:
+    """The dimension of the mesh whose ranks share out ``tensor``'s rows; ``None`` where it is not replicated along all
+    others, as what the engine makes is."""
+    axes = [i for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return axes[0] if len(axes) == 1 and tensor.placements[axes[0]].is_shard(0) else None
+
+
+class _Up(torch.autograd.Function):
+    """A host tensor's copy on the device; the gradient comes down when it can be added to others."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, device: torch.device) -> Tensor:
+        ctx.origin = shard.device
+        return shard.to(device, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        _finish_copies(grad.device)  # of reduced gradients to the memory that this one is added to
+        return grad.to(ctx.origin), None
+
+
+def on_mesh(tensor: DTensor) -> DTensor:
+    """``tensor`` with its shard on the device that its ranks exchange over: a copy if it lies in host memory."""
+    return _brought_up(tensor) if is_off_mesh(tensor) else tensor
+
+
+def _brought_up(tensor: DTensor) -> DTensor:
+    part = _Up.apply(tensor.to_local(), mesh_device(tensor))
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def is_off_mesh(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is sharded over an accelerator's mesh, its shards in host memory."""
+    return isinstance(tensor, DTensor) and local(tensor).device.type != tensor.device_mesh.device_type
+
+
+def mesh_device(tensor: Tensor) -> torch.device:
+    """Where this rank finds what it gathers of ``tensor``."""
+    if not is_off_mesh(tensor):
+        return local(tensor).device
+    kind = tensor.device_mesh.device_type  # type: ignore[attr-defined]
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def before_host_write(tensor: Tensor) -> None:
+    """Waits for copies out of a host shard that are queued on the device, because its values are about to change."""
+    if is_off_mesh(tensor):
+        _finish_copies(mesh_device(tensor))
+
+
+def _finish_copies(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+@torch.no_grad()
+def gathered_on_rank_0(tensor: Tensor) -> Tensor | None:
+    """As :func:`gathered` on rank 0; ``None`` on the others, which send their rows and hold nothing else (collective).
+
+    Straight from the shards into the result: an all-gather over gloo needs room for the result twice on every rank.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach() if dist.get_rank() == 0 else None
+    mesh, shard = tensor.device_mesh, local(tensor)
+    axis, coordinate = _sharded_axis(tensor), mesh.get_coordinate()
+    assert axis is not None
+    assert coordinate is not None
+    if any(at for i, at in enumerate(coordinate) if i != axis):
+        return None  # a replica; the shards of the first one are enough
+    group, each = mesh.get_group(axis), -(-tensor.shape[0] // mesh.size(axis))
+    if coordinate[axis]:
+        if shard.numel():
+            dist.send(_bytes_of(shard.contiguous()), group=group, group_dst=0)
+        return None
+    whole = shard.new_empty(tensor.shape)
+    parts = whole.split(each) if each else ()
+    for sender, part in enumerate(parts):
+        if sender == 0:
+            part.copy_(shard)
+        elif part.numel():
+            dist.recv(_bytes_of(part), group=group, group_src=sender)
+    return whole
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor; gloo does not know every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a ``DTensor``, sharing its memory; other tensors as they are.
+
+    ``_local_tensor`` is private; the public ``to_local()`` is recorded by autograd and ten times slower.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(value: Tensor, like: DTensor) -> DTensor:
+    """This rank's rows of ``value``, which all ranks have alike, laid out as ``like``; only they are copied."""
+    shard = local(like)
+    value = value.detach()
+    if value.shape != like.shape:
+        value = value.expand(like.shape)
+    start, length = rows_of(like)
+    mine = torch.empty_like(shard)
+    if length:
+        mine.copy_(value.narrow(0, start, length))
+    return as_shard(mine, like)
+
+
+def as_shard(part: Tensor, like: DTensor) -> DTensor:
+    """``part`` itself as this rank's shard of a tensor laid out as ``like``, wherever it lies."""
+    if part.device.type == like.device_mesh.device_type:
+        return DTensor.from_local(
+            part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        sharded = torch.empty_like(like, dtype=part.dtype)  # from_local would move the part to the mesh's device
+    assert isinstance(sharded, DTensor)
+    sharded._local_tensor = part
+    return sharded
+
+
+def rows_of(tensor: DTensor) -> tuple[int, int]:
+    """The first row of dim 0 that this rank holds, and how many: ``ceil(rows / N)`` each, the last ranks fewer."""
+    start, length = 0, tensor.shape[0]
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if placement.is_shard(0):
+            each = -(-length // tensor.device_mesh.size(mesh_dim))
+            first = min(each * tensor.device_mesh.get_local_rank(mesh_dim), length)
+            start, length = start + first, min(each, length - first)
+    return start, length

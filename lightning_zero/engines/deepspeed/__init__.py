@@ -1,0 +1,1 @@
+"""ZeRO on ``deepspeed.initialize``."""

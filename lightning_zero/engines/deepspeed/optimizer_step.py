@@ -1,0 +1,375 @@
+"""Users' optimizers on DeepSpeed's flats.
+
+DeepSpeed is given one optimizer, :class:`Joined`, whose groups say which parameters share a flat. It never steps:
+users' own optimizers do, on what they expect to see. For the length of a step they hold stand-ins, as under
+``fully_shard`` (see :mod:`lightning_zero.engines.optimizer_step`):
+
+- an *element-wise* optimizer holds this rank's pieces of the masters, 1-D views, so the step happens in place;
+- any other holds whole masters, gradients and states, and the pieces are stored again.
+
+A parameter that nobody used has no gradient, so that weight decay and step counts leave it alone. Between steps
+``PieceStep.states`` holds one 1-D tensor per state tensor of a parameter's shape; of flats that lie in files, DeepSpeed
+holds it, beside the master in ``Joined.state``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.engines.deepspeed.private import Piece, Shards
+from lightning_zero.engines.optimizer_step import is_elementwise, keys_beside_elements
+
+Only = Callable[[Tensor], bool]
+
+
+@dataclass(slots=True)
+class Cut:
+    """This rank's piece of a state tensor that has its parameter's shape."""
+
+    piece: Tensor
+
+
+class Joined(Optimizer):
+    """The groups of all optimizers, for DeepSpeed, and the states it keeps in files."""
+
+    def __init__(self, groups: list[list[Tensor]]) -> None:
+        # What DeepSpeed reads of a group when only a part is offloaded
+        unused = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
+        super().__init__([{"params": group} for group in groups], unused)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise AssertionError("users' own optimizers step")
+
+
+class Managed:
+    """The parameters that DeepSpeed holds, their gradients and how to put them together.
+
+    Args:
+        shards: Where the pieces are.
+        joined: The optimizer DeepSpeed was given.
+        shapes: Every managed parameter's own shape.
+    """
+
+    def __init__(self, shards: Shards, joined: Joined, shapes: dict[Tensor, torch.Size]) -> None:
+        self.shards, self.joined, self.shapes = shards, joined, shapes
+        self.with_grad: set[Tensor] = set()
+        """Parameters that have a gradient, as every rank agrees."""
+
+    def __contains__(self, p: Any) -> bool:
+        return p in self.shards.pieces
+
+    def piece(self, p: Tensor) -> Piece:
+        return self.shards.pieces[p]
+
+    def assemble(self, p: Tensor, local: Tensor, only_on_rank_0: bool = False) -> Tensor:
+        """The whole tensor of which ``local`` is this rank's piece (collective).
+
+        A sum in which every element is one rank's and the others' zero, so exact. On other ranks than 0 the result is
+        of no use with ``only_on_rank_0``.
+        """
+        whole = local.new_zeros(self.shapes[p].numel())
+        self.piece(p).of_whole(whole).copy_(local)
+        if dist.get_world_size() > 1:
+            if only_on_rank_0:
+                dist.reduce(whole, 0)
+            else:
+                dist.all_reduce(whole)
+        return whole.view(self.shapes[p])
+
+    def cut(self, p: Tensor, whole: Tensor) -> Tensor:
+        """This rank's piece of a tensor of the parameter's shape, sharing its memory."""
+        return self.piece(p).of_whole(whole)
+
+    def is_alike(self, p: Tensor, value: Any) -> bool:
+        """Whether ``value`` is a tensor of the whole parameter's shape."""
+        return isinstance(value, Tensor) and value.dim() > 0 and value.shape == self.shapes[p]
+
+    def flats(self, params: Iterable[Tensor]) -> list[int]:
+        return sorted({self.piece(p).flat for p in params if p in self})
+
+    def master(self, p: Tensor) -> Tensor:
+        """This rank's piece of the parameter that is stepped."""
+        piece = self.piece(p)
+        return piece.of(self.shards.master(piece.flat))
+
+    def grads(self, optimizer: Optimizer) -> list[Tensor]:
+        """This rank's pieces of ``optimizer``'s gradients."""
+        return [self.shards.grad(p) for p in parameters(optimizer) if p in self.with_grad]
+
+
+class PieceStep:
+    """Steps one optimizer; see the module's text."""
+
+    def __init__(self, optimizer: Optimizer, managed: Managed) -> None:
+        self.optimizer, self.managed = optimizer, managed
+        self.elementwise = is_elementwise(optimizer)
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+        self.states: dict[Tensor, dict[str, Any]] = {}
+        self.beside = keys_beside_elements(optimizer) if self.elementwise else frozenset()
+        in_constructor = [p for p in optimizer.state if p in managed]  # by Adagrad
+        self.put_states({p: optimizer.state.pop(p) for p in in_constructor})
+
+    def put_states(self, whole: Mapping[Tensor, Mapping[str, Any]], casts: bool = False) -> None:
+        """:meth:`put_state` of several parameters, wherever their flats lie."""
+        for flat in self.managed.flats(whole):
+            with self.managed.shards.loaded(flat, write=True):
+                for p, values in whole.items():
+                    if self.managed.piece(p).flat == flat:
+                        self.put_state(p, values, casts)
+
+    def put_state(self, p: Tensor, whole: Mapping[str, Any], casts: bool = False) -> None:
+        """Takes over the state of one parameter, given with whole tensors; its flat is in memory.
+
+        With ``casts`` what has the parameter's shape gets the master's dtype, as ``optimizer.load_state_dict`` gives it
+        the parameter's: a checkpoint may come from a run that stepped on bf16 weights.
+        """
+        piece = self.managed.piece(p)
+        master = self.managed.shards.master(piece.flat)
+
+        def take(key: str, value: Any) -> Any:
+            if key not in self.beside and self.managed.is_alike(p, value):
+                dtype = master.dtype if casts and value.is_floating_point() else value.dtype
+                return Cut(self.managed.cut(p, value).to(master.device, dtype, copy=True))
+            return value.clone() if isinstance(value, Tensor) else value  # off the disk
+
+        self.states[p] = {key: take(key, value) for key, value in whole.items()}
+        if self.managed.shards.is_swapped(piece.flat):
+            self.into_files(p)
+
+    def state(self, p: Tensor) -> dict[str, Any]:
+        """One parameter's state; its flat is in memory."""
+        state, piece = self.states[p], self.managed.piece(p)
+        if not self.managed.shards.is_swapped(piece.flat):
+            return state
+        kept = self.managed.joined.state.get(self.managed.shards.master(piece.flat), {})
+        return {**state, **{key: Cut(piece.of(value)) for key, value in kept.items()}}
+
+    def into_files(self, p: Tensor) -> None:
+        """Moves the pieces of one parameter's state beside its master, which is in memory right now."""
+        piece, state = self.managed.piece(p), self.states[p]
+        master = self.managed.shards.master(piece.flat)
+        kept = self.managed.joined.state[master]
+        for key in [key for key, value in state.items() if type(value) is Cut]:
+            value = state.pop(key).piece
+            if key not in kept:
+                kept[key] = torch.zeros_like(master, requires_grad=False)
+            if piece.of(kept[key]).data_ptr() != value.data_ptr():
+                piece.of(kept[key]).copy_(value)
+
+    @contextmanager
+    def stand_ins(self, on_shards: bool | None = None, only: Only | None = None) -> Iterator[_Swap]:
+        """The optimizer holds tensors it can step on; what it did to them is stored on leaving.
+
+        Args:
+            on_shards: Pieces (``True``) or whole tensors (``False``); by default what the optimizer needs.
+            only: Which of its parameters it holds; others are left out altogether.
+        """
+        on_shards = self.elementwise if on_shards is None else on_shards
+        with torch._C.DisableTorchFunction():
+            swap = (_Pieces if on_shards else _Wholes)(self, only)
+        try:
+            yield swap
+        finally:
+            with torch._C.DisableTorchFunction():
+                swap.undo()
+
+
+class CpuAdam:
+    """DeepSpeed's CPU kernel in the place of an ``Adam`` or ``AdamW``, whose groups and states it works on."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiles at the first use
+
+        self.optimizer = optimizer
+        self.decoupled = self.is_decoupled(optimizer)
+        self.adam = DeepSpeedCPUAdam([torch.zeros(1)], adamw_mode=self.decoupled)
+
+    @staticmethod
+    def is_decoupled(optimizer: Optimizer) -> bool:
+        """Whether weights decay as in AdamW, which a plain ``Adam`` can be told to do."""
+        return any(group.get("decoupled_weight_decay") for group in optimizer.param_groups)
+
+    @staticmethod
+    def knows(optimizer: Optimizer) -> bool:
+        """Whether the kernel computes what ``optimizer`` does."""
+        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+            return False
+        groups = optimizer.param_groups
+        others = ("amsgrad", "maximize", "capturable", "differentiable")
+        plain = not any(group.get(key) for group in groups for key in others)
+        numbers = not any(isinstance(value, Tensor) for group in groups for value in (group["lr"], *group["betas"]))
+        # one kernel, one way of decaying
+        return plain and numbers and len({bool(group.get("decoupled_weight_decay")) for group in groups}) == 1
+
+    def step(self) -> None:
+        """One step on what the optimizer holds; its step counts stay tensors, as PyTorch has them."""
+        self.adam.param_groups = [{**group, "bias_correction": True} for group in self.optimizer.param_groups]
+        states = {p: self.optimizer.state.get(p, {}) for p in parameters(self.optimizer) if p.grad is not None}
+        for state in states.values():
+            if "step" in state:
+                state["step"] = int(state["step"])
+        self.adam.state = defaultdict(dict, states)
+        self.adam.step()
+        for p in states:
+            state = self.adam.state[p]
+            state["step"] = torch.tensor(float(state["step"]))
+            self.optimizer.state[p] = state
+        self.adam.param_groups, self.adam.state = [], defaultdict(dict)
+
+
+@contextmanager
+def fused(optimizer: Optimizer) -> Iterator[None]:
+    """An ``Adam`` or ``AdamW`` steps by PyTorch's fused kernel, unless its user chose another."""
+    if not CpuAdam.knows(optimizer):
+        yield
+        return
+    free = [g for g in optimizer.param_groups if g.get("fused") is None and g.get("foreach") is None]
+    for group in free:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in free:
+            group["fused"] = None
+
+
+class _Swap:
+    """Replaces the managed parameters of an optimizer and their states, and brings both back."""
+
+    def __init__(self, step: PieceStep, only: Only | None) -> None:
+        self.step, self.managed, self.optimizer = step, step.managed, step.optimizer
+        self.groups = self.optimizer.param_groups
+        self.lists = [list(group["params"]) for group in self.groups]
+        self.state = self.optimizer.state
+        chosen = [p for p in parameters(self.optimizer) if p in self.managed and (only is None or only(p))]
+        self.pairs = [(p, self.stand_in(p)) for p in chosen]
+        for p, stand_in in self.pairs:
+            if p in self.managed.with_grad:
+                stand_in.grad = self.grad(p, stand_in)
+        instead = {id(p): stand_in for p, stand_in in self.pairs}
+        for group in self.groups:
+            kept = [instead.get(id(p), p) for p in group["params"]]
+            if only is not None:
+                kept = [t for t, p in zip(kept, group["params"], strict=True) if only(p)]
+            group["params"][:] = kept
+        if only is not None:  # so that what a group counts is counted once
+            self.optimizer.param_groups = [group for group in self.groups if group["params"]]
+        self.optimizer.state = defaultdict(dict, self.state)
+        for p, stand_in in self.pairs:
+            entering = self.enter(p)
+            if entering is not None:
+                self.optimizer.state[stand_in] = entering
+
+    def undo(self) -> None:
+        for group, before in zip(self.groups, self.lists, strict=True):
+            group["params"][:] = before
+        self.optimizer.param_groups = self.groups
+        stepped, self.optimizer.state = self.optimizer.state, self.state
+        for p, stand_in in self.pairs:
+            self.store(p, stand_in)
+            new = stepped.pop(stand_in, None)
+            if new is not None:
+                self.leave(p, stand_in, new)
+        self.state.update(stepped)
+
+    def release(self) -> None:
+        """For the length of a closure: the optimizer holds its own parameters, and masters the stand-ins' values."""
+        for p, stand_in in self.pairs:
+            self.store(p, stand_in)
+        self._exchange({id(stand_in): p for p, stand_in in self.pairs})
+
+    def take(self) -> None:
+        """Stand-ins again, with the gradients of now."""
+        self._exchange({id(p): stand_in for p, stand_in in self.pairs})
+        for p, stand_in in self.pairs:
+            stand_in.grad = self.grad(p, stand_in) if p in self.managed.with_grad else None
+
+    def _exchange(self, instead: dict[int, Tensor]) -> None:
+        for group in self.groups:  # in place: LBFGS keeps the list itself
+            group["params"][:] = [instead.get(id(p), p) for p in group["params"]]
+
+    def stand_in(self, p: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def grad(self, p: Tensor, stand_in: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def store(self, p: Tensor, stand_in: Tensor) -> None:
+        raise NotImplementedError
+
+    def enter(self, p: Tensor) -> dict[str, Any] | None:
+        raise NotImplementedError
+
+    def leave(self, p: Tensor, stand_in: Tensor, new: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class _Pieces(_Swap):
+    """Stand-ins are views of the masters."""
+
+    def stand_in(self, p: Tensor) -> Tensor:
+        return self.managed.master(p)
+
+    def grad(self, p: Tensor, stand_in: Tensor) -> Tensor:
+        return self.managed.shards.grad(p).to(stand_in)  # itself, unless gradients are kept elsewhere than masters
+
+    def store(self, p: Tensor, stand_in: Tensor) -> None:
+        if stand_in.grad is not None:  # a loss scaler divides them in place
+            mine = self.managed.shards.grad(p)
+            if mine.data_ptr() != stand_in.grad.data_ptr():
+                mine.copy_(stand_in.grad)
+
+    def enter(self, p: Tensor) -> dict[str, Any] | None:
+        if p not in self.step.states:
+            return None
+        return {key: value.piece if type(value) is Cut else value for key, value in self.step.state(p).items()}
+
+    def leave(self, p: Tensor, stand_in: Tensor, new: dict[str, Any]) -> None:
+        def is_cut(key: str, value: Any) -> bool:  # alike on all ranks, though a piece may be of one element
+            beside = key in self.step.beside or not isinstance(value, Tensor) or value.dim() == 0
+            return not beside and value.shape == stand_in.shape
+
+        self.step.states[p] = {key: Cut(value) if is_cut(key, value) else value for key, value in new.items()}
+        if self.managed.shards.is_swapped(self.managed.piece(p).flat):
+            self.step.into_files(p)
+
+
+class _Wholes(_Swap):
+    """Stand-ins are whole tensors, the same on every rank."""
+
+    def stand_in(self, p: Tensor) -> Tensor:
+        return self.managed.assemble(p, self.managed.master(p)).requires_grad_(p.requires_grad)
+
+    def grad(self, p: Tensor, stand_in: Tensor) -> Tensor:
+        return self.managed.assemble(p, self.managed.shards.grad(p)).to(stand_in)
+
+    def store(self, p: Tensor, stand_in: Tensor) -> None:
+        self.managed.master(p).copy_(self.managed.cut(p, stand_in))
+
+    def enter(self, p: Tensor) -> dict[str, Any] | None:
+        state = self.step.states.get(p)
+        if state is None:
+            return None
+        return {
+            key: self.managed.assemble(p, value.piece) if type(value) is Cut else value for key, value in state.items()
+        }
+
+    def leave(self, p: Tensor, stand_in: Tensor, new: dict[str, Any]) -> None:
+        self.step.put_state(p, new)
+
+
+def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    """What ``optimizer`` holds, group after group."""
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -1,0 +1,692 @@
+"""Every private part of DeepSpeed that is touched, for 0.19.
+
+DeepSpeed's public accessors (``deepspeed.utils.safe_get_full_fp32_param`` and the like) work one tensor at a time and
+know neither clipping, nor several optimizers, nor Adam's step count. :class:`Shards` is the one place that knows where
+DeepSpeed keeps what.
+
+[Tensors]
+- *flat*: 1-D, what one rank holds of a group of parameters: neighbouring parts of them, one after the other.
+- *master*: the flat that is stepped, in fp32; on the CPU or in files with offload.
+- *piece*: where one parameter's part begins in the flat, and where in the parameter. Stages 1 and 2 cut a whole group
+  into N flats, so a rank may have nothing of a parameter; stage 3 cuts every parameter into N.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zero.engines.deepspeed.ops import build_root, search_path
+
+ACCELERATORS = ("cpu", "cuda", "xpu", "hpu")
+"""Kinds of devices, in DeepSpeed's and PyTorch's names."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this rank holds of one parameter."""
+
+    flat: int
+    """Number of the flat."""
+    start: int
+    """First element in the flat."""
+    numel: int
+    """Elements, padding left out; may be 0."""
+    offset: int
+    """First element in the flattened parameter."""
+
+    def of(self, flat: Tensor) -> Tensor:
+        """This part of ``flat``, sharing its memory."""
+        return flat.detach().narrow(0, self.start, self.numel)
+
+    def of_whole(self, whole: Tensor) -> Tensor:
+        """This part of the whole parameter (or a tensor of its shape)."""
+        return whole.detach().reshape(-1).narrow(0, self.offset, self.numel)
+
+
+# -- starting and ending -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def environment(device: torch.device) -> Iterator[None]:
+    """What DeepSpeed reads from environment variables, there for as long as it starts or loads an op."""
+    changes = {"DS_ACCELERATOR": device.type if device.type in ACCELERATORS else None}
+    changes |= {"PATH": search_path(), "TORCH_EXTENSIONS_DIR": build_root()}
+    if "LOCAL_RANK" not in os.environ:
+        changes["LOCAL_RANK"] = str(device.index or 0)
+    if "LOCAL_SIZE" not in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
+        changes["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # the CPU accelerator's number of devices
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update({name: value for name, value in changes.items() if value is not None})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def prepare(device: torch.device) -> Any:
+    """Imports DeepSpeed for ``device`` on top of the process group that exists, and returns it."""
+    for name in ("DeepSpeed", "deepspeed"):  # a line per parameter group and more
+        logging.getLogger(name).setLevel(logging.WARNING)
+    import deepspeed
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import groups
+
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    use_accelerator(device)
+    _skip_odd_parameters()
+    world = getattr(comm.comm.cdb, "_lightning_zero_world", None)
+    if comm.comm.cdb is None or world is not dist.group.WORLD:
+        comm.comm.cdb = None  # belongs to a process group that is gone
+        # DeepSpeed's own all-reduce through shared memory is compiled at the first use, remembers the first process
+        # group for ever, and waits for a missing rank for ever.
+        setattr(import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)  # noqa: B010  (comm.torch is torch)
+        groups._release_process_group_references(group=None)
+        comm.init_distributed(dist_backend=get_accelerator().communication_backend_name(), dist_init_required=False)
+        comm.comm.cdb._lightning_zero_world = dist.group.WORLD
+    return deepspeed
+
+
+def use_accelerator(device: torch.device) -> None:
+    """DeepSpeed keeps the kind of device that it found first, which an earlier run in this process may have chosen."""
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    kind = device.type
+    if get_accelerator().device_name() != kind and kind in ACCELERATORS:
+        home = import_module(f"deepspeed.accelerator.{kind}_accelerator")
+        set_accelerator(getattr(home, f"{kind.upper()}_Accelerator")())
+
+
+def count_parameters_from_zero() -> None:
+    """Parameters are numbered alike on all ranks, whatever ran in their processes before."""
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    Init.param_id = 0
+
+
+def count_modules_from_zero() -> None:
+    """The same for modules."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    (numbers,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ or ([0],)
+    numbers[0] = 0
+
+
+def _skip_odd_parameters() -> None:
+    """Stage 3 passes over parameters that are not its own, instead of failing on them."""
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
+
+    every = partitioned_param_coordinator.iter_params
+    if not hasattr(every, "_lightning_zero"):
+
+        def iter_params(module: nn.Module, recurse: bool = False) -> Iterator[Any]:
+            return (p for p in every(module, recurse=recurse) if is_managed(p))
+
+        iter_params._lightning_zero = True  # type: ignore[attr-defined]
+        for place in (parameter_offload, partitioned_param_coordinator):
+            place.iter_params = iter_params
+
+
+@contextlib.contextmanager
+def partial_offload(joined: type) -> Iterator[None]:
+    """``offload.ratio`` below 1 is admitted for ``joined``: DeepSpeed asks for exactly its own CPU Adam, beside which
+    it steps the masters on the device itself; here users' own optimizers step all of them, wherever they lie."""
+    from deepspeed.runtime.zero import stage3
+
+    before = stage3.DeepSpeedCPUAdam
+    stage3.DeepSpeedCPUAdam = joined
+    try:
+        yield
+    finally:
+        stage3.DeepSpeedCPUAdam = before
+
+
+# -- built sharded -------------------------------------------------------------------------------------------------
+
+
+def sharding(config: dict[str, Any]) -> Any:
+    """``deepspeed.zero.Init``, inside which a layer is sharded at the end of its ``__init__``, with rank 0's values.
+
+    DeepSpeed's would also give all new tensors one dtype and device, which are Lightning's business, and knows no
+    parameters that cannot lie in a flat (:func:`_can_be_sharded`).
+    """
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    def plainly(name: str) -> Callable[..., Any]:
+        method = getattr(Init, name)
+
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with torch._C.DisableTorchFunction():  # not translated by the view
+                return method(self, *args, **kwargs)
+
+        return call
+
+    class Sharding(Init):  # type: ignore[misc]
+        _all_gather, _partition = plainly("_all_gather"), plainly("_partition")
+
+        def _post_init_method(self, module: nn.Module) -> None:
+            for p in module._parameters.values():
+                if p is not None and not is_managed(p) and _can_be_sharded(p):
+                    self.shard(p)
+
+        def shard(self, p: Any) -> None:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                before = set(vars(p))
+                p.data = p.data.to(self.local_device).contiguous()
+                self._zero_init_param(p)
+                p.ds_names = {"ds_names", *vars(p)} - before
+
+    return Sharding(config_dict_or_path=copy.deepcopy(config), tensor_overrides=())
+
+
+def shard_again(params: Iterable[Any], config: dict[str, Any]) -> None:
+    """Shards go where ``config`` says, such as into files, one parameter at a time (collective).
+
+    Left to ``deepspeed.initialize``, parameters that were built sharded stay where they are, and on a CPU whole ones
+    are taken for bf16 (``Init._set_dtype``): too small for a file, or of another size than what is written.
+    """
+    count_parameters_from_zero()
+    home = sharding(config)
+    for p in params:
+        make_whole(p)
+        home.shard(p)
+
+
+def _can_be_sharded(p: Tensor) -> bool:
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    return p.dim() > 0 and p.numel() > 0 and p.dtype in floats and not p.is_meta
+
+
+def own_attributes(p: Any) -> set[str]:
+    """Names of what the user put on a parameter."""
+    return set(vars(p)) - getattr(p, "ds_names", set())
+
+
+def make_whole(p: Any) -> None:
+    """A parameter that was built sharded becomes an ordinary one (collective)."""
+    if is_managed(p):
+        p.data = gathered_copy(p)
+        for name in p.ds_names:
+            p.__dict__.pop(name, None)
+
+
+def keep_dtype(p: Any) -> None:
+    """What ``module.to(dtype)`` did to an empty parameter is done to this rank's part."""
+    part = cut_of(p)
+    if part is not None and part.dtype != p.dtype:
+        part.data = part.data.to(p.dtype)
+
+
+# -- one backward --------------------------------------------------------------------------------------------------
+
+
+def backward(engine: Any, run_backward: Callable[[], None], before_end: Callable[[], None]) -> None:
+    """What ``engine.backward(loss)`` does around ``loss.backward()``, with the caller's own call in its place.
+
+    ``before_end`` runs when all gradients are there and the last buckets are not yet reduced.
+    """
+    optimizer = engine.optimizer
+    optimizer.clear_backward_seen_flag()
+    engine._running_engine_backward = True
+    try:
+        engine._backward_prologue()
+        run_backward()
+        before_end()
+        engine._backward_epilogue()
+    finally:
+        engine._running_engine_backward = False
+
+
+def before_buckets(engine: Any, action: Callable[[list[int]], None]) -> None:
+    """Calls ``action`` with the numbers of the parameters whose gradients stage 3 is about to reduce together."""
+    zero, name = engine.optimizer, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+    original = getattr(zero, name)
+
+    def reduce(dtype: torch.dtype) -> Any:
+        if numbers := [p.ds_id for p in zero.ipg_buckets[dtype].params]:
+            action(numbers)
+        return original(dtype)
+
+    setattr(zero, name, reduce)
+
+
+@contextlib.contextmanager
+def reduced_at_end(engine: Any, params: Iterable[Tensor]) -> Iterator[None]:
+    """A backward inside it leaves gradients on ``params``; on leaving they are reduced, in an order of their own.
+
+    DeepSpeed would reduce after an error too, waiting for ranks that had none: then there is nothing to reduce.
+    """
+    with engine.coalesce_grad_reduction():
+        try:
+            yield
+        except BaseException:
+            for p in params:
+                p.grad = None
+            raise
+
+
+# -- what lies where -----------------------------------------------------------------------------------------------
+
+
+class Shards(ABC):
+    """Reads and writes this rank's part of every managed parameter, its gradient and its master weights."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.zero = engine.optimizer
+        self.pieces: dict[Tensor, Piece] = {}
+        self._find_pieces()
+
+    @abstractmethod
+    def _find_pieces(self) -> None: ...
+
+    @abstractmethod
+    def master(self, flat: int) -> Tensor:
+        """The flat to step, 1-D; empty while it lies in a file."""
+
+    @abstractmethod
+    def weights(self, flat: int) -> Tensor | None:
+        """The flat that the module computes with, 1-D; ``None`` while it lies in a file."""
+
+    @abstractmethod
+    def grad(self, p: Tensor) -> Tensor:
+        """This rank's part of the averaged gradient, 1-D, to be read and written."""
+
+    @abstractmethod
+    def grad_buffers(self) -> list[Tensor]:
+        """The memory that gradients take on this rank."""
+
+    @abstractmethod
+    def numel(self, flat: int) -> int:
+        """Elements of a flat's master, wherever it lies."""
+
+    @abstractmethod
+    def before_backward(self, kept: set[Tensor]) -> None:
+        """Gradients of ``kept`` are to be added to, others to be replaced."""
+
+    def before_reductions(self) -> None:  # noqa: B027
+        """The backward that follows reduces, and is taken at once."""
+
+    @abstractmethod
+    def after_backward(self, takes: bool) -> None:
+        """Takes what the backward left."""
+
+    @abstractmethod
+    def add_late(self, params: Iterable[Tensor]) -> None:
+        """Gives ``params`` zero gradients, which are reduced with the others' of this backward."""
+
+    @abstractmethod
+    def publish(self, flats: Iterable[int]) -> None:
+        """The masters' values become the module's (collective)."""
+
+    @abstractmethod
+    def whole(self, p: Tensor) -> Tensor:
+        """The parameter's values on every rank, in its own shape (collective at stage 3); a copy at stage 3 only."""
+
+    def is_swapped(self, flat: int) -> bool:
+        """Whether the master lies in a file between steps."""
+        return False
+
+    @contextlib.contextmanager
+    def loaded(self, flat: int, write: bool = False) -> Iterator[None]:
+        """The master, and what is kept beside it, is in memory; with ``write`` it goes back to its file."""
+        yield
+
+    def adopt(self, p: Tensor) -> None:
+        """The module's values become the master's: somebody wrote to the parameter (collective at stage 3)."""
+        piece = self.pieces[p]
+        weights = self.weights(piece.flat)
+        mine = piece.of_whole(self.whole(p)) if weights is None else piece.of(weights)
+        with self.loaded(piece.flat, write=True):
+            master = piece.of(self.master(piece.flat))
+            if master.data_ptr() != mine.data_ptr():
+                master.copy_(mine)
+
+
+class Shards12(Shards):
+    """Stages 1 and 2: parameters are whole, views of one buffer per group; gradients and masters are cut."""
+
+    def _find_pieces(self) -> None:
+        zero = self.zero
+        self._grads: dict[int, Tensor] = {}
+        for i, group in enumerate(zero.round_robin_bit16_groups):
+            size = int(zero.partition_size[i])
+            first = size * dist.get_rank(zero.real_dp_process_group[i])
+            for p, begin in zip(group, zero.round_robin_bit16_offsets[i], strict=True):
+                start = min(max(begin, first), first + size)
+                stop = min(max(begin + p.numel(), first), first + size)
+                self.pieces[p] = Piece(i, start - first, stop - start, start - begin if stop > start else 0)
+
+    def master(self, flat: int) -> Tensor:
+        return self.zero.single_partition_of_fp32_groups[flat]
+
+    def weights(self, flat: int) -> Tensor:
+        rank = dist.get_rank(self.zero.real_dp_process_group[flat])
+        return self.zero.parallel_partitioned_bit16_groups[flat][rank]
+
+    def grad(self, p: Tensor) -> Tensor:
+        piece = self.pieces[p]
+        if piece.flat not in self._grads:
+            size = int(self.zero.partition_size[piece.flat])
+            self._grads[piece.flat] = torch.zeros(size, dtype=torch.float32, device=self.master(piece.flat).device)
+        return piece.of(self._grads[piece.flat])
+
+    def grad_buffers(self) -> list[Tensor]:
+        return list(self._grads.values())
+
+    def numel(self, flat: int) -> int:
+        return self.master(flat).numel()
+
+    def before_backward(self, kept: set[Tensor]) -> None:
+        needed = {self.pieces[p].flat for p in kept}
+        self._grads = {i: grads for i, grads in self._grads.items() if i in needed}
+        for p, piece in self.pieces.items():
+            if piece.flat in self._grads and p not in kept:
+                piece.of(self._grads[piece.flat]).zero_()
+
+    def before_reductions(self) -> None:
+        """With offload DeepSpeed writes what it reduces into one buffer per flat, and leaves the rest as it is."""
+        if not self.zero.cpu_offload:
+            return
+        for i, flat in enumerate(self.zero.single_partition_of_fp32_groups):
+            if i in self._grads and self._grads[i].data_ptr() == flat.grad.data_ptr():
+                self._grads[i] = flat.grad.clone()
+            flat.grad.zero_()
+
+    def after_backward(self, takes: bool) -> None:
+        if not takes:
+            return
+        zero = self.zero
+        if zero.cpu_offload:
+            zero._wait_for_offload_copies()
+        for i in range(len(zero.bit16_groups)):
+            new = self._take(i)
+            self._grads[i] = new.add_(self._grads[i]) if i in self._grads else new
+        if zero.cpu_offload:
+            zero.reset_cpu_buffers()
+            zero._offload_accumulated_param_ids = set()
+        zero.micro_step_id = -1  # the next backward begins a new window
+
+    def _take(self, i: int) -> Tensor:
+        zero = self.zero
+        if zero.cpu_offload:
+            flat = zero.single_partition_of_fp32_groups[i].grad
+        else:
+            averaged = zero.averaged_gradients[i]
+            flat = getattr(averaged, "flat_partition", None)
+            if flat is None:
+                flat = torch.cat([t.reshape(-1) for t in averaged])
+        zero.averaged_gradients[i] = None
+        zero.all_grad_tensors[i] = None
+        return flat
+
+    def add_late(self, params: Iterable[Tensor]) -> None:
+        for p in params:
+            p.grad = torch.zeros_like(p)
+
+    def publish(self, flats: Iterable[int]) -> None:
+        from deepspeed.runtime.utils import all_gather_dp_groups
+
+        zero, flats = self.zero, sorted(set(flats))
+        for i in flats:
+            self.weights(i).data.copy_(self.master(i).data)
+        all_gather_dp_groups(
+            groups_flat=[zero.bit16_groups_flat[i] for i in flats],
+            partitioned_param_groups=[zero.parallel_partitioned_bit16_groups[i] for i in flats],
+            dp_process_group=[zero.real_dp_process_group[i] for i in flats],
+            start_alignment_factor=zero.nccl_start_alignment_factor,
+            allgather_bucket_size=zero.allgather_bucket_size,
+        )
+
+    def whole(self, p: Tensor) -> Tensor:
+        return p.detach()
+
+
+class Shards3(Shards):
+    """Stage 3: every parameter is cut into N equal parts, the last ones padded."""
+
+    def _find_pieces(self) -> None:
+        for i, group in enumerate(self.zero.fp16_groups):
+            for p in group:
+                _, start, each = self.zero.grad_position[self.zero.get_param_id(p)]
+                offset = min(p.ds_zero_partition_rank * each, p.ds_numel)
+                self.pieces[p] = Piece(i, start, min(each, p.ds_numel - offset), offset)
+
+    @property
+    def _grads(self) -> dict[int, Tensor]:
+        return self.zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+
+    def master(self, flat: int) -> Tensor:
+        return self.zero.fp32_partitioned_groups_flat[flat]
+
+    def weights(self, flat: int) -> Tensor | None:
+        return self.zero.fp16_partitioned_groups_flat[flat]
+
+    def is_swapped(self, flat: int) -> bool:
+        return bool(self.zero._swappable_optimizer_subgroup(flat))
+
+    @contextlib.contextmanager
+    def loaded(self, flat: int, write: bool = False) -> Iterator[None]:
+        if not self.is_swapped(flat):
+            yield
+            return
+        self.zero._optimizer_states_and_gradient_swap_in(flat)
+        try:
+            yield
+        finally:
+            if write:
+                self.zero._optimizer_states_and_gradient_swap_out(flat)
+            else:
+                self.zero._release_swap_buffers(flat)
+
+    def grad(self, p: Tensor) -> Tensor:
+        return self._grads[p.ds_id].narrow(0, 0, self.pieces[p].numel)  # type: ignore[attr-defined]
+
+    def grad_buffers(self) -> list[Tensor]:
+        return list(self._grads.values())
+
+    def numel(self, flat: int) -> int:
+        return int(self.zero.fp16_partitioned_groups_flat_numel[flat])
+
+    def before_backward(self, kept: set[Tensor]) -> None:
+        fresh = [self._grads[p.ds_id] for p in self.pieces if p not in kept]  # type: ignore[attr-defined]
+        if fresh:
+            torch._foreach_zero_(fresh)
+        self.zero.micro_step_id = 1  # anything but 0 adds to what is there
+
+    def after_backward(self, takes: bool) -> None:
+        self.zero._epilogue_ran_this_backward = False
+
+    def add_late(self, params: Iterable[Tensor]) -> None:
+        for p in params:
+            zero = torch.zeros(p.ds_shape, dtype=p.dtype, device=p.device)  # type: ignore[attr-defined]
+            kept, p.data = p.data, zero  # a gradient must have its parameter's shape
+            p.grad = zero
+            p.data = kept
+            self.zero.reduce_ready_partitions_and_remove_grads(p)
+
+    def reshard(self) -> None:
+        """Every rank holds its parts only."""
+        self.zero.parameter_offload.partition_all_parameters()
+        self.zero.parameter_offload.get_param_coordinator().hierarchy = 0
+
+    def publish(self, flats: Iterable[int]) -> None:
+        self.reshard()
+        for i in sorted(set(flats)):
+            self.zero._reassign_or_swap_out_partitioned_parameters(i)
+        self.zero.invalidate_secondary_tensor()
+
+    def whole(self, p: Any) -> Tensor:
+        return gathered_copy(p)
+
+
+def gathered_copy(p: Any) -> Tensor:
+    """The values of a stage-3 parameter, on every rank (collective)."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    if p.ds_status == ZeroParamStatus.AVAILABLE:
+        return p.detach().clone()
+    p.all_gather()
+    value = p.detach()  # keeps the memory that partition() lets go of
+    p.partition()
+    return value
+
+
+def store(p: Any, value: Tensor) -> None:
+    """``value`` (rank 0's) becomes the stage-3 parameter's, each rank keeping its part (collective).
+
+    Where modules that are running hold it, it is whole afterwards too.
+    """
+    import deepspeed
+
+    holders, p.ds_active_sub_modules = p.ds_active_sub_modules, set()  # with any, DeepSpeed would not partition it
+    with deepspeed.zero.GatheredParameters([p], modifier_rank=0):
+        p.data.copy_(value)
+    p.ds_active_sub_modules = holders
+    if holders:
+        p.all_gather()
+
+
+def is_managed(p: Any) -> bool:
+    """Whether stage 3 shards this parameter."""
+    return hasattr(p, "ds_id")
+
+
+def number_of(unit: Any) -> int:
+    """Of a parameter or a module of stage 3, alike on all ranks; -1 for others."""
+    return getattr(unit, "ds_id", -1)
+
+
+def whole_shape(p: Any) -> torch.Size:
+    """The shape of a parameter, sharded or not."""
+    return p.ds_shape if is_partitioned(p) else p.shape
+
+
+def whole_numel(p: Any) -> int:
+    """Its elements."""
+    return int(getattr(p, "ds_numel", p.numel()))
+
+
+def cut_of(p: Any) -> Tensor | None:
+    """What this rank holds of a stage-3 parameter's values."""
+    return getattr(p, "ds_tensor", None)
+
+
+def is_partitioned(p: Any) -> bool:
+    """Whether a stage-3 parameter is not whole right now."""
+    status = getattr(p, "ds_status", None)
+    return status is not None and status.name != "AVAILABLE"
+
+
+def fetch(p: Any) -> None:
+    """Makes a stage-3 parameter whole for the module that is running, and again for its backward."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, register_external_parameter
+
+    register_external_parameter(FWD_MODULE_STACK[-1], p)
+    p.all_gather()
+
+
+def without_view(engine: Any, is_whole: Callable[[], bool]) -> None:
+    """DeepSpeed's own work inside a forward is not translated for user code, and rests while ``is_whole()``."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    def plainly(method: Callable[..., Any], begins: bool) -> Callable[..., Any]:
+        def call(module: nn.Module) -> Any:
+            if not is_whole():
+                with torch._C.DisableTorchFunction():
+                    return method(module)
+            if begins:
+                FWD_MODULE_STACK.append(module)
+            return None
+
+        return call
+
+    offload = _offload(engine)
+    for name in (
+        "pre_sub_module_forward",
+        "post_sub_module_forward",
+        "pre_sub_module_backward",
+        "post_sub_module_backward",
+    ):
+        method = f"{name}_function"
+        setattr(offload, method, plainly(getattr(offload, method), name == "pre_sub_module_forward"))
+    # Parameters used outside their module's forward are found by our view, which knows more ways of using them.
+    engine.module_forward_pre_hook.remove()
+    engine.module_forward_post_hook.remove()
+
+
+def before_gathers(engine: Any, call: Callable[[nn.Module], None]) -> None:
+    """``call(module)`` comes before the gather of each module that has parameters of its own."""
+    offload = _offload(engine)
+    gather = offload.pre_sub_module_forward_function
+
+    def first(module: nn.Module) -> Any:
+        if any(p is not None for p in module._parameters.values()):
+            call(module)
+        return gather(module)
+
+    offload.pre_sub_module_forward_function = first
+
+
+def keep(p: Any) -> None:
+    """Makes a stage-3 parameter whole until all are released, after the step."""
+    p.ds_active_sub_modules.add(-1)  # no module's number
+    p.all_gather()
+
+
+def _offload(engine: Any) -> Any:
+    """What gathers and releases at stage 3; without optimizers DeepSpeed puts it in the optimizer's place."""
+    return getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+
+
+def end(engine: Any, root: nn.Module, attributes: dict[int, set[str]]) -> None:
+    """Takes DeepSpeed off: its hooks, and what it put on modules and parameters.
+
+    Args:
+        engine: What ``deepspeed.initialize`` made; ``None`` if it never did.
+        root: The module that was given to it.
+        attributes: Names of the attributes that each parameter had before, by identity.
+    """
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    if engine is not None:
+        engine.module_forward_pre_hook.remove()
+        engine.module_forward_post_hook.remove()
+        engine.destroy()
+    FWD_MODULE_STACK.clear()
+    for module in root.modules():
+        original: Any = vars(module).get("_original_parameters")
+        if original is not None:
+            plain = type(original)()
+            plain.update(module._parameters.items())
+            module._parameters = plain
+        for name in list(vars(module)):
+            if name.startswith("ds_") or name in _ON_MODULES:
+                delattr(module, name)
+    for parameter in root.parameters():
+        for name in set(vars(parameter)) - attributes.get(id(parameter), set()):
+            delattr(parameter, name)
+
+
+_ON_MODULES = (
+    "_original_parameters", "_external_params", "pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt",
+    "all_parameters", "register_external_parameter",
+)  # fmt: skip

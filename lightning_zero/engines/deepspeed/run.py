@@ -1,0 +1,237 @@
+"""What a run on the engine ``deepspeed`` has beside the engine: a file's optimizer, compiled parts, files.
+
+In the order of a run: :meth:`DeepSpeedRun.connect` before Lightning looks for ``configure_optimizers``;
+:meth:`~DeepSpeedRun.building` around ``configure_model``;
+:meth:`~DeepSpeedRun.prepare` before the engine starts; :meth:`~DeepSpeedRun.check_optimizers` and
+:meth:`~DeepSpeedRun.check_batches` before the first step; :meth:`~DeepSpeedRun.end`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.comm.agree import Agreement
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.deepspeed import private
+from lightning_zero.engines.deepspeed.activations import Recomputed, configure_deepspeeds_own
+from lightning_zero.engines.deepspeed.ds_config import (
+    RunFacts,
+    check_micro_batch,
+    ds_config,
+    gathered_together,
+    inert_sections,
+)
+from lightning_zero.engines.deepspeed.file_optimizer import check_optimizer, make_optimizer, make_scheduler
+from lightning_zero.engines.deepspeed.nvme_folder import SwapFolder, open_folder, swap_bytes
+from lightning_zero.engines.deepspeed.ops import ASYNC_IO, CPU_ADAM, prepare_op
+from lightning_zero.host import require_deepspeed
+
+if TYPE_CHECKING:
+    from lightning_zero.engines.deepspeed.build import Build
+
+_HOOK = "configure_optimizers"
+
+
+class Place(NamedTuple):
+    """Where this rank runs, as its launcher says: srun and mpirun set none of torchrun's variables."""
+
+    local_rank: int
+    """Number among the ranks of its host."""
+    node_rank: int
+    """Number of the host."""
+    local_size: int
+    """Ranks of a host."""
+
+
+class DeepSpeedRun:
+    """One strategy's runs."""
+
+    def __init__(self, config: ZeroConfig) -> None:
+        require_deepspeed()
+        self.config = config
+        self.cpu_adam = False
+        """Whether DeepSpeed's CPU Adam can be used, on every rank."""
+        self.folder: SwapFolder | None = None
+        self._supplied: LightningModule | None = None
+        self._recomputed: Recomputed | None = None
+        self._linear: Any = None
+        self.built: Build | None = None
+        """What ``configure_model`` has built sharded, until the engine has taken it over."""
+
+    @property
+    def offload_path(self) -> str | None:
+        """This run's folder for swapped tensors."""
+        return self.folder.path if self.folder is not None else None
+
+    # -- the file's optimizer ------------------------------------------------------------------------------------
+
+    def connect(self, module: LightningModule) -> None:
+        """Lends ``module`` a ``configure_optimizers`` if it has none and the file has an optimizer."""
+        self._take_back()
+        self._linear = F.linear  # at stage 3 DeepSpeed puts its own there, for good: others' sharded weights fail in it
+        raw = self.config.raw
+        if raw is None or not raw.section("optimizer") or is_overridden(_HOOK, module):
+            return
+
+        def configure_optimizers() -> Any:
+            optimizer = make_optimizer(raw, module.parameters())
+            schedule = make_scheduler(raw, optimizer, lambda: module.trainer.estimated_stepping_batches)
+            if schedule is None:
+                return optimizer
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        # On the object, which is where Lightning looks, and gone from it when the run ends
+        setattr(module, _HOOK, configure_optimizers)
+        self._supplied = module
+
+    def _take_back(self) -> None:
+        if self._supplied is not None:
+            self._supplied.__dict__.pop(_HOOK, None)
+            self._supplied = None
+        if self._linear is not None:
+            F.linear, self._linear = self._linear, None
+
+    def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """Raises ``ValueError`` where the module's own optimizers are not the file's."""
+        if self.config.raw is not None and self._supplied is None:
+            check_optimizer(self.config.raw, optimizers)
+
+    # -- configure_model -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def building(self, module: nn.Module, trainer_facts: Mapping[str, Any], device: torch.device) -> Iterator[None]:
+        """At stage 3 what is built inside is sharded at once (collective)."""
+        config = self.config
+        if config.auto or config.stage != 3:
+            yield
+            return
+        from lightning_zero.engines.deepspeed.build import Build  # imports deepspeed's parts
+
+        made = ds_config(config, self.facts(module, trainer_facts, device.type))
+        if "mixed" in str(trainer_facts["precision"]):  # parameters are fp32, as in the engine
+            for section in ("bf16", "fp16", "data_types"):
+                made.pop(section, None)
+        self.built = Build(module, made, device)
+        with self.built.building():
+            yield
+
+    def begin_view(self) -> None:
+        """From here to :meth:`end_view` the module looks whole, though it may have been built sharded."""
+        if self.built is not None:
+            self.built.begin_view()
+
+    def end_view(self) -> None:
+        if self.built is not None:
+            self.built.end_view()
+
+    # -- before the engine starts --------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        module: nn.Module,
+        trainer_facts: Mapping[str, Any],
+        device_type: str,
+        default_root_dir: str,
+        agreement: Agreement,
+        place: Place,
+    ) -> None:
+        """Checks settings and file against the run, builds ops and opens the folder (collective).
+
+        Raises:
+            ValueError: On every rank, before anything is sharded.
+        """
+        facts = self.facts(module, trainer_facts, device_type)
+        made = ds_config(self.config, facts)  # contradictions are said before minutes are spent on building
+        inert = inert_sections(self.config.raw) if self.config.raw is not None else []
+        if inert:
+            rank_zero_warn(
+                f"{self.config.raw and self.config.raw.origin}: {', '.join(inert)} has no effect here, as batches,"
+                " steps and logs are Lightning's."
+            )
+        if self.config.offload.target == "nvme":
+            self._open_folder(facts, default_root_dir, agreement, place)
+            why = prepare_op(ASYNC_IO, agreement, _say, place.local_rank, device_type)
+            if why is not None:
+                raise ValueError(
+                    f"offload='nvme' needs DeepSpeed's async_io, which cannot be built: {why}; or use offload='cpu'."
+                )
+        if self.config.offloads_optimizer:
+            why = prepare_op(CPU_ADAM, agreement, _say, place.local_rank, device_type)
+            self.cpu_adam = why is None
+            if why is not None:
+                rank_zero_info(f"DeepSpeed's CPU Adam cannot be built ({why}): PyTorch's fused one serves instead.")
+
+        configure_deepspeeds_own(made)
+        if self.config.deepspeed.activation_checkpointing:
+            on_cpu = bool(self.config.deepspeed.activation_cpu_offload)
+            units = self.config.units, self.config.min_unit_numel
+            self._recomputed = Recomputed(module, *units, on_cpu, gathers=self.config.stage == 3)
+
+    def _open_folder(self, facts: RunFacts, root: str, agreement: Agreement, place: Place) -> None:
+        param_bytes = 2 if facts.dtype in ("bf16", "fp16") else 4
+        moves = self.config.offloads_optimizer, self.config.offloads_parameters
+        need = swap_bytes(facts.numel, param_bytes, facts.world_size, min(place.local_size, facts.world_size), *moves)
+        given, default = self.config.offload.path, os.path.join(root, "offload")
+        self.folder = open_folder(given, default, need, agreement, place.local_rank, place.node_rank, _say)
+
+    def facts(self, module: nn.Module, trainer_facts: Mapping[str, Any], device_type: str) -> RunFacts:
+        """``told`` is what the Trainer was told, in the names of :class:`RunFacts`."""
+        sizes = [private.whole_numel(p) for p in module.parameters()]
+        return RunFacts(
+            world_size=dist.get_world_size() if dist.is_initialized() else 1,
+            device_type=device_type,
+            numel=sum(sizes),
+            largest_numel=max(sizes, default=1),
+            num_together=gathered_together(module),
+            offload_path=self.offload_path,
+            **trainer_facts,
+        )
+
+    def check_batches(
+        self, module: nn.Module, trainer_facts: Mapping[str, Any], device_type: str, loaders: Any
+    ) -> None:
+        """Raises ``ValueError`` where the dataloaders' batch size is another than the file's."""
+        if self.config.raw is None:
+            return
+        facts = self.facts(module, trainer_facts, device_type)
+        for loader in _flat(loaders):
+            sampler = getattr(loader, "batch_sampler", None)
+            size = getattr(sampler, "batch_size", None) or getattr(loader, "batch_size", None)
+            check_micro_batch(self.config.raw, facts, size if isinstance(size, int) else None)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def end(self, keep_files: bool = False) -> None:
+        """Gives back what was lent and removes the files, unless a module still uses them: then the process does
+        at its end."""
+        self._take_back()
+        if self._recomputed is not None:
+            self._recomputed.close()
+            self._recomputed = None
+        if self.folder is not None and not keep_files:
+            self.folder.close()
+            self.folder = None
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _flat(loaders: Any) -> list[Any]:
+    if isinstance(loaders, Mapping):
+        return [leaf for value in loaders.values() for leaf in _flat(value)]
+    if isinstance(loaders, (list, tuple)):
+        return [leaf for value in loaders for leaf in _flat(value)]
+    return [] if loaders is None else [loaders]

@@ -1,0 +1,116 @@
+"""What a rank holds under DeepSpeed, and where.
+
+DeepSpeed computes with one set of tensors and steps another: *parameters* are those of the module (stage 3: this rank's
+cuts, and whatever is gathered) and the masters; *gradients* its averaged pieces, which live in buffers of their own;
+*optimizer* the states of the users' optimizers. What lies in files is measured as files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.deepspeed import private
+from lightning_zero.engines.deepspeed.optimizer_step import Cut, Managed, PieceStep
+from lightning_zero.engines.model_state import ModelState
+
+
+class Account:
+    """Counts each piece of memory once.
+
+    Args:
+        config: Says what is offloaded.
+        device: Of this rank.
+        shapes: Every parameter's own shape.
+    """
+
+    def __init__(self, config: ZeroConfig, device: torch.device, shapes: Mapping[Tensor, torch.Size]) -> None:
+        self.config, self.device, self.shapes = config, device, shapes
+        self.state = ModelState()
+        self._ranges: set[tuple[int, int]] = set()
+
+    def parameters(self, odd: Iterable[Tensor]) -> None:
+        """The module's own, whole or cut."""
+        whole = set(odd)
+        for p, shape in self.shapes.items():
+            self.state.whole["parameters"] += shape.numel() * p.element_size()
+            self.held("parameters", p.detach(), "device")
+            cut = private.cut_of(p)
+            if cut is not None and p not in whole:
+                self.held("parameters", cut.detach(), self._place(cut, self.config.offloads_parameters))
+
+    def managed(self, managed: Managed) -> None:
+        """Masters and gradients."""
+        shards = managed.shards
+        for i in managed.flats(shards.pieces):
+            if not shards.is_swapped(i):
+                self.held("parameters", shards.master(i), self._place_of_steps(shards.master(i)))
+        for flat in shards.grad_buffers():
+            self.held("gradients", flat, self._place_of_steps(flat))
+        for p in managed.with_grad:
+            self.state.whole["gradients"] += self.shapes[p].numel() * p.element_size()
+
+    def odd_gradients(self, odd: Iterable[Tensor]) -> None:
+        for p in odd:
+            if p.grad is not None:
+                self.state.whole["gradients"] += p.grad.numel() * p.grad.element_size()
+                self.held("gradients", p.grad, "device")
+
+    def optimizer(self, step: PieceStep) -> None:
+        """States in memory: of the pieces, and of parameters that DeepSpeed does not hold."""
+        for p, values in step.states.items():
+            for value in values.values():
+                if isinstance(value, Cut):
+                    self.state.whole["optimizer"] += self.shapes[p].numel() * value.piece.element_size()
+                    self.held("optimizer", value.piece, self._place_of_steps(value.piece))
+                elif isinstance(value, Tensor):
+                    self.state.whole["optimizer"] += value.numel() * value.element_size()
+                    self.held("optimizer", value, self._place_of_steps(value))
+        for values in step.optimizer.state.values():
+            for value in values.values():
+                if isinstance(value, Tensor):
+                    self.state.whole["optimizer"] += value.numel() * value.element_size()
+                    self.held("optimizer", value, "device")
+
+    def files(self, folder: str | None, managed: Managed | None) -> None:
+        """This rank's part of ``folder``: masters, which are parameters, states, and cuts of parameters."""
+        if folder is None:
+            return
+        mine = f"rank{dist.get_rank()}"
+        sizes = {"parameters": 0, "optimizer": 0}
+        for path in Path(folder).rglob("*.swp"):
+            if mine in path.parts:
+                sizes["optimizer" if "optimizer" in path.parts else "parameters"] += path.stat().st_size
+        if managed is not None and sizes["optimizer"]:
+            flats = managed.flats(managed.shards.pieces)
+            masters = sum(4 * managed.shards.numel(i) for i in flats if managed.shards.is_swapped(i))
+            sizes["parameters"] += masters
+            sizes["optimizer"] -= masters
+            for p in managed.shards.pieces:
+                if managed.shards.is_swapped(managed.piece(p).flat):  # what DDP would hold of them
+                    kept = managed.joined.state.get(managed.shards.master(managed.piece(p).flat), {})
+                    self.state.whole["optimizer"] += 4 * self.shapes[p].numel() * len(kept)
+        for kind, nbytes in sizes.items():
+            self.state.add_bytes(kind, nbytes, "disk")
+
+    def held(self, kind: str, tensor: Tensor, place: str) -> None:
+        """Counts ``tensor`` here, unless this very memory was counted."""
+        nbytes = tensor.numel() * tensor.element_size()
+        where = (tensor.data_ptr(), nbytes)
+        if nbytes and where not in self._ranges:
+            self._ranges.add(where)
+            self.state.add_bytes(kind, nbytes, place)
+
+    def _place_of_steps(self, tensor: Tensor) -> str:
+        return self._place(tensor, self.config.offloads_optimizer)
+
+    def _place(self, tensor: Tensor, moves: bool) -> str:
+        """On a machine without accelerator what would be moved counts as moved (see ``model_state``)."""
+        if self.device.type == "cpu":
+            return "host" if moves else "device"
+        return "host" if tensor.device.type == "cpu" else "device"

@@ -1,0 +1,211 @@
+"""What user code sees of parameters that DeepSpeed holds.
+
+Hooks see whole tensors, as under DDP (and as :mod:`lightning_zero.engines.fsdp2.view` does it for ``fully_shard``):
+
+- ``p.grad`` is the averaged gradient, put together when it is read; what is written to it counts in the step.
+- A stage-3 parameter is gathered when something reads it; inside a step it stays for the step and its backward.
+- What is written to a parameter, or to ``p.data`` and views of it, becomes the module's and the master's.
+
+Plain tensors pass with one check per argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_zero.engines.torch_functions import is_in_place
+
+# slot wrappers are made anew at each access: compared by value
+_GRAD: Any = Tensor.grad
+_DATA: Any = Tensor.data
+_GRAD_GET, _GRAD_SET, _GRAD_DELETE = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
+_DATA_GET, _DATA_SET = _DATA.__get__, _DATA.__set__
+_SHARES_MEMORY = frozenset(("detach", "view_as", "view", "alias"))
+_AS_THEY_ARE = frozenset(
+    getattr(Tensor, name).__get__
+    for name in (
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "dtype",
+        "device",
+        "layout",
+        "_backward_hooks",
+        "is_cuda",
+        "is_meta",
+        "is_sparse",
+        "is_quantized",
+        "is_mkldnn",
+        "name",
+        "names",
+        "output_nr",
+        "_version",
+        "retains_grad",
+        "is_mps",
+        "is_xpu",
+        "is_cpu",
+        "itemsize",
+    )
+    if hasattr(getattr(Tensor, name, None), "__get__")
+)
+_METADATA = frozenset(
+    "requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad is_floating_point is_complex"
+    " is_signed element_size is_inference __hash__ get_device is_tensor has_names __delete__".split()
+)
+_SHAPES = frozenset("size dim ndimension numel nelement stride __len__ is_contiguous is_same_size".split())
+_SHAPE_GETTERS = frozenset(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "nbytes"))
+
+
+class Holder(Protocol):
+    """What the view needs of the engine."""
+
+    def holds(self, p: Any) -> bool: ...
+    def is_away(self, p: Any) -> bool: ...
+    def in_step(self) -> bool: ...
+    def busy(self) -> bool: ...
+    def fetch(self, p: Any) -> None: ...
+    def keep_all(self) -> None: ...
+    def whole(self, p: Any) -> Tensor: ...
+    def shape_of(self, p: Any) -> torch.Size: ...
+    def written(self, p: Any, value: Tensor | None) -> None: ...
+    def see_grad(self, p: Any) -> Tensor | None: ...
+    def set_grad(self, p: Any, value: Tensor | None) -> None: ...
+    def user_backward(self, run: Callable[[], None]) -> None: ...
+
+
+class ShardView(TorchFunctionMode):
+    """See the module's text."""
+
+    def __init__(self, holder: Holder) -> None:
+        super().__init__()
+        self.holder = holder
+        # whole tensors that user code was given in a parameter's stead -> the parameter
+        self._lent: Any = WeakIdKeyDictionary()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        holder, name = self.holder, func.__name__
+        if name == "backward" and func == Tensor.backward and not holder.busy():
+            return holder.user_backward(lambda: func(*args, **kwargs))
+        if func == torch.autograd.grad and kwargs.get("create_graph") and holder.in_step():
+            holder.keep_all()
+        held = self._held(args) if args else []
+        if kwargs:
+            held += self._held(tuple(kwargs.values()))
+        if held:
+            return self._on_parameters(func, name, args, kwargs, held)
+        result = func(*args, **kwargs)
+        if self._lent and is_in_place(name):
+            self._notice(args or tuple(kwargs.values())[:1])
+        return result
+
+    def _held(self, values: Sequence[Any]) -> list[Any]:
+        found = []
+        for value in values:
+            if isinstance(value, nn.Parameter):
+                if self.holder.holds(value):
+                    found.append(value)
+            elif isinstance(value, (list, tuple)):
+                found += [v for v in value if isinstance(v, nn.Parameter) and self.holder.holds(v)]
+        return found
+
+    def _on_parameters(
+        self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], held: list[Any]
+    ) -> Any:
+        holder = self.holder
+        if holder.busy():
+            return func(*args, **kwargs)
+        if func == _GRAD_GET:
+            own = func(*args)
+            return own if own is not None else holder.see_grad(args[0])
+        if func in (_GRAD_SET, _GRAD_DELETE):
+            return holder.set_grad(args[0], args[1] if func == _GRAD_SET else None)
+        if func in _AS_THEY_ARE or name in _METADATA:
+            return func(*args, **kwargs)
+        if func == _DATA_SET:
+            return self._assign(*args)
+        away = [p for p in held if holder.is_away(p)]
+        if name in _SHAPES or func in _SHAPE_GETTERS:
+            return func(
+                *_instead(args, {id(p): torch.empty(holder.shape_of(p), device="meta") for p in away}), **kwargs
+            )
+        if is_in_place(name):
+            return self._write(func, name, args, kwargs)
+        if away and holder.in_step():
+            for p in away:
+                holder.fetch(p)
+            away = []
+        if not away:
+            result = func(*args, **kwargs)
+        else:
+            wholes = {id(p): self._lend(p) for p in {id(p): p for p in away}.values()}
+            result = func(*_instead(args, wholes), **{k: _instead([v], wholes)[0] for k, v in kwargs.items()})
+        if (func == _DATA_GET or name in _SHARES_MEMORY) and isinstance(result, Tensor):
+            self._lent[result] = held[0]
+        return result
+
+    def _lend(self, p: Any) -> Tensor:
+        whole = self.holder.whole(p)
+        self._lent[whole] = p
+        return whole
+
+    def _assign(self, p: Any, value: Tensor) -> None:
+        """``p.data = value``."""
+        shape = self.holder.shape_of(p)
+        if value.shape != shape:
+            raise ValueError(
+                f"assigning a tensor of shape {tuple(value.shape)} to .data of a parameter of shape {tuple(shape)}:"
+                " shapes must agree during a run; change the module before the run starts."
+            )
+        self.holder.written(p, value)
+
+    def _write(self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if not args:  # torch.nn.init passes its tensor by name
+            args, kwargs = list(kwargs.values())[:1], dict(list(kwargs.items())[1:])
+        targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+        mine = [t for t in targets if isinstance(t, nn.Parameter) and self.holder.holds(t)]
+        free = getattr(func, "__module__", "") == "torch.nn.init"  # switches gradients off itself
+        if not free and torch.is_grad_enabled() and any(t.requires_grad and t.is_leaf for t in mine):
+            raise RuntimeError(
+                f"a leaf Variable that requires grad is being used in an in-place operation ({name}): write to a"
+                " parameter under torch.no_grad() or through .data."
+            )
+        everything = self._held(args) + self._held(tuple(kwargs.values()))
+        wholes = {
+            id(p): self.holder.whole(p) for p in {id(p): p for p in everything}.values() if self.holder.is_away(p)
+        }
+        func(*_instead(args, wholes), **{k: _instead([v], wholes)[0] for k, v in kwargs.items()})
+        for p in mine:
+            self.holder.written(p, wholes.get(id(p)))
+        if not mine:
+            self._notice(args)
+        return args[0]
+
+    def _notice(self, args: Sequence[Any]) -> None:
+        """Something was written to in place: perhaps to what stands for a parameter, or to a view of it."""
+        targets = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
+        for target in targets:
+            if isinstance(target, Tensor):
+                base = target if target._base is None else target._base
+                p = self._lent.get(base)
+                if p is None:
+                    p = self._lent.get(target)
+                if p is not None:
+                    self.holder.written(p, base if base.shape == self.holder.shape_of(p) else None)
+
+
+def _instead(values: Sequence[Any], wholes: dict[int, Tensor]) -> list[Any]:
+    def one(value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)(wholes.get(id(v), v) for v in value)
+        return wholes.get(id(value), value)
+
+    return [one(value) for value in values]

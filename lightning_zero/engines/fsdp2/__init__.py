@@ -1,0 +1,1 @@
+"""ZeRO on ``torch.distributed.fsdp.fully_shard``."""

@@ -1,0 +1,343 @@
+"""Every private part of ``fully_shard`` that we touch, and nothing else.
+
+``fully_shard`` has no undo, no public way to know its groups and none to act before a group's reduction. What follows
+was read in torch 2.11-2.13; ``tests/unit/test_fsdp2_private.py`` tells when it moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _composable_state
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, _get_param_all_gather_inputs
+from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
+
+Group = Any  # torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup
+ShardedParam = Any  # torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam
+
+
+def init_now(root: nn.Module) -> None:
+    """Makes ``root`` the root of all units below it; left alone, whichever module runs first would become one."""
+    _state(root)._lazy_init()
+
+
+def groups(module: nn.Module) -> list[Group]:
+    """The parameter groups of one unit: one, or none when the unit holds no parameters."""
+    state = _state(module)
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.12
+
+
+def before_reduce(group: Group, action: Callable[[Group], bool]) -> None:
+    """Calls ``action(group)`` whenever the group's part of a backward ends, before its gradients are reduced.
+
+    The reduction is left out when ``action`` returns False.
+    """
+    original = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        if action(group):
+            original(*unused)
+
+    group.post_backward = post_backward
+
+
+def before_backward(group: Group, action: Callable[[], None]) -> None:
+    """Calls ``action()`` whenever the group's part of a backward begins, before anything is gathered for it."""
+    original = group.pre_backward
+
+    def pre_backward(*unused: Any) -> None:
+        action()
+        original(*unused)
+
+    group.pre_backward = pre_backward
+
+
+def before_reshard(group: Group, action: Callable[[Group], None]) -> None:
+    """Calls ``action(group)`` whenever its gathered parameters are about to be dropped."""
+    original = group._to_sharded
+
+    def to_sharded() -> None:
+        if not group.is_sharded:
+            action(group)
+        original()
+
+    group._to_sharded = to_sharded
+
+
+def gather_in_place(group: Group, gather: Callable[[list[Tensor], list[Tensor], dist.ProcessGroup], dist.Work]) -> None:
+    """Has ``gather(outputs, shards, process_group)`` fill the gathered parameters, instead of a buffer to copy from.
+
+    For one device without streams: a CPU.
+    """
+    process_group, params = group._all_gather_process_group, group.fsdp_params
+
+    @_outside_transforms
+    def unshard(async_op: bool = False) -> None:
+        is_kept = group._training_state == type(group._training_state).PRE_BACKWARD and not group.unshard_in_backward
+        if group._all_gather_result is not None or group.is_unsharded or is_kept:
+            return
+        shards = [shard for (shard,) in _get_param_all_gather_inputs(params)]
+        for p, shard in zip(params, shards, strict=True):
+            p.init_all_gather_outputs([shard.numel()], [shard.dtype], process_group.size(), group.device)
+            p.alloc_all_gather_outputs()
+        outputs = [p.all_gather_outputs[0] for p in params]
+        with (
+            torch.autograd._unsafe_preserve_version_counter(tuple(outputs)),
+            record_function("FSDP::all_gather"),
+        ):
+            work = gather(outputs, shards, process_group)
+        group._all_gather_result = AllGatherResult(outputs[0], None, work, [], [], [])
+
+    @_outside_transforms
+    def wait_for_unshard() -> None:
+        if group._all_gather_result is None:
+            return
+        with record_function("FSDP::all_gather_wait"):
+            _await_gather(group)
+        for p in params:
+            p.init_unsharded_param()
+        group._to_unsharded()
+        group._all_gather_result = None
+
+    end_of_backward = group.finalize_backward
+
+    def finalize_backward() -> None:
+        forget_gather(group)  # sent ahead for a use that did not come; left to the original, the copies would stay
+        end_of_backward()
+
+    group.unshard, group.wait_for_unshard = unshard, wait_for_unshard
+    group.finalize_backward = finalize_backward
+
+
+def alias_shards(group: Group) -> None:
+    """Has each shard be its part of the gathered copy, which then stays allocated; where both have one dtype.
+
+    For groups that gather in place, which fills the rest. While the group is sharded that rest is stale, and only the
+    shard is registered.
+    """
+    rank, size = group.mesh_info.shard_mesh_rank, group.mesh_info.shard_mesh_size
+    for p in group.fsdp_params:
+        data, rows = p._sharded_param_data, p.sharded_param._local_tensor.shape[0]
+        if not data.numel() or (p.param_dtype or data.dtype) != data.dtype:
+            continue
+        p.init_all_gather_outputs([data.numel()], [data.dtype], size, data.device)
+        part = p.all_gather_outputs[0].data.chunk(size)[rank]  # .data: a write to the shard is none to the copy
+        part.copy_(data)
+        p._sharded_param_data = part
+        p.sharded_param._local_tensor = part.view(p.padded_sharded_param_size)[:rows]
+        p.free_unsharded_param = _stay
+
+
+def _stay() -> None:
+    """Instead of freeing a copy that the shard lies in."""
+
+
+def is_aliased(p: ShardedParam) -> bool:
+    """Whether the shard is a part of the gathered copy; not if user code has put another tensor in its place."""
+    data = p._sharded_param_data
+    place = data.untyped_storage().data_ptr()  # 0 for what has no memory: freed copies, fake tensors
+    return not data.numel() or any(place == copy.untyped_storage().data_ptr() != 0 for copy in p.all_gather_outputs)
+
+
+def shard_marks(group: Group) -> list[tuple[int, int]]:
+    """Where each shard lies and how often it was written to in place."""
+    return [(p._sharded_param_data.data_ptr(), p._sharded_param_data._version) for p in group.fsdp_params]
+
+
+def gather_for_good(group: Group) -> dict[Tensor, Tensor]:
+    """Sharded parameters -> the copies that they lie in, gathered (collective); the group must not be used again."""
+    kept = [p for p in group.fsdp_params if p._sharded_param_data.numel() and is_aliased(p)]
+    if kept:
+        group.unshard()
+        group.wait_for_unshard()
+    return {p.sharded_param: p._unsharded_param.data for p in kept}
+
+
+def _outside_transforms(function: Callable[..., None]) -> Callable[..., None]:
+    """A ``torch.func`` transform or a ``TorchFunctionMode`` around a forward has nothing to do with parameters that
+    arrive."""
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        with torch._C._DisableFuncTorch(), torch._C.DisableTorchFunction():
+            function(*args, **kwargs)
+
+    return call
+
+
+def _await_gather(group: Group) -> None:
+    outputs = tuple(output for p in group.fsdp_params for output in p.all_gather_outputs)
+    with torch.autograd._unsafe_preserve_version_counter(outputs):  # arriving is no write
+        if group._all_gather_result.all_gather_work is not None:
+            group._all_gather_result.all_gather_work.wait()
+
+
+def without_translation(group: Group) -> None:
+    """What the group itself does around a forward is no user code: no ``TorchFunctionMode`` has to look at it."""
+
+    def quiet(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch._C.DisableTorchFunction():
+                return original(*args, **kwargs)
+
+        return call
+
+    group.pre_forward, group.post_forward = quiet(group.pre_forward), quiet(group.post_forward)
+
+
+def keeps_what_is_reduced(group: Group) -> bool:
+    """Whether a reduction's output becomes the gradients' storage as it is: not cast, scaled, or added to others."""
+
+    def is_kept(p: ShardedParam) -> bool:
+        reduced = p.reduce_dtype or p.param_dtype or p.orig_dtype
+        is_scaled = reduced not in (torch.float32, torch.bfloat16)  # by a part of the world size, afterwards
+        return p.sharded_param.grad is None and reduced == p.orig_dtype and not is_scaled
+
+    return all(map(is_kept, group.fsdp_params))
+
+
+def reduce_now(group: Group) -> None:
+    """Reduces the gradients lying on the group's whole parameters, outside autograd's own schedule."""
+    type(group).post_backward(group)
+    group.finalize_backward()
+    group._training_state = type(group._training_state).IDLE
+
+
+def trainable(group: Group) -> list[ShardedParam]:
+    """The group's parameters that take part in a backward on this rank."""
+    return [p for p in group.fsdp_params if p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")]
+
+
+def has_grad(p: ShardedParam) -> bool:
+    """Whether an unreduced gradient lies on the whole parameter."""
+    return p._unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None
+
+
+def whole_bytes(p: ShardedParam) -> tuple[int, int]:
+    """Bytes of the gathered copy beside the shard, and of whole gradients, as far as they are there."""
+    copies = sum(t.untyped_storage().nbytes() for t in p.all_gather_outputs)
+    if is_aliased(p):
+        copies -= p._sharded_param_data.nbytes
+    if not hasattr(p, "_unsharded_param"):
+        return copies, 0
+    grads = [g for g in (p._unsharded_param.grad, p.unsharded_accumulated_grad) if g is not None]
+    return copies, sum(g.numel() * g.element_size() for g in grads)
+
+
+def copies(group: Group) -> list[tuple[Tensor, DTensor]]:
+    """The gathered copy and the shards of each parameter; no copies before they are gathered for the first time."""
+    return [(p._unsharded_param, p.sharded_param) for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+
+
+def version(group: Group) -> int:
+    """Grows with each in-place write to a gathered parameter; gathering leaves it as it is."""
+    return sum(p._unsharded_param._version for p in group.fsdp_params)
+
+
+def zero_grad(p: ShardedParam) -> None:
+    """Puts zeros where a reduction needs something to add."""
+    p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+
+
+def follow_requires_grad(group: Group) -> None:
+    """``toggle_optimizer`` acts on the shards; parameters that are gathered right now must follow."""
+    for p in group.fsdp_params:
+        if hasattr(p, "_unsharded_param") and p._unsharded_param.requires_grad != p.sharded_param.requires_grad:
+            p._unsharded_param.requires_grad_(p.sharded_param.requires_grad)
+
+
+def is_gathered(group: Group) -> bool:
+    return bool(group.is_unsharded)
+
+
+def is_resharded(root: nn.Module, groups: list[Group]) -> bool:
+    """Whether nothing is gathered, on its way or recorded: neither resharding nor :func:`forget_forwards` would do
+    anything."""
+    state = _state(root)
+    if state._state_ctx.iter_forward_root is not None or state._comm_ctx.post_forward_order:
+        return False
+    return all(g.is_sharded and g._all_gather_result is None and not g._post_forward_indices for g in groups)
+
+
+def forget_forwards(root: nn.Module) -> None:
+    """Drops what forwards without backward have recorded for prefetching, and prefetched; nothing else clears it."""
+    state = _state(root)
+    state._comm_ctx.post_forward_order.clear()
+    state._state_ctx.iter_forward_root = None
+    for each in state._state_ctx.all_states:
+        each._training_state = type(each._training_state).IDLE
+        for module in each._modules:
+            for group in groups(module):
+                group._post_forward_indices.clear()
+                forget_gather(group)  # sent ahead, never used, of values that grow old
+
+
+def forget_gather(group: Group) -> None:
+    """Drops what was gathered ahead and is not used yet."""
+    if group._all_gather_result is not None:
+        _await_gather(group)
+        group._all_gather_result = None
+        if group.is_sharded:
+            for p in group.fsdp_params:  # some gathers fill the parameters themselves
+                p.free_unsharded_param()
+
+
+def registrations(group: Group) -> Iterator[tuple[Tensor, list[tuple[nn.Module, str]]]]:
+    """Each sharded parameter with every (module, attribute) it is registered under."""
+    for p in group.fsdp_params:
+        info = p._module_info
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        yield p.sharded_param, [(info.module, info.param_name), *shared]
+
+
+@contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """A forward of this unit leaves its parameters as they are registered."""
+    state = _state(module)
+    hooks = [(h, h.hooks_dict_ref()) for h in (state._pre_forward_hook_handle, state._post_forward_hook_handle)]
+    kept = [dict(found) for _, found in hooks]
+    for handle, found in hooks:
+        del found[handle.id]
+    try:
+        yield
+    finally:
+        for (_, found), before in zip(hooks, kept, strict=True):
+            found.clear()
+            found.update(before)  # in the order they were in
+
+
+def undo(module: nn.Module) -> None:
+    """Takes ``fully_shard`` off one unit: hooks, class and state. Its parameters stay as they are registered."""
+    state = _state(module)
+    for group in groups(module):
+        for handles in (
+            group._module_to_pre_save_state_dict_hook_handle,
+            group._module_to_pre_load_state_dict_hook_handle,
+        ):
+            for handle in handles.values():
+                handle.remove()
+        for p in group.fsdp_params:
+            p._post_load_hook_handle.remove()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    for inner in module.modules():
+        inner.__dict__.pop("_is_fsdp_managed_module", None)
+        inner.__dict__.pop("_fsdp_use_orig_params", None)
+    module.__class__ = type(module).__mro__[2]  # [FSDP<Orig>, FSDPModule, Orig, ...]
+    for key in (STATE_KEY, REGISTRY_KEY):
+        module.__dict__.pop(key, None)
+    _composable_state._module_state_mapping.pop(module, None)
+
+
+def _state(module: nn.Module) -> Any:
+    assert isinstance(module, FSDPModule)
+    return module._get_fsdp_state()

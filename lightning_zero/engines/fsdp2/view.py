@@ -1,0 +1,238 @@
+"""User code sees whole tensors: what happens when a hook or a step touches a sharded parameter.
+
+A sharded parameter is a ``DTensor``. Its own dispatch answers ``p.norm().item()`` with *this rank's* norm, refuses
+``plain + p`` and knows only part of the operators, so code written for DDP would fail or, worse, be silently wrong.
+While a :class:`WholeView` is active, every torch function that meets a ``DTensor``
+
+- **reads** it whole: the shards are gathered (a collective, so all ranks must make the call), differentiably where a
+  gradient is wanted: it is averaged over the ranks, as DDP averages gradients;
+- **writes** it back: an in-place function runs on the shards where it is element-wise, else on the gathered tensor,
+  whose shards are then stored;
+- **views** of it are read-only, because a write to a gathered copy would be lost: torch raises on the attempt.
+
+Parameters that are gathered for a step are plain tensors, and what is written to them in place counts too, because
+their version tells. It does not tell of ``p.data``: whoever owns such parameters is told when that is taken, and an
+assignment to it becomes a copy.
+
+With CPU offload a shard lies in host memory while its mesh is of an accelerator. What is read then lies on the device,
+where ``p.device`` says it is, and what is written waits for copies of the old values that are still under way.
+
+Plain tensors, that is all of an ordinary forward, pass with one check per argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from lightning_zero.comm.shards import (
+    before_host_write,
+    gathered,
+    is_off_mesh,
+    local,
+    mesh_device,
+    read_only,
+    shard_like,
+    whole,
+)
+from lightning_zero.engines.torch_functions import is_in_place
+
+_METADATA = frozenset(
+    "size dim ndimension numel nelement stride element_size storage_offset is_floating_point is_complex is_contiguous"
+    " is_signed is_inference get_device data_ptr register_hook register_post_accumulate_grad_hook retain_grad detach"
+    " requires_grad_ __len__ __hash__ __repr__ __str__ __format__ is_same_size is_tensor is_storage _is_view"
+    " untyped_storage storage has_names type_as_metadata backward".split()
+)
+_VIEWS = frozenset(
+    "view view_as reshape reshape_as flatten unflatten ravel t transpose swapaxes swapdims permute movedim moveaxis"
+    " adjoint narrow select unbind split chunk tensor_split hsplit vsplit dsplit squeeze unsqueeze expand expand_as"
+    " diagonal unfold __getitem__ as_strided alias positive real imag contiguous".split()
+)
+_VIEW_PROPERTIES = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
+_ELEMENTWISE = frozenset(
+    "add_ sub_ mul_ div_ neg_ abs_ clamp_ clamp_min_ clamp_max_ clip_ zero_ fill_ copy_ lerp_ addcmul_ addcdiv_"
+    " nan_to_num_ sign_ sqrt_ square_ pow_ exp_ log_ __iadd__ __isub__ __imul__ __itruediv__"
+    " _foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_zero_ _foreach_lerp_ _foreach_clamp_min_"
+    " _foreach_clamp_max_ _foreach_copy_".split()
+)
+_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
+_SETTERS: dict[Any, str] = {getattr(Tensor, name).__set__: name for name in ("data", "grad")}
+_AS_THEY_ARE = frozenset(
+    getattr(Tensor, name).__get__ for name in "grad shape dtype requires_grad is_leaf grad_fn ndim layout".split()
+)
+"""What is read most and is the same of a shard and of a whole; the shortest way for it."""
+_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class WholeView(TorchFunctionMode):
+    """Lets code written for whole tensors work on sharded ones; see the module's text.
+
+    Args:
+        on_write: Called before a sharded tensor changes.
+        on_data: Called with a plain parameter whose ``data`` is read or assigned; whether it is a gathered one.
+    """
+
+    def __init__(
+        self, on_write: Callable[[], None] = lambda: None, on_data: Callable[[Tensor], bool] = lambda tensor: False
+    ) -> None:
+        super().__init__()
+        self._on_write, self._on_data = on_write, on_data
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _AS_THEY_ARE:
+            return func(*args)
+        kwargs = kwargs or {}
+        if func in _DATA and isinstance(args[0], Parameter) and self._on_data(args[0]) and len(args) == 2:
+            return _copy_into(*args)
+        if not _any_sharded(args) and not (kwargs and _any_sharded(kwargs.values())):
+            return func(*args, **kwargs)
+        name = func.__name__
+        if func in _SETTERS:
+            if _SETTERS[func] == "data":
+                self._on_write()
+            return _assign(_SETTERS[func], *args)
+        if name == "__get__":
+            if func == _DEVICE:
+                return mesh_device(args[0])
+            return func(*args) if func not in _VIEW_PROPERTIES else func(read_only(args[0]))
+        if name in ("register_hook", "register_post_accumulate_grad_hook") and args[0].is_leaf:
+            raise ValueError(
+                f"{name} on a sharded parameter would never be called: its gradient is made on the gathered parameter."
+                " Call register_hook before the run, in __init__ or configure_model, or use on_after_backward."
+            )
+        if name in _METADATA or name in ("__set__", "__delete__"):
+            return func(*args, **kwargs)
+        if is_in_place(name):
+            if not args:  # torch.nn.init passes its tensor by name
+                args, kwargs = list(kwargs.values())[:1], dict(list(kwargs.items())[1:])
+            if _any_sharded(args[:1]):
+                self._on_write()
+                return _write(func, name, args, kwargs)
+        if name.endswith("_like"):
+            return func(*_map(_stand_in, args), **kwargs)
+        read = read_only if name in _VIEWS else whole
+        return func(*_map(read, args), **{key: _map(read, [value])[0] for key, value in kwargs.items()})
+
+
+def _any_sharded(values: Any) -> bool:
+    for value in values:
+        if isinstance(value, DTensor):
+            return True
+        if isinstance(value, (list, tuple)) and any(isinstance(v, DTensor) for v in value):
+            return True
+    return False
+
+
+def _map(fn: Callable[[DTensor], Tensor], values: Sequence[Any]) -> list[Any]:
+    def one(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return fn(value)
+        if type(value) in (list, tuple) and _any_sharded(value):
+            return type(value)(one(v) for v in value)
+        return value
+
+    return [one(v) for v in values]
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """Enough of a whole tensor for functions that read only its shape, dtype and device."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=mesh_device(tensor))
+
+
+def _require_shape(attribute: str, target: Tensor, value: Tensor) -> None:
+    if value.shape != target.shape:
+        raise ValueError(
+            f"assigning a tensor of shape {tuple(value.shape)} to .{attribute} of a sharded parameter of shape"
+            f" {tuple(target.shape)}: shapes must agree during a run; change the module before the run starts."
+        )
+
+
+@torch.no_grad()
+def _copy_into(target: Tensor, value: Tensor) -> None:
+    """``p.data = x`` for a gathered ``p``, whose memory is the engine's."""
+    _require_shape("data", target, value)
+    target.copy_(gathered(value))
+
+
+def _assign(attribute: str, target: Tensor, value: Tensor | None) -> None:
+    """``p.data = x`` and ``p.grad = x``, where either may be sharded."""
+    if isinstance(target, DTensor) and value is not None and not isinstance(value, DTensor):
+        _require_shape(attribute, target, value)
+        value = shard_like(value, target)
+    elif not isinstance(target, DTensor) and isinstance(value, DTensor):
+        value = gathered(value)
+    if attribute == "data" and isinstance(target, DTensor):
+        assert isinstance(value, DTensor)
+        before_host_write(target)
+        with torch.no_grad():  # into the engine's own buffer: it gathers from there
+            local(target.detach()).copy_(local(value))
+    else:
+        setattr(target, attribute, value)
+
+
+def _write(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    targets = list(target) if isinstance(target, (list, tuple)) else [target]
+    if torch.is_grad_enabled() and any(t.requires_grad and t.is_leaf for t in targets):
+        raise RuntimeError(
+            f"a leaf Variable that requires grad is being used in an in-place operation ({name}): write to a parameter"
+            " under torch.no_grad() or through .data."
+        )
+    before_host_write(targets[0])
+    with torch.no_grad():
+        on_shards = name in _ELEMENTWISE and _fits_shards(targets, args[1:], kwargs)
+        if on_shards:
+            like = targets[0]
+            func(*_to_local(args, like), **{key: _to_local([value], like)[0] for key, value in kwargs.items()})
+        else:
+            gathered = [whole(t) if isinstance(t, DTensor) else t for t in targets]
+            first = type(target)(gathered) if isinstance(target, (list, tuple)) else gathered[0]
+            func(first, *_map(whole, args[1:]), **{key: _map(whole, [value])[0] for key, value in kwargs.items()})
+            for t, new in zip(targets, gathered, strict=True):
+                if isinstance(t, DTensor):
+                    local(t).copy_(local(shard_like(new, t)))
+    return target
+
+
+def _fits_shards(targets: list[Tensor], others: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an element-wise function can run shard by shard: the other tensors are scalars or laid out alike."""
+    shapes = {t.shape for t in targets}
+
+    def fits(value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return len(value) == len(targets) and all(
+                not isinstance(v, Tensor)
+                or v.dim() == 0
+                or (isinstance(v, DTensor) and isinstance(t, DTensor) and v.placements == t.placements)
+                for v, t in zip(value, targets, strict=True)
+            )
+        if isinstance(value, DTensor):
+            return len(targets) == 1 and value.shape in shapes and value.placements == targets[0].placements  # type: ignore[attr-defined]
+        return not isinstance(value, Tensor) or value.dim() == 0 or (len(targets) == 1 and value.shape in shapes)
+
+    return all(map(fits, others)) and all(map(fits, kwargs.values()))
+
+
+def _to_local(values: Sequence[Any], like: Tensor) -> list[Any]:
+    def one(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return local(value)
+        if isinstance(value, (list, tuple)):
+            return type(value)(beside(v) if isinstance(v, Tensor) else v for v in value)
+        if isinstance(value, Tensor) and value.dim() > 0 and isinstance(like, DTensor):
+            return local(shard_like(value, like))
+        return beside(value) if isinstance(value, Tensor) else value
+
+    def beside(value: Tensor) -> Tensor:
+        value = local(value)  # a scalar made on the device, where the shards are not
+        return value.to(local(like).device) if is_off_mesh(like) and not value.dim() else value
+
+    return [one(v) for v in values]

@@ -1,0 +1,83 @@
+"""What a rank holds of the model's state, counted tensor by tensor, and where it lies.
+
+[Kinds] *parameters* with their master weights and gathered copies, *gradients*, *optimizer* states.
+
+[Places] *device*, *host* memory, *disk*. On a CPU-only machine device and host are the same memory; there a tensor is
+counted where its owner would keep it on an accelerator: the shards of ``offload="cpu"`` on the host, gathered copies on
+the device.
+
+*Whole* bytes are those of the tensor as DDP holds it on every rank, *here* those of this rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_zero.comm.shards import local
+
+KINDS = ("parameters", "gradients", "optimizer")
+PLACES = ("device", "host", "disk")
+
+
+def _nothing() -> dict[str, dict[str, int]]:
+    return {kind: dict.fromkeys(PLACES, 0) for kind in KINDS}
+
+
+@dataclass
+class ModelState:
+    """An account; bytes."""
+
+    whole: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    """Kind -> bytes of the whole tensors."""
+    here: dict[str, dict[str, int]] = field(default_factory=_nothing)
+    """Kind -> place -> bytes of this rank's part."""
+
+    def add(self, kind: str, tensor: Tensor, place: str) -> None:
+        """Counts ``tensor``, whole and this rank's part."""
+        self.whole[kind] += tensor.numel() * tensor.element_size()
+        part = local(tensor)
+        self.add_bytes(kind, part.numel() * part.element_size(), place)
+
+    def add_bytes(self, kind: str, nbytes: int, place: str) -> None:
+        """Counts what is only here: copies, files."""
+        self.here[kind][place] += nbytes
+
+    def held(self, kind: str) -> int:
+        """Bytes of ``kind`` here, wherever they lie."""
+        return sum(self.here[kind].values())
+
+    def at(self, place: str) -> int:
+        """Bytes of all kinds in one place."""
+        return sum(self.here[kind][place] for kind in KINDS)
+
+
+def plain_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> ModelState:
+    """Of a module that no engine has sharded, on one device."""
+    state = ModelState()
+    for p in module.parameters():
+        state.add("parameters", p, "device")
+        if p.grad is not None:
+            state.add("gradients", p.grad, "device")
+    for _, tensor in states_of(optimizers):
+        state.add("optimizer", tensor, "device")
+    return state
+
+
+def states_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every tensor in the optimizers' states, with the parameter it belongs to; shards where they are shards."""
+    for optimizer in optimizers:
+        for p, state in getattr(optimizer, "_optimizer", optimizer).state.items():
+            yield from ((p, value) for value in state.values() if isinstance(value, Tensor))
+
+
+def place_of(tensor: Tensor, device: torch.device, shards_on_host: bool) -> str:
+    """Where ``tensor`` lies, on a machine without accelerator by ownership (see the module's text)."""
+    if device.type == "cpu":
+        return "host" if shards_on_host and isinstance(tensor, DTensor) else "device"
+    return "host" if local(tensor).device.type == "cpu" else "device"

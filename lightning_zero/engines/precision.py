@@ -1,0 +1,191 @@
+"""What a precision means for parameters, reductions and master weights, and Lightning's plugins on shards.
+
+| ``Trainer(precision=...)`` | stored (master) weights | gathered for compute | gradients reduced in | autocast |
+|---|---|---|---|---|
+| ``32-true`` | fp32 | fp32 | fp32 | – |
+| ``64-true`` | fp64 | fp64 | fp64 | – |
+| ``bf16-true`` / ``16-true`` | bf16 / fp16 | bf16 / fp16 | bf16 / fp16 | – |
+| ``bf16-mixed`` / ``16-mixed`` | fp32 | bf16 / fp16 | fp32 | bf16 / fp16 |
+
+Lightning picks its precision plugin by ``isinstance`` on its own strategies; :func:`adapt_precision` turns what it
+picked for us into the plugin of the same name that clips, unscales and steps on shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+@dataclass(frozen=True)
+class DtypePolicy:
+    """Dtypes of the traffic; ``None`` leaves the parameter's own."""
+
+    param_dtype: torch.dtype | None = None
+    """Parameters are gathered, and computed with, in this dtype."""
+    reduce_dtype: torch.dtype | None = None
+    """Gradients are reduced in this dtype."""
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.param_dtype is not None
+
+
+class StepsOnShards(Protocol):
+    """What the plugins need of an engine."""
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any: ...
+    def reshard(self) -> None: ...
+    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor: ...
+    def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None: ...
+    def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Any: ...
+    def any_rank(self, flag: Tensor) -> None: ...
+
+
+class _OnShards(Precision):
+    """Clips and steps through the engine once the strategy has set one."""
+
+    engine: StepsOnShards | None = None
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if self.engine is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        return self.engine.step(optimizer, partial(self._wrap_closure, model, optimizer, closure), **kwargs)
+
+    def _wrap_closure(self, model: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
+        result = closure()
+        if self.engine is not None:
+            self.engine.reshard()  # a step that returned None has left its units gathered
+        self._after_closure(model, optimizer)
+        return result
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        if self.engine is None:
+            super().clip_grad_by_norm(optimizer, clip_val)
+        else:
+            self.engine.clip_grad_norm(optimizer, float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        if self.engine is None:
+            super().clip_grad_by_value(optimizer, clip_val)
+        else:
+            self.engine.clip_grad_value(optimizer, float(clip_val))
+
+    def dtype_policy(self) -> DtypePolicy:
+        """The dtypes that the engine gathers and reduces in."""
+        return DtypePolicy()
+
+
+class ZeroPrecision(_OnShards):
+    """``32-true``."""
+
+
+class ZeroHalfPrecision(_OnShards, HalfPrecision):
+    """``bf16-true`` and ``16-true``."""
+
+
+class ZeroDoublePrecision(_OnShards, DoublePrecision):
+    """``64-true``."""
+
+
+class ZeroMixedPrecision(_OnShards, MixedPrecision):
+    """``bf16-mixed`` and ``16-mixed``: fp32 master weights, loss scaling for fp16.
+
+    An overflow on one rank makes every rank skip its step, because all ranks agree on ``found_inf`` when unscaling.
+    """
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if self.scaler is None or self.engine is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("precision='16-mixed' with LBFGS: its inner steps cannot be scaled; use 'bf16-mixed'.")
+        result = closure()
+        self.engine.reshard()
+        skip = result is None and model.automatic_optimization  # no backward ran, nothing to unscale
+        if not skip:
+            self.unscale(optimizer)
+        self._after_closure(model, optimizer)
+        if skip:
+            return result
+        with self.engine.stand_ins(optimizer):
+            self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return result
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divides the local gradients by the loss scale and lets all ranks know of an overflow on any."""
+        assert self.scaler is not None
+        assert self.engine is not None
+        with self.engine.stand_ins(optimizer, on_shards=True):
+            self.scaler.unscale_(optimizer)
+        # Private: GradScaler offers no way to add other ranks' findings (FSDP1's ShardedGradScaler does the same).
+        state = self.scaler._per_optimizer_states[id(optimizer)]
+        for found_inf in state["found_inf_per_device"].values():
+            self.engine.any_rank(found_inf)
+        scale = self.scaler._scale
+        if scale is not None and scale.device.type == "cpu":
+            # The scaler would copy them without waiting, and the CPU would read too early.
+            state["found_inf_per_device"] = {
+                device: found_inf.to(scale.device) for device, found_inf in state["found_inf_per_device"].items()
+            }
+
+    def scale_on_host(self) -> None:
+        """With gradients in host memory: the loss scale lies there too, so that unscaling never waits for the device.
+
+        Private: the scale is else made where the first loss lies. Its copies from the device to the host are not waited
+        for before the CPU's kernels read them; the other way the stream keeps the order.
+        """
+        if self.scaler is not None and self.scaler._scale is None:
+            self.scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: Lightning would file the scaler under our class's name, where DDP does not look for it."""
+        return {}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.scaler is not None:
+            checkpoint[MixedPrecision.__qualname__] = self.scaler.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if MixedPrecision.__qualname__ in checkpoint:
+            self.load_state_dict(checkpoint[MixedPrecision.__qualname__])
+
+    def dtype_policy(self) -> DtypePolicy:
+        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+        return DtypePolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+
+def adapt_precision(plugin: Precision | None) -> Precision | None:
+    """Our counterpart of Lightning's ``plugin``; a plugin of the user's own making is refused by name.
+
+    Raises:
+        ValueError: For a plugin that steps or clips in ways this strategy cannot carry over to shards.
+    """
+    if plugin is None or isinstance(plugin, _OnShards):
+        return plugin
+    if type(plugin) is Precision:
+        return ZeroPrecision()
+    if type(plugin) is DoublePrecision:
+        return ZeroDoublePrecision()
+    if type(plugin) is HalfPrecision:
+        return ZeroHalfPrecision(plugin.precision)
+    if type(plugin) is MixedPrecision:
+        return ZeroMixedPrecision(plugin.precision, plugin.device, plugin.scaler)  # type: ignore[arg-type]
+    raise ValueError(
+        f"precision plugin {type(plugin).__name__} is not known to work on shards: use precision='32-true', '64-true',"
+        " 'bf16-true', '16-true', 'bf16-mixed' or '16-mixed'."
+    )

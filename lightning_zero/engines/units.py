@@ -1,0 +1,234 @@
+"""Which modules are gathered together: the shard units of a module, chosen from the module itself.
+
+A *unit* is a module whose parameters are gathered by one collective before its ``forward`` and reduced by one after
+its backward. What no unit takes belongs to the *root* unit, which is gathered for the whole step. Parameters that
+``fully_shard`` cannot split (0-dim, empty, non-contiguous, of another dtype than their unit's) are *replicated*:
+whole on every rank, their gradients averaged as under DDP.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+STACKS = (nn.ModuleList, nn.Sequential)
+"""Containers whose children follow each other. Those of a ``ModuleDict`` are mostly alternatives (a head per task), of
+which ranks may take different ones: they stay with the unit around them."""
+ROOT = "(root)"
+
+
+@dataclass
+class Unit:
+    """One group of parameters that travel together."""
+
+    name: str
+    """Name of the module in the LightningModule; ``"(root)"`` for what no other unit takes."""
+    module: nn.Module
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Sharded parameters by full name."""
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel() for p in self.parameters.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.parameters.values())
+
+
+@dataclass
+class UnitPlan:
+    """Every parameter of a module has exactly one place: a unit of ``units`` or ``replicated``."""
+
+    units: list[Unit]
+    """Inner units before the ones around them; the root last, present even when it holds nothing."""
+    replicated: dict[str, nn.Parameter]
+    """Parameters kept whole on every rank, by full name."""
+
+    def table(self) -> str:
+        """The units as text: module, parameters, elements, bytes."""
+        rows = [(u.name, type(u.module).__name__, len(u.parameters), u.numel, u.nbytes) for u in self.units]
+        if self.replicated:
+            whole = Unit("(replicated)", nn.Module(), self.replicated)
+            rows.append((whole.name, "-", len(self.replicated), whole.numel, whole.nbytes))
+        width = max(len("unit"), *(len(r[0]) for r in rows))
+        kind = max(len("class"), *(len(r[1]) for r in rows))
+        lines = [f"{'unit':<{width}}  {'class':<{kind}}  {'tensors':>7}  {'elements':>13}  {'bytes':>15}"]
+        lines += [f"{r[0]:<{width}}  {r[1]:<{kind}}  {r[2]:>7}  {r[3]:>13,}  {r[4]:>15,}" for r in rows]
+        return "\n".join(lines)
+
+
+def plan_units(
+    module: nn.Module,
+    patterns: Sequence[str] | None = None,
+    min_unit_numel: int = 0,
+    keep_whole: Collection[type[nn.Module]] = (),
+) -> UnitPlan:
+    """Divides the parameters of ``module`` over shard units.
+
+    Args:
+        module: A whole module: plain parameters, nothing sharded yet.
+        patterns: Class names or patterns on module names, level by level, that become units; ``None`` chooses repeated
+            blocks, an empty sequence makes everything the root's.
+        min_unit_numel: Automatic units with fewer elements are left to the unit around them.
+        keep_whole: Module classes whose parameters are replicated (BatchNorm under mixed precision).
+
+    Raises:
+        ValueError: When a pattern matches no module that holds parameters.
+    """
+    if patterns is None:
+        chosen = [m for m in _automatic(module, min_unit_numel) if m is not module]
+    else:
+        chosen = _matching(module, patterns)
+    names = {m: name for name, m in module.named_modules()}
+    owners = _owners(module, set(chosen))
+    while shared := {m for m in chosen if _shares_parameters(m, owners)}:
+        chosen = [m for m in chosen if m not in shared]
+        owners = _owners(module, set(chosen))
+
+    units = {m: Unit(names[m], m) for m in chosen}
+    units[module] = Unit(ROOT, module)
+    for name, parameter in module.named_parameters():
+        (owner,) = owners[parameter]
+        units[owner or module].parameters[name] = parameter
+    whole = _parameters_of(module, keep_whole)
+    replicated: dict[str, nn.Parameter] = {}
+    for unit in units.values():
+        for name in _unsplittable(unit.parameters, whole):
+            replicated[name] = unit.parameters.pop(name)
+    depth = {m: name.count(".") for name, m in module.named_modules()}
+    inner = [units[m] for m in sorted(chosen, key=lambda m: -depth[m]) if units[m].parameters]
+    order = {name: i for i, name in enumerate(names.values())}
+    inner.sort(key=lambda u: (-depth[u.module], order[u.name]))
+    return UnitPlan([*inner, units[module]], replicated)
+
+
+def _automatic(module: nn.Module, min_unit_numel: int) -> Iterator[nn.Module]:
+    """Repeated blocks: what Hugging Face models name in ``_no_split_modules``, and the children of lists."""
+    no_split = {name for m in module.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
+    seen: set[nn.Module] = set()
+
+    def visit(parent: nn.Module) -> Iterator[nn.Module]:
+        children = [c for c in parent.children() if c not in seen]
+        seen.update(children)
+        kinds = Counter(type(c) for c in children)
+        for child in children:
+            named = type(child).__name__ in no_split
+            block = isinstance(parent, STACKS) and (kinds[type(child)] > 1 or not _has_stack(child))
+            if (
+                (named or (block and not _has_own_methods(child)))
+                and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+                and sum(p.numel() for p in child.parameters()) >= max(min_unit_numel, 1)
+            ):
+                yield child
+            else:
+                yield from visit(child)
+
+    yield from visit(module)
+
+
+def _has_stack(module: nn.Module) -> bool:
+    """Whether blocks are repeated somewhere inside: two children of one class, themselves with children."""
+    for inner in module.modules():
+        if isinstance(inner, STACKS):
+            kinds = Counter(type(c) for c in inner.children() if next(c.children(), None) is not None)
+            if any(n > 1 for n in kinds.values()):
+                return True
+    return False
+
+
+def _has_own_methods(module: nn.Module) -> bool:
+    """Whether the class offers public methods beside ``forward``: it may then be used around the unit's hooks."""
+    for cls in type(module).__mro__:
+        if cls.__module__.split(".")[0] == "torch":
+            return False
+        for name, value in vars(cls).items():
+            if not name.startswith("_") and name != "forward" and callable(value):
+                return True
+    return False
+
+
+def _matching(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    chosen: dict[nn.Module, None] = {}
+    for pattern in patterns:
+        found = [
+            m
+            for name, m in module.named_modules()
+            if m is not module and (type(m).__name__ == pattern or _matches(name, pattern))
+        ]
+        usable = [m for m in found if not isinstance(m, (nn.ModuleList, nn.ModuleDict)) and _holds_parameters(m)]
+        if not usable:
+            reason = "matches only containers or modules without parameters" if found else "matches no module"
+            classes = sorted({type(m).__name__ for m in module.modules() if _holds_parameters(m)})
+            raise ValueError(
+                f"units={list(patterns)!r}: {pattern!r} {reason}. Use a class name ({', '.join(classes)}) or a pattern"
+                f" on module names such as {_example_name(module)!r}."
+            )
+        chosen.update(dict.fromkeys(usable))
+    return list(chosen)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """A wildcard stays within one level, as in file names: ``blocks.*`` is the blocks, not what is inside them."""
+    levels, wanted = name.split("."), pattern.split(".")
+    return len(levels) == len(wanted) and all(map(fnmatchcase, levels, wanted))
+
+
+def _example_name(module: nn.Module) -> str:
+    return next((n for n, m in module.named_modules() if n and _holds_parameters(m)), "layers.*")
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _owners(module: nn.Module, chosen: set[nn.Module]) -> dict[nn.Parameter, set[nn.Module | None]]:
+    """Parameter -> the innermost units whose subtree registers it (``None`` stands for the root)."""
+    owners: dict[nn.Parameter, set[nn.Module | None]] = {}
+    seen: set[tuple[nn.Module, nn.Module | None]] = set()
+
+    def visit(m: nn.Module, unit: nn.Module | None) -> None:
+        unit = m if m in chosen else unit
+        if (m, unit) in seen:
+            return
+        seen.add((m, unit))
+        for parameter in m.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(unit)
+        for child in m.children():
+            visit(child, unit)
+
+    visit(module, None)
+    return owners
+
+
+def _shares_parameters(unit: nn.Module, owners: dict[nn.Parameter, set[nn.Module | None]]) -> bool:
+    """A tied parameter belongs to the lowest unit around all its users, so users below that are no units."""
+    return any(len(users) > 1 and unit in users for users in owners.values())
+
+
+def _parameters_of(module: nn.Module, classes: Collection[type[nn.Module]]) -> set[nn.Parameter]:
+    found = (m for m in module.modules() if isinstance(m, tuple(classes))) if classes else ()
+    return {p for m in found for p in m.parameters(recurse=False)}
+
+
+def _unsplittable(parameters: dict[str, nn.Parameter], whole: set[nn.Parameter]) -> list[str]:
+    """Names of the parameters that cannot travel with this unit."""
+    numel: Counter[torch.dtype] = Counter()
+    for p in parameters.values():
+        if p.requires_grad:
+            numel[p.dtype] += p.numel()
+    main = numel.most_common(1)[0][0] if numel else None
+    return [
+        name
+        for name, p in parameters.items()
+        if p.dim() == 0
+        or p.numel() == 0
+        or not p.is_contiguous()
+        or p in whole
+        or (p.requires_grad and p.dtype != main)
+    ]

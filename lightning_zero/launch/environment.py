@@ -1,0 +1,135 @@
+"""What the outside launchers (torchrun, srun, mpirun) say about a run's ranks, checked against the Trainer."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from typing import Any
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+
+_MPI = (
+    # rank, world size, local rank, local world size
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+)
+_MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "HYDRA_JOBID")
+
+
+class MpiEnvironment(ClusterEnvironment):
+    """Ranks started by ``mpirun`` (Open MPI, MPICH, Intel MPI), read from what it sets; ``mpi4py`` is not needed."""
+
+    def __init__(self) -> None:
+        names = _mpi_names()
+        assert names is not None
+        self._rank, self._world_size, self._local_rank, self._local_size = (int(os.environ[name]) for name in names)
+
+    @staticmethod
+    def detect() -> bool:
+        names = _mpi_names()
+        return names is not None and int(os.environ[names[1]]) > 1
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        if "MASTER_ADDR" not in os.environ and self._local_size < self._world_size:
+            raise ValueError(
+                f"mpirun started {self._world_size} ranks, {self._local_size} of them on this host, but MASTER_ADDR is"
+                " not set: name the first host, as mpirun -x MASTER_ADDR=<host> (Open MPI) or -genv MASTER_ADDR <host>."
+            )
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        if "MASTER_PORT" in os.environ:
+            return int(os.environ["MASTER_PORT"])
+        job = next((os.environ[name] for name in _MPI_JOB if name in os.environ), "")
+        return 20_000 + zlib.crc32(job.encode()) % 10_000  # below the range that systems give out by themselves
+
+    def world_size(self) -> int:
+        return self._world_size
+
+    def set_world_size(self, size: int) -> None:
+        """Is mpirun's to say."""
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Is mpirun's to say."""
+
+    def local_rank(self) -> int:
+        return self._local_rank
+
+    def node_rank(self) -> int:
+        return self._rank // self._local_size
+
+
+def _mpi_names() -> tuple[str, ...] | None:
+    return next((names for names in _MPI if all(name in os.environ for name in names)), None)
+
+
+def adapt_environment(environment: ClusterEnvironment | None) -> ClusterEnvironment | None:
+    """``environment`` as Lightning found it, or the one it cannot see; never Lightning's own requeueing, which saves
+    inside a signal handler."""
+    if type(environment) is LightningEnvironment and "LOCAL_RANK" not in os.environ and MpiEnvironment.detect():
+        return MpiEnvironment()
+    if isinstance(environment, SLURMEnvironment):
+        environment.auto_requeue = False
+    return environment
+
+
+def check_world(environment: Any, devices: int, num_nodes: int) -> None:
+    """Raises unless the ranks that exist are those that the Trainer counts on.
+
+    Raises:
+        ValueError: Naming who started how many ranks, and what to change.
+    """
+    if not environment.creates_processes_externally:
+        return
+    wanted = devices * num_nodes
+    if isinstance(environment, SLURMEnvironment):
+        _check_slurm(devices, num_nodes)
+        return
+    if isinstance(environment, TorchElasticEnvironment):
+        found, per_node = environment.world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", devices))
+        who, options = "torchrun", f"--nproc-per-node={devices} --nnodes={num_nodes}"
+    elif isinstance(environment, MpiEnvironment):
+        found, per_node = environment.world_size(), environment._local_size
+        who, options = "mpirun", f"-n {wanted} with {devices} on each host"
+    else:
+        return
+    if found != wanted or per_node != devices:
+        raise ValueError(
+            f"{who} started {found} ranks, {per_node} on this host, but the Trainer has devices={devices} and"
+            f" num_nodes={num_nodes}: use devices={per_node} and num_nodes={max(found // per_node, 1)}, or {who}"
+            f" {options}."
+        )
+
+
+def _check_slurm(devices: int, num_nodes: int) -> None:
+    env = os.environ
+    tasks = int(env.get("SLURM_NTASKS", "1"))
+    nodes = int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1")))
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS", tasks))
+    if tasks > 1 and "SLURM_STEP_ID" not in env:
+        raise ValueError(
+            f"SLURM_NTASKS={tasks}, but this process was started by the batch script itself, once: put srun in front of"
+            " the python line of the script."
+        )
+    if nodes != num_nodes:
+        raise ValueError(
+            f"SLURM runs this step on {nodes} nodes, but the Trainer has num_nodes={num_nodes}: change the script's"
+            f" line to #SBATCH --nodes={num_nodes}, or use trainer.num_nodes={nodes}."
+        )
+    if tasks != devices * num_nodes:
+        per_node = max(tasks // num_nodes, 1)
+        raise ValueError(
+            f"SLURM started {tasks} tasks on {nodes} nodes, but the Trainer has devices={devices}, which makes"
+            f" {devices * num_nodes}: change the script's line to #SBATCH --ntasks-per-node={devices}, or use"
+            f" trainer.devices={per_node}."
+        )

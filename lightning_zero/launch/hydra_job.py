@@ -1,0 +1,132 @@
+"""The Hydra job that is running in this process, and how another process takes over its config.
+
+A rank must not parse the command line again: under ``--multirun`` that is a sweep, and even without, clocks, files and
+random resolvers would answer differently. So it gets the job's own config, through ``--experimental-rerun``, Hydra's
+option for running a pickled job again. Hydra tells a job its folder and its overrides, not its config; that is read
+from the frame of ``hydra.core.utils.run_job``, and ``tests/integration/test_multirun.py`` tells when it moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_FOREIGN_MAINS = ("joblib", "submitit", "multiprocessing", "ray")
+"""Packages whose worker processes run a job that another program has defined."""
+
+
+def job_command(command: list[str], folder: Path) -> list[str]:
+    """``command`` with arguments that make it run the current job, whose config is written into ``folder``."""
+    from hydra.core.hydra_config import HydraConfig
+
+    frame = _job_frame()
+    if frame is None:  # the job has started a thread for its run: nearest is to compose the config again
+        hydra = HydraConfig.get()
+        return [
+            *command,
+            *_leading_words(),
+            *hydra.overrides.task,
+            f"hydra.run.dir='{hydra.runtime.output_dir}'",
+            "hydra.output_subdir=null",
+            "hydra.mode=RUN",
+        ]
+    config = _for_another_process(frame.f_locals["task_cfg"], frame.f_locals["config"].hydra)
+    path = folder / "job.pickle"
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name.split(".")[0] in _FOREIGN_MAINS:
+        import cloudpickle  # brought along by the launcher that has started this process
+
+        path.write_bytes(cloudpickle.dumps((frame.f_locals["task_function"], config)))
+        return [sys.executable, "-m", __name__, str(path)]
+    path.write_bytes(_pickled(config))
+    return [*command, *_leading_words(), "--experimental-rerun", str(path)]
+
+
+def _leading_words() -> list[str]:
+    from lightning_zero.launch import launcher
+
+    return launcher.program_arguments
+
+
+def _job_frame() -> FrameType | None:
+    """The innermost call of Hydra's ``run_job`` that this thread is in."""
+    from hydra.core.utils import run_job
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not run_job.__code__:
+        frame = frame.f_back
+    return frame
+
+
+def _for_another_process(task: Any, hydra: Any) -> Any:
+    """A copy whose interpolations have been answered here, and whose logging goes to the console alone."""
+    from omegaconf import OmegaConf, open_dict, read_write
+    from omegaconf.errors import OmegaConfBaseException
+
+    with contextlib.suppress(OmegaConfBaseException):
+        OmegaConf.to_container(task, resolve=True)  # what is asked for the first time now, rank 0 will find answered
+    config = copy.deepcopy(task)
+    with open_dict(config):
+        config.hydra = copy.deepcopy(hydra)
+    with read_write(config), open_dict(config), read_write(config.hydra), open_dict(config.hydra):
+        for node in (config, config.hydra):
+            for key in list(node):
+                try:
+                    value: Any = node[key] if not OmegaConf.is_missing(node, key) else None
+                    if OmegaConf.is_config(value):
+                        OmegaConf.resolve(value)
+                    elif OmegaConf.is_interpolation(node, key):
+                        node[key] = value
+                except OmegaConfBaseException:  # never asked for, or it would have failed here
+                    continue
+        for plugin in ("launcher", "sweeper"):  # done with, and of classes that may not be found again
+            config.hydra[plugin] = OmegaConf.to_container(config.hydra[plugin])
+        logging = config.hydra.job_logging
+        files = [name for name, handler in (logging.get("handlers") or {}).items() if "filename" in handler]
+        for name in files:
+            del logging.handlers[name]
+        for owner in (logging.get("root"), *(logging.get("loggers") or {}).values()):
+            if owner and owner.get("handlers"):
+                owner.handlers = [name for name in owner.handlers if name not in files]
+    return config
+
+
+def _pickled(config: Any) -> bytes:
+    from omegaconf import OmegaConf
+
+    try:
+        return pickle.dumps(config)
+    except Exception:  # the schema is a class made at run time, which no other process can import
+        hydra = config.hydra
+        plain = OmegaConf.create(OmegaConf.to_container(OmegaConf.masked_copy(config, _task_keys(config))))
+        plain.hydra = hydra  # Hydra insists on its own type
+        return pickle.dumps(plain)
+
+
+def _task_keys(config: Any) -> list[str]:
+    return [key for key in config if key != "hydra"]
+
+
+def main() -> None:
+    """Runs a job that was pickled together with its function."""
+    import cloudpickle
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.core.utils import configure_log
+    from omegaconf import open_dict, read_write
+
+    function, config = cloudpickle.loads(Path(sys.argv[1]).read_bytes())
+    configure_log(config.hydra.job_logging, config.hydra.verbose)
+    HydraConfig.instance().set_config(config)
+    task = copy.deepcopy(config)
+    with read_write(task), open_dict(task):
+        del task["hydra"]
+    function(task)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The batch script that runs a training under SLURM, as text."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REQUEUE_SIGNAL = "USR1"
+"""What SLURM sends before the time limit; ranks then finish their step, store a checkpoint and requeue the job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """What a job asks SLURM for (``launcher=slurm``).
+
+    Raises:
+        ValueError: naming the setting, the value found and the repair.
+    """
+
+    nodes: int = 1
+    """Hosts; becomes ``trainer.num_nodes``."""
+    gpus_per_node: int = 0
+    """GPUs of each host, one task each; becomes ``trainer.devices``. 0 trains on CPUs."""
+    tasks_per_node: int | None = None
+    """Processes per host on CPUs; with GPUs there is one for each."""
+    cpus_per_task: int = 1
+    """Cores for each process, its data loader workers included."""
+    time_minutes: int = 60
+    """Time limit of one life of the job; it is requeued at the end of it."""
+    signal_seconds: int = 120
+    """How long before the limit ranks are told to save; SLURM may be up to a minute early."""
+    requeue: bool = True
+    """Whether SLURM may start the job again, after a node's failure or pre-emption as well."""
+    job_name: str = "lightning_zero"
+    partition: str | None = None
+    account: str | None = None
+    memory_gb_per_node: int | None = None
+    """Host memory; ``None`` is the partition's default."""
+    extra: Sequence[str] = field(default_factory=list)
+    """More options of sbatch, as ``--constraint=h100``."""
+    setup: Sequence[str] = field(default_factory=list)
+    """Lines of shell before the run, as ``module load cuda`` or ``export NCCL_SOCKET_IFNAME=ib0``."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1), ("time_minutes", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"launcher.{name}={value!r}: use a whole number, {least} or more.")
+        if self.tasks_per_node is not None and self.gpus_per_node not in (0, self.tasks_per_node):
+            raise ValueError(
+                f"launcher.tasks_per_node={self.tasks_per_node} with launcher.gpus_per_node={self.gpus_per_node}: each"
+                " GPU gets one process; leave tasks_per_node out."
+            )
+        if self.signal_seconds >= 60 * self.time_minutes:
+            raise ValueError(
+                f"launcher.signal_seconds={self.signal_seconds} is no less than launcher.time_minutes="
+                f"{self.time_minutes}: the job would save before it has trained."
+            )
+        for line in self.extra:
+            if not line.startswith("-"):
+                raise ValueError(f"launcher.extra={list(self.extra)!r}: {line!r} is no option; use '--name=value'.")
+
+    @property
+    def devices(self) -> int:
+        """Processes per host, which is what ``trainer.devices`` has to be."""
+        return self.gpus_per_node or self.tasks_per_node or 1
+
+    def script(self, command: Sequence[str], folder: Path, start_folder: Path) -> str:
+        """The batch script.
+
+        Args:
+            command: What each task runs.
+            folder: The run's folder, where logs go.
+            start_folder: Where the tasks start.
+        """
+        options = {
+            "job-name": self.job_name,
+            "nodes": self.nodes,
+            "ntasks-per-node": self.devices,
+            "gpus-per-node": self.gpus_per_node or None,
+            "cpus-per-task": self.cpus_per_task,
+            "mem": f"{self.memory_gb_per_node}G" if self.memory_gb_per_node else None,
+            "time": self.time_minutes,
+            "partition": self.partition,
+            "account": self.account,
+            "signal": f"{REQUEUE_SIGNAL}@{self.signal_seconds}",
+            "chdir": start_folder,
+            "output": folder / "slurm-%j.out",
+            "open-mode": "append",
+        }
+        lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None)]
+        lines.append("#SBATCH --requeue" if self.requeue else "#SBATCH --no-requeue")
+        lines += [f"#SBATCH {line}" for line in self.extra]
+        lines += ["", *self.setup, ""] if self.setup else [""]
+        lines.append("# One task per device. If one fails, the others end; each has a log of its own.")
+        srun = ["srun", "--kill-on-bad-exit=1", f"--output={folder}/ranks/rank%t.log", "--open-mode=append"]
+        words = [shlex.quote(word) for word in command]
+        head = 4 if words[1:3] == ["-m", "lightning_zero"] else 2
+        lines.append(" \\\n  ".join([" ".join(srun), " ".join(words[:head]), *words[head:]]))
+        return "\n".join(lines) + "\n"
+
+
+def run_stamp(now: str) -> str:
+    """The part of a run folder's name that all ranks of a run must agree on without talking to each other.
+
+    Args:
+        now: What a single process would take, a date and a time.
+    """
+    env = os.environ
+    if "SLURM_JOB_ID" in env and "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+        return f"slurm-{env['SLURM_JOB_ID']}-{env['SLURM_STEP_ID']}"
+    if env.get("TORCHELASTIC_RUN_ID", "none") != "none":
+        return f"torchrun-{env['TORCHELASTIC_RUN_ID']}"
+    if int(env.get("OMPI_COMM_WORLD_SIZE", "1")) > 1 and "PMIX_NAMESPACE" in env:
+        return "mpirun-" + "".join(c if c.isalnum() else "-" for c in env["PMIX_NAMESPACE"])
+    return now

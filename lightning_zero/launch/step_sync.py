@@ -1,0 +1,265 @@
+"""What ranks must agree on between steps: that all go on, and that all end.
+
+Before each training batch (and each validation) every rank says in one small message on the host where it stands and
+whether it was asked to end. If they stand at different places, a dataloader has run dry early on some, and all raise
+the same error instead of waiting for each other. If any was asked to end (SIGTERM, or SIGUSR1 under SLURM), all finish
+this step, store a checkpoint, and exit; nothing but setting a flag ever happens inside a signal handler.
+
+The message travels while Lightning is on its way from the batch to the step, if no code of the user's runs there; on an
+accelerator while the forward is queued. It replaces Lightning's own broadcast before each batch, which waits for the
+device.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import Callback
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_zero.comm import direct
+from lightning_zero.comm.peer_memory import PeerMemory
+from lightning_zero.launch import restart
+from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
+
+_PLACES = {
+    1: "begins training batch {}",
+    2: "begins a validation after {} training batches",
+    3: "begins validation batch {}",
+    4: "ends its validation after {} training batches",
+    5: "ends its epoch after {} training batches",
+}
+_SHIFT = 40
+
+
+class StepSync(Callback):
+    """See the module's text. The strategies of this package bring it along; it holds no state of the training."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._group: Any = None
+        self._peer_memory: PeerMemory | None = None
+        self._pending: tuple[Any, torch.Tensor, int] | None = None
+        self._signal: int | None = _early.pop() if _early else None
+        self._agreed: int = 0
+        self._step = -1
+        self._loop: Any = None
+        self._hears_at_once = False
+        self._handlers: dict[int, Any] = {}
+
+    # -- beginning and end ---------------------------------------------------------------------------------------
+
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        self._begin(trainer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._begin(trainer)
+
+    def _begin(self, trainer: Any) -> None:
+        if self._loop is not None:
+            return
+        self._loop = loop = trainer.fit_loop.epoch_loop
+        self._hears_at_once = self._strategy.root_device.type == "cpu" and _users_code_precedes_step(trainer, self)
+        advance = loop.advance
+
+        def watched(data_fetcher: Any) -> None:
+            self._end_if_agreed(trainer)
+            advance(data_fetcher)
+
+        loop.advance = watched
+        loop._broadcast_sigterm_tensor = lambda: None
+        if trainer.world_size > 1:
+            # Not the engine's: where ranks stand at different places, messages must not be mixed up.
+            timeout = self._strategy._timeout or timedelta(minutes=30)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            if self._strategy.root_device.type == "cpu":
+                self._peer_memory = PeerMemory(self._group, timeout.total_seconds())
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, *([signal.SIGUSR1] if _slurm_job() else [])):
+                self._handlers[number] = signal.getsignal(number)
+                signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self._signal = max(self._signal or 0, number)
+        for handler in _users_own(self._handlers.get(number)):
+            handler(number, frame)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, handler)
+        self._handlers.clear()
+        if self._loop is not None:
+            with suppress(AttributeError):
+                del self._loop.advance, self._loop._broadcast_sigterm_tensor
+        if self._peer_memory is not None:
+            self._peer_memory.close()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._loop = self._group = self._peer_memory = self._pending = None
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            restart.forget()
+
+    # -- where this rank stands ----------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._say(1, batch_idx)
+        if self._hears_at_once:
+            self.hear()
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        self.hear()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.hear()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._say(2, trainer.fit_loop.epoch_loop.batch_idx + 1)
+        self.hear()
+
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if getattr(self._strategy, "engine", None) is not None:  # then each forward is collective
+            self._say(3, batch_idx)
+            self.hear()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._say(4, trainer.fit_loop.epoch_loop.batch_idx + 1)
+        self.hear()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._say(5, trainer.fit_loop.epoch_loop.batch_idx + 1)
+        self.hear()
+
+    def _say(self, place: int, index: int) -> None:
+        if self._loop is None:
+            return
+        asked = self._signal or 0
+        if self._group is None:
+            self._agreed = max(self._agreed, asked)
+            return
+        self.hear()
+        here = (place << _SHIFT) + max(index, 0)
+        with torch._C.DisableTorchFunction():  # the view has no business here
+            message = torch.tensor([here, -here, asked])
+            work = direct.all_reduce(message, dist.ReduceOp.MAX, self._group, self._peer_memory)
+        self._pending = (work, message, here)
+
+    def hear(self) -> None:
+        """Waits for what the others said, if it is not known yet; raises on all ranks where they disagree."""
+        if self._pending is None:
+            return
+        (work, message, here), self._pending = self._pending, None
+        with torch._C.DisableTorchFunction():
+            work.wait()
+            furthest, nearest, asked = message.tolist()  # on the host: no device waits
+        if furthest != -nearest:
+            self._refuse(here)
+        self._agreed = max(self._agreed, asked)
+
+    def _refuse(self, here: int) -> None:
+        everywhere = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(everywhere, torch.tensor([here]), group=self._group)
+        places: dict[int, list[int]] = {}
+        for rank, place in enumerate(everywhere):
+            places.setdefault(int(place), []).append(rank)
+        said = "; ".join(
+            f"rank {', '.join(map(str, ranks))} {_PLACES[place >> _SHIFT].format(place & ((1 << _SHIFT) - 1))}"
+            for place, ranks in sorted(places.items())
+        )
+        raise ValueError(
+            f"the ranks no longer do the same: {said}. A dataloader that gives fewer batches on some ranks does this:"
+            " give all ranks equally many (a DistributedSampler, drop_last=True, or trainer.limit_train_batches)."
+        )
+
+    # -- ending on request ---------------------------------------------------------------------------------------
+
+    def _end_if_agreed(self, trainer: Any) -> None:
+        """Called between two batches; between two micro-batches of one step nothing could be stored."""
+        stepped, self._step = trainer.global_step != self._step, trainer.global_step
+        if not self._agreed or not (stepped or trainer.fit_loop.epoch_loop.batch_idx < 0):
+            return
+        number = signal.Signals(self._agreed)
+        requeue = number == signal.SIGUSR1
+        rank_zero_only(_tell)(f"{number.name} received: ending after step {trainer.global_step}")
+        if trainer.checkpoint_callbacks or _slurm_job():
+            path = _checkpoint_folder(trainer) / "preempted.ckpt"
+            trainer.save_checkpoint(path)
+            rank_zero_only(_tell)(f"checkpoint of step {trainer.global_step}: {path}")
+        if requeue and trainer.is_global_zero:
+            _requeue()
+        sys.exit(PREEMPTED_EXIT_CODE)
+
+
+_early: list[int] = []
+"""SIGUSR1, if SLURM has sent it while the run was still being set up."""
+
+
+def listen_early() -> None:
+    """From now on SIGUSR1 under SLURM does not kill a rank whose training has not begun; it will requeue then."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if _slurm_job() and in_main and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, lambda number, frame: _early.append(number))
+
+
+def sync_steps(trainer: Any, strategy: Any) -> StepSync:
+    """Gives ``trainer`` a :class:`StepSync` in front of all other callbacks.
+
+    ``strategy`` lets it :meth:`~StepSync.hear` before the first collective of a step.
+    """
+    trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, StepSync)]
+    trainer.callbacks.insert(0, watching := StepSync(strategy))
+    return watching
+
+
+def _users_code_precedes_step(trainer: Any, watching: StepSync) -> bool:
+    """Whether code of the user's runs between a batch's begin and its step: it may read parameters, a collective."""
+    others = [callback for callback in trainer.callbacks if callback is not watching]
+    hooks = [(other, "on_train_batch_start") for other in others]
+    hooks += [(trainer.lightning_module, name) for name in ("on_train_batch_start", "optimizer_step")]
+    return any(is_overridden(name, owner) for owner, name in hooks)
+
+
+def _users_own(handler: Any) -> list[Any]:
+    """Of the handlers that were there before, those that are not Lightning's."""
+    handlers = handler.signal_handlers if isinstance(handler, _HandlersCompose) else [handler]
+    return [h for h in handlers if callable(h) and "lightning" not in (getattr(h, "__module__", "") or "")]
+
+
+def _checkpoint_folder(trainer: Any) -> Path:
+    callback = trainer.checkpoint_callback
+    folder = getattr(callback, "dirpath", None) or os.path.join(trainer.default_root_dir, "checkpoints")
+    return Path(trainer.strategy.broadcast(str(folder)))
+
+
+def _slurm_job() -> str | None:
+    name = restart.run_name()
+    return name.removeprefix("slurm-") if name and name.startswith("slurm-") else None
+
+
+def _requeue() -> None:
+    job = _slurm_job()
+    if job is None:
+        return
+    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
+    outcome = "requeued" if done.returncode == 0 else f"could not be requeued: {done.stderr.strip()}"
+    _tell(f"SLURM job {job} {outcome}")
+
+
+def _tell(text: str) -> None:
+    print(f"lightning_zero: {text}", flush=True)

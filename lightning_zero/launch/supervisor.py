@@ -1,0 +1,264 @@
+"""The process that starts, watches and ends the other ranks of one machine.
+
+Rank 0 runs this file by its path (not as part of the package, whose imports take seconds) and talks to it in lines of
+JSON. It exists because nobody else can do this in every case: rank 0 may be killed, or stopped, or hang inside a
+collective, where no Python code of its own runs any more.
+
+    rank 0 says       a plan (first line), then ``{"do": "wait" | "stop", ...}``; end of file: rank 0 is gone
+    this one says     ``{"started": [pid, ...]}``, ``{"failed": {...}}`` once at most, ``{"ended": {rank: code}}`` last
+
+The plan: ``ranks`` (of each ``rank``, ``command``, ``env``, the paths ``log``, ``errors``, ``ready``), ``cwd``,
+``folder`` (the run's own, removed at the end), ``scratch`` (rank 0's, removed if it was killed), ``stdout`` (the number
+of an open file for ranks without a log).
+
+Each rank is the leader of its own session, so that what it started ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+PREEMPTED_EXIT_CODE = 143
+"""128 + SIGTERM: the rank ended because it was asked to, after saving."""
+REACTION_SECONDS = 8.0
+"""After another rank has failed: how long rank 0 has to raise by itself before it is killed."""
+BLAME_SECONDS = 2.0
+"""After rank 0 has failed: how long to look for a rank that failed before it."""
+POLL_SECONDS = 0.05
+LOG_TAIL_BYTES = 6000
+STOPPED = "does not answer, it is stopped (SIGSTOP)"
+
+
+class Supervisor:
+    """Life of the ranks of one run, from their start until none is left."""
+
+    def __init__(self, plan: dict[str, Any], messages: Iterator[str | None]) -> None:
+        self.plan = plan
+        self.messages = messages
+        self.rank0 = os.getppid()
+        self.ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self.codes: dict[int, int] = {}
+        self.failure: dict[str, Any] | None = None
+        self._stopping = False
+        self._killed_rank0 = False
+
+    def start(self) -> None:
+        for spec in self.plan["ranks"]:
+            out: Any = open(spec["log"], "ab") if spec["log"] else self.plan["stdout"]  # noqa: SIM115
+            self.ranks[spec["rank"]] = subprocess.Popen(
+                spec["command"],
+                env=spec["env"],
+                cwd=self.plan["cwd"],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT if spec["log"] else None,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+            if spec["log"]:
+                out.close()
+        _say({"started": [process.pid for process in self.ranks.values()]})
+
+    def watch(self) -> None:
+        """Until rank 0 asks for the end, is gone, or has not reacted to another rank's failure."""
+        deadline = None
+        for message in self.messages:
+            self._reap()
+            if self.failure and deadline is None:
+                self._report()
+                _say({"failed": self.failure})
+                deadline = time.monotonic() + REACTION_SECONDS
+            if message is None:
+                if deadline is not None and time.monotonic() > deadline:
+                    state = STOPPED if _is_stopped(self.rank0) else "did not react to that"
+                    _tell(f"rank 0 (process {self.rank0}) {state}: ending it.")
+                    self._kill_rank0()
+                    self._end(0.0)
+                    return
+            elif message == "":
+                if self.failure is None and len(self.codes) < len(self.ranks):
+                    _tell(f"rank 0 (process {self.rank0}) ended unexpectedly: ending the other ranks.")
+                self._end(0.0)
+                return
+            else:
+                self._on_request(json.loads(message))
+                return
+
+    def _on_request(self, request: dict[str, Any]) -> None:
+        if request["do"] == "stop":
+            self._stopping = True
+            if self.failure is None and request.get("failed_at"):
+                self._find_earlier_failure(request["failed_at"])
+        self._end(request["seconds"])
+
+    def _find_earlier_failure(self, failed_at: float) -> None:
+        """Rank 0 has failed; was it only because another rank was gone before?"""
+        deadline = time.monotonic() + BLAME_SECONDS
+        while time.monotonic() < deadline and self.failure is None and len(self.codes) < len(self.ranks):
+            if any(_error_of(spec, before=failed_at) for spec in self.plan["ranks"]):
+                break
+            self._reap()
+            time.sleep(POLL_SECONDS)
+        for spec in self.plan["ranks"]:
+            if error := _error_of(spec, before=failed_at):
+                self.failure = self._describe(spec, f"failed: {error['summary']}", error["traceback"])
+        for spec in self.plan["ranks"]:
+            if _is_stopped(self.ranks[spec["rank"]].pid):  # whoever else has failed has waited for this one
+                self.failure = self._describe(spec, STOPPED, "")
+        if self.failure:
+            self._report()
+
+    def _end(self, seconds: float) -> None:
+        """Gives the ranks ``seconds`` to end by themselves, then ends what is left."""
+        deadline = time.monotonic() + seconds
+        while len(self.codes) < len(self.ranks) and time.monotonic() < deadline:
+            self._reap()
+            if self.failure and not self._stopping:  # rank 0 is done, and another rank has failed after it
+                self._report()
+                deadline = min(deadline, time.monotonic() + 1.0)
+                self._stopping = True
+            time.sleep(POLL_SECONDS)
+        late = [rank for rank in self.ranks if rank not in self.codes]
+        for rank, process in self.ranks.items():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what an ended rank has left behind
+            if rank in late:
+                self.codes[rank] = process.wait()
+        if late and seconds and not self._stopping:
+            _tell(f"rank {', '.join(map(str, late))} had not ended {seconds:.0f} s after rank 0: killed.")
+        self._remove_files()
+        _say({"ended": self.codes, "failed": self.failure, "late": late})
+
+    def _remove_files(self) -> None:
+        """The run's own folder, and the scratch folders (sockets of data loader workers) of killed processes."""
+        for spec in self.plan["ranks"]:
+            with contextlib.suppress(OSError), open(spec["ready"], encoding="utf-8") as path:
+                shutil.rmtree(path.read(), ignore_errors=True)
+        if os.getppid() != self.rank0 or self._killed_rank0:
+            shutil.rmtree(self.plan["scratch"], ignore_errors=True)
+        shutil.rmtree(self.plan["folder"], ignore_errors=True)
+
+    def _reap(self) -> None:
+        for spec in self.plan["ranks"]:
+            rank = spec["rank"]
+            if rank in self.codes or self.ranks[rank].poll() is None:
+                continue
+            code = self.codes[rank] = self.ranks[rank].returncode
+            if code in (0, PREEMPTED_EXIT_CODE) or self.failure:
+                continue
+            error = _error_of(spec)
+            what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+            text = error["traceback"] if error else _tail(spec["log"])
+            self.failure = self._describe(spec, what, text)
+
+    def _describe(self, spec: dict[str, Any], what: str, text: str) -> dict[str, Any]:
+        return {"rank": spec["rank"], "what": what, "text": text, "log": spec["log"]}
+
+    def _report(self) -> None:
+        assert self.failure is not None
+        failure = self.failure
+        log = f"; its log: {failure['log']}" if failure.get("log") else ""
+        process = self.ranks[failure["rank"]].pid
+        _tell(f"rank {failure['rank']} (process {process}) {failure['what']}{log}\n{failure['text']}".rstrip())
+
+    def _kill_rank0(self) -> None:
+        if os.getppid() == self.rank0:
+            os.kill(self.rank0, signal.SIGKILL)
+            self._killed_rank0 = True
+
+
+def _messages() -> Iterator[str | None]:
+    """Lines from rank 0; ``None`` for each pause without one, ``""`` once when there will be no more."""
+    buffer = b""
+    while True:
+        ready, _, _ = select.select([0], [], [], POLL_SECONDS)
+        if not ready:
+            yield None
+            continue
+        chunk = os.read(0, 1 << 16)
+        if not chunk:
+            yield ""
+            return
+        buffer += chunk
+        while b"\n" in buffer:
+            line, buffer = buffer.split(b"\n", 1)
+            yield line.decode()
+
+
+def _say(message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        os.write(1, json.dumps(message).encode() + b"\n")
+
+
+def _tell(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"lightning_zero: {text}\n".encode(errors="replace"))
+
+
+def _error_of(spec: dict[str, Any], before: float = float("inf")) -> dict[str, Any] | None:
+    """What the rank wrote about its own failure, if that was before ``before`` (seconds since the epoch)."""
+    try:
+        with open(spec["errors"], encoding="utf-8") as lines:
+            error: dict[str, Any] = json.load(lines)
+    except (OSError, ValueError):
+        return None
+    return error if error["at"] < before else None
+
+
+def _tail(path: str | None) -> str:
+    if not path:
+        return ""
+    try:
+        with open(path, "rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES))
+            return log.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as line:
+            return line.read().rsplit(")", 1)[1].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
+def _die_with_parent() -> None:
+    """Linux: a rank is killed when the supervisor is gone, whatever ended that."""
+    with contextlib.suppress(Exception):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def main() -> None:
+    """Reads the plan, runs it, and is gone when the last rank is."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)  # rank 0 decides; a handler, unlike SIG_IGN, is not inherited
+    messages = _messages()
+    plan = next(message for message in messages if message is not None)
+    if not plan:
+        return
+    supervisor = Supervisor(json.loads(plan), messages)
+    try:
+        supervisor.start()
+        supervisor.watch()
+    except BaseException:
+        supervisor._end(0.0)
+        raise
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

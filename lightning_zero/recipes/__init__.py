@@ -1,0 +1,1 @@
+"""Ordinary Lightning code to train: nothing in here knows of ZeRO."""

@@ -1,0 +1,80 @@
+"""Any Hugging Face causal language model as an ordinary LightningModule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+
+def fetch(name: str) -> bool:
+    """Whether the tokenizer ``name`` is on disk or could be brought there; call it on one process."""
+    from transformers import AutoTokenizer  # optional: pip install lightning-zero[examples]
+
+    try:
+        AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        rank_zero_info(f"tokenizer {name!r} cannot be fetched ({type(error).__name__}); a byte-pair one is trained.")
+        return False
+    return True
+
+
+class CausalLM(LightningModule):
+    """``AutoModelForCausalLM`` under AdamW.
+
+    Args:
+        name: Model type for a config (``"gpt2"``), or name or path of a pretrained model.
+        pretrained: ``from_pretrained(name)`` where a hub or the disk has it; where not, and by default, random weights
+            are made from the config.
+        learning_rate: Of AdamW.
+        config: Overrides of the model's config, such as ``n_layer`` or ``vocab_size``.
+    """
+
+    def __init__(
+        self,
+        name: str = "gpt2",
+        pretrained: bool = False,
+        learning_rate: float = 5e-5,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.learning_rate = learning_rate
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        overrides = dict(config or {})
+        self.model: Any = None
+        if pretrained:
+            try:
+                self.model = AutoModelForCausalLM.from_pretrained(name, **overrides)
+            except OSError as error:  # the architecture is the same, so ranks that decide differently still agree
+                rank_zero_info(f"{name!r} cannot be fetched ({type(error).__name__}): starting from random weights.")
+        if self.model is None:
+            self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **overrides))
+        self.model.train()  # from_pretrained leaves it in eval mode
+
+    def forward(self, ids: Tensor) -> Tensor:  # (B, T) -> (B, T, vocab_size)
+        return self.model(input_ids=ids).logits
+
+    def _loss(self, batch: Tensor) -> Tensor:  # (B, T + 1)
+        logits = self(batch[:, :-1])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """What ``lightning-zero convert --format safetensors`` writes as ``config.json``."""
+        checkpoint["hf_config"] = self.model.config.to_dict()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)

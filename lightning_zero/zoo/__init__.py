@@ -1,1 +1,0 @@
-"""Ordinary Lightning code to train: nothing in here knows of ZeRO. Floor 5."""

@@ -1,0 +1,175 @@
+"""The direct exchanges give what a sum over the ranks, written down plainly, gives: to the last bit, in a fixed order.
+
+They localise mistakes in who sends which part to whom; parity tests show only that weights differ.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.comm import direct, peer_memory
+from lightning_zero.comm.peer_memory import PeerMemory
+from tests.helpers.peer_memory import NEIGHBOURS, on_hosts_of
+from tests.helpers.ranks import RankError
+
+CARRIERS = [
+    pytest.param(0, id="sockets"),
+    pytest.param(2, id="both", marks=NEIGHBOURS),  # two ranks to a host
+    pytest.param(4, id="neighbours", marks=NEIGHBOURS),
+]
+"""How many ranks one host holds, as they see it."""
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def _values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def _met(ranks_per_host: int) -> PeerMemory:
+    """Of all ranks; so many to a host, as far as there are."""
+    dist.init_process_group("gloo")
+    assert dist.group.WORLD is not None
+    with on_hosts_of(ranks_per_host):
+        near = PeerMemory(dist.group.WORLD, 60)
+    rank, n = dist.get_rank(), dist.get_world_size()
+    assert sorted(near.ranks) == [
+        r for r in range(n) if r != rank and ranks_per_host and r // ranks_per_host == rank // ranks_per_host
+    ]
+    return near
+
+
+def _exchanges(ranks_per_host: int) -> None:
+    near = _met(ranks_per_host)
+    with (
+        mock.patch.object(direct, "PIECE_BYTES", 4096),
+        mock.patch.object(direct, "NEAR_PIECE_BYTES", 2048),
+        mock.patch.object(direct, "SMALL_BYTES", 20_000),
+        mock.patch.object(peer_memory, "_CALL_BYTES", 10_000),
+        mock.patch.object(peer_memory, "_CALL_PIECES", 2),
+    ):
+        for dtype in DTYPES:
+            for numel in (0, 1, 4096, 5000):  # nothing, less than a piece, whole pieces, more than that
+                _exchange(numel, dtype, None, near)
+    near.close()
+
+
+def _late_exchange(late: int, ranks_per_host: int) -> None:
+    near = _met(ranks_per_host)
+    with mock.patch.object(direct, "PIECE_BYTES", 4096):
+        _exchange(100_000, torch.float32, late, near)
+    near.close()
+
+
+def _exchange(numel: int, dtype: torch.dtype, late: int | None, near: PeerMemory) -> None:
+    """Gathers and reductions that lie over each other in time, in either order."""
+    rank, n, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    pool = direct.Pool()
+    reduce = direct.ReduceScatter(pool, near)
+    assert group is not None
+    for may_wait in (False, True, True):  # the second and third time in memory that has been used
+        reduce.may_wait = may_wait
+        if late == rank:
+            time.sleep(0.2)
+        shards = [_values(10 * i + rank, i * numel, dtype) for i in range(4)]  # an empty one, small and large ones
+        outputs = [torch.empty(n * shard.numel(), dtype=dtype) for shard in shards]
+        gathering = direct.all_gather_each(outputs, shards, group, pool, near)
+
+        sent = reduce.allocate([n * numel], dtype=dtype, device=torch.device("cpu"))
+        mean = reduce.allocate([numel], dtype=dtype, device=torch.device("cpu"))
+        sent.copy_(_values(100 + rank, n * numel, dtype))
+        reduce(mean, sent, group, dist.ReduceOp.AVG)  # while the gather is on its way
+        one = pool.empty(n * numel, dtype)  # begins while the reduction is, and is complete before it
+        one[rank * numel : (rank + 1) * numel] = _values(rank, numel, dtype)
+        direct.all_gather(one, one.chunk(n)[rank] if numel else one, group).wait()
+        if late == rank:
+            time.sleep(0.2)
+        gathering.wait()
+        near.reshard()
+        for shard in shards:
+            shard.zero_()  # nobody needs it any more
+
+        assert torch.equal(one, torch.cat([_values(r, numel, dtype) for r in range(n)]))
+        for i, output in enumerate(outputs):
+            assert torch.equal(output, torch.cat([_values(10 * i + r, i * numel, dtype) for r in range(n)]))
+        reduce.finish()
+        expected = torch.zeros(numel, dtype=dtype)
+        for r in [(rank - distance) % n for distance in range(n)]:
+            expected += _values(100 + r, n * numel, dtype)[rank * numel : (rank + 1) * numel]
+        assert torch.equal(mean, expected / n)
+        del one, sent
+
+
+@pytest.mark.parametrize("ranks_per_host", CARRIERS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_exchanges_equal_their_definition(ranks, world_size, ranks_per_host):
+    ranks(_exchanges, ranks_per_host, world_size=world_size)
+
+
+def _agreements(few_ranks: int, ranks_per_host: int) -> None:
+    near = _met(ranks_per_host)
+    with mock.patch.object(direct, "FEW_RANKS", few_ranks):
+        for dtype in (torch.int32, torch.int64):
+            _agree(dtype, near)
+
+
+def _agree(dtype: torch.dtype, near: PeerMemory) -> None:
+    rank, n, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    said = [torch.tensor([rank, -rank, each], dtype=dtype) for each in (7, 8, 9)]
+    ops = [dist.ReduceOp.MAX, dist.ReduceOp.SUM, dist.ReduceOp.MAX]
+    begun = [direct.all_reduce(*each, group, near) for each in zip(said, ops, strict=True)]  # all on their way
+    for work in begun:
+        work.wait()
+    total = n * (n - 1) // 2
+    assert [message.tolist() for message in said] == [[n - 1, 0, 7], [total, -total, 8 * n], [n - 1, 0, 9]]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("few_ranks", [2, 4], ids="few={}".format)
+@pytest.mark.parametrize("ranks_per_host", CARRIERS)
+def test_agreements_equal_their_definition(ranks, world_size, few_ranks, ranks_per_host):
+    ranks(_agreements, few_ranks, ranks_per_host, world_size=world_size)
+
+
+@pytest.mark.parametrize("ranks_per_host", CARRIERS)
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rank_may_come_late(ranks, late, ranks_per_host):
+    ranks(_late_exchange, late, ranks_per_host, world_size=3)
+
+
+def _dies(ranks_per_host: int) -> None:
+    near = _met(ranks_per_host)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(7)
+    reduce = direct.ReduceScatter(direct.Pool(), near)
+    assert dist.group.WORLD is not None
+    reduce(torch.empty(4), torch.ones(8), dist.group.WORLD, dist.ReduceOp.SUM)
+
+
+@pytest.mark.parametrize("ranks_per_host", CARRIERS)
+def test_a_rank_that_dies_ends_the_exchange(ranks, ranks_per_host):
+    """Rank 0 has sent, and waits for what will never come: it must be told, not be found waiting."""
+    with pytest.raises(RankError) as caught:
+        ranks(_dies, ranks_per_host, world_size=2, timeout_seconds=60)
+    kinds = {failure.rank: failure.kind for failure in caught.value.failures}
+    assert kinds == {0: "RuntimeError", 1: "exit"}
+
+
+def test_memory_is_lent_again_only_when_no_tensor_is_left_in_it():
+    pool = direct.Pool()
+    first = pool.empty(1000, torch.float32)
+    address, view = first.data_ptr(), first[10:20].as_strided((2, 3), (3, 1))
+    del first
+    other = pool.empty(1000, torch.float32)
+    assert other.data_ptr() != address
+    del view
+    assert pool.empty(1000, torch.float32).data_ptr() == address
+    assert pool.empty(100, torch.float32).data_ptr() != address  # a small one does not take a large one's place

@@ -1,0 +1,205 @@
+"""Each stage communicates as often as its plan says (the table at the top of ``engines/fsdp2``).
+
+Counted are the engine's own collectives; numbers alone cannot show a stage 1 that reduces after every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_zero.comm import direct
+from lightning_zero.comm.meter import TrafficMeter
+from lightning_zero.comm.peer_memory import PeerMemory
+from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
+from tests.helpers import zoo
+from tests.helpers.peer_memory import NEIGHBOURS, on_hosts_of
+
+STEPS, MICRO_BATCHES, BLOCKS = 4, 3, 3
+
+
+class Looks(zoo.Zoo):
+    """A hook of the user's own between micro-batches."""
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        pass
+
+
+class Writes(Looks):
+    """It writes there, on one rank, so all gather again."""
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        if self.global_rank == 1:
+            with torch.no_grad():
+                next(self.parameters()).mul_(1.0)
+
+
+def _count(stage: int, kind: type[zoo.Zoo], precision: str) -> Counter[str]:
+    torch.manual_seed(0)
+    meter = TrafficMeter()
+    _fit(kind(), {"stage": stage, "min_unit_numel": 1}, MICRO_BATCHES, meter, precision=precision)
+    return meter.calls
+
+
+def _fit(
+    module: Any, strategy: dict[str, Any], micro_batches: int, meter: TrafficMeter, precision: str = "32-true"
+) -> None:
+    """``STEPS`` optimizer steps, counted from the first batch to the last."""
+    trainer = zoo.make_trainer(
+        {**strategy, "after_fit": "sharded", "find_unused_parameters": False},
+        accumulate_grad_batches=micro_batches,
+        max_steps=STEPS,
+        max_epochs=-1,
+        callbacks=[_Metered(meter)],
+        precision=precision,
+    )
+    items = zoo.RandomDataset(zoo.BATCH * 2 * STEPS * micro_batches)
+    trainer.fit(module, DataLoader(items, batch_size=zoo.BATCH))
+
+
+class _Metered(Callback):
+    def __init__(self, meter: TrafficMeter) -> None:
+        self.meter = meter
+
+    def on_train_start(self, *unused: Any) -> None:
+        self.meter.install()
+
+    def on_train_end(self, *unused: Any) -> None:
+        self.meter.remove()
+
+
+ONCE, EACH = STEPS * (BLOCKS + 1), STEPS * MICRO_BATCHES * (BLOCKS + 1)
+"""Calls where every unit takes part once in a step, and once in each micro-batch."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "precision", "gathers", "reductions"),
+    [
+        (1, zoo.Zoo, "32-true", ONCE, ONCE),
+        (2, zoo.Zoo, "32-true", ONCE, EACH),
+        # a block is gathered for its forward and for its backward, the root once for both
+        (3, zoo.Zoo, "32-true", STEPS * MICRO_BATCHES * (2 * BLOCKS + 1), EACH),
+        # a hook that looks at the module between micro-batches sees shards there, around which the copies stay
+        (1, Looks, "32-true", ONCE, ONCE),
+        (2, Looks, "32-true", ONCE, EACH),
+        (2, Writes, "32-true", EACH, EACH),
+        # shards in fp32 do not lie in copies in bf16, which go
+        (1, zoo.Zoo, "bf16-mixed", ONCE, ONCE),
+        (1, Looks, "bf16-mixed", EACH, ONCE),
+        (2, Looks, "bf16-mixed", EACH, EACH),
+    ],
+)
+def test_collectives_per_stage(ranks2, stage, kind, precision, gathers, reductions):
+    for calls in ranks2(_count, stage, kind, precision):
+        assert (calls["all_gather"], calls["reduce_scatter"]) == (gathers, reductions)
+
+
+def _asked(kind: type[zoo.Zoo], micro_batches: int) -> int:
+    """How often ranks ask each other whether copies are still what the shards are."""
+    asks = Fsdp2Engine._copies_are_current
+    with mock.patch.object(Fsdp2Engine, "_copies_are_current", autospec=True, side_effect=asks) as asking:
+        _fit(kind(), {"stage": 2, "min_unit_numel": 1}, micro_batches, TrafficMeter())
+    return asking.call_count
+
+
+@pytest.mark.parametrize(("kind", "asked"), [(zoo.Zoo, 0), (Looks, MICRO_BATCHES - 1)])
+def test_ranks_ask_where_nobody_has_stepped(ranks2, kind, asked):
+    """One time more before the first step of all."""
+    first = 1 if asked else 0
+    assert ranks2(_asked, kind, MICRO_BATCHES) == [first + STEPS * asked] * 2
+    assert ranks2(_asked, kind, 1) == [first] * 2
+
+
+class _MeteredValidation(Callback):
+    def __init__(self, meter: TrafficMeter) -> None:
+        self.meter = meter
+
+    def on_validation_start(self, *unused: Any) -> None:
+        self.meter.install()
+
+    def on_validation_end(self, *unused: Any) -> None:
+        self.meter.remove()
+
+
+def _validated(stage: int, num_batches: int) -> int:
+    """Gathers of a validation between two steps."""
+    torch.manual_seed(0)
+    meter = TrafficMeter()
+    trainer = zoo.make_trainer(
+        {"stage": stage, "min_unit_numel": 1},
+        callbacks=[_MeteredValidation(meter)],
+        max_epochs=1,
+        num_sanity_val_steps=0,
+    )
+    batches = [DataLoader(zoo.RandomDataset(zoo.BATCH * 2 * n), batch_size=zoo.BATCH) for n in (1, num_batches)]
+    trainer.fit(zoo.Zoo(), *batches)
+    return meter.calls["all_gather"]
+
+
+@pytest.mark.parametrize(("stage", "gathers"), [(1, BLOCKS + 1), (2, BLOCKS + 1), (3, 4 * (BLOCKS + 1))])
+def test_stages_1_and_2_gather_once_for_a_validation(ranks2, stage, gathers):
+    """Of four batches; at stage 3 they gather for each."""
+    assert ranks2(_validated, stage, 4) == [gathers] * 2
+
+
+class Even(zoo.Zoo):
+    """2048 elements in blocks that share out evenly, so that no padding is sent; nothing at the root."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.net(torch.ones(4, 16)).square().mean()
+
+
+def _sent(stage: int, accumulate: int, ranks_per_host: int) -> dict[str, float]:
+    """Bytes of a step: as counted by the meter, and as they came through sockets and from neighbours' memory."""
+    meter, receive, read = TrafficMeter(), dist.irecv, PeerMemory.read
+    arrived: Counter[str] = Counter()
+
+    def received(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        arrived["sockets"] += tensor.nbytes * (kwargs["tag"] != direct.AGREEMENT)
+        return receive(tensor, *args, **kwargs)
+
+    def been_read(self: PeerMemory, source: Any, into: Sequence[Tensor], *start: int) -> None:
+        arrived["neighbours"] += sum(t.nbytes for t in into if t.is_floating_point())  # agreements are whole numbers
+        read(self, source, into, *start)
+
+    torch.manual_seed(0)
+    with (
+        mock.patch.object(dist, "irecv", received),
+        mock.patch.object(PeerMemory, "read", been_read),
+        on_hosts_of(ranks_per_host),
+    ):
+        _fit(Even(), {"stage": stage, "units": ["Linear"]}, accumulate, meter)
+    return {kind: nbytes / STEPS for kind, nbytes in (arrived + meter.sent).items()}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "ranks_per_host",
+    [0, pytest.param(2, marks=NEIGHBOURS), pytest.param(4, marks=NEIGHBOURS)],
+    ids="{} to a host".format,
+)
+def test_bytes_equal_the_table(ranks, stage, world_size, ranks_per_host):
+    """A step of 8 micro-batches; the table of docs/architecture.md, in units of Ψ elements times (N-1)/N."""
+    accumulate = 8
+    gathers, reductions = {1: (1, 1), 2: (1, accumulate), 3: (2 * accumulate, accumulate)}[stage]
+    whole = 8 * 16 * 16 * 4
+    near = max(min(ranks_per_host, world_size) - 1, 0)
+    for sent in ranks(_sent, stage, accumulate, ranks_per_host, world_size=world_size):
+        # what has really come to this rank
+        assert sent.get("neighbours", 0) == (gathers + reductions) * whole * near / world_size
+        assert sent.get("sockets", 0) == (gathers + reductions) * whole * (world_size - 1 - near) / world_size
+        assert sent["all_gather"] == gathers * whole * (world_size - 1) / world_size
+        assert sent["reduce_scatter"] == reductions * whole * (world_size - 1) / world_size

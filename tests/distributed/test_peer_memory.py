@@ -1,0 +1,252 @@
+"""Who may read whose memory is found out alike on all ranks; nothing is freed or written to while it is being read."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_zero.comm import peer_memory
+from lightning_zero.comm.peer_memory import SMALL_BYTES, PeerMemory
+from lightning_zero.comm.shards import local
+from tests.helpers import zoo
+from tests.helpers.peer_memory import NEIGHBOURS
+from tests.helpers.ranks import RankError
+
+pytestmark = NEIGHBOURS
+KIND = 1
+LARGE = SMALL_BYTES  # elements of 4 bytes: too many to go with a message
+
+
+def _meet(timeout_seconds: float = 60) -> PeerMemory:
+    dist.init_process_group("gloo")
+    assert dist.group.WORLD is not None
+    return PeerMemory(dist.group.WORLD, timeout_seconds)
+
+
+# -- meeting ---------------------------------------------------------------------------------------------------------
+
+
+def _met(refused: str) -> list[int]:
+    """The neighbours that each rank finds, where rank 1 is ``refused`` something."""
+    reads, connects = peer_memory._read_memory, peer_memory._connect
+
+    def another(pid: int, batch: Any) -> int:  # what has that number is another process
+        size = reads(pid, batch)
+        ctypes.memset(batch[0][0], 0, 1)
+        return size
+
+    changes: dict[str, Any] = {
+        "reading": ("_read_memory", lambda *args: -1),
+        "sample": ("_read_memory", another),
+        "connection": ("_connect", lambda links, *rest: connects(links, *rest) and False),
+        "socket": ("_let_read", mock.Mock(side_effect=TimeoutError)),
+        "host": ("_host", lambda: "another"),
+    }
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(peer_memory, "_MEETING_SECONDS", 3.0))
+        if refused and int(os.environ["RANK"]) == 1:
+            stack.enter_context(mock.patch.object(peer_memory, *changes[refused]))
+        return list(_meet().ranks)
+
+
+@pytest.mark.parametrize("refused", ["reading", "sample", "connection", "socket"])
+def test_all_read_each_other_or_none(ranks, refused):
+    assert ranks(_met, refused, world_size=3) == [[], [], []]
+
+
+def test_ranks_begin_with_the_one_before(ranks):
+    assert ranks(_met, "", world_size=3) == [[2, 1], [0, 2], [1, 0]]
+
+
+def test_another_host_is_none_of_ours(ranks):
+    assert ranks(_met, "host", world_size=3) == [[2], [], [0]]
+
+
+_VISITOR = """
+import socket, sys
+visiting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+visiting.connect(chr(0) + sys.argv[1])
+sys.stdin.read()
+"""
+
+
+def _visited() -> list[int]:
+    connects = peer_memory._connect
+
+    def visited(links: Any, rank: int, near: Any, listener: Any) -> bool:
+        name = listener.getsockname().decode().removeprefix("\0")
+        visitor = subprocess.Popen([sys.executable, "-c", _VISITOR, name], stdin=subprocess.PIPE)
+        time.sleep(0.5)  # it stands in front of the others
+        assert visitor.stdin is not None
+        try:
+            return connects(links, rank, near, listener)
+        finally:
+            visitor.communicate()
+
+    with mock.patch.object(peer_memory, "_connect", visited):
+        return list(_meet().ranks)
+
+
+def test_other_processes_are_turned_away(ranks2):
+    """A local socket's name is no secret."""
+    assert ranks2(_visited) == [[1], [0]]
+
+
+# -- exchanging ------------------------------------------------------------------------------------------------------
+
+
+def _held() -> float:
+    """Rank 0 offers and lets go of its tensor; rank 1 reads late."""
+    near = _meet()
+    rank = dist.get_rank()
+    offer = near.offer(KIND, [torch.full((LARGE,), rank + 1.0)])
+    found = torch.empty(LARGE)
+    if rank == 1:
+        time.sleep(0.5)
+    source = near.source(offer, 1 - rank)
+    near.read(source, [found])
+    near.done(offer, source)
+    begun = time.monotonic()
+    torch.full((LARGE,), 9.0)  # would lie where the other was
+    near.await_readers()
+    assert torch.equal(found, torch.full((LARGE,), 2.0 - rank))
+    assert not near._offers
+    return time.monotonic() - begun
+
+
+def test_what_is_offered_is_held_until_it_is_read(ranks2):
+    waited, late = ranks2(_held)
+    assert waited > 0.3 > late
+
+
+def _ahead() -> int:
+    """Rank 0 has offered many times before rank 1 reads once."""
+    near = _meet()
+    rank, kinds = dist.get_rank(), (1, 2, 3)
+    offers = [near.offer(kind, [torch.full((numel,), 10.0 * kind + rank)]) for numel in (1, LARGE) for kind in kinds]
+    dist.barrier()
+    for offer in reversed(offers):  # in any order
+        found = torch.empty_like(offer.tensors[0])
+        source = near.source(offer, 1 - rank)
+        near.read(source, [found])
+        near.done(offer, source)
+        assert torch.equal(found, torch.full_like(found, 10.0 * offer.kind + 1 - rank))
+    dist.barrier()
+    near.look()  # all have answered by now
+    return len(near._offers)
+
+
+def test_exchanges_end_in_any_order(ranks2):
+    assert ranks2(_ahead) == [0, 0]
+
+
+def _never_comes(timeout_seconds: float) -> None:
+    near = _meet(timeout_seconds)
+    offer = near.offer(KIND, [torch.ones(1)]) if dist.get_rank() == 0 else None
+    if offer is None:
+        time.sleep(60)
+    else:
+        near.source(offer, 1)
+
+
+def test_a_rank_that_never_comes_is_named(ranks):
+    with pytest.raises(RankError, match=r"rank 1 has ended, or has not come within timeout_seconds=1\.5"):
+        ranks(_never_comes, 1.5, world_size=2, timeout_seconds=30)
+
+
+# -- in the engine ---------------------------------------------------------------------------------------------------
+
+
+class Shrinks(zoo.Zoo):
+    """Writes to gathered weights inside its forward."""
+
+    def build(self) -> None:
+        super().build()
+        for layer in self.layers():
+            layer.register_forward_pre_hook(_shrink)
+
+    def layers(self) -> list[nn.Module]:
+        return [layer for layer in self.modules() if isinstance(layer, nn.Linear)]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.record(self.loss(batch))  # and no agreement
+
+
+def _shrink(layer: nn.Module, *unused: Any) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(0.9)  # type: ignore[operator, union-attr]
+
+
+class ShrinksEarly(Shrinks):
+    """To shards, before the forward, and in a validation after it."""
+
+    def build(self) -> None:
+        zoo.Zoo.build(self)
+
+    def loss(self, batch: Any) -> Tensor:
+        for layer in self.layers() if self.training else []:
+            _shrink(layer)
+        loss = super().loss(batch)
+        for layer in self.layers() if not self.training else []:
+            _shrink(layer)
+        return loss
+
+
+class ShrinksLate(Shrinks):
+    """To shards, past the view, after a forward without backward."""
+
+    def build(self) -> None:
+        zoo.Zoo.build(self)
+
+    def on_validation_batch_end(self, *unused: Any) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for p in self.parameters():
+                local(p).mul_(0.9)
+
+
+def _trained(kind: type[Shrinks], stage: int, near: bool, late: int | None) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights and losses where rank ``late`` reads late."""
+    torch.manual_seed(0)
+    reads, host = PeerMemory.read, peer_memory._host if near else lambda: os.urandom(16).hex()
+
+    def late_read(self: PeerMemory, *args: Any) -> None:
+        if dist.get_rank() == late:
+            time.sleep(0.02)
+        assert near
+        reads(self, *args)
+
+    with (
+        mock.patch.object(peer_memory, "_host", host),
+        mock.patch.object(peer_memory, "SMALL_BYTES", 0),
+        mock.patch.object(PeerMemory, "read", autospec=True, side_effect=late_read) as read,
+    ):
+        trainer = zoo.make_trainer({"stage": stage, "min_unit_numel": 1}, max_epochs=2, num_sanity_val_steps=0)
+        module = kind()
+        trainer.fit(module, *(DataLoader(zoo.RandomDataset(zoo.BATCH * 2 * n), batch_size=zoo.BATCH) for n in (3, 2)))
+    assert near == read.called
+    return module.state_dict(), module.losses
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", [Shrinks, ShrinksEarly, ShrinksLate])
+def test_nobody_reads_what_is_written_later(ranks2, kind, stage):
+    """To the last bit of what sockets carry, whoever is late: the order of additions is one."""
+    expected = ranks2(_trained, kind, stage, False, None)
+    for late in (0, 1):
+        for (state, losses), (expected_state, expected_losses) in zip(
+            ranks2(_trained, kind, stage, True, late), expected, strict=True
+        ):
+            assert losses == expected_losses
+            assert all(torch.equal(state[name], tensor) for name, tensor in expected_state.items())

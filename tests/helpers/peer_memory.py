@@ -1,0 +1,54 @@
+"""Ranks that take themselves for ranks on several hosts; a mark for tests of those that read each other's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from lightning_zero.comm import peer_memory
+
+
+@contextmanager
+def on_hosts_of(ranks_per_host: int) -> Iterator[None]:
+    """``PeerMemory`` made inside see so many ranks to a host; with 0 every rank is alone."""
+
+    def host() -> str:
+        return f"host {dist.get_rank() // ranks_per_host}" if ranks_per_host else os.urandom(16).hex()
+
+    with mock.patch.object(peer_memory, "_host", host):
+        yield
+
+
+_READS = """
+import ctypes, sys
+found = ctypes.create_string_buffer(6)
+here, there = (ctypes.c_size_t * 2)(ctypes.addressof(found), 6), (ctypes.c_size_t * 2)(int(sys.argv[2]), 6)
+one = ctypes.c_ulong(1)
+ctypes.CDLL(None).process_vm_readv(int(sys.argv[1]), here, one, there, one, ctypes.c_ulong(0))
+sys.exit(found.raw != b"sample")
+"""
+"""Imports nothing that takes seconds: every rank of a test asks."""
+
+
+def _allowed() -> bool:
+    """Whether two processes started by one, as ranks are, may read each other's memory here."""
+    if sys.platform != "linux":
+        return False
+    sample = ctypes.create_string_buffer(b"sample")
+    peer_memory._libc().prctl(peer_memory._PR_SET_PTRACER, ctypes.c_ulong(os.getpid()), 0, 0, 0)
+    command = [sys.executable, "-S", "-c", _READS, str(os.getpid()), str(ctypes.addressof(sample))]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+MAY_READ = _allowed()
+NEIGHBOURS = pytest.mark.skipif(
+    not MAY_READ, reason="this kernel or container forbids reading another process's memory"
+)

@@ -1,0 +1,236 @@
+"""The rooms of ``docs/architecture.md``: folder rules on who imports whom; imports inside functions count."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "lightning_zero"
+ROOT = Path(__file__).resolve().parents[2] / PACKAGE
+
+ROOMS: dict[str, tuple[str, ...]] = {
+    # room -> the rooms below it that it may import from, in the order of their floors
+    "config": (),
+    "errors": (),
+    "host": (),
+    "comm": ("errors",),
+    "checkpoint": ("errors", "host", "comm"),
+    "engines": ("config", "errors", "host", "comm", "checkpoint"),
+    "engines.fsdp2": ("config", "errors", "host", "comm", "checkpoint", "engines"),
+    "engines.deepspeed": ("config", "errors", "host", "comm", "checkpoint", "engines"),
+    "launch": ("errors", "host", "comm", "checkpoint"),
+    "strategy": (
+        *("config", "errors", "host", "comm", "checkpoint"),
+        *("engines", "engines.fsdp2", "engines.deepspeed", "launch"),
+    ),
+    "planner": ("config", "errors", "host", "comm", "checkpoint", "engines", "strategy"),
+    "callbacks": ("comm", "engines", "planner"),
+    "auto": ("config", "host", "planner", "strategy"),
+    "registry": ("auto",),
+    "recipes": (),
+    "app": (
+        *("config", "errors", "host", "checkpoint", "engines.deepspeed", "launch", "strategy"),
+        *("planner", "callbacks", "auto", "registry"),
+    ),
+}
+"""A module or a folder, with all that lies in it unless that is listed itself. It imports from its own room, too."""
+
+FRONT = ("", "__main__", "conf", "hydra_config")
+"""Doors, which only lead to rooms: nobody inside imports them."""
+
+LIBRARIES: dict[str, tuple[str, ...]] = {
+    # library -> the rooms and modules that may import it
+    "lightning": (
+        *("engines.precision", "engines.deepspeed.run", "checkpoint.resume"),
+        *("launch", "strategy", "planner", "callbacks", "auto", "registry", "recipes", "app"),
+    ),
+    "hydra": ("app", "launch.hydra_job", "launch.restart"),
+    "deepspeed": ("engines.deepspeed", "checkpoint.deepspeed"),
+}
+ALIASES = {
+    "lightning_fabric": "lightning",
+    "lightning_utilities": "lightning",
+    "pytorch_lightning": "lightning",
+    "torchmetrics": "lightning",
+    "omegaconf": "hydra",
+}
+STANDARD_LIBRARY_ONLY = ("config", "errors", "host", "launch.supervisor")
+INSIDE_FUNCTIONS = ("deepspeed",)
+"""Libraries that take seconds to import, or are not installed everywhere."""
+
+
+def _files(root: Path = ROOT) -> dict[str, Path]:
+    """Module name without the package (``""`` is the package itself) -> file."""
+    files = {}
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root).with_suffix("")
+        parts = relative.parts[:-1] if relative.name == "__init__" else relative.parts
+        files[".".join(parts)] = path
+    return files
+
+
+FILES = _files()
+
+
+def _imports(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[str, int, bool]]:
+    """``(absolute dotted name, line, inside a function)`` of every import, wherever it stands."""
+
+    def walk(node: ast.AST, in_function: bool) -> Iterator[tuple[str, int, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, child.lineno, in_function) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = child.module or ""
+                if child.level:
+                    here = [PACKAGE, *filter(None, module.split("."))]
+                    here = here[: len(here) - child.level + (1 if is_package else 0)]
+                    base = ".".join([*here, *filter(None, [base])])
+                yield base, child.lineno, in_function
+                yield from ((f"{base}.{alias.name}", child.lineno, in_function) for alias in child.names)
+            elif isinstance(child, ast.Call) and getattr(child.func, "id", getattr(child.func, "attr", "")) in (
+                "import_module",
+                "__import__",
+            ):
+                if child.args and isinstance(child.args[0], ast.Constant):
+                    yield str(child.args[0].value), child.lineno, in_function
+                yield from walk(child, in_function)
+            else:
+                function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+                yield from walk(child, in_function or function)
+
+    return walk(tree, False)
+
+
+def _imports_of(module: str) -> list[tuple[str, int, bool]]:
+    path = FILES[module]
+    return list(_imports(ast.parse(path.read_text(encoding="utf-8")), module, path.name == "__init__.py"))
+
+
+def _own(name: str) -> str | None:
+    """The module of ours that ``name`` (a module, or something in one) refers to."""
+    if name != PACKAGE and not name.startswith(f"{PACKAGE}."):
+        return None
+    inner = name[len(PACKAGE) + 1 :]
+    if inner in FILES:
+        return inner
+    parent = inner.rpartition(".")[0]
+    return parent if parent in FILES else None
+
+
+def _within(module: str, place: str) -> bool:
+    return module == place or module.startswith(f"{place}.")
+
+
+def _room(module: str) -> str | None:
+    """The longest entry of :data:`ROOMS` or :data:`FRONT` that ``module`` lies in."""
+    found = [place for place in (*ROOMS, *FRONT) if place and _within(module, place)]
+    return max(found, key=len) if found else "" if module == "" else None
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_every_module_has_a_room(module: str) -> None:
+    assert _room(module) is not None, f"{PACKAGE}/{module}: give it a room in ROOMS and in docs/architecture.md"
+
+
+def test_rooms_have_floors() -> None:
+    """Each room imports from rooms that stand before it: so there is no circle between rooms."""
+    seen: list[str] = []
+    for room, below in ROOMS.items():
+        assert set(below) <= set(seen), f"{room} imports from {set(below) - set(seen)}, which stand above it"
+        seen.append(room)
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if _room(m) not in FRONT])
+def test_imports_stay_within_the_rooms(module: str) -> None:
+    room = _room(module)
+    assert room is not None
+    for name, line, _ in _imports_of(module):
+        target = _own(name)
+        if target in (None, "", module):  # the package's lazy attributes are nobody's import
+            continue
+        assert target is not None
+        there = _room(target)
+        assert there not in FRONT, f"{module}:{line} imports {target}, which is a door"
+        assert there == room or there in ROOMS[room], f"{module}:{line} ({room}) imports {target} ({there})"
+
+
+def test_no_circles() -> None:
+    edges = {
+        module: {
+            target
+            for name, _, in_function in _imports_of(module)
+            if not in_function and (target := _own(name)) not in (None, "", module)
+        }
+        for module in FILES
+    }
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, "circle: " + " -> ".join((*path[path.index(module) :], module))
+        if module not in done:
+            for target in edges[module]:
+                # a package's __init__ that imports its own modules is not a circle
+                if target and not module.startswith(f"{target}."):
+                    visit(target, (*path, module))
+            done.add(module)
+
+    for module in FILES:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_libraries_stay_in_their_rooms(module: str) -> None:
+    for name, line, in_function in _imports_of(module):
+        top = name.split(".")[0]
+        library = ALIASES.get(top, top)
+        where = f"{module}:{line} imports {name}"
+        if library in LIBRARIES:
+            assert any(_within(module, place) for place in LIBRARIES[library]), f"{where}: {LIBRARIES[library]} only"
+        if module in STANDARD_LIBRARY_ONLY:
+            assert library not in (*LIBRARIES, "torch", "numpy"), f"{where}: standard library only"
+        if library in INSIDE_FUNCTIONS:
+            assert in_function, f"{where}: inside functions only"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_no_private_name_crosses_a_module(module: str) -> None:
+    """``from ours import _name``, and ``module._name`` of a module of ours."""
+    tree = ast.parse(FILES[module].read_text(encoding="utf-8"))
+    modules: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
+            for alias in node.names:
+                assert not alias.name.startswith("_"), f"{module}:{node.lineno} imports {alias.name} of {node.module}"
+                if _own(f"{node.module}.{alias.name}") == f"{node.module}.{alias.name}"[len(PACKAGE) + 1 :]:
+                    modules[alias.asname or alias.name] = alias.name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            private = node.attr.startswith("_") and not node.attr.startswith("__")
+            assert not private, f"{module}:{node.lineno} uses {node.value.id}.{node.attr}"
+
+
+def test_the_reader_of_imports_sees_every_spelling() -> None:
+    source = (
+        "import a.b\n"
+        "from c import d\n"
+        "from . import e\n"
+        "from ..config import f\n"
+        "def g():\n"
+        "    import h\n"
+        "    import_module('i.j')\n"
+        "if TYPE_CHECKING:\n"
+        "    from k import l\n"
+    )
+    found = set(_imports(ast.parse(source), "engines.base", False))
+    assert {("a.b", 1, False), ("c.d", 2, False), ("lightning_zero.engines.e", 3, False)} <= found
+    assert {("lightning_zero.config", 4, False), ("h", 6, True), ("i.j", 7, True), ("k", 9, False)} <= found
+    assert _own("lightning_zero.config.ZeroConfig") == "config"
+    assert _own("lightning_zero.config") == "config"
+    assert _own("lightning.pytorch") is None
+    assert _room("callbacks.anything") == "callbacks"
+    assert _room("engines.fsdp2.private") == "engines.fsdp2"
+    assert _room("engines.units") == "engines"
+    assert _room("nobody_placed_this") is None
