@@ -31,5 +31,6 @@ def register_strategies() -> None:
 
 def _make_strategy(**settings: Any) -> Any:
     from lightning_zero.auto import make_strategy
+    from lightning_zero.config import ZeroConfig
 
-    return make_strategy(**settings)
+    return make_strategy(ZeroConfig.from_kwargs(**settings))
