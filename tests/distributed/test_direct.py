@@ -91,7 +91,7 @@ def _exchange(numel: int, dtype: torch.dtype, late: int | None, near: PeerMemory
         if late == rank:
             time.sleep(0.2)
         gathering.wait()
-        near.reshard()
+        near.await_readers()
         for shard in shards:
             shard.zero_()  # nobody needs it any more
 
