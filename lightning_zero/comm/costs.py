@@ -12,7 +12,7 @@ all-reduce, between 4 as long."""
 
 
 def agreement_bytes(nbytes: float, world_size: int) -> float:
-    """Bytes of an all-reduce with the traffic of an agreement on ``nbytes``: few ranks send everything to each other."""
+    """The size of an all-reduce with the traffic of an agreement on ``nbytes``: few ranks send all to each other."""
     return nbytes * world_size / 2 if world_size <= FEW_RANKS else nbytes
 
 
