@@ -32,6 +32,8 @@ from tests.helpers import moves, saving
 from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.zoo import make_trainer
 
+pytestmark = pytest.mark.sampled
+
 STAGES = (1, 2, 3)
 FORMS = ("file", "sharded", "sharded-async")
 

@@ -22,6 +22,8 @@ import lightning_zero
 from lightning_zero.errors import CheckpointError
 from tests.helpers.ranks import RankPool
 
+pytestmark = pytest.mark.rest
+
 NUM_KILLS = 12
 """For each of three forms; runs are forks of one process that has everything imported: about a second each."""
 WORLD_SIZE = 2

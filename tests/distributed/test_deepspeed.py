@@ -22,6 +22,8 @@ from tests.helpers import moves, zoo
 from tests.helpers.ranks import outcome
 from tests.helpers.zoo import Zoo, make_trainer
 
+pytestmark = pytest.mark.sampled
+
 STAGES = (1, 2, 3)
 SLOW = 180.0
 """Seconds; a run takes about two on a quiet machine."""

@@ -22,6 +22,8 @@ from tests.helpers import zoo
 from tests.helpers.ranks import outcome
 from tests.helpers.zoo import Zoo, make_trainer
 
+pytestmark = pytest.mark.sampled
+
 SLOW = 180.0
 """Seconds; one run takes about one on a quiet machine."""
 

@@ -19,6 +19,7 @@ from lightning_zero.engines.deepspeed import nvme_folder as folders
 from lightning_zero.engines.deepspeed import ops
 
 pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.sampled
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from tests.distributed.test_deepspeed import SLOW, _strategy
 from tests.helpers import zoo
 from tests.helpers.zoo import Zoo, make_trainer
 
+pytestmark = pytest.mark.sampled
+
 
 class DecaysInGroups(Zoo):
     """Adam that decays as AdamW does, in both groups or in one of them."""

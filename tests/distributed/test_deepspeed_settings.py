@@ -16,6 +16,7 @@ import lightning_zero
 from tests.helpers.ranks import outcome, run_ranks
 
 pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.sampled
 
 FILE = {
     "train_batch_size": 16,

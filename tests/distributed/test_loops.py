@@ -25,6 +25,8 @@ from tests.helpers import zoo
 from tests.helpers.ranks import outcome
 from tests.helpers.zoo import KINDS, Zoo, make_module, make_trainer
 
+pytestmark = pytest.mark.sampled
+
 STAGES = (1, 2, 3)
 TOLERANCE = 1e-5  # the order of sums over ranks, as in test_parity
 

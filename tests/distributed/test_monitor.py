@@ -19,6 +19,8 @@ from lightning_zero.callbacks.zero_monitor import PARTS, HostClock
 from lightning_zero.comm.meter import TrafficMeter
 from tests.helpers import account, zoo
 
+pytestmark = pytest.mark.sampled
+
 # -- the meter -------------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from tests.helpers import zoo
 from tests.helpers.peer_memory import NEIGHBOURS
 from tests.helpers.ranks import RankError
 
-pytestmark = NEIGHBOURS
+pytestmark = [NEIGHBOURS, pytest.mark.sampled]
 KIND = 1
 LARGE = SMALL_BYTES  # elements of 4 bytes: too many to go with a message
 

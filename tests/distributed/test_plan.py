@@ -15,6 +15,8 @@ import pytest
 
 from tests.helpers import account, zoo
 
+pytestmark = pytest.mark.sampled
+
 STAGES = (1, 2, 3)
 ALWAYS = (
     "adam",
