@@ -84,6 +84,7 @@ def test_what_is_missing_is_said(extensions: Path, monkeypatch: Any) -> None:
     assert "apt-get install g++" in str(ops.why_not(ops.CPU_ADAM))
 
 
+@pytest.mark.rest  # waits until the limit is over
 def test_a_build_that_takes_too_long_is_ended_with_its_compilers(extensions: Path, monkeypatch: Any) -> None:
     pids = extensions / "pids"
     compiler = extensions / "slow-c++"
@@ -95,8 +96,8 @@ def test_a_build_that_takes_too_long_is_ended_with_its_compilers(extensions: Pat
     folder, said = ops.build_folder(ops.CPU_ADAM), []
     folder.mkdir()
     (folder / "lock").touch()
-    why = ops._build_in_child(ops.CPU_ADAM, [folder], timeout_seconds=5)
-    assert "longer than 5 s" in str(why)
+    why = ops._build_in_child(ops.CPU_ADAM, [folder], timeout_seconds=20)
+    assert "longer than 20 s" in str(why)
     assert said == []
     assert not (folder / "lock").exists()
     for pid in pids.read_text().split():
@@ -165,30 +166,30 @@ def test_every_rank_learns_why_it_cannot_be_built(ranks2: Any, tmp_path: Path) -
     assert "apt-get install g++" in str(why0)
 
 
-def _build_and_load() -> tuple[str | None, list[str], float]:
+def _build_and_load() -> tuple[str | None, list[str], list[tuple[str, int]]]:
     dist.init_process_group("gloo")
     said: list[str] = []
     agreement = Agreement(1200)
     why = ops.prepare_op(ops.CPU_ADAM, agreement, said.append, dist.get_rank())
-    began = time.monotonic()
     if why is None:
         from deepspeed.ops.op_builder import CPUAdamBuilder
 
         CPUAdamBuilder().load(verbose=False)
     agreement.gather(None)
-    return why, said, time.monotonic() - began
+    libraries = ops.build_folder(ops.CPU_ADAM).glob("*.so")
+    return why, said, [(path.name, path.stat().st_mtime_ns) for path in libraries]
 
 
+@pytest.mark.rest  # compiles
 @pytest.mark.timeout(1200)
 def test_one_rank_builds_and_every_rank_loads(ranks2: Any) -> None:
     """In the user's own cache, so that it is compiled once for all tests of a machine."""
-    (why, said, _), (other_why, other_said, _) = ranks2(_build_and_load, timeout_seconds=1100)
+    (why, said, built), (other_why, other_said, _) = ranks2(_build_and_load, timeout_seconds=1100)
     assert (why, other_why) == (None, None)
     assert other_said == []
     assert len(said) <= 1
-    (why, said, seconds), _ = ranks2(_build_and_load, timeout_seconds=1100)
-    assert (why, said) == (None, [])
-    assert seconds < 60
+    assert len(built) == 1
+    assert ranks2(_build_and_load, timeout_seconds=1100) == [(None, [], built)] * 2  # the same file
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ def folder(tmp_path_factory) -> Path:
     return sorted(where.rglob("checkpoint.json"))[-1].parent
 
 
+@pytest.mark.rest
 def test_there_and_back(folder, tmp_path):
     one, two, three = (str(tmp_path / name) for name in ("one.ckpt", "two.ckpt", "three.ckpt"))
     for source, target, form in ((str(folder), one, "file"), (one, two, "sharded"), (two, three, "file")):
@@ -63,6 +64,7 @@ def test_wrong_arguments_end_with_one_message(arguments, said, folder, tmp_path)
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.rest
 def test_converting_takes_one_tensor_of_memory(tmp_path):
     """206 MiB in 6 tensors, both ways: as read and in its place, and a bit for the buffers of files."""
     state = {f"w{i}": torch.full((3000, 3000), float(i)) for i in range(6)}
@@ -82,6 +84,7 @@ def test_converting_takes_one_tensor_of_memory(tmp_path):
     assert torch.equal(torch.load(tmp_path / "three.ckpt", mmap=True)["state_dict"]["w5"], state["w5"])
 
 
+@pytest.mark.rest
 def test_a_gpt2_goes_to_from_pretrained(tmp_path):
     transformers = pytest.importorskip("transformers", reason="pip install lightning-zero[examples]")
     done = run(

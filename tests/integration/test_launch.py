@@ -98,6 +98,7 @@ def expected() -> list[float]:
     return losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("method", "after_fit"),
     [
@@ -129,6 +130,7 @@ def test_results_come_back_whole(method, after_fit, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir() if not p.name.startswith("torchinductor")] == []
 
 
+@pytest.mark.rest
 def test_auto_is_spawn_in_pytest_and_popen_in_a_program(tmp_path, expected):
     assert trainer("zero3").strategy.launcher._start_method == "spawn"
     (tmp_path / "train.py").write_text(PROGRAM)
@@ -142,6 +144,7 @@ def test_torchrun(tmp_path, expected):
     assert losses_of(_run(command, tmp_path)) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (Debian: openmpi-bin)")
 def test_mpirun(tmp_path, expected):
     (tmp_path / "train.py").write_text(PROGRAM)
@@ -150,6 +153,7 @@ def test_mpirun(tmp_path, expected):
     assert losses_of(_run(command, tmp_path)) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.rest
 def test_too_many_devices_for_torchrun_is_said(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "train.py"]
