@@ -438,7 +438,7 @@ def _values_at_each_forward(strategy: Any) -> dict[str, Any]:
 
     class Looks(zoo.Bare):
         def on_train_start(self) -> None:
-            seen["start"] = {n: zoo._whole(p) for n, p in self.named_parameters()}
+            seen["start"] = {n: zoo.whole(p) for n, p in self.named_parameters()}
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             seen["buffers"].append({n: b.detach().clone() for n, b in self.named_buffers()})

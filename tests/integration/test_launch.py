@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.launch.environment import MpiEnvironment, check_world
-from lightning_zero.launch.launcher import LaunchedDDP, whole_predictions
+from lightning_zero.launch.launcher import LaunchedDDP, choose_start_method, whole_predictions
 from tests.integration.commands import ROOT
 
 HERE = Path(__file__).resolve().parent
@@ -132,7 +132,7 @@ def test_results_come_back_whole(method, after_fit, tmp_path, monkeypatch):
 
 @pytest.mark.rest
 def test_auto_is_spawn_in_pytest_and_popen_in_a_program(tmp_path, expected):
-    assert trainer("zero3").strategy.launcher._start_method == "spawn"
+    assert choose_start_method("auto") == "spawn"
     (tmp_path / "train.py").write_text(PROGRAM)
     done = _run([sys.executable, "train.py"], tmp_path)
     assert losses_of(done) == pytest.approx(expected, rel=1e-5)
