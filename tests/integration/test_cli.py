@@ -143,6 +143,7 @@ def test_a_failing_rank_ends_the_run_and_is_shown(rank, tmp_path):
     wait_for(lambda: not marked_processes(tmp_path, "LIGHTNING_ZERO_TEST"))
 
 
+@pytest.mark.rest
 def test_the_environment_of_these_tests_is_clean():
     """A run started from inside another rank's environment would wait for peers that don't exist."""
     assert "RANK" not in os.environ

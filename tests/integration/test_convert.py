@@ -27,6 +27,19 @@ def folder(tmp_path_factory) -> Path:
     return sorted(where.rglob("checkpoint.json"))[-1].parent
 
 
+def test_a_plain_file_becomes_a_folder_and_comes_back(tmp_path):
+    weights = {"layer.weight": torch.arange(6.0).view(2, 3), "layer.bias": torch.ones(2)}
+    plain = {"state_dict": weights, "epoch": 1, "global_step": 7, "pytorch-lightning_version": "2.6.0"}
+    torch.save(plain, tmp_path / "plain.ckpt")
+    for source, target, form in (("plain.ckpt", "shards.ckpt", "sharded"), ("shards.ckpt", "again.ckpt", "file")):
+        done = run_imported("convert", source, target, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout
+        assert done.stdout.strip().endswith(f"{target} ({form})")
+    again = torch.load(tmp_path / "again.ckpt", weights_only=True)
+    assert (again["epoch"], again["global_step"]) == (1, 7)
+    assert all(torch.equal(again["state_dict"][name], weight) for name, weight in weights.items())
+
+
 @pytest.mark.rest
 def test_there_and_back(folder, tmp_path):
     one, two, three = (str(tmp_path / name) for name in ("one.ckpt", "two.ckpt", "three.ckpt"))
@@ -45,6 +58,7 @@ def test_there_and_back(folder, tmp_path):
     assert os.path.getsize(one) == os.path.getsize(three)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -138,6 +138,7 @@ def test_auto_is_spawn_in_pytest_and_popen_in_a_program(tmp_path, expected):
     assert losses_of(done) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.rest
 def test_torchrun(tmp_path, expected):
     (tmp_path / "train.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]

@@ -18,8 +18,7 @@ SHAPES = [s for s in SMALL if not s.startswith("trainer")]
 
 
 def test_plan_of_the_main_job_as_table_and_json(tmp_path):
-    done = run(
-        *MODULE,
+    done = run_imported(
         "plan",
         "trainer.devices=8",
         "trainer.num_nodes=4",

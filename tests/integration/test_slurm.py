@@ -82,8 +82,7 @@ def test_submit_writes_and_submits_a_script_that_trains(slurm, tmp_path):
 
 
 def test_dry_run_only_writes(tmp_path):
-    done = run(
-        *MODULE,
+    done = run_imported(
         *("submit", "--dry-run", "launcher=slurm", "launcher.nodes=4", "launcher.gpus_per_node=8"),
         *("launcher.time_minutes=240", "strategy=zero3", "data.batch_size=4", 'launcher.extra=["--constraint=h100"]'),
         *("launcher.setup=[module load cuda]", "hydra.run.dir=job"),
