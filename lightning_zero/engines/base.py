@@ -16,6 +16,7 @@ from lightning_zero.comm.shards import gathered, gathered_on_rank_0
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.precision import DtypePolicy
+from lightning_zero.private.torch import DisableTorchFunction
 
 CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
     # setting -> engine -> the values it takes
@@ -158,7 +159,7 @@ class Engine(ABC):
                 done[id(tensor)] = placeholder(tensor) if value is None else value.cpu()
             return done[id(tensor)]
 
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             return map_tensors(one, state)
 
     @abstractmethod

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zero.comm.shards import as_shard, gathered, local, shard_like
+from lightning_zero.private.torch import DisableTorchFunction
 
 KNOWN_ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -60,7 +61,7 @@ class ShardedStep:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            with self.stand_ins(), torch._C.DisableTorchFunction():
+            with self.stand_ins(), DisableTorchFunction():
                 result = self.optimizer.step(**kwargs)
             return loss if result is None else result
         assert closure is not None
@@ -75,13 +76,13 @@ class ShardedStep:
             on_shards: Local shards (``True``) or whole tensors (``False``); by default what the optimizer needs.
         """
         on_shards = self.elementwise if on_shards is None else on_shards
-        with torch._C.DisableTorchFunction():  # our own work on shards needs no translation for user code
+        with DisableTorchFunction():  # our own work on shards needs no translation for user code
             swap = _LocalSwap(self.optimizer) if on_shards else _WholeSwap(self.optimizer)
         try:
             with _fused(self.optimizer) if self.fuses and on_shards else nullcontext():
                 yield swap
         finally:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 swap.undo()
 
 
@@ -188,12 +189,12 @@ class _WholeSwap(_Swap):
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 for p, stand_in in self.pairs:
                     self.store(p, stand_in)
                 self.hold({id(stand_in): p for p, stand_in in self.pairs})
             loss = closure()
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self.hold({id(p): stand_in for p, stand_in in self.pairs})
                 for p, stand_in in self.pairs:
                     stand_in.grad = None if p.grad is None else gathered(p.grad)
@@ -260,7 +261,7 @@ def keys_beside_elements(optimizer: Optimizer) -> frozenset[str]:
     0-dim ones; others are tried out."""
     if type(optimizer) in KNOWN_ELEMENTWISE:
         return frozenset()
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         p = torch.ones(5, requires_grad=True)
         p.grad = torch.ones(5)
         tried = _like(optimizer, [p])
@@ -278,7 +279,7 @@ def _tried_elementwise(optimizer: Optimizer) -> bool:
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(6, 4, generator=generator), torch.randn(5, generator=generator)]
     parts = [part.clone() for w in whole for part in w.chunk(2)]
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         tried = [_like(optimizer, [t.requires_grad_() for t in tensors]) for tensors in (whole, parts)]
         for _ in range(3):
             grads = [torch.randn(w.shape, generator=generator) for w in whole]

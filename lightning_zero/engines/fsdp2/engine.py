@@ -77,6 +77,14 @@ from lightning_zero.engines.model_state import ModelState, place_of, states_of
 from lightning_zero.engines.optimizer_step import ShardedStep
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.units import UnitPlan, plan_units
+from lightning_zero.private.torch import (
+    BatchNorm,
+    DisableTorchFunction,
+    backward_hooks,
+    has_accumulation_hooks,
+    own_parameters,
+    version_of,
+)
 
 
 class _Root(nn.Module):
@@ -134,7 +142,7 @@ class Fsdp2Engine(Engine):
     def shard(self, module: nn.Module) -> None:
         self.mesh = self._make_mesh()
         # autocast keeps BatchNorm in fp32, and its kernels refuse low-precision weights beside fp32 statistics
-        keep_whole = (nn.modules.batchnorm._BatchNorm,) if self.dtypes.is_mixed else ()
+        keep_whole = (BatchNorm,) if self.dtypes.is_mixed else ()
         self._plan: UnitPlan = plan_units(module, self.config.units, self.config.min_unit_numel, keep_whole)
         self.units_table = self._plan.table()
         self.module = module
@@ -251,8 +259,8 @@ class Fsdp2Engine(Engine):
     def _carry_hooks_over(self) -> None:
         """Hooks that the user registered on parameters see this rank's gradient before it is reduced, as under DDP."""
         for unit, target in zip(self._plan.units, self.unit_modules, strict=True):
-            hooked = {name for name, p in unit.parameters.items() if p._backward_hooks}
-            late = [name for name, p in unit.parameters.items() if getattr(p, "_post_accumulate_grad_hooks", None)]
+            hooked = {name for name, p in unit.parameters.items() if backward_hooks(p)}
+            late = [name for name, p in unit.parameters.items() if has_accumulation_hooks(p)]
             if late:
                 raise ValueError(
                     f"parameter {late[0]!r} has a post-accumulate-grad hook, which would see a gradient that is never"
@@ -262,7 +270,7 @@ class Fsdp2Engine(Engine):
                 target.unshard()  # makes the gathered parameters, which live as long as the engine
                 gathered_now = dict(self.module.named_parameters())
                 for name in hooked:
-                    for hook in unit.parameters[name]._backward_hooks.values():  # type: ignore[union-attr]
+                    for hook in backward_hooks(unit.parameters[name]).values():  # type: ignore[union-attr]
                         gathered_now[name].register_hook(hook)
                 target.reshard()
 
@@ -313,7 +321,7 @@ class Fsdp2Engine(Engine):
         """
         if self._agreement is None or not self._follows_order:
             return
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self._hear_order()
             if not self._in_backward:  # where activations are recomputed, units run in another order
                 self._gather_ahead(self._followed_by(self._followed_by(self._latest)))
@@ -397,7 +405,7 @@ class Fsdp2Engine(Engine):
                     state[name] = gathered(value)
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self._broadcast_buffers()
         self._in_step = True
         wants_grad = torch.is_grad_enabled()
@@ -408,7 +416,7 @@ class Fsdp2Engine(Engine):
                     output = getattr(self.module, method)(*args, **kwargs)
                 else:
                     if self._gathers_up_front:
-                        with torch._C.DisableTorchFunction():
+                        with DisableTorchFunction():
                             self._gather_all()
                     output = self._root(method, *args, **kwargs)
                 self._require_same_order(-1)
@@ -504,7 +512,7 @@ class Fsdp2Engine(Engine):
         self._versions[index] = version
         self._gathered_marks = None  # other ranks' rows may differ from their shards now
         self._await_readers()
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             for copy, shard in private.copies(group):
                 _store_rows(copy, shard)
         self._data_taken.difference_update(copy for copy, _ in private.copies(group))
@@ -536,7 +544,7 @@ class Fsdp2Engine(Engine):
 
     def backward(self, run_backward: Callable[[], None]) -> None:
         self._close_order()
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             deferred = self._ranks_ran_different_units()
             if deferred:
                 self._root.set_requires_gradient_sync(False)  # type: ignore[operator]
@@ -681,7 +689,7 @@ class Fsdp2Engine(Engine):
     def _closure(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
         def evaluate() -> Any:
             result = None if closure is None else closure()
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 # Gradients of a plain loss.backward() under manual optimization, and gathered copies of old values.
                 if any(private.has_grad(p) for g in self._groups for p in private.trainable(g)):
                     self._reduced.clear()
@@ -707,7 +715,7 @@ class Fsdp2Engine(Engine):
             self._gathered_marks = None
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             shards = [local(p.grad) for p in params if isinstance(p, DTensor) and p.grad is not None]
             wholes = [p.grad for p in params if not isinstance(p, DTensor)]
@@ -724,7 +732,7 @@ class Fsdp2Engine(Engine):
             return norm
 
     def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             params = [p for group in optimizer.param_groups for p in group["params"]]
             grads: list[Tensor] = [p.grad for p in params if p.grad is not None]
             for shards in _by_kind([local(grad) for grad in grads]):
@@ -738,7 +746,7 @@ class Fsdp2Engine(Engine):
     # -- whole state ---------------------------------------------------------------------------------------------
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             # Detached tensors would no longer tell what is tied; an override may not know the argument.
             accepted = inspect.signature(self.module.state_dict).parameters.values()
             knows = any(p.name == "keep_vars" or p.kind is p.VAR_KEYWORD for p in accepted)
@@ -751,15 +759,15 @@ class Fsdp2Engine(Engine):
             return map_tensors(lambda path, t: detached.setdefault(id(t), t.detach()), state)
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return optimizer.state_dict()
 
     @contextmanager
     def full_parameters(self, modify: bool = False) -> Iterator[None]:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             self.reshard()
             whole = {p: nn.Parameter(gathered(p), p.requires_grad) for p in self._originals}
-            versions = {p: w._version for p, w in whole.items()}
+            versions = {p: version_of(w) for p, w in whole.items()}
             self._register(whole)
         self._is_whole = True
         try:
@@ -769,14 +777,14 @@ class Fsdp2Engine(Engine):
                 yield
         finally:
             self._is_whole = False
-            with torch.no_grad(), torch._C.DisableTorchFunction():
+            with torch.no_grad(), DisableTorchFunction():
                 self._register({p: p for p in whole})
                 if modify:
                     broadcast_coalesced([*whole.values(), *self._replicated])
                     self._wait_for_host_copies()
                     for p, w in whole.items():
                         local(p).copy_(local(shard_like(w, p)))  # type: ignore[arg-type]
-        if not modify and any(w._version != versions[p] for p, w in whole.items()):
+        if not modify and any(version_of(w) != versions[p] for p, w in whole.items()):
             raise RuntimeError(
                 "full_parameters(module): parameters were written to, and what was written is lost: use"
                 " full_parameters(module, modify=True)."
@@ -786,7 +794,7 @@ class Fsdp2Engine(Engine):
         for group in self._groups:
             for sharded, places in list(private.registrations(group)):
                 for module, name in places:
-                    module._parameters[name] = instead[sharded]  # type: ignore[assignment]
+                    own_parameters(module)[name] = instead[sharded]  # type: ignore[assignment]
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -808,7 +816,7 @@ class Fsdp2Engine(Engine):
 
             return map_tensors(one, value)
 
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             per_param = {
                 index: {key: lay_out(index, value) for key, value in values.items()}
                 for index, values in state["state"].items()
@@ -819,7 +827,7 @@ class Fsdp2Engine(Engine):
 
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
         state = ModelState()
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for p in [*self._originals, *self._replicated]:
                 state.add("parameters", p, self._place(p))
                 if p.grad is not None:
@@ -842,7 +850,7 @@ class Fsdp2Engine(Engine):
         return sum(p.numel() * p.element_size() for p in self._originals)
 
     def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             self._drop_gathered()
             if not whole:  # maybe after an error: others need not come any more
                 return
