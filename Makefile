@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH := .venv-bench
+LOWEST := .venv-lowest
 STAMP := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test test-rest test-all lint parity checkpoints memory offload reliability bench clean
+.PHONY: help setup train test test-rest test-all test-lowest lint parity checkpoints memory offload reliability bench clean
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -39,6 +40,16 @@ test-rest: setup ## What CI walks after `make test` (about forty minutes; compil
 test-all: lint ## Everything, the large matrices too (hours)
 	$(BIN)/python -m pytest -m "full or not full"
 
+# torch has no small CPU build of that version in every registry: then its CUDA libraries come along, 5 GB.
+test-lowest: ## Private names and a sample of parity with the lowest versions that pyproject.toml admits (5 GB)
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	sed -nE 's/^    "([a-z-]+)>=([0-9.]+),<.*/\1==\2/p' pyproject.toml > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python -m pip install --quiet -c constraints.txt "setuptools>=77" wheel
+	$(LOWEST)/bin/python -m pip install --quiet -r $(LOWEST)/lowest.txt $$(grep -E '^pytest' constraints.txt)
+	$(LOWEST)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(LOWEST)/bin/python -m pytest tests/unit/test_rooms.py tests/unit/test_private*.py tests/unit/test_*_private.py
+	$(LOWEST)/bin/python -m pytest tests/distributed/test_parity.py -m "not rest and not full" -k "2ranks and different"
+
 parity: setup ## Write docs/parity.md
 	$(BIN)/python benchmarks/parity.py > docs/parity.md.new && mv docs/parity.md.new docs/parity.md
 
@@ -67,4 +78,4 @@ bench: ## Write docs/speed.md: every way to run the same step, side by side (thr
 	$(BENCH)/bin/python benchmarks/bench.py
 
 clean: ## Remove the environment and what runs have written
-	rm -rf $(VENV) $(BENCH) build dist *.egg-info outputs multirun lightning_logs
+	rm -rf $(VENV) $(BENCH) $(LOWEST) build dist *.egg-info outputs multirun lightning_logs
