@@ -17,7 +17,6 @@ wire by :class:`~lightning_zero.comm.meter.TrafficMeter`, in all of them.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -368,8 +367,10 @@ class ZeroMonitor(Callback):
         if self.peak_flops is None and trainer.strategy.root_device.type == "cuda":
             mixed = {"bf16": torch.bfloat16, "16": torch.float16}
             dtype = next((d for name, d in mixed.items() if str(trainer.precision).startswith(name)), torch.float32)
-            with contextlib.suppress(Exception):  # an unknown chip
+            try:
                 self.peak_flops = float(get_available_flops(trainer.strategy.root_device, dtype) or 0) or None
+            except Exception as error:  # an unknown chip; a run must not end because its share of a peak is unknown
+                rank_zero_warn(f"ZeroMonitor: peak_flops is not known, {type(error).__name__}: {error}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.meter.calls:

@@ -73,6 +73,7 @@ FULLY_SHARD = Library(
             " iter_forward_root post_forward_order all_states",
         ),
         Needed(f"{_HOME}._fully_shard:FSDPModule._get_fsdp_state", takes="self"),
+        Needed("torch.distributed.fsdp:fully_shard", stores="_is_fsdp_managed_module _fsdp_use_orig_params"),
         Needed("torch.distributed._composable.contract:REGISTRY_KEY"),
         Needed("torch.distributed._composable.contract:STATE_KEY"),
         Needed("torch.distributed._composable_state:_module_state_mapping"),
