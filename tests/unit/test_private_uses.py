@@ -66,7 +66,14 @@ ALLOWED: dict[str, dict[str, str]] = {
         "_LEFT_SHARDED": STATE,
     },
 }
-LIGHTNINGS = ("_trainer", "_lightning_module", "_configure_launcher", "_get_process_group_backend", "_local_tensor")
+LIGHTNINGS = (
+    "_parameters",
+    "_trainer",
+    "_lightning_module",
+    "_configure_launcher",
+    "_get_process_group_backend",
+    "_local_tensor",
+)
 """Names of Lightning and torch that ours override or set."""
 ENDINGS = ("_deepspeed", "_offload", "_launcher")
 """Of public names, written as strings."""
