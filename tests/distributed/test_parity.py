@@ -130,6 +130,7 @@ def batches(ranks, request) -> Batches:
     return Batches(ranks, [run for case in cases for run in (case.run, *([] if case.refusal else [case.reference]))])
 
 
+@pytest.mark.timeout(600)  # a job of many kinds, and where it fails one of this kind alone
 @pytest.mark.parametrize("case", _cases())
 def test_training_equals_ddp(case: Case, batches: Batches) -> None:
     """Through DeepSpeed also: no gradient is clipped unasked, and accumulation scales once."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -140,6 +142,25 @@ def test_hang_ends_within_its_limit_and_shows_the_stack(pool):
     assert [f.rank for f in caught.value.failures] == [1]
     assert "_hang_on_one" in caught.value.failures[0].text  # faulthandler's stack
     assert all(map(_gone, pids))
+
+
+def test_a_job_that_its_test_interrupts_shows_where_each_rank_is(pool, capsys):
+    """As ``pytest-timeout`` does it: an exception in a signal handler."""
+
+    def interrupt(*unused):
+        raise TimeoutError("the test takes too long")
+
+    pool.run(_facts, world_size=2)
+    before = signal.signal(signal.SIGUSR2, interrupt)
+    try:
+        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR2))
+        timer.start()
+        with pytest.raises(TimeoutError):
+            pool.run(_hang_on_one, 1, world_size=2, timeout_seconds=200)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR2, before)
+    assert "_hang_on_one" in capsys.readouterr().err.partition("rank 1 of 2")[2]
 
 
 @pytest.mark.rest
