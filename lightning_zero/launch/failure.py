@@ -41,8 +41,8 @@ class AgreedInterrupt(KeyboardInterrupt):
 def all_raised(
     error: BaseException, strategy: Any, trainer: Any, is_over: Callable[[], bool]
 ) -> tuple[str | None, bool]:
-    """``None`` if all ranks have raised ``error`` alike, otherwise which has not, in words; and whether this rank is the
-    first that knows.
+    """``None`` if all ranks have raised ``error`` alike, otherwise which has not, in words; and whether this rank is
+    the first that knows.
 
     Every rank that has raised calls it; it waits for the others for at most :data:`WAIT_SECONDS`.
 

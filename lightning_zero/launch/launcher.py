@@ -19,12 +19,14 @@ import atexit
 import contextlib
 import inspect
 import os
+import pickle
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import get_temp_dir
 from typing import Any
 
@@ -362,9 +364,10 @@ class ProcessesLauncher(_Launcher):
                 " notebook and touch no CUDA tensor before fit, or use start_method='spawn'."
             )
         snapshot = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
+        call, what = _importable(self._rank, (trainer, function, args, kwargs, snapshot), self._start_method)
         context: Any = mp.start_processes(
-            self._rank,  # type: ignore[arg-type]
-            args=(trainer, function, args, kwargs, snapshot),
+            call,
+            args=what,
             nprocs=self._strategy.num_processes,
             start_method=self._start_method,
             join=False,
@@ -397,7 +400,11 @@ class ProcessesLauncher(_Launcher):
             results.append(function(*a, **k))
             return results[0]
 
-        self._collector._wrapping_function(process_idx, trainer, call, args, kwargs, box, snapshot)
+        try:
+            self._collector._wrapping_function(process_idx, trainer, call, args, kwargs, box, snapshot)
+        except BaseException:
+            destroy_process_group()  # one that is left to the end of the interpreter may end it in std::terminate
+            raise
         predicts = trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
         loaders = trainer.predict_loop.num_dataloaders if predicts else 0
         self._write(f"rank{process_idx}", {"output": box.value, "results": results[0], "loaders": loaders})
@@ -414,6 +421,44 @@ class ProcessesLauncher(_Launcher):
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def _importable(call: Any, args: tuple[Any, ...], start_method: str) -> tuple[Any, tuple[Any, ...]]:
+    """``call`` and ``args`` as a spawned process can take them: it imports what it is given by name, which is not
+    possible for a class inside a function (as in a test); cloudpickle sends that itself.
+
+    Raises:
+        TypeError: Naming what cannot be sent, and what to do.
+    """
+    if start_method == "fork":
+        return call, args
+    try:
+        ForkingPickler.dumps((call, args))
+        return call, args
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        if "local object" not in str(error) and "__main__" not in str(error):
+            raise _cannot_be_sent(error) from error
+        try:
+            import cloudpickle  # comes with other packages, and only such classes need it
+        except ModuleNotFoundError:
+            raise _cannot_be_sent(error) from error
+        try:
+            return _run_pickled, (cloudpickle.dumps((call, args)),)
+        except Exception as second:
+            raise _cannot_be_sent(second) from second
+
+
+def _cannot_be_sent(error: BaseException) -> TypeError:
+    return TypeError(
+        f"start_method='spawn' cannot send the run to other processes ({error}). Under pytest ranks are spawned: move the"
+        " classes that the test uses (module, data, callbacks) out of the function to the top of the file, or pip install"
+        " cloudpickle, or use ZeroStrategy(start_method='fork'), which sends nothing."
+    )
+
+
+def _run_pickled(process_idx: int, pickled: bytes) -> None:
+    call, args = pickle.loads(pickled)
+    call(process_idx, *args)
 
 
 class _Box:
