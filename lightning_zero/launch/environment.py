@@ -118,10 +118,11 @@ def _check_variables(wanted: int, devices: int, environment: Any) -> None:
     for name, expected in (("WORLD_SIZE", wanted), ("RANK", rank)):
         found = os.environ.get(name)
         if found is not None and found != str(expected):
+            here = f"LOCAL_RANK={environment.local_rank()} and NODE_RANK={environment.node_rank()}"
             raise ValueError(
-                f"{name}={found} in the environment, but devices={devices} on {wanted // devices} nodes with LOCAL_RANK="
-                f"{environment.local_rank()} and NODE_RANK={environment.node_rank()} make {name}={expected}: correct or"
-                f" unset it. With LOCAL_RANK unset as well, the ranks of this machine are started for you."
+                f"{name}={found} in the environment, but devices={devices} on {wanted // devices} nodes with {here}"
+                f" make {name}={expected}: correct or unset it. With LOCAL_RANK unset as well, the ranks of this"
+                " machine are started for you."
             )
 
 

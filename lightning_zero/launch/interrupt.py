@@ -93,6 +93,8 @@ class Presses:
                 signal.set_wakeup_fd(found)  # someone else's by now
             os.close(self._write)
             self._write = -1
+            assert self.pipe is not None
+            os.close(self.pipe)  # until now, so that no signal finds a pipe without a reader
 
 
 def leave_at_once() -> None:
@@ -140,3 +142,15 @@ def _forget() -> None:
     if _current is not None:
         with suppress(ValueError):
             signal.set_wakeup_fd(-1)
+            if _forks_outlast_interrupts:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+_forks_outlast_interrupts = False
+
+
+def keep_forks(keep: bool) -> None:
+    """Whether processes that are forked from now on (workers of data loaders) live on at Ctrl-C, which a terminal sends
+    to them as well: this one needs them until the step is complete after which it saves."""
+    global _forks_outlast_interrupts
+    _forks_outlast_interrupts = keep

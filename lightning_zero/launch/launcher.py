@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import get_temp_dir
 from typing import Any
 
@@ -364,14 +363,13 @@ class ProcessesLauncher(_Launcher):
                 " notebook and touch no CUDA tensor before fit, or use start_method='spawn'."
             )
         snapshot = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
-        call, what = _importable(self._rank, (trainer, function, args, kwargs, snapshot), self._start_method)
-        context: Any = mp.start_processes(
-            call,
-            args=what,
-            nprocs=self._strategy.num_processes,
-            start_method=self._start_method,
-            join=False,
-        )
+        call, what = self._rank, (trainer, function, args, kwargs, snapshot)
+        try:
+            context = self._start(call, what)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            if self._start_method == "fork":
+                raise
+            context = self._start(*_by_value(call, what, error))
         self.procs = context.processes
         try:
             while not context.join(grace_period=GRACE_SECONDS["failed"]):
@@ -388,6 +386,11 @@ class ProcessesLauncher(_Launcher):
         if trainer.state.fn == TrainerFn.PREDICTING:
             return whole_predictions([rank["results"] for rank in ranks], ranks[0]["loaders"])
         return ranks[0]["results"]
+
+    def _start(self, call: Any, args: tuple[Any, ...]) -> Any:
+        return mp.start_processes(
+            call, args=args, nprocs=self._strategy.num_processes, start_method=self._start_method, join=False
+        )
 
     def _rank(
         self, process_idx: int, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any, snapshot: Any
@@ -423,37 +426,24 @@ class ProcessesLauncher(_Launcher):
                 process.join()
 
 
-def _importable(call: Any, args: tuple[Any, ...], start_method: str) -> tuple[Any, tuple[Any, ...]]:
-    """``call`` and ``args`` as a spawned process can take them: it imports what it is given by name, which is not
-    possible for a class inside a function (as in a test); cloudpickle sends that itself.
+def _by_value(call: Any, args: tuple[Any, ...], error: BaseException) -> tuple[Any, tuple[Any, ...]]:
+    """``call`` and ``args`` for a spawned process, which imports what it is given by name: not possible for a class
+    inside a function (as in a test), which cloudpickle sends itself.
 
     Raises:
         TypeError: Naming what cannot be sent, and what to do.
     """
-    if start_method == "fork":
-        return call, args
     try:
-        ForkingPickler.dumps((call, args))
-        return call, args
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        if "local object" not in str(error) and "__main__" not in str(error):
-            raise _cannot_be_sent(error) from error
-        try:
-            import cloudpickle  # comes with other packages, and only such classes need it
-        except ModuleNotFoundError:
-            raise _cannot_be_sent(error) from error
-        try:
-            return _run_pickled, (cloudpickle.dumps((call, args)),)
-        except Exception as second:
-            raise _cannot_be_sent(second) from second
+        import cloudpickle  # comes with other packages, and only such classes need it
 
-
-def _cannot_be_sent(error: BaseException) -> TypeError:
-    return TypeError(
-        f"start_method='spawn' cannot send the run to other processes ({error}). Under pytest ranks are spawned: move the"
-        " classes that the test uses (module, data, callbacks) out of the function to the top of the file, or pip install"
-        " cloudpickle, or use ZeroStrategy(start_method='fork'), which sends nothing."
-    )
+        return _run_pickled, (cloudpickle.dumps((call, args)),)
+    except Exception as second:
+        reason = error if isinstance(second, ModuleNotFoundError) else second
+        raise TypeError(
+            f"start_method='spawn' cannot send the run to other processes ({reason}). Under pytest ranks are spawned:"
+            " move the classes that the test uses (module, data, callbacks) out of the function to the top of the file,"
+            " or pip install cloudpickle, or use ZeroStrategy(start_method='fork'), which sends nothing."
+        ) from error
 
 
 def _run_pickled(process_idx: int, pickled: bytes) -> None:

@@ -101,8 +101,6 @@ class Session:
             )
         finally:
             os.close(stdout)
-            if pipe is not None:
-                os.close(pipe)
         plan = {"ranks": ranks, "cwd": os.getcwd(), "folder": self._folder, "stdout": stdout, "signals": pipe}
         plan |= {"scratch": get_temp_dir(), "rank0": first}
         assert process.stdin is not None

@@ -34,7 +34,7 @@ from lightning_zero.comm import direct
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.launch import restart
 from lightning_zero.launch.failure import AgreedInterrupt, saves_on_exception
-from lightning_zero.launch.interrupt import set_starting
+from lightning_zero.launch.interrupt import keep_forks, set_starting
 from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
 
 _PLACES = {
@@ -109,7 +109,8 @@ class StepSync(Callback):
         again, self._interrupted = self._interrupted, True
         if self._saves and self._begun and not again:
             self._signal = max(self._signal or 0, number)
-            _tell("Ctrl-C: ending after this step, for a checkpoint; a second one ends at once")
+            text = b"lightning_zero: Ctrl-C: ending after this step, for a checkpoint; a second one ends at once\n"
+            os.write(1, text)  # print may be what was interrupted
             return
         raise KeyboardInterrupt
 
@@ -256,6 +257,7 @@ def sync_steps(trainer: Any, strategy: Any) -> StepSync:
         old.teardown(trainer, None, "")  # of a run that raised, which Lightning leaves without
     trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, StepSync)]
     trainer.callbacks.insert(0, watching := StepSync(strategy))
+    keep_forks(bool(saves_on_exception(trainer)))
     # Private: Lightning's own answer to SIGTERM is a collective inside the handler, and comes before training begins
     trainer._signal_connector._sigterm_notifier_fn = watching.on_signal
     return watching
