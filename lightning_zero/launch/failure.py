@@ -11,6 +11,7 @@ collective) what it raised and where, and waits a moment for the others.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -58,34 +59,42 @@ def all_raised(
         return "this rank was interrupted in the middle of a step", True
     environment, rank = strategy.cluster_environment, strategy.global_rank
     address, port = environment.main_address, environment.main_port
-    mine = json.dumps({"what": tracebacks.summary(error), "alike": _what_must_be_alike(error, trainer)})
     try:
         words = rendezvous.words(address, port, rank)
         store = dist.PrefixStore(f"raised/{rendezvous.count('raised', address, port)}", words)
-        store.set(str(rank), mine)
-        why = _compare(store, rank, size, mine, is_over)
+        alike = _what_must_be_alike(error, trainer)
+        why = _compare(store, rank, size, tracebacks.summary(error), alike, is_over)
         return why, why is not None and store.add("told", 1) == 1
     except (RuntimeError, TimeoutError) as lost:  # the store went with rank 0
         return f"rank 0 is gone ({str(lost).splitlines()[0]})", False
 
 
-def _what_must_be_alike(error: BaseException, trainer: Any) -> list[Any]:
+def _what_must_be_alike(error: BaseException, trainer: Any) -> str:
     steps = [trainer.global_step, trainer.fit_loop.epoch_loop.batch_idx] if trainer is not None else []
-    return [type(error).__qualname__, str(getattr(trainer, "state", "")), *steps, *tracebacks.place(error)]
+    state = str(getattr(trainer, "state", ""))
+    found = [type(error).__qualname__, state, *steps, *tracebacks.place(error)]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
-def _compare(store: Any, rank: int, size: int, mine: str, is_over: Callable[[], bool]) -> str | None:
+def _compare(store: Any, rank: int, size: int, what: str, alike: str, is_over: Callable[[], bool]) -> str | None:
+    """Few words for each rank, however many there are."""
     deadline = time.monotonic() + WAIT_SECONDS
-    waiting = [other for other in range(size) if other != rank]
-    alike = json.loads(mine)["alike"]
-    while waiting:
-        for other in [other for other in waiting if store.check([str(other)])]:
-            said = json.loads(store.get(str(other)))
-            if said["alike"] != alike:
-                return f"rank {other} raised something else, or elsewhere ({said['what']})"
-            waiting.remove(other)
-        if waiting and (is_over() or time.monotonic() > deadline):
-            return f"rank {', '.join(map(str, waiting[:8]))} did not raise it"
+    store.set(str(rank), what)
+    store.compare_set("first", "", json.dumps([rank, what]))
+    same = store.add(alike, 1)  # before "all", so that nobody counts a rank there that is not yet counted here
+    store.add("all", 1)
+    while same < size:
+        everybody, same = store.add("all", 0), store.add(alike, 0)
+        if everybody > same:
+            first, said = json.loads(store.get("first"))
+            return (
+                "another rank raised something else, or elsewhere"
+                if first == rank
+                else f"rank {first} raised something else, or elsewhere ({said})"
+            )
+        if same < size and (is_over() or time.monotonic() > deadline):
+            missing = [str(other) for other in range(size) if not store.check([str(other)])]
+            return f"rank {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''} did not raise it"
         time.sleep(_POLL_SECONDS)
     return None
 

@@ -8,7 +8,7 @@ tells to a thread of this process, :meth:`Presses.on_signal`.
 
     starting    from the start of the ranks to the first step, where a run has nothing to lose: if the first press has
                 not ended it after a moment it is repeated, and after :data:`FORCE_SECONDS` the process is ended
-    running     the first press is raised, and raised again before the next batch if it was lost; the second is forced
+    running     the first Ctrl-C is raised, and raised again before the next batch if it was lost; the second is forced
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Presses:
 
     def on_signal(self, number: int) -> None:
         """The supervisor has read ``number``; called in a thread of its own."""
-        self._count += 1
+        self._count += number == signal.SIGINT  # several SIGTERM are usual, and a checkpoint may be under way
         if self.starting or self._count > 1:
             threading.Thread(target=self._insist, args=(number,), daemon=True, name="lightning-zero-insists").start()
 

@@ -20,11 +20,13 @@ Each rank is the leader of its own session, so that what it started ends with it
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -59,6 +61,7 @@ class Supervisor:
         self._stopping = False
         self._killed_rank0 = False
         self.memory = Memory()
+        self._fate = Fate(self.rank0)
 
     def start(self) -> None:
         for spec in self.plan["ranks"]:
@@ -98,10 +101,10 @@ class Supervisor:
                     return
             elif message == "":
                 if self.failure is None and len(self.codes) < len(self.ranks):
-                    how = _how_ended(self.rank0) or SIGKILL
-                    how += self.memory.about(self.rank0) if how == SIGKILL else ""
+                    how = self._fate.words()
+                    how += self.memory.about(self.rank0) if SIGKILL in how else ""
                     first = self.plan["rank0"]
-                    _tell(f"rank {first} (process {self.rank0}) was {how}. It ended unexpectedly: ending the others.")
+                    _tell(f"rank {first} (process {self.rank0}) {how}. It ended unexpectedly: ending the others.")
                 self._end(0.0)
                 return
             else:
@@ -282,23 +285,45 @@ def _oom_kills() -> int | None:
     return _field("/proc/vmstat", "oom_kill ")
 
 
-def _how_ended(pid: int) -> str | None:
-    """How a process that is no child of this one was ended, if its parent has not asked yet."""
-    for _ in range(20):
+class Fate:
+    """How a process ends that is no child of this one: rank 0's."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._handle = -1
+        with contextlib.suppress(OSError, AttributeError):  # Linux
+            self._handle = os.pidfd_open(pid)
+
+    def words(self) -> str:
+        """How it ended; without an answer of the kernel's, the likeliest way."""
+        with contextlib.suppress(OSError):
+            select.select([self._handle], [], [], 1.0) if self._handle >= 0 else time.sleep(POLL_SECONDS)
+        status = self._from_handle()
+        status = self._from_parent() if status is None else status
+        if status is None:
+            return f"ended without a word, as if {SIGKILL}"
+        if number := status & 0x7F:
+            return f"was {SIGKILL}" if number == signal.SIGKILL else f"was killed by {signal.Signals(number).name}"
+        return f"ended with exit code {status >> 8}"
+
+    def _from_handle(self) -> int | None:
+        """Linux 6.15 and later: ``PIDFD_GET_INFO`` of ``PIDFD_INFO_EXIT``, ``struct pidfd_info`` of <linux/pidfd.h>."""
+        info = bytearray(struct.pack("=QQ11Ii", 1 << 3, 0, *[0] * 12))
         try:
-            with open(f"/proc/{pid}/stat") as line:
-                fields = line.read().rsplit(")", 1)[1].split()
-        except (OSError, IndexError):
+            fcntl.ioctl(self._handle, (3 << 30) | (len(info) << 16) | (0xFF << 8) | 11, info)
+        except (OSError, ValueError):
             return None
-        if fields[0] == "Z":
-            status = int(fields[49])  # as wait(2) gives it; 0 where this process may not know
-            number = status & 0x7F
-            if not number:
-                return None
-            name = signal.Signals(number).name
-            return SIGKILL if number == signal.SIGKILL else f"killed by {name}"
-        time.sleep(0.005)
-    return None
+        mask, *_, code = struct.unpack("=QQ11Ii", info)
+        return int(code) if mask & (1 << 3) else None
+
+    def _from_parent(self) -> int | None:
+        """As long as its parent has not asked how it ended."""
+        try:
+            with open(f"/proc/{self._pid}/stat") as line:
+                fields = line.read().rsplit(")", 1)[1].split()
+            return (int(fields[49]) or None) if fields[0] == "Z" else None
+        except (OSError, IndexError, ValueError):
+            return None
 
 
 def _messages() -> Iterator[str | None]:

@@ -35,7 +35,7 @@ class Fault:
     """Whether the end may take ``timeout_seconds`` longer."""
 
 
-OUT_OF_MEMORY = "was killed by SIGKILL, probably out of memory (it last held"
+OUT_OF_MEMORY = "killed by SIGKILL, probably out of memory (it last held"
 FAULTS = {
     "exception-0": Fault("exception on rank 0", 0, ("LookupError: rank 0 is not well", "Traceback")),
     "exception-1": Fault("exception on rank 1", 1, ("rank 1 (process", "LookupError: rank 1 is not well", "Traceback")),

@@ -99,7 +99,7 @@ def test_a_killed_rank_is_told_with_its_memory(rank, tmp_path):
     text = "\n".join(lines)
     assert code == (1 if rank else -9), text
     told = next(line for line in lines if "SIGKILL" in line)
-    assert re.search(rf"rank {rank} \(process \d+\) was killed by SIGKILL, probably out of memory", told)
+    assert re.search(rf"rank {rank} \(process \d+\) .*killed by SIGKILL, probably out of memory", told)
     assert re.search(r"it last held \d+\.\d\d GiB, [\d.]+ GiB of the host's [\d.]+ GiB are available now", told)
     assert "failed before this one" not in text
     assert len(lines) <= 40, text
