@@ -48,6 +48,7 @@ from lightning_zero.launch.interrupt import leave_at_once, set_starting
 from lightning_zero.launch.session import (
     ERROR_FILE,
     GRACE_SECONDS,
+    RankLost,
     current,
     end_session,
     hydra_output_dir,
@@ -156,7 +157,7 @@ class PopenLauncher(_SubprocessScriptLauncher):
                 _end_other_ranks(error)
             return
         if self._starts_ranks and current() is None:  # no rank was started, so there is nothing to end or agree on
-            _note(error, "the run did not begin")
+            _note(error, "the run did not begin", is_effect=isinstance(error, RankLost))
             return
         path = os.environ.get(ERROR_FILE)
         if path and not isinstance(error, KeyboardInterrupt):

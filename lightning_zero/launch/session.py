@@ -35,6 +35,10 @@ GRACE_SECONDS = {"clean": 60.0, "failed": 3.0, "preempted": 20.0, "interrupted":
 _SET_FOR_RANKS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
+class RankLost(RuntimeError):
+    """Another rank ended before the run began; the supervisor has shown why."""
+
+
 class Session:
     """The ranks that this process, rank 0 of its machine, has started."""
 
@@ -44,7 +48,7 @@ class Session:
         self.job = hydra_output_dir()
         self.owner = os.getpid()
         self.how: str | None = None
-        """How the session must end, once its run has raised."""
+        """``"failed"`` when all ranks have raised and none has begun another run yet."""
         self.failed_rank: dict[str, Any] | None = None
         self._before = {name: os.environ.get(name) for name in _SET_FOR_RANKS}
         rendezvous.forget()
@@ -143,7 +147,7 @@ class Session:
                         f"{len(waiting)} ranks did not come to their fit in {seconds:.0f} s. More patience:"
                         f" {rendezvous.START_SECONDS}={2 * seconds:g}."
                     )
-                raise RuntimeError(
+                raise RankLost(
                     f"rank {found.get('rank')} {found.get('what', 'ended')} before the run began (shown above)."
                 )
             time.sleep(0.02)
@@ -199,10 +203,9 @@ class Session:
         if os.getpid() != self.owner:  # a forked data loader worker
             return
         # Set by the interpreter when it is about to end with an uncaught exception, after a run that was fine
-        uncaught = "failed" if hasattr(sys, "last_type") else None
-        how = self.how or uncaught
-        answer = end_session(how or "clean")
-        if how is None and (answer.get("failed") or answer.get("late")):
+        how = "failed" if hasattr(sys, "last_type") else "clean"
+        answer = end_session(how)
+        if how == "clean" and (answer.get("failed") or answer.get("late")):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
