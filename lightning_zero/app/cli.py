@@ -284,12 +284,18 @@ def _user_errors_in_one_line(arguments: list[str]) -> Iterator[None]:
         _exit_with(_explain(error, arguments))
     except MisconfigurationException as error:
         _exit_with(str(error))
+    except Exception as error:
+        from lightning_zero.launch.tracebacks import is_told_by_its_message
+
+        if not is_told_by_its_message(error):
+            raise
+        _exit_with(str(error), 1)
 
 
-def _exit_with(message: str) -> None:
+def _exit_with(message: str, status: int = 2) -> None:
     sys.stderr.write(f"lightning-zero: error: {message.strip()}\n")
     sys.stderr.flush()
-    sys.exit(2)
+    sys.exit(status)
 
 
 def _explain(error: BaseException, arguments: list[str]) -> str:

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import pickle
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ _FOREIGN_MAINS = ("joblib", "submitit", "multiprocessing", "ray")
 """Packages whose worker processes run a job that another program has defined."""
 
 
-def job_command(command: list[str], folder: Path) -> list[str]:
-    """``command`` with arguments that make it run the current job, whose config is written into ``folder``."""
+def job_command(command: list[str], folder: Path, words: Sequence[str] = ()) -> list[str]:
+    """``command`` with arguments that make it run the current job, whose config is written into ``folder``; ``words``
+    stand before Hydra's own arguments."""
     from hydra.core.hydra_config import HydraConfig
 
     job = running_job()
@@ -30,7 +32,7 @@ def job_command(command: list[str], folder: Path) -> list[str]:
         hydra = HydraConfig.get()
         return [
             *command,
-            *_leading_words(),
+            *words,
             *hydra.overrides.task,
             f"hydra.run.dir='{hydra.runtime.output_dir}'",
             "hydra.output_subdir=null",
@@ -45,13 +47,7 @@ def job_command(command: list[str], folder: Path) -> list[str]:
         path.write_bytes(cloudpickle.dumps((job.function, config)))
         return [sys.executable, "-m", __name__, str(path)]
     path.write_bytes(_pickled(config))
-    return [*command, *_leading_words(), "--experimental-rerun", str(path)]
-
-
-def _leading_words() -> list[str]:
-    from lightning_zero.launch import launcher
-
-    return launcher.program_arguments
+    return [*command, *words, "--experimental-rerun", str(path)]
 
 
 def _for_another_process(task: Any, hydra: Any) -> Any:

@@ -39,8 +39,9 @@ LIGHTNING = Library(
         Needed(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop.advance", takes="self, data_fetcher"),
         # the trainer's connectors
         Needed(f"{_CONNECTORS}.signal_connector:_HandlersCompose.__init__", stores="signal_handlers"),
+        Needed(f"{_CONNECTORS}.signal_connector:_SignalConnector._sigterm_notifier_fn", takes="self, signum, _"),
         Needed(f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.dump_checkpoint", takes="self, weights_only"),
-        Needed("lightning.pytorch:Trainer.__init__", stores="_checkpoint_connector"),
+        Needed("lightning.pytorch:Trainer.__init__", stores="_checkpoint_connector _signal_connector"),
         Needed("lightning.pytorch:Trainer.save_checkpoint", stores="_checkpoint_connector dump_checkpoint"),
         # launching
         Needed(f"{_LAUNCHERS}.launcher:_Launcher"),
@@ -117,6 +118,7 @@ __all__ = [
     "MockOptimizer",
     "SubprocessScriptLauncher",
     "after_closure",
+    "answer_sigterm_by",
     "backend_of",
     "checkpoint_connector",
     "choose_port_again",
@@ -209,7 +211,17 @@ class Collector(_MultiProcessingLauncher):
 def choose_port_again(environment: Any) -> None:
     """Lightning's own environment remembers the free port that it has found; others are told theirs."""
     if isinstance(environment, LightningEnvironment):
-        environment._main_port = -1
+        set_main_port(environment, -1)
+
+
+def set_main_port(environment: LightningEnvironment, port: int) -> None:
+    """The port of the store, which has no setter; -1: it finds a free one when it is asked."""
+    environment._main_port = port
+
+
+def answer_sigterm_by(trainer: Any, handler: Callable[[int, Any], None]) -> None:
+    """Lightning's own answer to SIGTERM is a collective inside the handler, and comes before training begins."""
+    trainer._signal_connector._sigterm_notifier_fn = handler
 
 
 # -- strategies ------------------------------------------------------------------------------------------------------

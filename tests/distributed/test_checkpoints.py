@@ -8,6 +8,9 @@ import os
 import pickle
 import resource
 import shutil
+import signal
+import subprocess
+import sys
 import zlib
 from enum import Enum
 from pathlib import Path
@@ -517,6 +520,72 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     os.symlink("e3.ckpt", tmp_path / "last.ckpt")
     directory.write({"state_dict": {}, "epoch": 9}, str(tmp_path / "last.ckpt"), agreement)
     assert [directory.read(tmp_path / name, None)["epoch"] for name in ("e3.ckpt", "last.ckpt")] == [3, 9]
+
+
+_KILLED = """
+import os, signal, sys, torch
+from lightning_zero.checkpoint import directory
+from lightning_zero.comm.agree import Agreement
+def killed(*args):
+    if sys.argv[2] == "live":
+        print("writing", flush=True)
+        signal.pause()
+    os.kill(os.getpid(), signal.SIGKILL)
+name = "commit" if sys.argv[2] == "before" else "write_tensors"
+setattr(directory, name, killed)
+directory.write({"state_dict": {"w": torch.ones(2000, 3)}}, sys.argv[1], Agreement(alone=True))
+"""
+
+
+def _save_and_be_killed(path: Path, when: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _KILLED, str(path), when]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+
+
+def test_the_next_save_removes_what_killed_ones_have_left(tmp_path: Path) -> None:
+    """Of dead runs only, beside it and in its own folder; a folder that lives, or that has no mark, stays."""
+    for name, when in (("a.ckpt", "within"), ("b.ckpt", "before"), ("new.ckpt", "within")):
+        assert _save_and_be_killed(tmp_path / name, when).wait(120) == -signal.SIGKILL
+        assert list((tmp_path / name).glob("data-*/owner.json"))
+    (tmp_path / "foreign.ckpt" / "data-0").mkdir(parents=True)
+    live = _save_and_be_killed(tmp_path / "live.ckpt", "live")
+    try:
+        assert live.stdout is not None
+        assert live.stdout.readline() == "writing\n"
+        content = {"state_dict": {"w": torch.ones(2000, 3)}, "epoch": 1}
+        directory.write(content, str(tmp_path / "new.ckpt"), Agreement(alone=True))
+        assert {p.name for p in tmp_path.iterdir()} == {"foreign.ckpt", "live.ckpt", "new.ckpt"}
+        assert len(list((tmp_path / "new.ckpt").iterdir())) == 2  # the marker and one folder
+        assert not list(tmp_path.glob("new.ckpt/*/owner.json"))
+        assert directory.read(tmp_path / "new.ckpt", None)["epoch"] == 1
+        directory.write(content, str(tmp_path / "live.ckpt"), Agreement(alone=True))
+        assert len(list((tmp_path / "live.ckpt").glob("data-*"))) == 2
+    finally:
+        live.kill()
+        live.wait()
+    directory.write(content, str(tmp_path / "new.ckpt"), Agreement(alone=True))
+    assert len(list((tmp_path / "live.ckpt").glob("data-*"))) == 1
+    assert directory.read(tmp_path / "live.ckpt", None)["epoch"] == 1
+
+
+def _save_where_each_rank_says(form: str, folder: str) -> list[str]:
+    trainer = make_trainer(
+        {"stage": 3, "checkpoint": form},
+        max_steps=3,
+        callbacks=[moves._SaveAt(3, f"{folder}/loss={0.5 + int(os.environ['RANK'])}.ckpt")],
+    )
+    trainer.fit(moves.Features(), moves.loader("mid-epoch", 2))
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("form", ["sharded", "sharded-async"])
+def test_where_ranks_name_different_folders_rank_0s_is_everybodys(form: str, ranks2, tmp_path: Path) -> None:
+    """A metric in the file name that was not synchronised."""
+    ranks2(_save_where_each_rank_says, form, str(tmp_path))
+    assert [p.name for p in tmp_path.iterdir()] == ["loss=0.5.ckpt"]
+    state = lightning_zero.load_checkpoint(str(tmp_path / "loss=0.5.ckpt"))
+    assert state["global_step"] == 3
+    assert all(torch.isfinite(value.clone()).all() for value in state["state_dict"].values())
 
 
 def _batch_norm(form: str, path: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightning_zero.checkpoint import owner
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.engines.deepspeed import nvme_folder as folders
 from lightning_zero.engines.deepspeed import ops
@@ -256,9 +257,9 @@ def test_bad_paths_are_errors_on_every_rank(ranks2: Any, tmp_path: Path) -> None
 
 def test_only_what_dead_runs_of_this_host_left_is_removed(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
-    identity = folders._identity(dead.pid)
+    identity = owner.identity(dead.pid)
     dead.wait()
-    alive = folders._identity(os.getpid())
+    alive = owner.identity(os.getpid())
     marks = {
         "dead": identity,
         "other_boot": {**alive, "boot": "before"},
@@ -270,7 +271,7 @@ def test_only_what_dead_runs_of_this_host_left_is_removed(tmp_path: Path) -> Non
     for name, mark in marks.items():
         folder = tmp_path / f"{folders.PREFIX}{name}"
         folder.mkdir()
-        (folder / folders.MARK).write_text("{" if mark is None else json.dumps(mark))
+        (folder / owner.MARK).write_text("{" if mark is None else json.dumps(mark))
     (tmp_path / f"{folders.PREFIX}unmarked").mkdir()
     (tmp_path / "mine").mkdir()
     said: list[str] = []
@@ -283,9 +284,10 @@ def test_only_what_dead_runs_of_this_host_left_is_removed(tmp_path: Path) -> Non
 _OWNER = """
 import sys, time
 from pathlib import Path
+from lightning_zero.checkpoint import owner
 from lightning_zero.engines.deepspeed import nvme_folder as folders
-folders._numbers = lambda: "pid:[1]"
-folders._began = lambda pid: "2"  # so that nobody else finds a process of this number that began then
+owner.numbers = lambda: "pid:[1]"
+owner.began = lambda pid: "2"  # so that nobody else finds a process of this number that began then
 path, lock = folders._make(sys.argv[1], "", 0.0, lambda line: None)
 print(path, flush=True)
 time.sleep(600)
@@ -300,7 +302,7 @@ def test_a_run_in_another_container_of_the_same_name_lives(tmp_path: Path, monke
         assert owner.stdout is not None
         folder = Path(owner.stdout.readline().strip())
         if not locks:
-            monkeypatch.setattr(folders, "_is_locked", lambda mark: None)
+            monkeypatch.setattr(owner, "is_locked", lambda mark: None)
         said: list[str] = []
         folders.remove_leftovers(tmp_path, said.append)
         assert folder.is_dir()

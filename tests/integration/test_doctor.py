@@ -49,6 +49,16 @@ def test_two_processes_that_do_not_meet(monkeypatch: Any) -> None:
     assert "nowhere0" in said
 
 
+def test_what_succeeded_is_reported_as_such(monkeypatch: Any) -> None:
+    """However the process ended afterwards; and none is left to end by chance: it takes its group down itself."""
+    monkeypatch.setattr(doctor, "_RANK", "import os; print('works', flush=True); os.abort()")
+    assert doctor.collective_works("gloo", timeout_seconds=60) == "works"
+    monkeypatch.setattr(doctor, "_RANK", "import os; os.abort()")
+    assert doctor.collective_works("gloo", timeout_seconds=60) == "no: exit code -6"
+    for script in (doctor._READER,):
+        assert script.rstrip().splitlines()[-2].startswith("dist.destroy_process_group()")
+
+
 @pytest.mark.rest
 def test_two_processes_that_may_not_read_each_other(monkeypatch: Any) -> None:
     forbidden = "from lightning_zero.comm import peer_memory\npeer_memory._read_memory = lambda *args: -1\n"

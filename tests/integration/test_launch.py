@@ -130,6 +130,27 @@ def test_results_come_back_whole(method, after_fit, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir() if not p.name.startswith("torchinductor")] == []
 
 
+@pytest.mark.parametrize("has_cloudpickle", [True, False])
+def test_a_class_inside_a_test_can_be_spawned(has_cloudpickle, monkeypatch):
+    """No other process can import it."""
+
+    class Local(Regression):
+        def training_step(self, batch, batch_idx):
+            return 2 * super().training_step(batch, batch_idx)
+
+    module = Local()
+    before = module.net[0].weight.detach().clone()
+    t = trainer(ZeroStrategy(stage=3, units=["Linear"]))
+    if has_cloudpickle:
+        pytest.importorskip("cloudpickle")
+        t.fit(module, DataLoader(data(), batch_size=4))
+        assert (module.net[0].weight != before).any()
+        return
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(TypeError, match=r"cannot send the run.*Local.*top of the file, or pip install cloudpickle"):
+        t.fit(module, DataLoader(data(), batch_size=4))
+
+
 @pytest.mark.rest
 def test_auto_is_spawn_in_pytest_and_popen_in_a_program(tmp_path, expected):
     assert choose_start_method("auto") == "spawn"

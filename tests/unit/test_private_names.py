@@ -20,7 +20,9 @@ PLACES = ("private/", "engines/fsdp2/private.py", "engines/deepspeed/private.py"
 
 DOCUMENTED = {
     # name -> why it may be used under its own name
+    "_thread": "documented by Python",
     "os._exit": "documented by Python",
+    "atexit._run_exitfuncs": "documented in CPython's own module; there is no other way to run them early",
     "sys._getframe": "documented by Python",
     "pickle._Unpickler": "pickle.Unpickler written in Python, whose dispatch can be changed",
     "torch._foreach_copy_": "torch documents torch._foreach_* on its page of operators, as beta",
