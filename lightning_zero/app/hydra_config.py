@@ -354,17 +354,20 @@ def _instantiate(node: Any, where: str) -> Any:
         # Not found or called wrongly is the config's fault; what a constructor raises from within is shown in full.
         inside = error.__cause__
         if inside is None or isinstance(inside, (ImportError, TypeError, ValueError)):
-            raise ConfigError(f"{where}: {_without_key(error)}{_import_error(error)}") from error
+            behind = _import_error(error)
+            said = f"{where}: {_without_key(error)}"
+            if behind is None or str(behind) in said:
+                raise ConfigError(said) from error
+            raise ConfigError(f"{said}\n{type(behind).__name__}: {behind}") from behind
         raise
 
 
-def _import_error(error: BaseException) -> str:
+def _import_error(error: BaseException) -> BaseException | None:
     """The innermost import error behind Hydra's ``Error locating target``, which says nothing of it itself."""
     chain = [error]
     while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(inner)
-    found = next((e for e in reversed(chain) if isinstance(e, ImportError)), None)
-    return "" if found is None or str(found) in str(error) else f"\n{type(found).__name__}: {found}"
+    return next((e for e in reversed(chain) if isinstance(e, ImportError)), None)
 
 
 def _without_key(error: Exception) -> str:

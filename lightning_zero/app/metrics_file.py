@@ -64,7 +64,11 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self._rows.append({"step": len(self._rows) if step is None else step, **metrics})
+        step = len(self._rows) if step is None else step
+        if self._rows and self._rows[-1]["step"] == step and not self._rows[-1].keys() & metrics.keys():
+            self._rows[-1].update(metrics)  # logged apart, as learning rates are
+            return
+        self._rows.append({"step": step, **metrics})
         if len(self._rows) >= self._every:
             self.save()
 

@@ -108,7 +108,8 @@ def plot(plan: Any, path: str) -> None:
                 axes.barh(y, min(left, limit), height=0.36, fill=False, edgecolor="black", linewidth=1.8)
             text = f"{gib(left * GIB)}{' <- take' if picked else ''}"
             if left > limit:  # the bar is cut off, and says how long it is
-                axes.text(limit * 0.995, y, f"{text} >", ha="right", va="center", fontsize=7, backgroundcolor="white")
+                box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+                axes.text(limit * 0.99, y, f"{text} >", ha="right", va="center", fontsize=7, bbox=box)
             else:
                 weight = "bold" if picked else "normal"
                 axes.text(left + limit * 0.006, y, text, va="center", fontsize=7, fontweight=weight)
