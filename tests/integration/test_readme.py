@@ -161,7 +161,7 @@ def test_plain_words_of_the_readme_that_are_commands() -> None:
     """``make train`` and the like inside a sentence: their targets exist."""
     text = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert {name for name in re.findall(r"`make ([a-z-]+)`", text)} <= targets
+    assert set(re.findall(r"`make ([a-z-]+)`", text)) <= targets
 
 
 def test_links_lead_somewhere() -> None:
