@@ -44,7 +44,7 @@ checkpoints: setup ## Write the tables of docs/checkpoints.md (half an hour)
 	$(BIN)/python benchmarks/checkpoints.py moves
 
 settings: setup ## Write docs/settings.md
-	$(BIN)/python -m benchmarks.settings > docs/settings.md.new && mv docs/settings.md.new docs/settings.md
+	$(BIN)/python benchmarks/settings.py > docs/settings.md.new && mv docs/settings.md.new docs/settings.md
 
 memory: setup ## Write docs/memory.md
 	$(BIN)/python benchmarks/memory.py > docs/memory.md.new && mv docs/memory.md.new docs/memory.md

@@ -32,6 +32,7 @@ class RunRecord(Callback):
     """
 
     def __init__(self) -> None:
+        self._folder = Path(HydraConfig.get().runtime.output_dir)  # now: a spawned rank knows of no job
         self._since = 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -46,8 +47,7 @@ class RunRecord(Callback):
             "ranks": trainer.world_size,
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         }
-        folder = Path(HydraConfig.get().runtime.output_dir)
-        (folder / RESULT).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        (self._folder / RESULT).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 class CompareRuns(HydraCallback):
