@@ -13,6 +13,7 @@ from tests.integration.commands import SMALL, console_script, run, run_imported
 from tests.integration.test_readme import MY_PACKAGE
 
 MODULE = "-m", "lightning_zero"
+ONE_RUN = "trainer.log_every_n_steps=1", "hydra.run.dir=run"
 
 
 def test_a_module_in_the_working_folder_is_found_in_every_rank(tmp_path):
@@ -87,9 +88,11 @@ def test_a_job_that_ended_badly_after_its_fit_did_not_finish(tmp_path):
 
 def test_a_missing_package_names_its_extra(tmp_path):
     """With the brackets quoted, or zsh takes them for a pattern."""
-    (tmp_path / "transformers.py").write_text("raise ModuleNotFoundError(\"No module named 'transformers'\")\n")
     overrides = "model=llama_70b", "data=none", "trainer=gpu", "plan.device_memory_gib=80", "plan.batch=[1,9]"
-    done = run(*MODULE, "plan", *overrides, cwd=tmp_path)
+    without = "import lightning, runpy, sys; sys.modules['transformers'] = None; "  # which lightning imports itself
+    done = run(
+        "-c", f"{without}runpy.run_module('lightning_zero', run_name='__main__')", "plan", *overrides, cwd=tmp_path
+    )
     assert done.returncode == 2, done.stdout
     assert "pip install 'lightning-zero[examples]'" in done.stdout
     assert "Traceback" not in done.stdout
@@ -143,7 +146,7 @@ def test_an_interrupted_runs_metrics_stay_in_one_file(tmp_path):
         "callbacks.progress=null",
         "trainer.enable_progress_bar=false",
     ]
-    small += ["trainer.log_every_n_steps=1", "hydra.run.dir=run", "callbacks.checkpoint.every_n_train_steps=2"]
+    small += ["trainer.log_every_n_steps=1", "hydra.run.dir=run", "+callbacks.checkpoint.every_n_train_steps=2"]
     first = run(*MODULE, "fit", *small, "trainer.max_steps=5", "callbacks.checkpoint.save_last=null", cwd=tmp_path)
     assert first.returncode == 0, first.stdout
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("*step=4.ckpt")
@@ -157,7 +160,7 @@ def test_an_interrupted_runs_metrics_stay_in_one_file(tmp_path):
 
 @pytest.mark.parametrize("logger", ["none", pytest.param("csv", marks=pytest.mark.full)])
 def test_the_last_metrics_are_there_with_any_logger(logger, tmp_path):
-    done = run(*MODULE, "fit", f"logger={logger}", *SMALL, "callbacks=none", "hydra.run.dir=run", cwd=tmp_path)
+    done = run(*MODULE, "fit", f"logger={logger}", *SMALL, "callbacks=none", *ONE_RUN, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]["loss"] > 0
     assert (tmp_path / "run" / "metrics.csv").exists() == (logger == "csv")

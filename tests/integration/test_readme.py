@@ -103,7 +103,7 @@ def small(command: str) -> str:
         if words[:2] not in (["lightning-zero", "fit"], ["lightning-zero", "validate"]) or "--help" in words:
             continue
         more = [] if "max_epochs" in part or "debug=" in part else ["trainer.max_steps=3"]
-        more += [] if "debug=fast" in part else ["trainer.limit_train_batches=6"] if "debug=limit" not in part else []
+        more += [] if "debug=" in part else ["trainer.limit_train_batches=6"]
         more += [DATA] if "data=" not in part else []
         more += [MODEL] if "model=" not in part else []
         if "optuna" in part:
