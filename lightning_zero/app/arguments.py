@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from itertools import zip_longest
 from pathlib import Path
 
 from lightning_zero.config import ZeroConfig
@@ -49,7 +50,7 @@ def mistake(arguments: Sequence[str], own_flags: Sequence[str] = ()) -> str | No
 def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Every flag with its value, or with what could be it."""
     skip = False
-    for item, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+    for item, following in zip_longest(arguments, arguments[1:], fillvalue="-"):
         if skip:
             skip = False
             continue

@@ -37,6 +37,7 @@ def test_mistakes_are_said_in_hydras_form(arguments, said):
 @pytest.mark.parametrize(
     "arguments",
     [
+        [],
         ["trainer.devices=2", "strategy=zero3", "+model.config.n_layer=2", "~callbacks.progress"],
         ["-m", "strategy=ddp,zero1", "hydra/sweeper=optuna", "debug=null"],
         ["--config-dir", "conf", "model=mine"],
