@@ -184,7 +184,7 @@ def _prepare(folder: Path, page: str) -> None:
     if "x.ckpt" in (ROOT / page).read_text(encoding="utf-8"):
         code = "import lightning as L\nfrom lightning_zero import ZeroStrategy\n" + PREAMBLE
         code += (
-            "t = L.Trainer(strategy=ZeroStrategy(checkpoint='sharded'), accelerator='cpu', max_steps=1, logger=False,\n"
+            "t = L.Trainer(strategy=ZeroStrategy(), accelerator='cpu', max_steps=1, logger=False,\n"
         )
         code += "              enable_checkpointing=False, enable_progress_bar=False)\n"
         code += "t.fit(module, data)\nt.save_checkpoint('x.ckpt')\n"
