@@ -7,7 +7,7 @@ LOWEST := .venv-lowest
 STAMP := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test test-rest test-all test-lowest lint parity checkpoints memory offload reliability bench clean
+.PHONY: help setup train test test-rest test-all test-lowest lint settings parity checkpoints memory offload reliability bench clean
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -56,6 +56,9 @@ parity: setup ## Write docs/parity.md
 checkpoints: setup ## Write the tables of docs/checkpoints.md (half an hour)
 	$(BIN)/python benchmarks/checkpoints.py memory
 	$(BIN)/python benchmarks/checkpoints.py moves
+
+settings: setup ## Write docs/settings.md
+	$(BIN)/python benchmarks/settings.py > docs/settings.md.new && mv docs/settings.md.new docs/settings.md
 
 memory: setup ## Write docs/memory.md
 	$(BIN)/python benchmarks/memory.py > docs/memory.md.new && mv docs/memory.md.new docs/memory.md

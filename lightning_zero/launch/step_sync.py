@@ -232,7 +232,7 @@ class StepSync(Callback):
         requeue = number == signal.SIGUSR1
         rank_zero_only(_tell)(f"{number.name} received: ending after step {trainer.global_step}")
         if trainer.checkpoint_callbacks or _slurm_job():
-            path = _checkpoint_folder(trainer) / "preempted.ckpt"
+            path = _checkpoint_folder(trainer) / restart.PREEMPTED
             trainer.save_checkpoint(path)
             rank_zero_only(_tell)(f"checkpoint of step {trainer.global_step}: {path}")
         if requeue and trainer.is_global_zero:

@@ -31,6 +31,10 @@ def test_wheel_holds_every_group_file(wheel):
     modules = {str(p.relative_to(ROOT)) for p in (ROOT / "lightning_zero").rglob("*.py")}
     assert modules <= names
     assert "lightning_zero/py.typed" in names
+    template = ROOT / "lightning_zero" / "app" / "template"
+    files = {str(p.relative_to(ROOT)) for p in template.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    assert len(files) > 7
+    assert files <= names
 
 
 @pytest.mark.rest

@@ -70,6 +70,8 @@ def _files(root: Path = ROOT) -> dict[str, Path]:
     files = {}
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root).with_suffix("")
+        if "template" in relative.parts:  # what `lightning-zero init` copies is the user's
+            continue
         parts = relative.parts[:-1] if relative.name == "__init__" else relative.parts
         files[".".join(parts)] = path
     return files
