@@ -59,6 +59,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
 }
 LIGHTNINGS = (
+    "_thread",
     "_parameters",
     "_trainer",
     "_lightning_module",
