@@ -48,7 +48,7 @@ from lightning_zero.comm import direct
 from lightning_zero.comm.agree import all_reduce_mean, broadcast_coalesced
 from lightning_zero.comm.shards import gathered
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.base import Engine, Root, different_units
+from lightning_zero.engines.base import Engine
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.ds_config import RunFacts, ds_config, gathered_together
 from lightning_zero.engines.deepspeed.optimizer_step import (
@@ -63,7 +63,6 @@ from lightning_zero.engines.deepspeed.optimizer_step import (
 )
 from lightning_zero.engines.deepspeed.state import Account
 from lightning_zero.engines.deepspeed.view import ShardView
-from lightning_zero.engines.gradients import Gradients
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.private.torch import DisableTorchFunction, has_accumulation_hooks, own_parameters, version_of
@@ -72,11 +71,16 @@ _BUCKETS = -(2**40)
 """Numbers from here downwards stand for buckets of gradients."""
 
 
-class _Root(Root):
-    """DeepSpeed's hooks hang here. It returns a list, because DeepSpeed looks into results of other kinds."""
+class _Root(nn.Module):
+    """Calls any method of the user's module; DeepSpeed's hooks hang here. What it returns is a list, because DeepSpeed
+    looks into results of other kinds."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
 
     def forward(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return [super().forward(method, *args, **kwargs)]
+        return [getattr(self.module, method)(*args, **kwargs)]
 
 
 class DeepSpeedEngine(Engine):
@@ -84,6 +88,8 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         super().__init__(config, device, dtypes)
+        self._sync = True
+        self._sync_buffers_next = True
         self._in_step = False
         self._busy = False
         self._is_whole = False
@@ -276,6 +282,12 @@ class DeepSpeedEngine(Engine):
         finally:
             self._in_step = False
 
+    def _broadcast_buffers(self) -> None:
+        """DDP's rule: once before each forward that follows a synchronized training forward."""
+        if self._sync_buffers_next and self.config.broadcast_buffers:
+            broadcast_coalesced(list(self.module.buffers()))
+        self._sync_buffers_next = torch.is_grad_enabled() and self._sync
+
     def _require_same_order(self, unit: Any = None) -> None:
         """Stage 3 on the CPU: ranks say what they gather next, a module or a parameter, before it could be mixed up."""
         if self._is_whole:
@@ -289,7 +301,10 @@ class DeepSpeedEngine(Engine):
         if len(said) > 1:
             units = [*self.module.named_modules(), *((n, p) for n, p in self._parameters.items() if p in self._held)]
             names = [n for n, u in units if n and number_of(u) in said - {-1}]
-            raise different_units(3, names, "or use stage=2")
+            raise ValueError(
+                f"stage=3: the units {', '.join(map(repr, names))} ran on some ranks only, or in another order, but all"
+                " ranks must gather the same parameters together. Run them on every rank, or use stage=2."
+            )
 
     def _require_same_bucket(self, numbers: list[int]) -> None:
         """Stage 3: ranks say which parameters' gradients they reduce next, before they could be mixed up."""
@@ -315,6 +330,14 @@ class DeepSpeedEngine(Engine):
         pass
 
     # -- backward ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._sync = False
+        try:
+            yield
+        finally:
+            self._sync = True
 
     def _touch(self, p: Tensor) -> None:
         self._touched_now.add(p)
@@ -627,13 +650,35 @@ class DeepSpeedEngine(Engine):
         if on_shards is None:
             self._after_step(optimizer)
 
-    def gradients(self, optimizer: Optimizer) -> Gradients:
+    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         managed = self._managed
         assert managed is not None
         self._flush_grads()
-        odd = [p.grad for p in parameters(optimizer) if p not in managed and p.grad is not None]
-        group = dist.group.WORLD if dist.get_world_size() > 1 else None
-        return Gradients(managed.grads(optimizer), odd, self.device, group)
+        with torch.no_grad(), DisableTorchFunction():
+            pieces = managed.grads(optimizer)
+            odd = [p.grad for p in parameters(optimizer) if p not in managed and p.grad is not None]
+            squared = _sum_of_squares(pieces, self.device)
+            if dist.get_world_size() > 1:
+                dist.all_reduce(squared)
+            norm = (squared + _sum_of_squares(odd, self.device)).sqrt()
+            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
+            for grads in _alike([*pieces, *odd]):
+                torch._foreach_mul_(grads, scale.to(device=grads[0].device, dtype=grads[0].dtype))
+            return norm
+
+    def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
+        managed = self._managed
+        assert managed is not None
+        self._flush_grads()
+        with torch.no_grad(), DisableTorchFunction():
+            odd = [p.grad for p in parameters(optimizer) if p not in managed and p.grad is not None]
+            for grads in _alike([*managed.grads(optimizer), *odd]):
+                torch._foreach_clamp_min_(grads, -clip_value)
+                torch._foreach_clamp_max_(grads, clip_value)
+
+    def any_rank(self, flag: Tensor) -> None:
+        if dist.get_world_size() > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
 
     # -- parameters that are unfrozen during a run -----------------------------------------------------------------
 
@@ -909,4 +954,19 @@ def _flat_groups(trainable: list[nn.Parameter], optimizers: list[Optimizer]) -> 
     groups: dict[tuple[tuple[int, int], ...], list[Tensor]] = {}
     for p, where in held.items():
         groups.setdefault(tuple(where), []).append(p)
+    return list(groups.values())
+
+
+def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+    tensors = [t for t in tensors if t.numel()]
+    if not tensors:
+        return torch.zeros((), device=device)
+    norms = torch._foreach_norm(tensors)
+    return torch.stack([n.to(device).float() if n.dtype.itemsize < 4 else n.to(device) for n in norms]).square().sum()
+
+
+def _alike(tensors: list[Tensor]) -> list[list[Tensor]]:
+    groups: dict[Any, list[Tensor]] = {}
+    for t in tensors:
+        groups.setdefault((t.dtype, t.device), []).append(t)
     return list(groups.values())

@@ -95,30 +95,6 @@ def init_now(root: nn.Module) -> None:
     _state(root)._lazy_init()
 
 
-def unshard(unit: nn.Module, async_op: bool = False) -> Any:
-    """Gathers the unit's parameters; with ``async_op`` returns what is to be waited for."""
-    return FSDPModule.unshard(unit, async_op)  # type: ignore[arg-type]
-
-
-def reshard(unit: nn.Module) -> None:
-    """Drops the unit's gathered parameters."""
-    FSDPModule.reshard(unit)  # type: ignore[arg-type]
-
-
-def set_reshard_after_backward(unit: nn.Module, reshards: bool) -> None:
-    FSDPModule.set_reshard_after_backward(unit, reshards, recurse=False)  # type: ignore[arg-type]
-
-
-def set_requires_gradient_sync(units: list[nn.Module], syncs: bool) -> None:
-    """Whether a backward reduces."""
-    for unit in units:
-        FSDPModule.set_requires_gradient_sync(unit, syncs, recurse=False)  # type: ignore[arg-type]
-
-
-def set_custom_reduce_scatter(unit: nn.Module, reduce: Any) -> None:
-    FSDPModule.set_custom_reduce_scatter(unit, reduce)  # type: ignore[arg-type]
-
-
 def groups(module: nn.Module) -> list[Group]:
     """The parameter groups of one unit: one, or none when the unit holds no parameters."""
     state = _state(module)
