@@ -297,3 +297,26 @@ def _scaled() -> dict[str, Any]:
 
 def test_the_loss_scale_is_kept_where_the_gradients_are():
     assert run_ranks(_scaled, 1)[0] == {"loss": "device", "scale": "host", "found_inf": {"host"}}
+
+
+def _transports() -> list[str]:
+    """What the engine says or takes on an accelerator for each transport."""
+    found = []
+    with pretend.accelerator(RANKS) as device:
+        for transport in ("auto", "torch", "direct"):
+            with device:
+                module = Module()
+            engine = Fsdp2Engine(ZeroConfig(stage=2, transport=transport), device, DtypePolicy())
+            try:
+                engine.shard(module)
+            except ValueError as error:
+                found.append(str(error))
+            else:
+                found.append(type(engine._transport).__name__)
+    return found
+
+
+def test_direct_exchange_is_for_cpus():
+    auto, torchs, direct = run_ranks(_transports, 1)[0]
+    assert auto == torchs == "Transport"
+    assert all(word in direct for word in ("transport='direct'", "'pretend'", "transport='auto'"))

@@ -156,9 +156,9 @@ class Direct(Transport):
         if self._order is not None:
             self._order.next(index, in_backward)
 
-    def forward_ends(self, in_backward: bool = False) -> None:
+    def forward_ends(self) -> None:
         if self._order is not None:
-            self._order.next(-1, in_backward)
+            self._order.next(-1, in_backward=False)
 
     def close_forward(self, in_backward: bool = False) -> None:
         """A backward gathers in an order of its own."""

@@ -141,11 +141,6 @@ class Fsdp2Engine(Engine):
         self._usage = Usage(self._transport, self._sharded.parameters, self._sharded.names)
 
     @property
-    def unit_modules(self) -> list[Any]:
-        """What is gathered together: each an ``nn.Module`` and an ``FSDPModule``; the root last."""
-        return self._sharded.units
-
-    @property
     def known_parameters(self) -> Container[Tensor]:
         return set(self._sharded.parameters)
 

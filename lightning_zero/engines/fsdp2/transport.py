@@ -75,8 +75,8 @@ class Transport:
     def unit_begins(self, index: int, in_backward: bool) -> None:
         """This rank is about to run a unit; ``in_backward`` where activations are recomputed."""
 
-    def forward_ends(self, in_backward: bool = False) -> None:
-        """After the last unit of a forward, and before a backward that begins inside it."""
+    def forward_ends(self) -> None:
+        """After the last unit of a forward."""
 
     def backward_begins(self, ran: Sequence[int] | None) -> bool:
         """Whether this backward's gradients are reduced at its end, in fixed order.
@@ -87,7 +87,7 @@ class Transport:
         return False
 
     def close_forward(self, in_backward: bool = False) -> None:
-        """As :meth:`forward_ends`, if a forward is open."""
+        """A backward is about to begin, maybe inside the forward."""
 
     def reduction_begins(self, group: private.Group, params: Sequence[private.ShardedParam]) -> None:
         """The gradients of ``params`` are complete, and ``group`` is about to reduce them."""
