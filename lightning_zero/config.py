@@ -18,6 +18,7 @@ ENGINES = ("fsdp2", "deepspeed")
 OFFLOAD_TARGETS = ("none", "cpu", "nvme")
 CHECKPOINTS = ("file", "sharded", "sharded-async")
 AFTER_FIT = ("auto", "whole", "sharded")
+TRANSPORTS = ("auto", "direct", "torch")
 START_METHODS = ("auto", "popen", "spawn", "fork")
 
 
@@ -275,6 +276,10 @@ class ZeroConfig:
     shard_size: int | None = None
     """Ranks that share one copy of the model: shards lie inside groups of this many consecutive ranks (the GPUs of a
     host, say), and the groups are replicas of each other (HSDP). ``None`` shards over all ranks."""
+    transport: str = "auto"
+    """What carries shards and gradients with ``fsdp2``: ``"torch"`` is ``fully_shard``'s own collectives and schedule,
+    ``"direct"`` an exchange between CPU processes over gloo, which sends and holds less; ``"auto"`` is direct there,
+    torch elsewhere."""
     broadcast_buffers: bool = True
     """Rank 0's buffers become everybody's at each training forward, as under DDP."""
     after_fit: str = "auto"
@@ -319,6 +324,7 @@ class ZeroConfig:
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 2):
             raise ValueError(f"shard_size={size!r}: use a number of ranks, 2 or more, or None for all of them.")
         _boolean("find_unused_parameters", self.find_unused_parameters)
+        _one_of("transport", self.transport, TRANSPORTS)
         _boolean("broadcast_buffers", self.broadcast_buffers)
         _one_of("after_fit", self.after_fit, AFTER_FIT)
         _one_of("checkpoint", self.checkpoint, CHECKPOINTS)
@@ -435,6 +441,11 @@ class ZeroConfig:
             raise ValueError(
                 f"shard_size={self.shard_size!r} with engine='deepspeed': it shards over all ranks; use engine='fsdp2',"
                 " leave it unset, or set deepspeed.hpz_partition_size, which gathers inside a host in the backward."
+            )
+        if self.transport != "auto":
+            raise ValueError(
+                f"transport={self.transport!r} with engine='deepspeed': DeepSpeed has its own; leave it unset, or use"
+                " engine='fsdp2'."
             )
         for f in fields(self):
             given, recomputes = getattr(self, f.name), self.deepspeed.activation_checkpointing

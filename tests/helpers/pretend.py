@@ -78,18 +78,18 @@ def accelerator(world_size: int) -> Iterator[torch.device]:
     if not hasattr(torch, NAME):
         _setup_privateuseone_for_python_backend(NAME, backend_module=_device_module())
     handle = getattr(torch, NAME)
-    make_mesh = fsdp2.Fsdp2Engine._make_mesh
+    make_mesh = fsdp2.make_mesh
 
-    def real_mesh(engine: Any) -> Any:  # its ranks are values
+    def real_mesh(*args: Any) -> Any:  # its ranks are values
         with unset_fake_temporarily():
-            return make_mesh(engine)
+            return make_mesh(*args)
 
     with ExitStack() as stack:
         for module in (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state):
             if hasattr(module, "_get_device_handle"):
                 stack.enter_context(mock.patch.object(module, "_get_device_handle", return_value=handle))
         stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", return_value=_Nothing()))
-        stack.enter_context(mock.patch.object(fsdp2.Fsdp2Engine, "_make_mesh", real_mesh))
+        stack.enter_context(mock.patch.object(fsdp2, "make_mesh", real_mesh))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         stack.callback(dist.destroy_process_group)
         stack.enter_context(FakeTensorMode())

@@ -106,7 +106,7 @@ def _steps() -> dict[tuple[int, bool], Any]:
                 module.seen.clear()
                 step = _train(engine, optimizer)
                 sizes = {"sharded": 0, "replicated": 0, "root": 0}
-                for unit in engine._plan.units:
+                for unit in engine._sharded.plan.units:
                     numel = sum(p.numel() for p in _padded(engine, unit.parameters))
                     sizes["sharded"] += numel
                     sizes["root"] += numel if unit.module is module else 0
@@ -224,7 +224,7 @@ def _planned() -> list[tuple[float, float]]:
                             for name in unit.parameters
                         ),
                     )
-                    for unit in engine._plan.units
+                    for unit in engine._sharded.plan.units
                 )
                 layout = Layout(units=units)
                 rules = StepRules(stage=stage, world_size=RANKS, micro_batches=micro_batches, from_host=True)

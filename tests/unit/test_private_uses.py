@@ -32,7 +32,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "_CALL_BYTES": "the kernel's limit of 2 GiB for one call",
         "_CALL_PIECES": "the kernel's limit for one call",
     },
-    "distributed/test_meter.py": {"_copies_are_current": "how often ranks ask each other is what the test counts"},
     "distributed/test_peer_memory.py": {
         "_connect": REFUSED_MEMORY,
         "_host": REFUSED_MEMORY,
@@ -40,19 +39,14 @@ ALLOWED: dict[str, dict[str, str]] = {
         "_read_memory": REFUSED_MEMORY,
         "_MEETING_SECONDS": REFUSED_MEMORY,
     },
-    "distributed/test_syncs.py": {
-        "_agree_on_unused": "the one place that may read values: the test knows it by its function",
-        "_ranks_ran_different_units": "the one place that may read values: the test knows it by its function",
-    },
     "helpers/peer_memory.py": {
         "_host": REFUSED_MEMORY,
         "_libc": "asks the kernel as the package does",
         "_PR_SET_PTRACER": "asks the kernel as the package does",
     },
-    "helpers/pretend.py": {"_make_mesh": NO_CUDA},
     "helpers/saving.py": {"_background": "the end of a save in the background, whose memory is measured"},
     "integration/test_doctor.py": {"_READER": REFUSED_MEMORY, "_RANK": "a child that ends by chance"},
-    "unit/test_host_shards.py": {"_plan": NO_CUDA},
+    "unit/test_host_shards.py": {"_sharded": NO_CUDA},
     "unit/test_planner.py": {"_equal_units": "the same plan without its shortcut"},
     "unit/test_strategy.py": {
         "_agreement": NO_CUDA,

@@ -29,7 +29,6 @@ scaling are off.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -48,7 +47,13 @@ from lightning_zero.comm import direct
 from lightning_zero.comm.agree import all_reduce_mean, broadcast_coalesced
 from lightning_zero.comm.shards import gathered
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.base import Engine
+from lightning_zero.engines.base import (
+    Engine,
+    Root,
+    refuse_late_hooks,
+    require_same_parameters,
+    undetached_state_dict,
+)
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.ds_config import RunFacts, ds_config, gathered_together
 from lightning_zero.engines.deepspeed.optimizer_step import (
@@ -65,22 +70,17 @@ from lightning_zero.engines.deepspeed.state import Account
 from lightning_zero.engines.deepspeed.view import ShardView
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.precision import DtypePolicy
-from lightning_zero.private.torch import DisableTorchFunction, has_accumulation_hooks, own_parameters, version_of
+from lightning_zero.private.torch import DisableTorchFunction, own_parameters, version_of
 
 _BUCKETS = -(2**40)
 """Numbers from here downwards stand for buckets of gradients."""
 
 
-class _Root(nn.Module):
-    """Calls any method of the user's module; DeepSpeed's hooks hang here. What it returns is a list, because DeepSpeed
-    looks into results of other kinds."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
+class _Root(Root):
+    """What it returns is a list, because DeepSpeed looks into results of other kinds."""
 
     def forward(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return [getattr(self.module, method)(*args, **kwargs)]
+        return [super().forward(method, *args, **kwargs)]
 
 
 class DeepSpeedEngine(Engine):
@@ -88,8 +88,6 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         super().__init__(config, device, dtypes)
-        self._sync = True
-        self._sync_buffers_next = True
         self._in_step = False
         self._busy = False
         self._is_whole = False
@@ -123,7 +121,7 @@ class DeepSpeedEngine(Engine):
         self.module = module
         self._root = _Root(module)
         self._parameters = dict(module.named_parameters())
-        self._refuse_late_hooks()
+        refuse_late_hooks(self._parameters)
         self._shapes: dict[Tensor, torch.Size] = {p: _shape(p) for p in self._parameters.values()}
         self._dtypes: dict[Tensor, torch.dtype] = {p: p.dtype for p in self._parameters.values()}
         self._odd = _odd_parameters(self._shapes)
@@ -145,14 +143,6 @@ class DeepSpeedEngine(Engine):
                 private.keep_dtype(p)
         here = [p for p in self._parameters.values() if not private.is_partitioned(p)]
         broadcast_coalesced([*here, *self.module.buffers()])
-
-    def _refuse_late_hooks(self) -> None:
-        late = [name for name, p in self._parameters.items() if has_accumulation_hooks(p)]
-        if late:
-            raise ValueError(
-                f"parameter {late[0]!r} has a post-accumulate-grad hook, which would see a gradient that is never"
-                " complete: use on_after_backward or on_before_optimizer_step."
-            )
 
     def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
         """Hands the module to DeepSpeed, grouped as ``optimizers`` group its parameters."""
@@ -267,7 +257,7 @@ class DeepSpeedEngine(Engine):
     # -- forward -------------------------------------------------------------------------------------------------
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        self._broadcast_buffers()
+        self.broadcast_buffers()
         self._adopt()
         wants_grad = torch.is_grad_enabled()
         if wants_grad and self._unfrozen() is not None:
@@ -281,12 +271,6 @@ class DeepSpeedEngine(Engine):
                 return output
         finally:
             self._in_step = False
-
-    def _broadcast_buffers(self) -> None:
-        """DDP's rule: once before each forward that follows a synchronized training forward."""
-        if self._sync_buffers_next and self.config.broadcast_buffers:
-            broadcast_coalesced(list(self.module.buffers()))
-        self._sync_buffers_next = torch.is_grad_enabled() and self._sync
 
     def _require_same_order(self, unit: Any = None) -> None:
         """Stage 3 on the CPU: ranks say what they gather next, a module or a parameter, before it could be mixed up."""
@@ -333,11 +317,11 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        self._sync = False
+        self.reduces = False
         try:
             yield
         finally:
-            self._sync = True
+            self.reduces = True
 
     def _touch(self, p: Tensor) -> None:
         self._touched_now.add(p)
@@ -353,7 +337,7 @@ class DeepSpeedEngine(Engine):
             )
         self._flush_grads()
         first = not self._window_open
-        sync = self._sync
+        sync = self.reduces
         with DisableTorchFunction():
             self._busy = True
             try:
@@ -650,35 +634,12 @@ class DeepSpeedEngine(Engine):
         if on_shards is None:
             self._after_step(optimizer)
 
-    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+    def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         managed = self._managed
         assert managed is not None
         self._flush_grads()
-        with torch.no_grad(), DisableTorchFunction():
-            pieces = managed.grads(optimizer)
-            odd = [p.grad for p in parameters(optimizer) if p not in managed and p.grad is not None]
-            squared = _sum_of_squares(pieces, self.device)
-            if dist.get_world_size() > 1:
-                dist.all_reduce(squared)
-            norm = (squared + _sum_of_squares(odd, self.device)).sqrt()
-            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
-            for grads in _alike([*pieces, *odd]):
-                torch._foreach_mul_(grads, scale.to(device=grads[0].device, dtype=grads[0].dtype))
-            return norm
-
-    def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
-        managed = self._managed
-        assert managed is not None
-        self._flush_grads()
-        with torch.no_grad(), DisableTorchFunction():
-            odd = [p.grad for p in parameters(optimizer) if p not in managed and p.grad is not None]
-            for grads in _alike([*managed.grads(optimizer), *odd]):
-                torch._foreach_clamp_min_(grads, -clip_value)
-                torch._foreach_clamp_max_(grads, clip_value)
-
-    def any_rank(self, flag: Tensor) -> None:
-        if dist.get_world_size() > 1:
-            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        odd = [p.grad for p in parameters(optimizer) if p not in managed and p.grad is not None]
+        return list(managed.grads(optimizer)), odd
 
     # -- parameters that are unfrozen during a run -----------------------------------------------------------------
 
@@ -742,10 +703,7 @@ class DeepSpeedEngine(Engine):
     def sharded_state_dict(self) -> dict[str, Any]:
         self._adopt()
         with torch.no_grad(), DisableTorchFunction():
-            # Detached tensors would no longer tell what is tied; an override may not know the argument.
-            accepted = inspect.signature(self.module.state_dict).parameters.values()
-            knows = any(p.name == "keep_vars" or p.kind is p.VAR_KEYWORD for p in accepted)
-            state = self.module.state_dict(keep_vars=True) if knows else self.module.state_dict()
+            state = undetached_state_dict(self.module)
             done = self._rows_of_masters()
 
             def one(path: Any, tensor: Tensor) -> Tensor:
@@ -800,13 +758,7 @@ class DeepSpeedEngine(Engine):
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         managed = self._managed
         assert managed is not None
-        params = list(parameters(optimizer))
-        saved = sum(len(group["params"]) for group in state["param_groups"])
-        if saved != len(params):
-            raise ValueError(
-                f"the checkpoint's {type(optimizer).__name__} state is of {saved} parameters, the optimizer has"
-                f" {len(params)}: resume with the module and configure_optimizers that saved it."
-            )
+        params = require_same_parameters(optimizer, state)
         step = self._steps[optimizer]
         with torch.no_grad(), DisableTorchFunction():
             odd = {i: values for i, values in state["state"].items() if params[i] not in managed}
@@ -814,45 +766,26 @@ class DeepSpeedEngine(Engine):
             whole = {params[i]: values for i, values in state["state"].items() if params[i] in managed}
             step.put_states(whole, casts=True)
 
-    @contextmanager
-    def full_parameters(self, modify: bool = False) -> Iterator[None]:
+    def whole_parameters(self) -> dict[Tensor, nn.Parameter]:
         self._adopt()
-        with torch.no_grad(), DisableTorchFunction():
-            whole = {
-                p: nn.Parameter(private.gathered_copy(p) if self._stage3 else p.detach().clone(), p.requires_grad)
-                for p in self._parameters.values()
-                if p in self._held
-            }
-            versions = {p: version_of(w) for p, w in whole.items()}
-            places = self._register(whole)
+        return {
+            p: nn.Parameter(private.gathered_copy(p) if self._stage3 else p.detach().clone(), p.requires_grad)
+            for p in self._parameters.values()
+            if p in self._held
+        }
+
+    @contextmanager
+    def whole_on_module(self) -> Iterator[None]:
         self._is_whole = True
         try:
             yield
         finally:
             self._is_whole = False
-            with torch.no_grad(), DisableTorchFunction():
-                for module, name, p in places:
-                    own_parameters(module)[name] = p
-                if modify:
-                    broadcast_coalesced([*whole.values(), *self._odd])
-                    for p, w in whole.items():
-                        self.written(p, w.detach())
-        if not modify and any(version_of(w) != versions[p] for p, w in whole.items()):
-            raise RuntimeError(
-                "full_parameters(module): parameters were written to, and what was written is lost: use"
-                " full_parameters(module, modify=True)."
-            )
 
-    def _register(self, instead: Mapping[Any, nn.Parameter]) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        places = [
-            (module, name, p)
-            for module in self.module.modules()
-            for name, p in dict(own_parameters(module)).items()
-            if p is not None and p in instead
-        ]
-        for module, name, p in places:
-            own_parameters(module)[name] = instead[p]
-        return places
+    def store_whole(self, whole: Mapping[Any, Tensor]) -> None:
+        broadcast_coalesced([*whole.values(), *self._odd])
+        for p, w in whole.items():
+            self.written(p, w.detach())
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -954,19 +887,4 @@ def _flat_groups(trainable: list[nn.Parameter], optimizers: list[Optimizer]) -> 
     groups: dict[tuple[tuple[int, int], ...], list[Tensor]] = {}
     for p, where in held.items():
         groups.setdefault(tuple(where), []).append(p)
-    return list(groups.values())
-
-
-def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
-    tensors = [t for t in tensors if t.numel()]
-    if not tensors:
-        return torch.zeros((), device=device)
-    norms = torch._foreach_norm(tensors)
-    return torch.stack([n.to(device).float() if n.dtype.itemsize < 4 else n.to(device) for n in norms]).square().sum()
-
-
-def _alike(tensors: list[Tensor]) -> list[list[Tensor]]:
-    groups: dict[Any, list[Tensor]] = {}
-    for t in tensors:
-        groups.setdefault((t.dtype, t.device), []).append(t)
     return list(groups.values())
