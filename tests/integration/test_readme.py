@@ -106,10 +106,8 @@ def small(command: str) -> str:
         more += [] if "debug=" in part else ["trainer.limit_train_batches=6"]
         more += [DATA] if "data=" not in part else []
         more += [MODEL] if "model=" not in part else []
-        if "optuna" in part:
-            more += ["~hydra.sweeper.params", "+hydra.sweeper.params.seed='choice(1,2)'"]
-            more += ["trainer.max_steps=-1", "trainer.max_epochs=1"]
-            more.remove("trainer.max_steps=3")
+        if "optuna" in part:  # its metric is there at the end of an epoch
+            more[0] = "trainer.max_epochs=1"
         command = command.replace(part, f"{part.rstrip()} {' '.join(more)} ")
     return command
 
