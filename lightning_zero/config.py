@@ -275,6 +275,9 @@ class ZeroConfig:
     shard_size: int | None = None
     """Ranks that share one copy of the model: shards lie inside groups of this many consecutive ranks (the GPUs of a
     host, say), and the groups are replicas of each other (HSDP). ``None`` shards over all ranks."""
+    elementwise_optimizers: Sequence[str] | None = None
+    """Class names of optimizers other than PyTorch's own, ``["Lion"]``, whose update of an element depends on nothing
+    but that element's own values and gradients: they step on shards. All others step on whole tensors."""
     broadcast_buffers: bool = True
     """Rank 0's buffers become everybody's at each training forward, as under DDP."""
     after_fit: str = "auto"
@@ -318,6 +321,8 @@ class ZeroConfig:
         size = self.shard_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 2):
             raise ValueError(f"shard_size={size!r}: use a number of ranks, 2 or more, or None for all of them.")
+        declared = _as_names("elementwise_optimizers", self.elementwise_optimizers, "class names")
+        object.__setattr__(self, "elementwise_optimizers", declared or ())
         _boolean("find_unused_parameters", self.find_unused_parameters)
         _boolean("broadcast_buffers", self.broadcast_buffers)
         _one_of("after_fit", self.after_fit, AFTER_FIT)
@@ -571,11 +576,11 @@ def _given(config: Any) -> list[str]:
     return [f.name for f in fields(config) if getattr(config, f.name) != f.default]
 
 
-def _as_names(name: str, value: Any) -> tuple[str, ...] | None:
+def _as_names(name: str, value: Any, of: str = "class names or name patterns") -> tuple[str, ...] | None:
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(v, str) and v for v in value):
-        raise ValueError(f"{name}={value!r}: use a list of class names or name patterns, or None.")
+        raise ValueError(f"{name}={value!r}: use a list of {of}, or None.")
     return tuple(value)
 
 

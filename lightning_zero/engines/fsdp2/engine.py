@@ -74,7 +74,7 @@ from lightning_zero.engines.base import Engine
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.view import WholeView
 from lightning_zero.engines.model_state import ModelState, place_of, states_of
-from lightning_zero.engines.optimizer_step import ShardedStep
+from lightning_zero.engines.optimizer_step import ShardedStep, hand_back
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.units import UnitPlan, plan_units
 
@@ -692,9 +692,17 @@ class Fsdp2Engine(Engine):
 
         return evaluate
 
+    def _before_step(self) -> None:
+        """User code or an optimizer looks before the closure has run. Under manual optimization backward is over."""
+        if self.automatic:
+            self.reshard()
+        else:
+            self._closure(None)()
+
     def _sharded_step(self, optimizer: Optimizer) -> ShardedStep:
         if optimizer not in self._steps:
-            self._steps[optimizer] = ShardedStep(optimizer, fuses=self._on_host)
+            declared, before = self.config.elementwise_optimizers or (), self._before_step
+            self._steps[optimizer] = ShardedStep(optimizer, self._on_host, declared, before, self._originals)
         return self._steps[optimizer]
 
     @contextmanager
@@ -752,7 +760,7 @@ class Fsdp2Engine(Engine):
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         with torch._C.DisableTorchFunction():
-            return optimizer.state_dict()
+            return self._sharded_step(optimizer).state_dict()
 
     @contextmanager
     def full_parameters(self, modify: bool = False) -> Iterator[None]:
@@ -789,31 +797,7 @@ class Fsdp2Engine(Engine):
                     module._parameters[name] = instead[sharded]  # type: ignore[assignment]
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-
-        saved = sum(len(group["params"]) for group in state["param_groups"])
-        if saved != len(params):
-            raise ValueError(
-                f"the checkpoint's {type(optimizer).__name__} state is of {saved} parameters, the optimizer has"
-                f" {len(params)}: resume with the module and configure_optimizers that saved it."
-            )
-
-        def lay_out(index: int, value: Any) -> Any:
-            p = params[index]
-
-            def one(path: Any, tensor: Tensor) -> Tensor:
-                if isinstance(p, DTensor) and tensor.dim() and tensor.shape == p.shape:
-                    return shard_like(tensor, p)
-                return tensor.clone()  # off the disk
-
-            return map_tensors(one, value)
-
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            per_param = {
-                index: {key: lay_out(index, value) for key, value in values.items()}
-                for index, values in state["state"].items()
-            }
-            optimizer.load_state_dict({**state, "state": per_param})
+        self._sharded_step(optimizer).load_state_dict(state)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -866,15 +850,7 @@ class Fsdp2Engine(Engine):
             for unit in self.unit_modules:
                 private.undo(unit)
             for optimizer in optimizers:
-                self._hand_back(optimizer)
-
-    def _hand_back(self, optimizer: Optimizer) -> None:
-        """The optimizer holds the module's own parameters again; its states stay shards until they are saved."""
-        for group in optimizer.param_groups:
-            group["params"] = [self._originals.get(p, p) for p in group["params"]]
-        for sharded, original in self._originals.items():
-            if sharded in optimizer.state:
-                optimizer.state[original] = optimizer.state.pop(sharded)
+                hand_back(optimizer, self._originals, self.states_whole_after_fit)
 
 
 def _store_rows(whole: Tensor, sharded: DTensor) -> None:
