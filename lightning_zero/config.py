@@ -17,6 +17,7 @@ STAGES = (1, 2, 3)
 ENGINES = ("fsdp2", "deepspeed")
 OFFLOAD_TARGETS = ("none", "cpu", "nvme")
 CHECKPOINTS = ("file", "sharded", "sharded-async")
+TRANSPORTS = ("auto", "direct", "torch")
 AFTER_FIT = ("auto", "whole", "sharded")
 START_METHODS = ("auto", "popen", "spawn", "fork")
 
@@ -286,6 +287,9 @@ class ZeroConfig:
     checkpoint: str = "file"
     """``"file"`` writes what Lightning writes under DDP, ``"sharded"`` a directory that each rank writes its part of,
     ``"sharded-async"`` the same while training goes on. All are read whatever is set here."""
+    transport: str = "auto"
+    """``"direct"``: CPU processes exchange shards directly and read the memory of ranks on their host; ``"torch"``:
+    PyTorch's own collectives, as on accelerators; ``"auto"``: direct between CPU processes over gloo, else torch."""
     process_group_backend: str | None = None
     """``torch.distributed`` backend; ``None`` is the device's own (NCCL on CUDA, gloo on CPU)."""
     timeout_seconds: float = 1800.0
@@ -327,6 +331,7 @@ class ZeroConfig:
         _boolean("broadcast_buffers", self.broadcast_buffers)
         _one_of("after_fit", self.after_fit, AFTER_FIT)
         _one_of("checkpoint", self.checkpoint, CHECKPOINTS)
+        _one_of("transport", self.transport, TRANSPORTS)
         if self.process_group_backend is not None and not isinstance(self.process_group_backend, str):
             raise ValueError(
                 f"process_group_backend={self.process_group_backend!r}: use a name such as 'gloo' or 'nccl', or None."

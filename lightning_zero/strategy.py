@@ -15,10 +15,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -36,11 +34,25 @@ from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine, require
 from lightning_zero.engines.deepspeed.run import DeepSpeedRun, Place
+from lightning_zero.engines.fsdp2.private import FULLY_SHARD
 from lightning_zero.engines.optimizer_step import fusible_groups
 from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision, adapt_precision
 from lightning_zero.host import available_host_bytes
 from lightning_zero.launch.launcher import Launched
 from lightning_zero.launch.step_sync import sync_steps
+from lightning_zero.private.check import check
+from lightning_zero.private.lightning import (
+    LIGHTNING,
+    TORCHMETRICS,
+    checkpoint_connector,
+    forget_optimizers,
+    given_checkpoint_io,
+    layer_sync,
+    set_device,
+    sync_module_states,
+    unwrapped,
+)
+from lightning_zero.private.torch import TORCH, DisableTorchFunction
 
 _BETWEEN_MICRO_BATCHES = ("on_after_backward", "on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
 """Hooks that can look at the module after one micro-batch and before the next."""
@@ -79,6 +91,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         **settings: Any,
     ) -> None:
         self.config = ZeroConfig.from_kwargs(stage=stage, engine=engine, **settings)
+        check_libraries(self.config.engine)
         self.start_method, self.rank_logs = self.config.start_method, self.config.rank_logs
         super().__init__(
             accelerator=accelerator,
@@ -178,22 +191,22 @@ class ZeroStrategy(Launched, DDPStrategy):
             _LEFT_SHARDED.pop(module).restore(True, [])
             self.engine = None
         self._resolve_stage(trainer)
-        if fitting and self._layer_sync:
-            module = self._layer_sync.apply(module)
+        if fitting and (sync := layer_sync(self)):
+            module = sync.apply(module)
         self.model = self.precision_plugin.convert_module(module)
         self._shards = fitting or self.config.stage == 3  # nothing to shard without gradients and optimizer states
         self.model_to_device()
         if fitting:
-            self._reset_optimizers_and_schedulers()
+            forget_optimizers(self)
         if self._shards:
             self._start_engine(trainer)
         else:
-            _sync_module_states(module)
+            sync_module_states(module)
         if fitting:
             with self._whole_for_optimizers():
                 self.setup_optimizers(trainer)
             self._tell_what_is_fused()
-        optimizers = [getattr(o, "_optimizer", o) for o in self.optimizers] if fitting else []
+        optimizers = list(self.optimizers) if fitting else []
         if self._deepspeed is not None:
             self._deepspeed.check_optimizers(optimizers)
             self._deepspeed.built = None  # the engine has it
@@ -236,7 +249,7 @@ class ZeroStrategy(Launched, DDPStrategy):
     def _tell_what_is_fused(self) -> None:
         if self.config.engine != "fsdp2" or self.config.offload.target == "none":
             return
-        optimizers = [getattr(o, "_optimizer", o) for o in self.optimizers]
+        optimizers = list(self.optimizers)
         names = sorted({type(o).__name__ for o in optimizers if fusible_groups(o)})
         if names:
             rank_zero_info(
@@ -291,7 +304,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             loop.inference_mode = False
 
     def setup_environment(self) -> None:
-        self._refuse_plugin(self._checkpoint_io)  # the Trainer's plugins=[...] come after __init__
+        self._refuse_plugin(given_checkpoint_io(self))  # the Trainer's plugins=[...] come after __init__
         super().setup_environment()
         if self._agreement is not None:
             self._agreement.close()
@@ -325,7 +338,8 @@ class ZeroStrategy(Launched, DDPStrategy):
             raise
         module = self.lightning_module
         if module is not None and self.engine is None:
-            self.model = self._layer_sync.revert(module) if self._layer_sync else module
+            sync = layer_sync(self)
+            self.model = sync.revert(module) if sync else module
             module.cpu()
         self._end_deepspeed()
         assert self.cluster_environment is not None
@@ -355,7 +369,7 @@ class ZeroStrategy(Launched, DDPStrategy):
     def _end_engine(self, whole: bool) -> None:
         assert self.engine is not None
         assert self.lightning_module is not None
-        self.engine.restore(whole, [getattr(o, "_optimizer", o) for o in self.optimizers])
+        self.engine.restore(whole, list(self.optimizers))
         if not whole and self._failed and self.config.parameters_in_files:  # which end with a failed run
             _LOST.add(self.lightning_module)
         elif not whole:
@@ -503,7 +517,7 @@ class ZeroStrategy(Launched, DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` with whole tensors, as DDP would have it (collective)."""
         engine = self.engine or self._ended
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        optimizer = unwrapped(optimizer)
         if engine is None:
             return super().optimizer_state(optimizer)
         if not self._dumping:
@@ -520,7 +534,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         assert self.lightning_module is not None
         leave_finished_epoch(self.lightning_module.trainer.fit_loop)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self.engine.load_optimizer_state(getattr(optimizer, "_optimizer", optimizer), state)
+            self.engine.load_optimizer_state(unwrapped(optimizer), state)
 
     @contextmanager
     def full_parameters(self, module: nn.Module | None = None, modify: bool = False) -> Generator[None, None, None]:
@@ -553,11 +567,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         return self.config.checkpoint != "file"
 
     def _follow_dumps(self, trainer: Any) -> None:
-        """Tells Lightning's own collecting of a checkpoint from a user's call of the methods above.
-
-        Private: Lightning calls nothing of a strategy when it begins to collect.
-        """
-        connector = trainer._checkpoint_connector
+        """Tells Lightning's own collecting of a checkpoint from a user's call of the methods above."""
+        connector = checkpoint_connector(trainer)
         dump = type(connector).dump_checkpoint
 
         def dump_checkpoint(weights_only: bool | None = None) -> dict[str, Any]:
@@ -586,7 +597,7 @@ class ZeroStrategy(Launched, DDPStrategy):
                 "save_checkpoint(storage_options=...) is for CheckpointIO plugins, which"
                 f" checkpoint={self.config.checkpoint!r} has none of: use checkpoint='file', or leave it out."
             )
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if "optimizer_states" in checkpoint:  # not save_weights_only
                 checkpoint[EXTRA] = collect(self.lightning_module.trainer, self.agreement)
             if not self._saves_shards:
@@ -671,6 +682,15 @@ class ZeroStrategy(Launched, DDPStrategy):
         """Names are registered by ``lightning_zero.registry``, not by Lightning's scan of its own strategies."""
 
 
+def check_libraries(engine: str) -> None:
+    """Raises ``MovedError`` if a private part of a library that every run uses is not where it was tested.
+
+    DeepSpeed's and Hydra's are checked when they are first used: they take long to import, or may be missing.
+    """
+    for library in (TORCH, LIGHTNING, TORCHMETRICS, *([FULLY_SHARD] if engine == "fsdp2" else [])):
+        check(library)
+
+
 def _make_engine(config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> Engine:
     if config.engine == "deepspeed":
         from lightning_zero.engines.deepspeed.engine import DeepSpeedEngine
@@ -685,9 +705,8 @@ def all_but_tensors_to(module: nn.Module, device: torch.device) -> None:
     """What ``module.to(device)`` does beside moving parameters and buffers: Lightning's ``self.device`` says where
     steps are computed, and metrics keep their states there."""
     for each in module.modules():
-        if isinstance(each, _DeviceDtypeModuleMixin):
-            each._device = device  # private: the property has no setter
-        elif isinstance(each, Metric):
+        set_device(each, device)
+        if isinstance(each, Metric):
             each.to(device)
 
 

@@ -31,6 +31,7 @@ from lightning_zero.auto import make_strategy as make_zero_strategy
 from lightning_zero.config import PlanConfig, ZeroConfig
 from lightning_zero.launch.launcher import LaunchedDDP
 from lightning_zero.launch.slurm import SlurmJob, run_stamp
+from lightning_zero.private.lightning import start_method
 
 _OF_GROUPS = ("strategy", "callbacks")
 """Arguments of the Trainer that are groups of their own."""
@@ -219,7 +220,7 @@ def make_strategy(**settings: Any) -> DDPStrategy | str:
 def _lightning_strategy(name: str) -> DDPStrategy | str:
     """Lightning's strategy of that name; DDP, which starts processes as ours do, with our launching."""
     known = StrategyRegistry.get(name, None) if name in StrategyRegistry.available_strategies() else None
-    if type(known) is not DDPStrategy or known._start_method != "popen":
+    if type(known) is not DDPStrategy or start_method(known) != "popen":
         return name
     return LaunchedDDP(**StrategyRegistry[name]["init_params"])
 

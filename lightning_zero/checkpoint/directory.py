@@ -35,9 +35,7 @@ from torch.distributed.checkpoint import (
     LoadPlan,
     Metadata,
 )
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: what an index's entries are
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     MetadataIndex,
     StorageMeta,
@@ -52,6 +50,7 @@ from lightning_zero.checkpoint import file, layout
 from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.errors import CheckpointError
+from lightning_zero.private.torch import PICKLED, MemoryFormats, StorageInfo
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
@@ -243,16 +242,14 @@ def complete_data(path: Path) -> Path:
 
 _ALLOWED = {
     ("torch.distributed.checkpoint.metadata", name)
-    for name in "Metadata TensorStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta"
-    " _MEM_FORMAT_ENCODING".split()
+    for name in "Metadata TensorStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta".split()
 } | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
+    *PICKLED,
 }
 _WITH_STATE = (
-    Metadata, TensorStorageMetadata, ChunkStorageMetadata, TensorProperties, MetadataIndex, StorageMeta, _StorageInfo
+    Metadata, TensorStorageMetadata, ChunkStorageMetadata, TensorProperties, MetadataIndex, StorageMeta, StorageInfo
 )  # fmt: skip
 
 
@@ -285,9 +282,9 @@ class _IndexUnpickler(pickle._Unpickler):  # the one in Python: the one in C can
 
 def _memory_format(kind: Any, name: str) -> Any:
     """An enumeration's member is pickled as an attribute of its class by Python 3.11.0-3.11.3, else as its value."""
-    if kind is not _MEM_FORMAT_ENCODING:
+    if kind is not MemoryFormats:
         raise pickle.UnpicklingError("an attribute of anything else than a memory format does not belong there")
-    return _MEM_FORMAT_ENCODING[name]
+    return MemoryFormats[name]
 
 
 class Index(FileSystemReader):

@@ -37,6 +37,8 @@ from torch.profiler import record_function
 
 from lightning_zero.comm.costs import FEW_RANKS
 from lightning_zero.comm.peer_memory import PeerMemory
+from lightning_zero.errors import MovedError
+from lightning_zero.private.torch import TESTED
 
 PIECE_BYTES = 4 * 2**20
 """Small enough to add one while the next arrives, large enough that the number of messages does not matter."""
@@ -324,6 +326,7 @@ class ReduceScatter:
     def __init__(self, pool: Pool, peer_memory: PeerMemory | None = None) -> None:
         self._pool, self._peer_memory = pool, peer_memory
         self._begun = False  # what is allocated next is an output
+        self._input = 0  # where the input lies that was allocated last
         self._under_way: dist.Work | None = None
         self.may_wait = False
 
@@ -334,7 +337,9 @@ class ReduceScatter:
             self._peer_memory.look()  # what they have read may be lent again
         self._begun = not self._begun
         if self._begun:
-            return self._pool.empty(math.prod(size), dtype)
+            sent = self._pool.empty(math.prod(size), dtype)
+            self._input = sent.data_ptr()
+            return sent
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -342,6 +347,11 @@ class ReduceScatter:
     ) -> None:
         """:func:`reduce_scatter`, or its mean where ``op`` says so."""
         self._begun = False
+        if self._input not in (0, input_tensor.data_ptr()):
+            raise MovedError(
+                f"torch {torch.__version__} allocates a reduction's output before its input, so gradients would be kept"
+                f" in memory that is used again: use 'torch{TESTED}', which was tested."
+            )
         with record_function("exchange::reduce_scatter"):  # for traces: its messages have no name
             self._under_way = reduce_scatter(
                 output_tensor, input_tensor, group, self._pool, op == dist.ReduceOp.AVG, self._peer_memory

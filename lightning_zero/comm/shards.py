@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from lightning_zero.comm import direct
+from lightning_zero.private.torch import DisableTorchFunction, local_tensor, set_local_tensor
 
 
 def whole(tensor: DTensor) -> Tensor:
@@ -218,11 +219,8 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a ``DTensor``, sharing its memory; other tensors as they are.
-
-    ``_local_tensor`` is private; the public ``to_local()`` is recorded by autograd and ten times slower.
-    """
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    """This rank's shard of a ``DTensor``, sharing its memory; other tensors as they are."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(value: Tensor, like: DTensor) -> DTensor:
@@ -244,10 +242,10 @@ def as_shard(part: Tensor, like: DTensor) -> DTensor:
         return DTensor.from_local(
             part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), DisableTorchFunction():
         sharded = torch.empty_like(like, dtype=part.dtype)  # from_local would move the part to the mesh's device
     assert isinstance(sharded, DTensor)
-    sharded._local_tensor = part
+    set_local_tensor(sharded, part)
     return sharded
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors, placeholder
+from lightning_zero.comm.agree import broadcast_coalesced
 from lightning_zero.comm.shards import gathered, gathered_on_rank_0
 from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.gradients import Gradients
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.precision import DtypePolicy
+from lightning_zero.private.torch import DisableTorchFunction
 
 CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
     # setting -> engine -> the values it takes
@@ -55,6 +59,25 @@ def require(setting: str, value: Any, engine: str) -> None:
     raise ValueError(f"{setting}={value!r} is not possible with engine={engine!r}: {repair}.")
 
 
+def different_units(stage: int, names: Iterable[str], repair: str) -> ValueError:
+    """The error, the same on all ranks, where some gather the parameters of units that others do not."""
+    return ValueError(
+        f"stage={stage}: the units {', '.join(map(repr, names))} ran on some ranks only, or in another order, but all"
+        f" ranks must gather the same parameters together. Run them on every rank, {repair}."
+    )
+
+
+class Root(nn.Module):
+    """Calls any method of the user's module. The root unit's hooks hang here, so the module itself stays untouched."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module, method)(*args, **kwargs)
+
+
 class Engine(ABC):
     """Shards one module over the ranks, runs its steps, and makes it whole again.
 
@@ -83,6 +106,9 @@ class Engine(ABC):
         """Whether DeepSpeed's CPU Adam can be used."""
         self.units_table = ""
         """What is gathered together, as text."""
+        self._sync = True
+        """This micro-batch is the last one of its window."""
+        self._sync_buffers_next = True
 
     @property
     @abstractmethod
@@ -109,9 +135,20 @@ class Engine(ABC):
     def backward(self, run_backward: Callable[[], None]) -> None:
         """Calls ``run_backward`` and leaves averaged gradients on the shards, unless under :meth:`no_sync`."""
 
-    @abstractmethod
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Marks the micro-batches before the last one of an accumulation window."""
+        self._sync = False
+        try:
+            yield
+        finally:
+            self._sync = True
+
+    def _broadcast_buffers(self) -> None:
+        """DDP's rule: once before each forward that follows a synchronized training forward."""
+        if self._sync_buffers_next and self.config.broadcast_buffers:
+            broadcast_coalesced(list(self.module.buffers()))
+        self._sync_buffers_next = torch.is_grad_enabled() and self._sync
 
     @abstractmethod
     def reshard(self) -> None:
@@ -126,17 +163,22 @@ class Engine(ABC):
         """``optimizer`` holds plain tensors it can work on: local shards, or whole ones if it needs those."""
 
     @abstractmethod
+    def gradients(self, optimizer: Optimizer) -> Gradients:
+        """The complete gradients of ``optimizer`` on this rank, to be clipped in place."""
+
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Scales all gradients of ``optimizer`` so that their joint 2-norm is at most ``max_norm``; returns the norm
         before, 0-dim."""
+        return self.gradients(optimizer).clip_norm(max_norm)
 
-    @abstractmethod
     def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
         """Limits every gradient element of ``optimizer`` to ``[-clip_value, clip_value]``."""
+        self.gradients(optimizer).clip_value(clip_value)
 
-    @abstractmethod
     def any_rank(self, flag: Tensor) -> None:
         """Element-wise maximum of ``flag`` over the ranks, in place."""
+        if dist.get_world_size() > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
 
     @abstractmethod
     def sharded_state_dict(self) -> dict[str, Any]:
@@ -160,7 +202,7 @@ class Engine(ABC):
                 done[id(tensor)] = placeholder(tensor) if value is None else value.cpu()
             return done[id(tensor)]
 
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             return map_tensors(one, state)
 
     @abstractmethod

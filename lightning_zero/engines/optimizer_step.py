@@ -39,9 +39,10 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.shards import as_shard, gathered, gathered_each, local, mesh_device, rows_of, shard_like
-from lightning_zero.engines import torch_optim
 from lightning_zero.engines.elementwise import is_elementwise, is_known, keys_beside_elements
 from lightning_zero.engines.optimizer_family import exchange, family, states
+from lightning_zero.private import torch_optim
+from lightning_zero.private.torch import DisableTorchFunction, version_of
 
 
 class ShardedStep:
@@ -112,18 +113,18 @@ class ShardedStep:
                 with torch.enable_grad():
                     loss = closure()
             plain = self.elementwise or computes
-            quiet = torch._C.DisableTorchFunction() if plain else nullcontext()
+            quiet = DisableTorchFunction() if plain else nullcontext()
             with self.stand_ins(), quiet:
                 result = self.optimizer.step(**kwargs)
             return loss if result is None else result
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             swap = _WholeSwap(self)
         touch = _FirstTouch(swap)
         try:
             with touch.watching():
                 return self.optimizer.step(closure=swap.around(closure, touch), **kwargs)
         finally:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 swap.undo()
 
     @contextmanager
@@ -134,15 +135,15 @@ class ShardedStep:
             on_shards: Local shards (``True``) or whole tensors (``False``); by default what the optimizer needs.
         """
         on_shards = self.elementwise if on_shards is None else on_shards
-        with torch._C.DisableTorchFunction():  # our own work on shards needs no translation for user code
+        with DisableTorchFunction():  # our own work on shards needs no translation for user code
             swap = (_LocalSwap if on_shards else _WholeSwap)(self)
         try:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 swap.fill()
             with _fused(self.optimizer) if self.fuses and on_shards else nullcontext():
                 yield swap
         finally:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 swap.undo()
 
     def whole_parameter(self, p: DTensor) -> nn.Parameter:
@@ -152,7 +153,7 @@ class ShardedStep:
         if p not in self._wholes:
             kind = type(original) if isinstance(original, nn.Parameter) else nn.Parameter
             data = torch.empty(0, dtype=p.dtype, device=mesh_device(p))
-            self._wholes[p] = torch.Tensor._make_subclass(kind, data, p.requires_grad)  # as nn.Parameter makes itself
+            self._wholes[p] = torch_optim.make_parameter(kind, data, p.requires_grad)
         stand_in = self._wholes[p]
         vars(stand_in).update({**(vars(original) if original is not None else {}), **vars(p)})
         return stand_in
@@ -192,7 +193,7 @@ class ShardedStep:
                 return shard_like(value, p)
             return map_tensors(lambda path, t: t.clone(), value)
 
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             per_param = {
                 index: {key: lay_out(index, key, value) for key, value in values.items()}
                 for index, values in state["state"].items()
@@ -346,7 +347,7 @@ class _WholeSwap(_Swap):
             self._remember_grads()
 
     def _remember_grads(self) -> None:
-        self._given = {id(s): (s.grad, s.grad._version) for _, s in self.pairs if s.grad is not None}
+        self._given = {id(s): (s.grad, version_of(s.grad)) for _, s in self.pairs if s.grad is not None}
 
     def store(self, p: DTensor, stand_in: Tensor) -> None:
         start, length = rows_of(p)
@@ -355,7 +356,7 @@ class _WholeSwap(_Swap):
         given, version = self._given.get(id(stand_in), (None, 0))
         if grad is None or p.grad is None:
             p.grad = None if grad is None else shard_like(grad.to(p.dtype), p)
-        elif grad is not given or grad._version != version:
+        elif grad is not given or version_of(grad) != version:
             local(p.grad).copy_(grad.detach().narrow(0, start, length))
 
     def leave(self, p: DTensor, stand_in: Tensor, key: str, value: Any, seen: Any) -> Any:
@@ -377,12 +378,12 @@ class _WholeSwap(_Swap):
         def evaluate() -> Any:
             touch.end()
             filled = self.filled
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with DisableTorchFunction(), torch.no_grad():
                 for p, stand_in in self.pairs if filled else ():
                     self.store(p, stand_in)
                 self.release(with_states=not filled)
             loss = closure()
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with DisableTorchFunction(), torch.no_grad():
                 self.hold(with_states=not filled)
                 if filled:
                     self._refill()
@@ -425,7 +426,7 @@ class _FirstTouch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.swap.filled and self._depth:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self.swap.owner.before()
                 self.swap.fill()
         return func(*args, **(kwargs or {}))
@@ -433,7 +434,7 @@ class _FirstTouch(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         self.__enter__()
-        self._depth = torch._C._len_torch_function_stack()
+        self._depth = torch_optim.num_function_modes()
         try:
             yield
         finally:
@@ -441,7 +442,7 @@ class _FirstTouch(TorchFunctionMode):
 
     def end(self) -> None:
         """User code runs without it. What an optimizer has entered above it stays, and so does this one below."""
-        if self._depth == torch._C._len_torch_function_stack():
+        if self._depth == torch_optim.num_function_modes():
             self.__exit__(None, None, None)
             self._depth = 0
 

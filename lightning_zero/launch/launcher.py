@@ -36,12 +36,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot, _MultiProcessingLauncher
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
@@ -49,6 +45,20 @@ from torch.distributed.rendezvous import rendezvous
 from lightning_zero.launch import restart, supervisor
 from lightning_zero.launch.environment import adapt_environment, check_world
 from lightning_zero.launch.step_sync import listen_early, sync_steps
+from lightning_zero.private.check import check
+from lightning_zero.private.lightning import (
+    LIGHTNING,
+    Collector,
+    GlobalStateSnapshot,
+    Launcher,
+    SubprocessScriptLauncher,
+    backend_of,
+    choose_port_again,
+    set_launcher,
+    set_num_threads_if_needed,
+    timeout_of,
+)
+from lightning_zero.private.torch import abort_process_groups
 
 _CHILD = "LIGHTNING_ZERO_ERROR_FILE"
 """Set in ranks that a supervisor started: where they write what made them fail."""
@@ -224,7 +234,7 @@ def end_session(how: str = "clean", failed_at: float | None = None) -> dict[str,
     return session.end(how, failed_at) if session is not None and session.owner == os.getpid() else {}
 
 
-class PopenLauncher(_SubprocessScriptLauncher):
+class PopenLauncher(SubprocessScriptLauncher):
     """Starts the other ranks by executing the program again, unless they were started from outside.
 
     Args:
@@ -248,7 +258,7 @@ class PopenLauncher(_SubprocessScriptLauncher):
             _session.wait_until_ready()
         elif errors := os.environ.get(_CHILD):
             Path(errors).with_suffix(_READY).write_text(get_temp_dir(), encoding="utf-8")
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        set_num_threads_if_needed(num_processes=self.num_processes)
         if dist.is_available():
             atexit.unregister(destroy_process_group)
             atexit.register(destroy_process_group)
@@ -311,7 +321,7 @@ def _drop_process_group() -> None:
     """What a failed job of a sweep has left in this process; its other ranks are gone."""
     if dist.is_initialized():
         if dist.is_nccl_available() and "nccl" in dist.get_backend_config():
-            dist.distributed_c10d._abort_process_group()  # to destroy it would wait for them
+            abort_process_groups()  # to destroy it would wait for them
         else:
             dist.destroy_process_group()
 
@@ -372,21 +382,7 @@ def _hydra_output_dir() -> str | None:
 # -- spawn and fork --------------------------------------------------------------------------------------------------
 
 
-class _Collector(_MultiProcessingLauncher):
-    """Lightning's way of bringing results back, without the empty folder that it leaves behind."""
-
-    folder = ""
-
-    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
-        default = tempfile.tempdir
-        tempfile.tempdir = self.folder
-        try:  # a whole state_dict is collective for shards: all ranks come here
-            return super()._collect_rank_zero_results(trainer, results)
-        finally:
-            tempfile.tempdir = default
-
-
-class ProcessesLauncher(_Launcher):
+class ProcessesLauncher(Launcher):
     """All ranks of a machine are children of this process, which gets back what they have made.
 
     Beyond Lightning's own: predictions of all ranks come back, not only rank 0's; nothing is left in the environment
@@ -396,7 +392,7 @@ class ProcessesLauncher(_Launcher):
     def __init__(self, strategy: Any, start_method: Any) -> None:
         self._strategy = strategy
         self._start_method = start_method
-        self._collector = _Collector(strategy, start_method)
+        self._collector = Collector(strategy, start_method)
         self._folder = ""
         self._already_fit = False
         self.procs: list[Any] = []
@@ -428,7 +424,7 @@ class ProcessesLauncher(_Launcher):
             shutil.rmtree(self._folder, ignore_errors=True)
             os.environ.clear()
             os.environ.update(before)
-            environment._main_port = -1  # the next run chooses another free one
+            choose_port_again(environment)
 
     def _launch(self, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Any) -> Any:
         if self._already_fit and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
@@ -441,7 +437,7 @@ class ProcessesLauncher(_Launcher):
                 "start_method='fork': CUDA was used in this process before, so forked ones cannot use it. Restart the"
                 " notebook and touch no CUDA tensor before fit, or use start_method='spawn'."
             )
-        snapshot = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
+        snapshot = GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
         context: Any = mp.start_processes(
             self._rank,  # type: ignore[arg-type]
             args=(trainer, function, args, kwargs, snapshot),
@@ -461,7 +457,7 @@ class ProcessesLauncher(_Launcher):
         if trainer is None:
             return ranks[0]["results"]
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
-        self._collector._recover_results_in_main_process(ranks[0]["output"], trainer)
+        self._collector.recover(ranks[0]["output"], trainer)
         if trainer.state.fn == TrainerFn.PREDICTING:
             return whole_predictions([rank["results"] for rank in ranks], ranks[0]["loaders"])
         return ranks[0]["results"]
@@ -477,7 +473,7 @@ class ProcessesLauncher(_Launcher):
             results.append(function(*a, **k))
             return results[0]
 
-        self._collector._wrapping_function(process_idx, trainer, call, args, kwargs, box, snapshot)
+        self._collector.run_rank(process_idx, trainer, call, args, kwargs, box, snapshot)
         predicts = trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
         loaders = trainer.predict_loop.num_dataloaders if predicts else 0
         self._write(f"rank{process_idx}", {"output": box.value, "results": results[0], "loaders": loaders})
@@ -542,9 +538,9 @@ class Launched:
             environment = self.cluster_environment
             os.environ["MASTER_ADDR"] = environment.main_address
             os.environ["MASTER_PORT"] = str(environment.main_port)
-            limit: timedelta = self._timeout or default_pg_timeout  # type: ignore[attr-defined]
+            limit: timedelta = timeout_of(self) or default_pg_timeout  # type: ignore[arg-type]
             rank, size = self.global_rank, self.world_size  # type: ignore[attr-defined]
-            backend = self._get_process_group_backend()  # type: ignore[attr-defined]
+            backend = backend_of(self)
             rank_zero_info(f"Initializing distributed: {size} ranks, backend {backend}")
             store, *_ = next(rendezvous("env://", rank, size, timeout=max(limit, _START_LIMIT)))
             # torchrun keeps its store over a restart, with the addresses of the ranks that have died
@@ -561,12 +557,13 @@ class Launched:
         super().setup_distributed()  # type: ignore[misc]
 
     def _configure_launcher(self) -> None:
+        check(LIGHTNING)
         listen_early()
         method = choose_start_method(self.start_method)
         if method == "popen" or self.cluster_environment.creates_processes_externally:
-            self._launcher: Any = PopenLauncher(self, self.rank_logs)
+            set_launcher(self, PopenLauncher(self, self.rank_logs))
         else:
-            self._launcher = ProcessesLauncher(self, start_method=method)  # type: ignore[arg-type]
+            set_launcher(self, ProcessesLauncher(self, start_method=method))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]

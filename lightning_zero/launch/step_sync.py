@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback
-from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_zero.comm import direct
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.launch import restart
 from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
+from lightning_zero.private.lightning import HandlersCompose, timeout_of, without_sigterm_broadcast
+from lightning_zero.private.torch import DisableTorchFunction
 
 _PLACES = {
     1: "begins training batch {}",
@@ -56,6 +57,7 @@ class StepSync(Callback):
         self._agreed: int = 0
         self._step = -1
         self._loop: Any = None
+        self._broadcast_again: Callable[[], None] | None = None
         self._hears_at_once = False
         self._handlers: dict[int, Any] = {}
 
@@ -79,13 +81,13 @@ class StepSync(Callback):
             advance(data_fetcher)
 
         loop.advance = watched
-        loop._broadcast_sigterm_tensor = lambda: None
+        self._broadcast_again = without_sigterm_broadcast(loop)
         if trainer.world_size > 1:
             # Not the engine's: where ranks stand at different places, messages must not be mixed up.
-            timeout = self._strategy._timeout or timedelta(minutes=30)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            limit = timeout_of(self._strategy) or timedelta(minutes=30)
+            self._group = dist.new_group(backend="gloo", timeout=limit)
             if self._strategy.root_device.type == "cpu":
-                self._peer_memory = PeerMemory(self._group, timeout.total_seconds())
+                self._peer_memory = PeerMemory(self._group, limit.total_seconds())
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, *([signal.SIGUSR1] if _slurm_job() else [])):
                 self._handlers[number] = signal.getsignal(number)
@@ -102,13 +104,14 @@ class StepSync(Callback):
                 signal.signal(number, handler)
         self._handlers.clear()
         if self._loop is not None:
-            with suppress(AttributeError):
-                del self._loop.advance, self._loop._broadcast_sigterm_tensor
+            vars(self._loop).pop("advance", None)
+        if self._broadcast_again is not None:
+            self._broadcast_again()
         if self._peer_memory is not None:
             self._peer_memory.close()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
-        self._loop = self._group = self._peer_memory = self._pending = None
+        self._loop = self._broadcast_again = self._group = self._peer_memory = self._pending = None
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.is_global_zero:
@@ -155,7 +158,7 @@ class StepSync(Callback):
             return
         self.hear()
         here = (place << _SHIFT) + max(index, 0)
-        with torch._C.DisableTorchFunction():  # the view has no business here
+        with DisableTorchFunction():  # the view has no business here
             message = torch.tensor([here, -here, asked])
             work = direct.all_reduce(message, dist.ReduceOp.MAX, self._group, self._peer_memory)
         self._pending = (work, message, here)
@@ -165,7 +168,7 @@ class StepSync(Callback):
         if self._pending is None:
             return
         (work, message, here), self._pending = self._pending, None
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             work.wait()
             furthest, nearest, asked = message.tolist()  # on the host: no device waits
         if furthest != -nearest:
@@ -237,7 +240,7 @@ def _users_code_precedes_step(trainer: Any, watching: StepSync) -> bool:
 
 def _users_own(handler: Any) -> list[Any]:
     """Of the handlers that were there before, those that are not Lightning's."""
-    handlers = handler.signal_handlers if isinstance(handler, _HandlersCompose) else [handler]
+    handlers = handler.signal_handlers if isinstance(handler, HandlersCompose) else [handler]
     return [h for h in handlers if callable(h) and "lightning" not in (getattr(h, "__module__", "") or "")]
 
 

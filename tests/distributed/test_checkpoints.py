@@ -32,6 +32,8 @@ from tests.helpers import moves, saving
 from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.zoo import make_trainer
 
+pytestmark = pytest.mark.sampled
+
 STAGES = (1, 2, 3)
 FORMS = ("file", "sharded", "sharded-async")
 
@@ -556,6 +558,7 @@ def test_a_file_never_replaces_a_folder_nor_the_other_way(ranks2, tmp_path: Path
     assert len(ranks2(_resume, folder)[0]) == 2
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("form", "width", "num_units"),
     [("file", 3000, 6), *(pytest.param(form, 4096, 16, marks=pytest.mark.full) for form in FORMS)],
@@ -760,6 +763,7 @@ def _exports(path: str) -> bool:
     return torch.allclose(torch.from_numpy(out), callback.expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.rest
 def test_onnx_gets_real_weights_during_a_run(ranks2, tmp_path: Path) -> None:
     pytest.importorskip("onnx", reason="pip install onnx onnxscript")
     pytest.importorskip("onnxscript", reason="pip install onnx onnxscript")
@@ -851,6 +855,7 @@ def _different_calls() -> str:
     return str(error.value)
 
 
+@pytest.mark.rest
 def test_different_collective_calls_raise_on_every_rank(ranks2) -> None:
     for said in ranks2(_different_calls):
         assert "rank 0: strategy.lightning_module_state_dict(); rank 1: trainer.save_checkpoint()" in said

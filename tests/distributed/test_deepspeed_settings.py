@@ -16,6 +16,7 @@ import lightning_zero
 from tests.helpers.ranks import outcome, run_ranks
 
 pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.sampled
 
 FILE = {
     "train_batch_size": 16,
@@ -102,6 +103,7 @@ def _fit_without_compiler(cache: str) -> None:
     _fit({"engine": "deepspeed", "stage": 2}, OwnOptimizer)
 
 
+@pytest.mark.rest
 @pytest.mark.timeout(400)
 def test_a_run_without_offload_compiles_nothing(tmp_path: Path) -> None:
     run_ranks(_fit_without_compiler, 2, str(tmp_path), timeout_seconds=350)  # fresh: nothing was loaded before

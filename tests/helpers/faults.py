@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,15 +87,15 @@ def break_run(name: str, folder: Path, limit_seconds: float = 150.0) -> Outcome:
             start_new_session=True,
         )
         try:
-            _wait_for(lambda: (folder / "fault").exists() or process.poll() is not None, limit_seconds)
+            wait_for(lambda: (folder / "fault").exists() or process.poll() is not None, limit_seconds)
             if name == "interrupt":
                 os.killpg(process.pid, signal.SIGINT)  # as a terminal does
                 try:
-                    process.wait(15.0)
+                    process.wait(60.0)
                 except subprocess.TimeoutExpired:  # raised inside a callback from C++, Python drops it
                     os.killpg(process.pid, signal.SIGINT)
             code = process.wait(limit_seconds)
-            _wait_for(lambda: not marked_processes(folder), 30.0)
+            _wait_at_most(lambda: not marked_processes(folder), 60.0)
             ended = time.time()
             left = marked_processes(folder)
         finally:
@@ -103,7 +104,7 @@ def break_run(name: str, folder: Path, limit_seconds: float = 150.0) -> Outcome:
     text = (folder / "output.txt").read_text(errors="replace")
     began = float((folder / "fault").read_text()) if (folder / "fault").exists() else ended
     outcome = Outcome(code, ended - began, text, [f"process {pid}" for pid in left])
-    _wait_for(lambda: not _files_left(folder, temporary), 5.0)  # a killed process closes its sockets last
+    _wait_at_most(lambda: not _files_left(folder, temporary), 60.0)  # a killed process closes its sockets last
     outcome.left_behind += _files_left(folder, temporary)
     outcome.checkpoint_step = _newest_step(folder)
     return outcome
@@ -132,7 +133,13 @@ def _newest_step(folder: Path) -> int:
     return int(state["global_step"])
 
 
-def _wait_for(condition: Any, limit_seconds: float) -> None:
+def wait_for(condition: Callable[[], bool], limit_seconds: float = 100.0) -> None:
+    """Until ``condition`` holds; the limit is for a machine that is busy with other things."""
+    _wait_at_most(condition, limit_seconds)
+    assert condition(), f"not within {limit_seconds} s"
+
+
+def _wait_at_most(condition: Callable[[], bool], limit_seconds: float) -> None:
     deadline = time.monotonic() + limit_seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -22,6 +22,7 @@ def wheel(tmp_path_factory):
     return path
 
 
+@pytest.mark.rest
 def test_wheel_holds_every_group_file(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"lightning_zero/conf/{p.relative_to(ROOT / 'conf')}" for p in (ROOT / "conf").rglob("*.yaml")}
@@ -32,6 +33,7 @@ def test_wheel_holds_every_group_file(wheel):
     assert "lightning_zero/py.typed" in names
 
 
+@pytest.mark.rest
 def test_own_app_runs_from_the_installed_wheel(wheel, tmp_path):
     site = tmp_path / "site"
     options = "--no-deps", "--no-index", "--disable-pip-version-check", "-q", "--target"

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engines.deepspeed.private import Piece, Shards
 from lightning_zero.engines.elementwise import is_elementwise, keys_beside_elements
+from lightning_zero.private.torch import DisableTorchFunction
 
 Only = Callable[[Tensor], bool]
 
@@ -176,12 +177,12 @@ class PieceStep:
             only: Which of its parameters it holds; others are left out altogether.
         """
         on_shards = self.elementwise if on_shards is None else on_shards
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             swap = (_Pieces if on_shards else _Wholes)(self, only)
         try:
             yield swap
         finally:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 swap.undo()
 
 
