@@ -40,6 +40,10 @@ LIMITS: dict[str, dict[str, str]] = {
             " (DeepSpeed issue 8461; deepspeed/runtime/swap_tensor/partitioned_optimizer_swapper.py); offload='cpu' and"
             " fsdp2 do it"
         ),
+        "optimizers around another optimizer (Lookahead, SAM)": (
+            "states lie in flats, one optimizer's for each parameter"
+            " (deepspeed/runtime/zero/stage_1_and_2.py, initialize_optimizer_states); fsdp2 does it"
+        ),
         "precision='64-true'": (
             "masters are fp32 (deepspeed/runtime/base_optimizer.py, _configure_master_weights); fsdp2 does it"
         ),

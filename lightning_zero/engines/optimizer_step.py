@@ -86,23 +86,7 @@ class ShardedStep:
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """One ``optimizer.step``. ``closure`` is evaluated first where the optimizer steps on shards, else it is the
         optimizer's to call."""
-        # else hooks for all optimizers are also those of the inner ones
-        alone = is_known(self.optimizer) or len(family(self.optimizer)) == 1
-        before, after = torch_optim.step_hooks(self.optimizer, with_global=alone)
-        if not before and not after:
-            return self._step(closure, **kwargs)
-        args: tuple[Any, ...] = (self.optimizer,)
-        kwargs = {"closure": closure, **kwargs}
-        self.before()
-        for hook in before:
-            changed = hook(self.optimizer, args, kwargs)
-            if changed is not None:
-                args, kwargs = changed
-        with torch_optim.without_step_hooks(self.optimizer, with_global=alone):
-            result = self._step(*args[1:], **kwargs)
-        for hook in after:
-            hook(self.optimizer, args, kwargs)
-        return result
+        return between_hooks(self.optimizer, self._step, self.before, closure, **kwargs)
 
     def _step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         takes_closure = "closure" in inspect.signature(type(self.optimizer).step).parameters
@@ -204,6 +188,57 @@ class ShardedStep:
     def _has_own_form(self) -> bool:
         own = torch_optim.has_own_state_dict(self.optimizer)
         return own or (not is_known(self.optimizer) and len(family(self.optimizer)) > 1)
+
+
+def between_hooks(
+    optimizer: Optimizer, step: Callable[..., Any], before_any: Callable[[], None], closure: Any, **kwargs: Any
+) -> Any:
+    """``step(closure, **kwargs)`` between the step hooks of ``optimizer``, called as PyTorch calls them.
+
+    Args:
+        before_any: Called first where there are hooks: makes parameters and gradients true for user code.
+    """
+    # else hooks for all optimizers are also those of the inner ones
+    alone = is_known(optimizer) or len(family(optimizer)) == 1
+    before, after = torch_optim.step_hooks(optimizer, with_global=alone)
+    if not before and not after:
+        return step(closure, **kwargs)
+    args: tuple[Any, ...] = (optimizer,)
+    kwargs = {"closure": closure, **kwargs}
+    before_any()
+    for hook in before:
+        changed = hook(optimizer, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
+    with torch_optim.without_step_hooks(optimizer, with_global=alone):
+        result = step(*args[1:], **kwargs)
+    for hook in after:
+        hook(optimizer, args, kwargs)
+    return result
+
+
+def refuse_sharding(optimizers: Collection[Optimizer]) -> None:
+    """Raises ``ValueError`` for an optimizer that shards its states itself."""
+    for optimizer in optimizers:
+        if any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(optimizer).__mro__):
+            inner = type(getattr(optimizer, "optim", optimizer)).__name__
+            raise ValueError(
+                f"ZeroRedundancyOptimizer shards the states of {inner} by itself, which every ZeRO stage does already:"
+                f" return the {inner} from configure_optimizers."
+            )
+
+
+def whole_state_bytes(optimizers: Collection[Optimizer]) -> int:
+    """What :func:`hand_back` would add on each rank."""
+    values = (
+        value
+        for optimizer in optimizers
+        for state in states(family(optimizer))
+        for entry in state.values()
+        if isinstance(entry, dict)
+        for value in entry.values()
+    )
+    return sum(v.numel() * v.element_size() for v in values if isinstance(v, DTensor))
 
 
 class _Swap(ABC):
