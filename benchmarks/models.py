@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import platform
+import shlex
 import sys
 import time
 from dataclasses import dataclass
+from importlib.metadata import requires
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -55,7 +57,11 @@ class Line:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="rows whose names begin so (default: all, and write)")
+    parser.add_argument("--requirements", choices=("models", "needed"), help="print what an extra asks for, and end")
     options = parser.parse_args()
+    if options.requirements:
+        print(" ".join(_requirements("models" if options.requirements == "models" else "models-needed")))
+        return 0
     chosen = [r for key, r in ROWS.items() if not options.names or key.startswith(tuple(options.names))]
     if not chosen:
         parser.error(f"no row begins with {' or '.join(options.names)}; known packages: {', '.join(_packages())}")
@@ -75,6 +81,15 @@ def main() -> int:
     else:
         write_section(section)
     return int(any(line.kind in ("different", "fails under DDP, too") for line in lines))
+
+
+def _requirements(extra: str) -> list[str]:
+    """What the package's ``extra`` asks for, for a shell."""
+    return [
+        shlex.quote(each.partition(";")[0].strip())
+        for each in requires("lightning-zero") or ()
+        if f'extra == "{extra}"' in each.replace("'", '"')
+    ]
 
 
 def _packages() -> list[str]:

@@ -1533,6 +1533,4 @@ def _odd_rank() -> bool:
     return int(os.environ["RANK"]) % 2 == 1
 
 
-from tests.helpers import optimizers  # noqa: E402  (its kinds are made of this module's)
-
-KINDS.update(optimizers.KINDS)
+import tests.helpers.optimizers  # noqa: E402, F401  (adds its kinds, which are made of this module's)
