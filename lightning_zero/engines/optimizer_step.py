@@ -484,7 +484,8 @@ class _FirstTouch(TorchFunctionMode):
 
 def _is_of_shape(value: Tensor, shape: torch.Size) -> bool:
     """Whether each rank can keep its rows of ``value``: a plain whole tensor of its parameter's shape."""
-    plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+    # A subclass made of other tensors (DTensor, torchao's 8 bits) is no array of elements that rows could be cut from
+    plain = not hasattr(type(value), "__tensor_flatten__") and value.layout == torch.strided
     return plain and value.dim() > 0 and value.shape == shape
 
 
