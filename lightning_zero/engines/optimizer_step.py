@@ -118,7 +118,8 @@ class ShardedStep:
         Args:
             on_shards: Local shards (``True``) or whole tensors (``False``); by default what the optimizer needs.
         """
-        on_shards = self.elementwise if on_shards is None else on_shards
+        if on_shards is None:  # hooks that run inside, as under a loss scaler, look at whole tensors
+            on_shards = self.elementwise and not any(torch_optim.step_hooks(self.optimizer))
         with DisableTorchFunction():  # our own work on shards needs no translation for user code
             swap = (_LocalSwap if on_shards else _WholeSwap)(self)
         try:
@@ -330,7 +331,7 @@ class _LocalSwap(_Swap):
         self.filled = True
         for p, stand_in in self.pairs:
             stand_in.grad = None if p.grad is None else local(p.grad)
-        for p, _, entry in self.entries():
+        for p, _, entry in self.entries() if self.owner.elementwise else ():  # else nobody steps
             for key, value in entry.items():
                 if isinstance(value, DTensor):
                     self.saw(entry, key, value)
@@ -343,6 +344,8 @@ class _LocalSwap(_Swap):
 
     def leave(self, p: DTensor, stand_in: Tensor, key: str, value: Any, seen: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.dim() == 0:
+            return value
+        if not self.owner.elementwise:
             return value
         if value.shape != stand_in.shape or key in self.owner.beside:
             return value
