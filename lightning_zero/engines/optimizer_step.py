@@ -247,6 +247,7 @@ class _Swap(ABC):
 
     def __init__(self, step: ShardedStep) -> None:
         self.owner, self.optimizer = step, step.optimizer
+        self.elementwise = step.elementwise
         self.knows_all = is_known(self.optimizer)
         """Whether groups and state are all that there is."""
         members = self._members()
@@ -331,7 +332,7 @@ class _LocalSwap(_Swap):
         self.filled = True
         for p, stand_in in self.pairs:
             stand_in.grad = None if p.grad is None else local(p.grad)
-        for p, _, entry in self.entries() if self.owner.elementwise else ():  # else nobody steps
+        for p, _, entry in self.entries() if self.elementwise else ():  # else nobody steps
             for key, value in entry.items():
                 if isinstance(value, DTensor):
                     self.saw(entry, key, value)
@@ -345,7 +346,7 @@ class _LocalSwap(_Swap):
     def leave(self, p: DTensor, stand_in: Tensor, key: str, value: Any, seen: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.dim() == 0:
             return value
-        if not self.owner.elementwise:
+        if not self.elementwise:
             return value
         if value.shape != stand_in.shape or key in self.owner.beside:
             return value
