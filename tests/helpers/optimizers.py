@@ -419,6 +419,8 @@ KINDS: dict[str, Kind] = {
     "schedule_free": Kind(module=_with(ScheduleFree), callbacks=lambda: [Evaluates()], validates=True),
 }
 
+for _name in ("lookahead", "lookahead_own_state", "sam", "sam_climbs_first"):
+    KINDS[_name].unsupported_deepspeed.update(dict.fromkeys((1, 2, 3), "engine='deepspeed' with .* around .*fsdp2"))
 zoo.KINDS.update(KINDS)
 
 

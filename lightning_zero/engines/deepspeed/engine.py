@@ -64,9 +64,10 @@ from lightning_zero.engines.deepspeed.optimizer_step import (
 )
 from lightning_zero.engines.deepspeed.state import Account
 from lightning_zero.engines.deepspeed.view import ShardView
+from lightning_zero.engines.elementwise import is_known
 from lightning_zero.engines.gradients import Gradients
 from lightning_zero.engines.model_state import ModelState
-from lightning_zero.engines.optimizer_family import family
+from lightning_zero.engines.optimizer_family import family, own_methods
 from lightning_zero.engines.optimizer_step import between_hooks
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.private.torch import DisableTorchFunction, has_accumulation_hooks, own_parameters, version_of
@@ -204,6 +205,8 @@ class DeepSpeedEngine(Engine):
                     )
                 self._steps[optimizer] = step
                 optimizer.zero_grad = self._zero_grad_of(optimizer)  # type: ignore[method-assign]
+                for name in () if is_known(optimizer) else own_methods(optimizer):
+                    vars(optimizer)[name] = partial(self._on_wholes, optimizer, name)
                 optimizer.state_dict = partial(self._state_dict_of, optimizer)  # type: ignore[method-assign]
         self.units_table = self._table()
 
@@ -544,6 +547,18 @@ class DeepSpeedEngine(Engine):
             result = self._step_on(step, **kwargs)
         return loss if result is None else result
 
+    def _on_wholes(self, optimizer: Optimizer, name: str, *args: Any, **kwargs: Any) -> Any:
+        """A method of the optimizer's own: it finds whole parameters and states, and what it writes counts."""
+        step, method = self._steps.get(optimizer), getattr(type(optimizer), name)
+        if step is None or step.holds_stand_ins:
+            return method(optimizer, *args, **kwargs)
+        self._before_step()
+        with step.stand_ins(on_shards=False):
+            result = method(optimizer, *args, **kwargs)
+        with DisableTorchFunction(), torch.no_grad():
+            self._publish_all(optimizer)
+        return result
+
     def _before_step(self) -> None:
         self._flush_grads()
         self._adopt()
@@ -868,6 +883,8 @@ class DeepSpeedEngine(Engine):
         for optimizer in self._optimizers:
             optimizer.__dict__.pop("zero_grad", None)
             optimizer.__dict__.pop("state_dict", None)
+            for name in own_methods(optimizer):
+                optimizer.__dict__.pop(name, None)
         for handle in self._handles:
             handle.remove()
         attributes = {id(p): private.own_attributes(p) for p in self._shapes} | self._attributes

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engines.deepspeed.private import Piece, Shards
 from lightning_zero.engines.elementwise import is_elementwise, is_known, keys_beside_elements
+from lightning_zero.engines.optimizer_family import exchange
 from lightning_zero.private.torch import DisableTorchFunction
 
 Only = Callable[[Tensor], bool]
@@ -122,6 +123,7 @@ class PieceStep:
             closure is not None and not self.elementwise and not is_known(optimizer)
         )
         """Whether it is handed its closure, because it may call that itself."""
+        self.holds_stand_ins = False
         self.take_given()
 
     def take_given(self) -> None:
@@ -190,9 +192,11 @@ class PieceStep:
             self.take_given()
         with DisableTorchFunction():
             swap = (_Pieces if on_shards else _Wholes)(self, only)
+        self.holds_stand_ins = True
         try:
             yield swap
         finally:
+            self.holds_stand_ins = False
             with DisableTorchFunction():
                 swap.undo()
 
@@ -275,6 +279,7 @@ class _Swap:
             if only is not None:
                 kept = [t for t, p in zip(kept, group["params"], strict=True) if only(p)]
             group["params"][:] = kept
+        self._exchange(instead)  # and where it keeps them beside its groups
         if only is not None:  # so that what a group counts is counted once
             self.optimizer.param_groups = [group for group in self.groups if group["params"]]
         self.optimizer.state = defaultdict(dict, self.state)
@@ -284,6 +289,7 @@ class _Swap:
                 self.optimizer.state[stand_in] = entering
 
     def undo(self) -> None:
+        self._exchange({id(stand_in): p for p, stand_in in self.pairs})
         for group, before in zip(self.groups, self.lists, strict=True):
             group["params"][:] = before
         self.optimizer.param_groups = self.groups
@@ -308,8 +314,7 @@ class _Swap:
             stand_in.grad = self.grad(p, stand_in) if p in self.managed.with_grad else None
 
     def _exchange(self, instead: dict[int, Tensor]) -> None:
-        for group in self.groups:  # in place: LBFGS keeps the list itself
-            group["params"][:] = [instead.get(id(p), p) for p in group["params"]]
+        exchange([self.optimizer], instead, hidden=not is_known(self.optimizer))
 
     def stand_in(self, p: Tensor) -> Tensor:
         raise NotImplementedError
