@@ -65,7 +65,6 @@ def main() -> int:
     chosen = [r for key, r in ROWS.items() if not options.names or key.startswith(tuple(options.names))]
     if not chosen:
         parser.error(f"no row begins with {' or '.join(options.names)}; known packages: {', '.join(_packages())}")
-    models.find_packages()
     began = time.monotonic()
     lines = []
     with RankPool() as pool:

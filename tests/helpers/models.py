@@ -102,11 +102,10 @@ def _declare_torchvision() -> Any:
 
 
 def version_of(package: str) -> str:
-    """The installed version, or ``""``."""
-    find_packages()
+    """The installed version, or ``""``. Leaves the path alone: ranks take it over, and import Lightning first."""
     wanted = package.lower().replace("_", "-")
     try:
-        found = distributions(path=[*sys.path])
+        found = distributions(path=[*sys.path, str(PYTHON_ONLY)])
         return next((d.version for d in found if (d.metadata["Name"] or "").lower().replace("_", "-") == wanted), "")
     except PackageNotFoundError:
         return ""
