@@ -34,8 +34,9 @@ from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine, require
 from lightning_zero.engines.deepspeed.run import DeepSpeedRun, Place
+from lightning_zero.engines.elementwise import is_elementwise, is_known
 from lightning_zero.engines.fsdp2.private import FULLY_SHARD
-from lightning_zero.engines.optimizer_step import fusible_groups
+from lightning_zero.engines.optimizer_step import fusible_groups, refuse_sharding, whole_state_bytes
 from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision, adapt_precision
 from lightning_zero.host import available_host_bytes
 from lightning_zero.launch.launcher import Launched
@@ -205,7 +206,9 @@ class ZeroStrategy(Launched, DDPStrategy):
         if fitting:
             with self._whole_for_optimizers():
                 self.setup_optimizers(trainer)
+            refuse_sharding([unwrapped(o) for o in self.optimizers])
             self._tell_what_is_fused()
+            self._tell_what_steps_whole()
         optimizers = list(self.optimizers) if fitting else []
         if self._deepspeed is not None:
             self._deepspeed.check_optimizers(optimizers)
@@ -255,6 +258,20 @@ class ZeroStrategy(Launched, DDPStrategy):
             rank_zero_info(
                 f"offload='cpu': {', '.join(names)} steps in host memory with PyTorch's fused kernel, as neither fused"
                 " nor foreach was chosen."
+            )
+
+    def _tell_what_steps_whole(self) -> None:
+        if self.world_size == 1:
+            return
+        declared = self.config.elementwise_optimizers or ()
+        unknown = [o for o in map(unwrapped, self.optimizers) if not is_known(o) and not is_elementwise(o, declared)]
+        names = sorted({type(o).__name__ for o in unknown})
+        if names:
+            rank_zero_info(
+                f"{', '.join(names)} steps on whole parameters, gradients and states, which every rank gathers for the"
+                " length of a step: PyTorch's own optimizers alone are known to step alike on shards. Where an"
+                " element's update depends on nothing but that element's own history,"
+                f" elementwise_optimizers={names} saves that memory."
             )
 
     def _resolve_stage(self, trainer: Any) -> None:
@@ -381,19 +398,30 @@ class ZeroStrategy(Launched, DDPStrategy):
             self.precision_plugin.engine = None
 
     def _whole_after_fit(self) -> bool:
-        """Whether every process of a host can hold the whole module; all ranks answer alike."""
+        """Whether every process of a host can hold the whole module, and beside it the optimizers' states; all ranks
+        answer alike."""
+        assert self.engine is not None
         if self.config.after_fit != "auto":
             return self.config.after_fit == "whole"
-        assert self.engine is not None
-        need = self.engine.whole_bytes * self.num_processes
         # Between CPUs: the run's own process group may have no backend for them
-        fits = all(self.agreement.gather(need < 0.8 * available_host_bytes(), "the end of a run"))
-        if not fits:
+        room = min(self.agreement.gather(int(0.8 * available_host_bytes()), "the end of a run")) // self.num_processes
+        module_bytes = self.engine.whole_bytes
+        if module_bytes >= room:
             rank_zero_info(
-                f"after_fit='auto': the module stays sharded, its whole parameters ({need / 2**30:.1f} GiB for the"
-                " processes of one host) do not fit into host memory."
+                f"after_fit='auto': the module stays sharded, its whole parameters"
+                f" ({module_bytes * self.num_processes / 2**30:.1f} GiB for the processes of one host) do not fit into"
+                " host memory."
             )
-        return fits
+            return False
+        states_bytes = whole_state_bytes([unwrapped(o) for o in self.optimizers])
+        self.engine.states_whole_after_fit = module_bytes + states_bytes < room
+        if not self.engine.states_whole_after_fit:
+            rank_zero_info(
+                "after_fit='auto': the optimizers' states stay sharded, as whole ones"
+                f" ({states_bytes * self.num_processes / 2**30:.1f} GiB for the processes of one host) do not fit into"
+                " host memory beside the module."
+            )
+        return True
 
     def on_train_start(self) -> None:
         if self.engine is not None:
@@ -533,6 +561,12 @@ class ZeroStrategy(Launched, DDPStrategy):
             return
         assert self.lightning_module is not None
         leave_finished_epoch(self.lightning_module.trainer.fit_loop)
+        saved, now = len(checkpoint["optimizer_states"]), [type(unwrapped(o)).__name__ for o in self.optimizers]
+        if saved != len(now):
+            raise ValueError(
+                f"the checkpoint holds the states of {saved} optimizers, configure_optimizers returned {len(now)}"
+                f" ({', '.join(now)}): resume with the optimizers that saved it, or load the weights alone."
+            )
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self.engine.load_optimizer_state(unwrapped(optimizer), state)
 

@@ -33,6 +33,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,10 @@ from lightning_zero.engines.deepspeed.optimizer_step import (
 )
 from lightning_zero.engines.deepspeed.state import Account
 from lightning_zero.engines.deepspeed.view import ShardView
+from lightning_zero.engines.elementwise import is_known
 from lightning_zero.engines.model_state import ModelState
+from lightning_zero.engines.optimizer_family import family, own_methods
+from lightning_zero.engines.optimizer_step import between_hooks
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.private.torch import DisableTorchFunction, own_parameters, version_of
 
@@ -182,7 +186,14 @@ class DeepSpeedEngine(Engine):
             shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine)
             self._managed = Managed(shards, joined, self._shapes)
             for optimizer in optimizers:
-                step = PieceStep(optimizer, self._managed)
+                inner = [type(member).__name__ for member in family(optimizer)[1:]]
+                if inner:
+                    raise ValueError(
+                        f"engine='deepspeed' with {type(optimizer).__name__}, an optimizer around {inner[0]}: states"
+                        " lie in DeepSpeed's flats, one optimizer's for each parameter; use engine='fsdp2', or"
+                        f" {inner[0]} alone."
+                    )
+                step = PieceStep(optimizer, self._managed, self.config.elementwise_optimizers or ())
                 if not step.elementwise and any(map(shards.is_swapped, self._managed.flats(parameters(optimizer)))):
                     raise ValueError(
                         f"offload='nvme' with {type(optimizer).__name__}, which looks across elements and so needs"
@@ -190,6 +201,9 @@ class DeepSpeedEngine(Engine):
                     )
                 self._steps[optimizer] = step
                 optimizer.zero_grad = self._zero_grad_of(optimizer)  # type: ignore[method-assign]
+                for name in () if is_known(optimizer) else own_methods(optimizer):
+                    vars(optimizer)[name] = partial(self._on_wholes, optimizer, name)
+                optimizer.state_dict = partial(self._state_dict_of, optimizer)  # type: ignore[method-assign]
         self.units_table = self._table()
 
     @contextmanager
@@ -525,9 +539,11 @@ class DeepSpeedEngine(Engine):
     # -- optimizer -----------------------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        return between_hooks(optimizer, partial(self._step_one, optimizer), self._before_step, closure, **kwargs)
+
+    def _step_one(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         step = self._steps[optimizer]
-        if step.needs_closure:
-            assert closure is not None
+        if step.calls_closure and closure is not None:
             return self._step_with_closure(step, closure, **kwargs)
         loss = None
         if closure is not None:
@@ -537,6 +553,18 @@ class DeepSpeedEngine(Engine):
         with DisableTorchFunction():
             result = self._step_on(step, **kwargs)
         return loss if result is None else result
+
+    def _on_wholes(self, optimizer: Optimizer, name: str, *args: Any, **kwargs: Any) -> Any:
+        """A method of the optimizer's own: it finds whole parameters and states, and what it writes counts."""
+        step, method = self._steps.get(optimizer), getattr(type(optimizer), name)
+        if step is None or step.holds_stand_ins:
+            return method(optimizer, *args, **kwargs)
+        self._before_step()
+        with step.stand_ins(on_shards=False):
+            result = method(optimizer, *args, **kwargs)
+        with DisableTorchFunction(), torch.no_grad():
+            self._publish_all(optimizer)
+        return result
 
     def _before_step(self) -> None:
         self._flush_grads()
@@ -737,22 +765,32 @@ class DeepSpeedEngine(Engine):
             before = optimizer.state
             try:
                 optimizer.state = {**before, **self._rows_of_states(optimizer)}  # type: ignore[assignment]
-                return optimizer.state_dict()
+                return type(optimizer).state_dict(optimizer)
             finally:
                 optimizer.state = before
 
-    def _rows_of_states(self, optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
+    def _state_dict_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What user code sees (collective)."""
+        return self.full(self.sharded_optimizer_state(optimizer))
+
+    def _rows_of_states(self, optimizer: Optimizer, whole: bool = False) -> dict[Tensor, dict[str, Any]]:
+        """Its states, as this rank's rows or ``whole`` on the CPU (collective)."""
         managed, step = self._managed, self._steps[optimizer]
         assert managed is not None
+        step.take_given()
+
+        def laid_out(p: Tensor, value: Any) -> Any:
+            if type(value) is not Cut:
+                return value
+            assembled = managed.assemble(p, value.piece)
+            return assembled.cpu() if whole else self._rows(p, assembled)
+
         rows: dict[Tensor, dict[str, Any]] = {}
         for i in managed.flats(parameters(optimizer)):
             with managed.shards.loaded(i):
                 for p in parameters(optimizer):
                     if p in step.states and managed.piece(p).flat == i:
-                        rows[p] = {
-                            key: self._rows(p, managed.assemble(p, value.piece)) if type(value) is Cut else value
-                            for key, value in step.state(p).items()
-                        }
+                        rows[p] = {key: laid_out(p, value) for key, value in step.state(p).items()}
         return rows
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -813,8 +851,7 @@ class DeepSpeedEngine(Engine):
             values = self._values_afterwards()
             for optimizer in optimizers:
                 if self._managed is not None and optimizer in self._steps:
-                    rows = self._rows_of_states(optimizer)
-                    optimizer.state.update(rows)
+                    optimizer.state.update(self._rows_of_states(optimizer, self.states_whole_after_fit))
             self._take_off(values)
             if self._agreement:
                 dist.destroy_process_group(self._agreement)
@@ -823,6 +860,9 @@ class DeepSpeedEngine(Engine):
         """DeepSpeed lets go of the module and the optimizers; parameters hold ``values`` and no gradients."""
         for optimizer in self._optimizers:
             optimizer.__dict__.pop("zero_grad", None)
+            optimizer.__dict__.pop("state_dict", None)
+            for name in own_methods(optimizer):
+                optimizer.__dict__.pop(name, None)
         for handle in self._handles:
             handle.remove()
         attributes = {id(p): private.own_attributes(p) for p in self._shapes} | self._attributes
