@@ -63,7 +63,7 @@ def all_raised(
         words = rendezvous.words(address, port, rank)
         store = dist.PrefixStore(f"raised/{rendezvous.count('raised', address, port)}", words)
         alike = _what_must_be_alike(error, trainer)
-        why = _compare(store, rank, size, tracebacks.summary(error), alike, is_over)
+        why = compare(store, rank, size, tracebacks.summary(error), alike, is_over)
         return why, why is not None and store.add("told", 1) == 1
     except (RuntimeError, TimeoutError) as lost:  # the store went with rank 0
         return f"rank 0 is gone ({str(lost).splitlines()[0]})", False
@@ -76,7 +76,7 @@ def _what_must_be_alike(error: BaseException, trainer: Any) -> str:
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
-def _compare(store: Any, rank: int, size: int, what: str, alike: str, is_over: Callable[[], bool]) -> str | None:
+def compare(store: Any, rank: int, size: int, what: str, alike: str, is_over: Callable[[], bool]) -> str | None:
     """Few words for each rank, however many there are."""
     deadline = time.monotonic() + WAIT_SECONDS
     store.set(str(rank), what)

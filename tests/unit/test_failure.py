@@ -17,7 +17,7 @@ def _compare(store: Any, said: list[tuple[str, float]], size: int) -> list[str |
 
     def raise_it(rank: int, alike: str, seconds: float) -> None:
         threading.Event().wait(seconds)
-        verdicts[rank] = failure._compare(store, rank, size, f"{alike}!", alike, lambda: False)
+        verdicts[rank] = failure.compare(store, rank, size, f"{alike}!", alike, lambda: False)
 
     threads = [threading.Thread(target=raise_it, args=(rank, *each)) for rank, each in enumerate(said)]
     for thread in threads:
@@ -56,7 +56,7 @@ def test_one_that_comes_when_another_has_given_up_gives_up_as_well(store, monkey
 
 def test_ranks_that_meet_get_one_store_and_the_missing_is_named(monkeypatch, capsys):
     monkeypatch.setenv(rendezvous.START_SECONDS, "0.6")
-    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "PATIENCE_SECONDS", 0.2)
     rendezvous.forget()
     port = rendezvous.serve("127.0.0.1")
     with pytest.raises(
