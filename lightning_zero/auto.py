@@ -13,6 +13,7 @@ from torch import nn
 from lightning_zero.config import OffloadConfig, ZeroConfig
 from lightning_zero.host import available_host_bytes
 from lightning_zero.planner import GIB, Plan, Planner, choose, device_memory_bytes, first_batch
+from lightning_zero.private.lightning import training_source
 from lightning_zero.strategy import ZeroStrategy
 
 HEADROOM = 0.1
@@ -103,8 +104,8 @@ class AutoStrategy(ZeroStrategy):
 
 
 def _loader_of(trainer: Any) -> Any:
-    """The training dataloader, before the loop has set it up. Private: Lightning offers no way to see it that early."""
-    source = getattr(getattr(trainer.fit_loop, "_data_source", None), "instance", None)
+    """The training dataloader, before the loop has set it up."""
+    source = training_source(trainer)
     if source is None:
         return None
     if isinstance(source, LightningModule) or hasattr(source, "train_dataloader"):

@@ -18,6 +18,7 @@ EngineName = Literal["fsdp2", "deepspeed"]
 OffloadTarget = Literal["none", "cpu", "nvme"]
 CheckpointForm = Literal["file", "sharded", "sharded-async"]
 AfterFit = Literal["auto", "whole", "sharded"]
+Transport = Literal["auto", "direct", "torch"]
 StartMethod = Literal["auto", "popen", "spawn", "fork"]
 
 STAGES: tuple[int, ...] = get_args(Stage)
@@ -25,6 +26,7 @@ ENGINES: tuple[str, ...] = get_args(EngineName)
 OFFLOAD_TARGETS: tuple[str, ...] = get_args(OffloadTarget)
 CHECKPOINTS: tuple[str, ...] = get_args(CheckpointForm)
 AFTER_FIT: tuple[str, ...] = get_args(AfterFit)
+TRANSPORTS: tuple[str, ...] = get_args(Transport)
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
 
 _Section = TypeVar("_Section", "OffloadConfig", "DeepSpeedConfig")
@@ -284,6 +286,13 @@ class ZeroConfig:
     shard_size: int | None = None
     """Ranks that share one copy of the model: shards lie inside groups of this many consecutive ranks (the GPUs of a
     host, say), and the groups are replicas of each other (HSDP). ``None`` shards over all ranks."""
+    transport: Transport = "auto"
+    """What carries shards and gradients with ``fsdp2``: ``"torch"`` is ``fully_shard``'s own collectives and schedule,
+    ``"direct"`` an exchange between CPU processes over gloo, which sends and holds less; ``"auto"`` is direct there,
+    torch elsewhere."""
+    elementwise_optimizers: Sequence[str] | None = None
+    """Class names of optimizers other than PyTorch's own, ``["Lion"]``, whose update of an element depends on nothing
+    but that element's own values and gradients: they step on shards. All others step on whole tensors."""
     broadcast_buffers: bool = True
     """Rank 0's buffers become everybody's at each training forward, as under DDP."""
     after_fit: AfterFit = "auto"
@@ -326,7 +335,10 @@ class ZeroConfig:
         size = self.shard_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 2):
             raise ValueError(f"shard_size={size!r}: use a number of ranks, 2 or more, or None for all of them.")
+        declared = _as_names("elementwise_optimizers", self.elementwise_optimizers, "class names")
+        object.__setattr__(self, "elementwise_optimizers", declared or ())
         _boolean("find_unused_parameters", self.find_unused_parameters)
+        _one_of("transport", self.transport, TRANSPORTS)
         _boolean("broadcast_buffers", self.broadcast_buffers)
         _one_of("after_fit", self.after_fit, AFTER_FIT)
         _one_of("checkpoint", self.checkpoint, CHECKPOINTS)
@@ -443,6 +455,11 @@ class ZeroConfig:
             raise ValueError(
                 f"shard_size={self.shard_size!r} with engine='deepspeed': it shards over all ranks; use engine='fsdp2',"
                 " leave it unset, or set deepspeed.hpz_partition_size, which gathers inside a host in the backward."
+            )
+        if self.transport != "auto":
+            raise ValueError(
+                f"transport={self.transport!r} with engine='deepspeed': DeepSpeed has its own; leave it unset, or use"
+                " engine='fsdp2'."
             )
         for f in fields(self):
             given, recomputes = getattr(self, f.name), self.deepspeed.activation_checkpointing
@@ -600,11 +617,11 @@ def _given(config: Any) -> list[str]:
     return [f.name for f in fields(config) if getattr(config, f.name) != f.default]
 
 
-def _as_names(name: str, value: Any) -> tuple[str, ...] | None:
+def _as_names(name: str, value: Any, of: str = "class names or name patterns") -> tuple[str, ...] | None:
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(v, str) and v for v in value):
-        raise ValueError(f"{name}={value!r}: use a list of class names or name patterns, or None.")
+        raise ValueError(f"{name}={value!r}: use a list of {of}, or None.")
     return tuple(value)
 
 

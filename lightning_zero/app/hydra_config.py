@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer
@@ -26,11 +27,12 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_zero.app.sweep import RunRecord, is_sweep
+from lightning_zero.app.sweep import RunRecord
 from lightning_zero.auto import make_strategy as make_zero_strategy
 from lightning_zero.config import PlanConfig, ZeroConfig
 from lightning_zero.launch.launcher import LaunchedDDP
 from lightning_zero.launch.slurm import SlurmJob, run_stamp
+from lightning_zero.private.lightning import start_method
 
 _OF_GROUPS = ("strategy", "callbacks")
 """Arguments of the Trainer that are groups of their own."""
@@ -127,13 +129,6 @@ class Launcher:
 
 
 @dataclasses.dataclass
-class HydraCallback:
-    """A callback of Hydra's own."""
-
-    _target_: str = "lightning_zero.app.sweep.CompareRuns"
-
-
-@dataclasses.dataclass
 class Job:
     """The top level of this project's own ``config.yaml``."""
 
@@ -144,7 +139,11 @@ class Job:
     strategy: Any = None
     trainer: Any = None
     callbacks: Any = None
+    logger: Any = None
     launcher: Any = None
+    task_name: str = "lightning_zero"
+    tags: list[str] = dataclasses.field(default_factory=list)
+    optimized_metric: str | None = None
     profile: bool = False
     plan: Any = dataclasses.field(default_factory=lambda: schema_of(PlanConfig))
 
@@ -166,7 +165,6 @@ def register_configs() -> None:
         "slurm": dataclasses.make_dataclass("Slurm", [], bases=(schema_of(SlurmJob), Launcher)),
     }
     OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True)
-    store.store(name="_compare_runs", node=HydraCallback, provider="lightning_zero")
     for name, schema in schemas.items():
         store.store(name=f"_{name}_schema", node=schema, provider="lightning_zero")
 
@@ -219,7 +217,7 @@ def make_strategy(**settings: Any) -> DDPStrategy | str:
 def _lightning_strategy(name: str) -> DDPStrategy | str:
     """Lightning's strategy of that name; DDP, which starts processes as ours do, with our launching."""
     known = StrategyRegistry.get(name, None) if name in StrategyRegistry.available_strategies() else None
-    if type(known) is not DDPStrategy or known._start_method != "popen":
+    if type(known) is not DDPStrategy or start_method(known) != "popen":
         return name
     return LaunchedDDP(**StrategyRegistry[name]["init_params"])
 
@@ -244,11 +242,12 @@ def make_plan_config(cfg: DictConfig) -> PlanConfig:
 
 
 def make_trainer(cfg: DictConfig, **more: Any) -> Trainer:
-    """The Trainer of the groups ``trainer``, ``strategy`` and ``callbacks`` of ``cfg``.
+    """The Trainer of the groups ``trainer``, ``strategy``, ``callbacks`` and ``logger`` of ``cfg``.
 
     Args:
-        cfg: Any config with the node ``trainer`` and perhaps ``strategy`` and ``callbacks`` (a mapping from names to
-            ``_target_`` nodes).
+        cfg: Any config with the node ``trainer`` and perhaps ``strategy``, ``callbacks`` and ``logger`` (the last two
+            mappings from names to ``_target_`` nodes; ``logger=none`` is no logger, and what ``trainer.logger`` says
+            counts instead).
         more: Arguments of the Trainer that the config leaves at their default.
     """
     arguments = _checked(trainer_schema(), to_plain(cfg.trainer), "trainer")
@@ -262,17 +261,21 @@ def make_trainer(cfg: DictConfig, **more: Any) -> Trainer:
         ours = strategy.get("_target_", "").startswith("lightning_zero.")
         arguments["strategy"] = make_strategy(**strategy) if ours else _instantiate(strategy, "strategy")
     if cfg.get("callbacks"):
-        arguments["callbacks"] = [
-            _instantiate(node, f"callbacks.{name}")
-            for name, node in to_plain(cfg.callbacks).items()
-            if node is not None
-        ]
-    if is_sweep():
+        arguments["callbacks"] = _all_of(cfg, "callbacks")
+    if "logger" in cfg and arguments.get("logger") is None:
+        arguments["logger"] = _all_of(cfg, "logger") or False
+    if HydraConfig.initialized():
         arguments["callbacks"] = [*(arguments.get("callbacks") or []), RunRecord()]
     try:
         return Trainer(**arguments)
     except (ValueError, TypeError) as error:  # MisconfigurationException is neither: see cli
         raise ConfigError(f"trainer: {error}") from error
+
+
+def _all_of(cfg: DictConfig, group: str) -> list[Any]:
+    """The objects of a group that maps names to ``_target_`` nodes."""
+    nodes = to_plain(cfg[group]) or {}
+    return [_instantiate(node, f"{group}.{name}") for name, node in nodes.items() if node is not None]
 
 
 def make_object(cfg: DictConfig, group: str) -> Any:
@@ -343,9 +346,22 @@ def _instantiate(node: Any, where: str) -> Any:
         # Not found or called wrongly is the config's fault; what a constructor raises from within is shown in full.
         inside = error.__cause__
         if inside is None or isinstance(inside, (ImportError, TypeError, ValueError)):
-            raise ConfigError(f"{where}: {_without_key(error)}") from error
+            behind = _import_error(error)
+            said = f"{where}: {_without_key(error)}"
+            if behind is None or str(behind) in said:
+                raise ConfigError(said) from error
+            raise ConfigError(f"{said}\n{type(behind).__name__}: {behind}") from behind
         raise
 
 
+def _import_error(error: BaseException) -> BaseException | None:
+    """The innermost import error behind Hydra's ``Error locating target``, which says nothing of it itself."""
+    chain = [error]
+    while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(inner)
+    return next((e for e in reversed(chain) if isinstance(e, ImportError)), None)
+
+
 def _without_key(error: Exception) -> str:
-    return "\n".join(line for line in str(error).splitlines() if not line.startswith("full_key:"))
+    text = str(error).replace(", set env var HYDRA_FULL_ERROR=1 to see chained exception.", ":")
+    return "\n".join(line for line in text.splitlines() if not line.startswith("full_key:"))

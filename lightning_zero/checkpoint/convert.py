@@ -51,7 +51,7 @@ def convert(
     Args:
         source, target: Paths; ``source`` is a file, a sharded directory or DeepSpeed's own folder, of which weights and
             Adam's states are read; ``target`` must not exist yet.
-        form: One of :data:`~lightning_zero.checkpoint.layout.FORMATS`; by default :func:`default_format`.
+        form: One of :data:`~lightning_zero.checkpoint.FORMATS`; by default :func:`default_format`.
         weights_only: Unless ``False``, nothing beyond torch's allow-list is unpickled.
         prefix: For safetensors: what to take off the parameters' names. By default the name of the module's only
             child, as in a LightningModule that holds ``self.model``.

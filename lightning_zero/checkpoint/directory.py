@@ -14,6 +14,7 @@ import os
 import pickle
 import shutil
 import tempfile
+import time
 import uuid
 import warnings
 import zipfile
@@ -35,9 +36,7 @@ from torch.distributed.checkpoint import (
     LoadPlan,
     Metadata,
 )
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: what an index's entries are
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     MetadataIndex,
     StorageMeta,
@@ -48,10 +47,11 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from lightning_zero.checkpoint import file, layout
+from lightning_zero.checkpoint import file, layout, owner
 from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.errors import CheckpointError
+from lightning_zero.private.torch import PICKLED, MemoryFormats, StorageInfo
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
@@ -59,11 +59,13 @@ from lightning_zero.errors import CheckpointError
 def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
     """Writes ``checkpoint`` to the folder or fsspec URL ``path``, each rank its own shards (collective).
 
+    Rank 0's ``path`` is everybody's: others may have computed another one, from a metric that was not synchronised.
+
     Raises:
         CheckpointError: On every rank, if any cannot write; what ``path`` held before is untouched.
     """
+    path, data = agreement.gather((path, layout.DATA_PREFIX + uuid.uuid4().hex[:12]))[0]
     fs, target = fsspec.core.url_to_fs(path)
-    data = agreement.gather(layout.DATA_PREFIX + uuid.uuid4().hex[:12])[0]
     is_local = isinstance(fs, LocalFileSystem)
     with contextlib.ExitStack() as stack:
         temporary = "" if is_local else stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero-"))
@@ -72,8 +74,11 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
             with _agreeing(agreement, path):
                 if agreement.rank == 0:
                     prepare(path)
+                    remove_leftovers(path)
             with _agreeing(agreement, path):
                 folder.mkdir(parents=True, exist_ok=True)
+                if agreement.rank == 0 and is_local:
+                    stack.callback(os.close, owner.mark(folder))
             with _agreeing(agreement, path):
                 tensors, rest = split(checkpoint)
                 if agreement.rank:  # buffers and the like: rank 0's, as in one file
@@ -91,9 +96,9 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
                 with contextlib.suppress(OSError):
                     fs.rmdir(target)  # if the save would have been its first
             raise
-    with _agreeing(agreement, path):
-        if agreement.rank == 0:
-            commit(path, data)
+        with _agreeing(agreement, path):
+            if agreement.rank == 0:
+                commit(path, data)
 
 
 def prepare(path: str) -> None:
@@ -145,7 +150,7 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path, agreement: Agreement
 
 
 def commit(path: str, data: str) -> None:
-    """Declares the folder ``data`` inside ``path`` complete and deletes the others."""
+    """Declares the folder ``data`` inside ``path`` complete and deletes the others, unless a run still writes them."""
     fs, target = fsspec.core.url_to_fs(path)
     if isinstance(fs, LocalFileSystem):
         Index(Path(target) / data)  # finds files that other hosts have written to disks of their own
@@ -155,10 +160,48 @@ def commit(path: str, data: str) -> None:
         stream.write(layout.marker_text(data, index.read()).encode())
     if isinstance(fs, LocalFileSystem):
         file.sync_folder(Path(target).parent)
+        (Path(target) / data / owner.MARK).unlink(missing_ok=True)
     for other in fs.ls(target, detail=False):
         name = other.rstrip("/").rpartition("/")[2]
-        if name.startswith(layout.DATA_PREFIX) and name != data:
+        is_alive = isinstance(fs, LocalFileSystem) and _is_being_written(Path(target) / name)
+        if name.startswith(layout.DATA_PREFIX) and name != data and not is_alive:
             fs.rm(other, recursive=True)
+
+
+def remove_leftovers(path: str) -> None:
+    """Deletes what killed saves have left half-written in the folders beside ``path`` and in ``path`` itself: data with
+    the mark of an owner that is no more, which no marker declares complete."""
+    fs, target = fsspec.core.url_to_fs(path)
+    if not isinstance(fs, LocalFileSystem):  # there a save appears only once it is whole on this host
+        return
+    for mark in Path(target).absolute().parent.glob(f"*/{layout.DATA_PREFIX}*/{owner.MARK}"):
+        data, checkpoint = mark.parent, mark.parents[1]
+        with contextlib.suppress(OSError, ValueError, CheckpointError):  # others may be doing the same
+            if _is_being_written(data):
+                continue
+            marker = checkpoint / layout.MARKER
+            if marker.is_file() and layout.read_marker(marker.read_text(), str(checkpoint))[0] == data.name:
+                mark.unlink()  # killed between the two
+                continue
+            shutil.rmtree(data)
+            checkpoint.rmdir()  # unless it holds anything else
+
+
+def _is_being_written(data: Path) -> bool:
+    mark = data / owner.MARK
+    try:
+        if not owner.lives(mark):
+            return False
+        if owner.is_locked(mark):
+            return True
+    except (OSError, ValueError, KeyError, TypeError):  # no mark, or none of ours
+        return False
+    newest = max((entry.stat().st_mtime for entry in data.iterdir()), default=0.0)
+    return time.time() - newest < _STALE_SECONDS  # another host's, of which no lock is to be seen here
+
+
+_STALE_SECONDS = 24 * 3600.0
+"""No save writes nothing for so long."""
 
 
 def remove(path: Path) -> None:
@@ -243,16 +286,14 @@ def complete_data(path: Path) -> Path:
 
 _ALLOWED = {
     ("torch.distributed.checkpoint.metadata", name)
-    for name in "Metadata TensorStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta"
-    " _MEM_FORMAT_ENCODING".split()
+    for name in "Metadata TensorStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta".split()
 } | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
+    *PICKLED,
 }
 _WITH_STATE = (
-    Metadata, TensorStorageMetadata, ChunkStorageMetadata, TensorProperties, MetadataIndex, StorageMeta, _StorageInfo
+    Metadata, TensorStorageMetadata, ChunkStorageMetadata, TensorProperties, MetadataIndex, StorageMeta, StorageInfo
 )  # fmt: skip
 
 
@@ -285,9 +326,9 @@ class _IndexUnpickler(pickle._Unpickler):  # the one in Python: the one in C can
 
 def _memory_format(kind: Any, name: str) -> Any:
     """An enumeration's member is pickled as an attribute of its class by Python 3.11.0-3.11.3, else as its value."""
-    if kind is not _MEM_FORMAT_ENCODING:
+    if kind is not MemoryFormats:
         raise pickle.UnpicklingError("an attribute of anything else than a memory format does not belong there")
-    return _MEM_FORMAT_ENCODING[name]
+    return MemoryFormats[name]
 
 
 class Index(FileSystemReader):

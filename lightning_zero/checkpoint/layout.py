@@ -34,8 +34,6 @@ MARKER = "checkpoint.json"
 REST = "rest.pt"
 DATA_PREFIX = "data-"
 FORMAT = 1
-FORMATS = ("file", "sharded", "safetensors")
-"""What ``lightning-zero convert`` writes."""
 SMALL_BYTES = 4096
 """Plain tensors below this stay in ``rest.pt``: an index entry would cost more than they do."""
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zero.private.torch import disabled_torch_function, schema_of, wrapper_subclass
+
 Read = Callable[[int, int], Tensor]
 """``read(start, stop)``: rows ``start`` to ``stop`` of dim 0 as a new tensor on the CPU; (0, 0) for a 0-dim tensor."""
 
@@ -24,13 +26,11 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, read: Read, start: int = 0) -> LazyTensor:
-        tensor: Any = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu")
-        )  # type: ignore[attr-defined]
+        tensor: Any = wrapper_subclass(cls, torch.Size(shape), dtype, torch.device("cpu"))
         tensor._read, tensor._start = read, start
         return tensor
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     def materialize(self) -> Tensor:
         """The values, in a new plain tensor."""
@@ -52,7 +52,8 @@ class LazyTensor(Tensor):
         if func is torch.ops.aten.slice.Tensor and (rows := _rows(*args, **(kwargs or {}))) is not None:
             tensor, start, stop = rows
             return cls((stop - start, *tensor.shape[1:]), tensor.dtype, tensor._read, tensor._start + start)
-        if func._schema.is_mutable and _writes_to_lazy(func._schema, args, kwargs or {}):
+        schema = schema_of(func)
+        if schema.is_mutable and _writes_to_lazy(schema, args, kwargs or {}):
             raise RuntimeError(
                 f"{func} on a checkpoint's tensor, which is read from disk: put the changed tensor into the dictionary"
                 " instead, as checkpoint['state_dict'][name] = checkpoint['state_dict'][name] * 2."

@@ -37,6 +37,8 @@ from torch.profiler import record_function
 
 from lightning_zero.comm.costs import FEW_RANKS
 from lightning_zero.comm.peer_memory import PeerMemory
+from lightning_zero.errors import MovedError
+from lightning_zero.private.torch import TESTED
 
 PIECE_BYTES = 4 * 2**20
 """Small enough to add one while the next arrives, large enough that the number of messages does not matter."""
@@ -316,32 +318,49 @@ class Pool:
 class ReduceScatter:
     """For ``FSDPModule.set_custom_reduce_scatter``; one object serves all units, which take turns.
 
+    Args:
+        world_size: Of the groups that it is called with.
+
     Attributes:
         may_wait: The next reduction need not be complete when the call returns, but only after :meth:`finish`: nobody
             reads or moves its output before.
     """
 
-    def __init__(self, pool: Pool, peer_memory: PeerMemory | None = None) -> None:
-        self._pool, self._peer_memory = pool, peer_memory
-        self._begun = False  # what is allocated next is an output
+    def __init__(self, pool: Pool, world_size: int, peer_memory: PeerMemory | None = None) -> None:
+        self._pool, self._world_size, self._peer_memory = pool, world_size, peer_memory
+        self._input = 0  # where the input lies that was allocated last
+        self._lent: int | None = None  # elements of an input that has no output yet
         self._under_way: dist.Work | None = None
         self.may_wait = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """In turn what is sent, which is gone afterwards, and what stays as the gradients' storage."""
+        """Memory for what is sent, which is gone afterwards, or for what stays as the gradients' storage.
+
+        The two are told apart by size: an output is a rank's part of the input before it. Asked for in another order,
+        or after a backward that failed between the two, both come from the pool, which costs memory and breaks nothing.
+        """
         self.finish()
         if self._peer_memory is not None:
             self._peer_memory.look()  # what they have read may be lent again
-        self._begun = not self._begun
-        if self._begun:
-            return self._pool.empty(math.prod(size), dtype)
-        return torch.empty(*size, dtype=dtype, device=device)
+        numel = math.prod(size)
+        if self._lent == numel * self._world_size:
+            self._lent = None
+            return torch.empty(*size, dtype=dtype, device=device)
+        self._lent = numel
+        sent = self._pool.empty(numel, dtype)
+        self._input = sent.data_ptr()
+        return sent
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """:func:`reduce_scatter`, or its mean where ``op`` says so."""
-        self._begun = False
+        self._lent = None
+        if self._input not in (0, input_tensor.data_ptr()):
+            raise MovedError(
+                f"torch {torch.__version__} allocates a reduction's output before its input, so gradients would be kept"
+                f" in memory that is used again: use 'torch{TESTED}', which was tested."
+            )
         with record_function("exchange::reduce_scatter"):  # for traces: its messages have no name
             self._under_way = reduce_scatter(
                 output_tensor, input_tensor, group, self._pool, op == dist.ReduceOp.AVG, self._peer_memory

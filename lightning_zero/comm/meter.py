@@ -14,14 +14,17 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_zero.comm import direct
 from lightning_zero.comm.costs import agreement_bytes, wire_bytes
+from lightning_zero.errors import MovedError
+from lightning_zero.private.torch import TESTED
+from lightning_zero.private.torch import functional_collectives as functional
 
 # function -> collective, and the bytes of the whole tensor from (arguments, ranks)
 Size = Callable[[dict[str, Any], int], float]
@@ -76,6 +79,11 @@ _DIRECT: dict[str, tuple[str, tuple[str, ...], Size]] = {
 """Our own exchanges between processes on CPUs."""
 _ALIASES = {"output_tensor": "output", "input_tensor": "input"}
 """Keywords that torch renamed; either is understood."""
+_RENAMED = (
+    ("all_gather_single", "all_gather_into_tensor", "all_gather_tensor"),
+    ("reduce_scatter_single", "reduce_scatter_tensor"),
+)
+"""Functions that torch renamed, keeping the old names for a while; one of them must be there."""
 
 
 class TrafficMeter:
@@ -98,6 +106,7 @@ class TrafficMeter:
         """Puts the counting functions in place of torch's; safe to call again."""
         if self._undo:
             return
+        _check_names()
         for module in (dist, c10d):
             for name, (kind, parameters, size) in _EAGER.items():
                 self._replace(module, name, kind, parameters, size)
@@ -117,7 +126,7 @@ class TrafficMeter:
 
     def _replace(self, module: Any, name: str, kind: str, parameters: tuple[str, ...], size: Size) -> None:
         original = getattr(module, name, None)
-        if original is None:  # another version of torch
+        if original is None:  # the other of two names is there: see _check_names
             return
         made = next((c for _, _, o, c in self._undo if o is original), None)
         counting = made or self._counting(original, kind, parameters, size)
@@ -168,6 +177,18 @@ class TrafficMeter:
         for each in operations:
             direction = self.sent if "send" in each.op.__name__ else self.received
             direction["exchange"] += _nbytes(each.tensor)  # type: ignore[assignment]
+
+
+def _check_names() -> None:
+    """What is not there would not be counted, and the sums would look right."""
+    for module, table in ((dist, _EAGER), (c10d, _EAGER), (functional, {**_FUNCTIONAL, "wait_tensor": None})):
+        for name in table:
+            names = next((pair for pair in _RENAMED if name in pair), (name,))
+            if not any(hasattr(module, each) for each in names):
+                raise MovedError(
+                    f"{module.__name__} has no {' and no '.join(names)} in torch {torch.__version__} (tested with"
+                    f" torch{TESTED}), so traffic cannot be counted: use 'torch{TESTED}', or leave ZeroMonitor out."
+                )
 
 
 def _group_of(given: Any) -> dist.ProcessGroup | None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors, placeholder
+from lightning_zero.comm.agree import broadcast_coalesced
 from lightning_zero.comm.shards import gathered, gathered_on_rank_0
 from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.gradients import clamp, scale_to_norm, sum_of_squares
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.precision import DtypePolicy
+from lightning_zero.private.torch import DisableTorchFunction, has_accumulation_hooks, own_parameters, version_of
 
 CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
     # setting -> engine -> the values it takes
@@ -25,6 +31,13 @@ CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
 """What an engine cannot do stands here and nowhere else."""
 
 LIMITS: dict[str, dict[str, str]] = {
+    "fsdp2": {
+        "modules that only some ranks run, at stages 1 and 2 on an accelerator or with transport='torch'": (
+            "each unit is gathered when it is used, and gathers of two units would meet; units=[] does it, and on the"
+            " CPU transport='direct', which gathers everything before the forward"
+        ),
+        "modules that only some ranks run, at stage 3": "as above; units=[] does it, and stage 2 on the CPU",
+    },
     "deepspeed": {
         "modules that only some ranks run, at stage 3": (
             "the smallest modules are gathered one by one, in one order on all ranks"
@@ -36,12 +49,27 @@ LIMITS: dict[str, dict[str, str]] = {
             " (DeepSpeed issue 8461; deepspeed/runtime/swap_tensor/partitioned_optimizer_swapper.py); offload='cpu' and"
             " fsdp2 do it"
         ),
+        "optimizers around another optimizer (Lookahead, SAM)": (
+            "states lie in flats, one optimizer's for each parameter"
+            " (deepspeed/runtime/zero/stage_1_and_2.py, initialize_optimizer_states); fsdp2 does it"
+        ),
         "precision='64-true'": (
             "masters are fp32 (deepspeed/runtime/base_optimizer.py, _configure_master_weights); fsdp2 does it"
         ),
-    }
+    },
 }
 """Engine -> what of DDP's it refuses, with a ``ValueError``: why, upstream's place, and who does it."""
+
+
+class Root(nn.Module):
+    """Calls any method of the user's module; the engine's own hooks hang here, so the module itself stays untouched."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module, method)(*args, **kwargs)
 
 
 def require(setting: str, value: Any, engine: str) -> None:
@@ -55,6 +83,53 @@ def require(setting: str, value: Any, engine: str) -> None:
     raise ValueError(f"{setting}={value!r} is not possible with engine={engine!r}: {repair}.")
 
 
+def refuse_late_hooks(parameters: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` for a hook of the user's that needs complete whole gradients."""
+    late = [name for name, p in parameters.items() if has_accumulation_hooks(p)]
+    if late:
+        raise ValueError(
+            f"parameter {late[0]!r} has a post-accumulate-grad hook, which would see a gradient that is never"
+            " complete: use on_after_backward or on_before_optimizer_step."
+        )
+
+
+def require_same_parameters(optimizer: Optimizer, state: Mapping[str, Any]) -> list[Any]:
+    """The parameters of ``optimizer``, which ``state`` must be of as many."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    saved = sum(len(group["params"]) for group in state["param_groups"])
+    if saved != len(params):
+        raise ValueError(
+            f"the checkpoint's {type(optimizer).__name__} state is of {saved} parameters, the optimizer has"
+            f" {len(params)}: resume with the module and configure_optimizers that saved it."
+        )
+    return params
+
+
+def undetached_state_dict(module: nn.Module) -> dict[str, Any]:
+    """``module.state_dict()`` with the registered objects themselves: detached tensors would no longer tell what is
+    tied. An override may not know the argument."""
+    accepted = inspect.signature(module.state_dict).parameters.values()
+    knows = any(p.name == "keep_vars" or p.kind is p.VAR_KEYWORD for p in accepted)
+    return module.state_dict(keep_vars=True) if knows else module.state_dict()
+
+
+Places = list[tuple[nn.Module, str, Any]]
+"""Module, attribute, and the parameter registered there."""
+
+
+def register(module: nn.Module, instead: Mapping[Any, nn.Parameter]) -> Places:
+    """Has ``module`` hold other parameters; where, and which it held."""
+    places = [
+        (each, name, p)
+        for each in module.modules()
+        for name, p in dict(own_parameters(each)).items()
+        if p is not None and p in instead
+    ]
+    for each, name, p in places:
+        own_parameters(each)[name] = instead[p]
+    return places
+
+
 class Engine(ABC):
     """Shards one module over the ranks, runs its steps, and makes it whole again.
 
@@ -66,6 +141,8 @@ class Engine(ABC):
 
     module: nn.Module
     """What was handed to :meth:`shard`."""
+    mesh: DeviceMesh
+    """Of all ranks; shards lie along its axis "shard"."""
 
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         self.config = config
@@ -77,10 +154,15 @@ class Engine(ABC):
         """Whether one :meth:`run` is one forward (else the user runs forwards and backwards inside it)."""
         self.offload_path: str | None = None
         """This run's folder on a fast disk, with nvme."""
+        self.states_whole_after_fit = True
+        """Whether optimizers have whole states beside whole parameters when the run ends."""
         self.cpu_adam = False
         """Whether DeepSpeed's CPU Adam can be used."""
         self.units_table = ""
         """What is gathered together, as text."""
+        self.reduces = True
+        """Whether the backward of this micro-batch ends a window; not inside :meth:`no_sync`."""
+        self._broadcasts_next = True
 
     @property
     @abstractmethod
@@ -123,18 +205,46 @@ class Engine(ABC):
     def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> AbstractContextManager[Any]:
         """``optimizer`` holds plain tensors it can work on: local shards, or whole ones if it needs those."""
 
+    def broadcast_buffers(self) -> None:
+        """DDP's rule: once before each forward that follows a synchronized training forward."""
+        if self._broadcasts_next and self.config.broadcast_buffers:
+            broadcast_coalesced(list(self.module.buffers()))
+        self._broadcasts_next = torch.is_grad_enabled() and self.reduces
+
     @abstractmethod
+    def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+        """Those of ``optimizer``, as plain tensors: this rank's shards, and what every rank holds whole."""
+
+    @property
+    def shards_device(self) -> torch.device:
+        """Where the gradients' shards lie, and their norms are joined."""
+        return self.device
+
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Scales all gradients of ``optimizer`` so that their joint 2-norm is at most ``max_norm``; returns the norm
         before, 0-dim."""
+        with torch.no_grad(), DisableTorchFunction():
+            shards, wholes = self.gradients(optimizer)
+            home = self.shards_device
+            squared = sum_of_squares(shards, home)
+            if self.mesh.size() > 1:  # replicas hold the same shards: each counts once
+                dist.all_reduce(squared, group=self.mesh.get_group("shard"))
+            if wholes:
+                squared = squared + sum_of_squares(wholes, self.device).to(home)
+            norm = squared.sqrt()
+            scale_to_norm([*shards, *wholes], norm, max_norm)
+            return norm
 
-    @abstractmethod
     def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
         """Limits every gradient element of ``optimizer`` to ``[-clip_value, clip_value]``."""
+        with torch.no_grad(), DisableTorchFunction():
+            shards, wholes = self.gradients(optimizer)
+            clamp([*shards, *wholes], clip_value)
 
-    @abstractmethod
     def any_rank(self, flag: Tensor) -> None:
         """Element-wise maximum of ``flag`` over the ranks, in place."""
+        if self.mesh.size() > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
 
     @abstractmethod
     def sharded_state_dict(self) -> dict[str, Any]:
@@ -158,12 +268,43 @@ class Engine(ABC):
                 done[id(tensor)] = placeholder(tensor) if value is None else value.cpu()
             return done[id(tensor)]
 
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             return map_tensors(one, state)
 
-    @abstractmethod
-    def full_parameters(self, modify: bool = False) -> AbstractContextManager[None]:
+    @contextmanager
+    def full_parameters(self, modify: bool = False) -> Iterator[None]:
         """The module holds whole plain parameters of its own dtype; with ``modify``, rank 0's become everybody's."""
+        with torch.no_grad(), DisableTorchFunction():
+            self.reshard()
+            whole = self.whole_parameters()
+            versions = {p: version_of(w) for p, w in whole.items()}
+            places = register(self.module, whole)
+        try:
+            with self.whole_on_module():
+                yield
+        finally:
+            with torch.no_grad(), DisableTorchFunction():
+                for module, name, p in places:
+                    own_parameters(module)[name] = p
+                if modify:
+                    self.store_whole(whole)
+        if not modify and any(version_of(w) != versions[p] for p, w in whole.items()):
+            raise RuntimeError(
+                "full_parameters(module): parameters were written to, and what was written is lost: use"
+                " full_parameters(module, modify=True)."
+            )
+
+    @abstractmethod
+    def whole_parameters(self) -> dict[Tensor, nn.Parameter]:
+        """Sharded parameters -> whole copies of their values (collective)."""
+
+    @abstractmethod
+    def whole_on_module(self) -> AbstractContextManager[None]:
+        """While it is entered, the module holds such copies: nothing has to be gathered for it."""
+
+    @abstractmethod
+    def store_whole(self, whole: Mapping[Any, Tensor]) -> None:
+        """Rank 0's values of ``whole``, and of what is replicated, become everybody's, each rank keeping its share."""
 
     @abstractmethod
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:

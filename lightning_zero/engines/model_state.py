@@ -72,7 +72,7 @@ def plain_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> ModelStat
 def states_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
     """Every tensor in the optimizers' states, with the parameter it belongs to; shards where they are shards."""
     for optimizer in optimizers:
-        for p, state in getattr(optimizer, "_optimizer", optimizer).state.items():
+        for p, state in optimizer.state.items():
             yield from ((p, value) for value in state.values() if isinstance(value, Tensor))
 
 

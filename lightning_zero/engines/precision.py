@@ -23,6 +23,9 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zero.private.lightning import after_closure
+from lightning_zero.private.torch import found_inf, loss_scale, set_found_inf, set_loss_scale_on
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -62,13 +65,13 @@ class _OnShards(Precision):
     ) -> Any:
         if self.engine is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        return self.engine.step(optimizer, partial(self._wrap_closure, model, optimizer, closure), **kwargs)
+        return self.engine.step(optimizer, partial(self._run_closure, model, optimizer, closure), **kwargs)
 
-    def _wrap_closure(self, model: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
+    def _run_closure(self, model: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
         result = closure()
         if self.engine is not None:
             self.engine.reshard()  # a step that returned None has left its units gathered
-        self._after_closure(model, optimizer)
+        after_closure(self, model, optimizer)
         return result
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -118,7 +121,7 @@ class ZeroMixedPrecision(_OnShards, MixedPrecision):
         skip = result is None and model.automatic_optimization  # no backward ran, nothing to unscale
         if not skip:
             self.unscale(optimizer)
-        self._after_closure(model, optimizer)
+        after_closure(self, model, optimizer)
         if skip:
             return result
         with self.engine.stand_ins(optimizer):
@@ -132,25 +135,23 @@ class ZeroMixedPrecision(_OnShards, MixedPrecision):
         assert self.engine is not None
         with self.engine.stand_ins(optimizer, on_shards=True):
             self.scaler.unscale_(optimizer)
-        # Private: GradScaler offers no way to add other ranks' findings (FSDP1's ShardedGradScaler does the same).
-        state = self.scaler._per_optimizer_states[id(optimizer)]
-        for found_inf in state["found_inf_per_device"].values():
-            self.engine.any_rank(found_inf)
-        scale = self.scaler._scale
+        found = found_inf(self.scaler, optimizer)
+        for flag in found.values():
+            self.engine.any_rank(flag)
+        scale = loss_scale(self.scaler)
         if scale is not None and scale.device.type == "cpu":
             # The scaler would copy them without waiting, and the CPU would read too early.
-            state["found_inf_per_device"] = {
-                device: found_inf.to(scale.device) for device, found_inf in state["found_inf_per_device"].items()
-            }
+            on_host = {device: flag.to(scale.device) for device, flag in found.items()}
+            set_found_inf(self.scaler, optimizer, on_host)
 
     def scale_on_host(self) -> None:
         """With gradients in host memory: the loss scale lies there too, so that unscaling never waits for the device.
 
-        Private: the scale is else made where the first loss lies. Its copies from the device to the host are not waited
+        It is else made where the first loss lies. Its copies from the device to the host are not waited
         for before the CPU's kernels read them; the other way the stream keeps the order.
         """
-        if self.scaler is not None and self.scaler._scale is None:
-            self.scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        if self.scaler is not None and loss_scale(self.scaler) is None:
+            set_loss_scale_on(self.scaler, torch.device("cpu"))
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: Lightning would file the scaler under our class's name, where DDP does not look for it."""

@@ -20,6 +20,8 @@ import fsspec
 from lightning_zero.checkpoint.layout import MARKER
 
 FOLDER = ".lightning_zero"
+PREEMPTED = "preempted.ckpt"
+"""What a run that is asked to end is stored as."""
 _KEPT = 20
 """Checkpoints that are remembered; old ones may have been deleted by their callback."""
 
@@ -100,9 +102,14 @@ def _is_whole(path: str) -> bool:
 
 
 def forget() -> None:
-    """The run is done: a later one has nothing to continue."""
+    """The run is done: a later one has nothing to continue, and what an interruption stored has served."""
     path = _file()
     if path is not None:
+        for entry in _read(path):
+            if os.path.basename(entry["path"]) == PREEMPTED:
+                with contextlib.suppress(OSError):
+                    fs, target = fsspec.core.url_to_fs(entry["path"])
+                    fs.rm(target, recursive=True)
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             path.parent.rmdir()  # unless other runs have notes there

@@ -5,11 +5,14 @@ JSON. It exists because nobody else can do this in every case: rank 0 may be kil
 collective, where no Python code of its own runs any more.
 
     rank 0 says       a plan (first line), then ``{"do": "wait" | "stop", ...}``; end of file: rank 0 is gone
-    this one says     ``{"started": [pid, ...]}``, ``{"failed": {...}}`` once at most, ``{"ended": {rank: code}}`` last
+    this one says     ``{"started": [pid, ...]}``, ``{"signal": n}`` for each that rank 0 has received,
+                      ``{"exited": rank}`` for one that raised as all did, ``{"failed": {...}}`` once at most,
+                      ``{"ended": {rank: code}}`` last
 
-The plan: ``ranks`` (of each ``rank``, ``command``, ``env``, the paths ``log``, ``errors``, ``ready``), ``cwd``,
-``folder`` (the run's own, removed at the end), ``scratch`` (rank 0's, removed if it was killed), ``stdout`` (the number
-of an open file for ranks without a log).
+The plan: ``ranks`` (of each ``rank``, ``command``, ``env``, the paths ``log``, ``errors``, ``ready``), ``rank0`` (the
+number of the rank that is called rank 0 here, the first of its machine), ``cwd``, ``folder`` (the run's own, removed at
+the end), ``scratch`` (rank 0's, removed if it was killed), ``stdout`` (the number of an open file for ranks without a
+log), ``signals`` (the number of an open file with the signals that rank 0 receives, or ``None``).
 
 Each rank is the leader of its own session, so that what it started ends with it.
 """
@@ -17,11 +20,13 @@ Each rank is the leader of its own session, so that what it started ends with it
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -34,7 +39,11 @@ REACTION_SECONDS = 8.0
 """After another rank has failed: how long rank 0 has to raise by itself before it is killed."""
 BLAME_SECONDS = 2.0
 """After rank 0 has failed: how long to look for a rank that failed before it."""
+ALONE_SECONDS = 5.0
+"""After a rank has raised what not all did: how long it has to end by itself before it is killed."""
 POLL_SECONDS = 0.05
+MEMORY_SECONDS = 0.5
+"""Between two looks at how much memory the ranks hold."""
 LOG_TAIL_BYTES = 6000
 STOPPED = "does not answer, it is stopped (SIGSTOP)"
 
@@ -51,6 +60,8 @@ class Supervisor:
         self.failure: dict[str, Any] | None = None
         self._stopping = False
         self._killed_rank0 = False
+        self.memory = Memory()
+        self._fate = Fate(self.rank0)
 
     def start(self) -> None:
         for spec in self.plan["ranks"]:
@@ -73,6 +84,9 @@ class Supervisor:
         """Until rank 0 asks for the end, is gone, or has not reacted to another rank's failure."""
         deadline = None
         for message in self.messages:
+            self._hear_signals()
+            self.memory.look([self.rank0, *(process.pid for process in self.ranks.values())])
+            self._end_the_lonely()
             self._reap()
             if self.failure and deadline is None:
                 self._report()
@@ -87,12 +101,34 @@ class Supervisor:
                     return
             elif message == "":
                 if self.failure is None and len(self.codes) < len(self.ranks):
-                    _tell(f"rank 0 (process {self.rank0}) ended unexpectedly: ending the other ranks.")
+                    how = self._fate.words()
+                    how += self.memory.about(self.rank0) if SIGKILL in how else ""
+                    first = self.plan["rank0"]
+                    _tell(f"rank {first} (process {self.rank0}) {how}. It ended unexpectedly: ending the others.")
                 self._end(0.0)
                 return
             else:
                 self._on_request(json.loads(message))
                 return
+
+    def _hear_signals(self) -> None:
+        """C code of rank 0's interpreter writes their numbers at once, whatever its Python code waits for."""
+        if self.plan.get("signals") is None:
+            return
+        with contextlib.suppress(OSError):
+            for number in os.read(self.plan["signals"], 64):
+                if number in (signal.SIGINT, signal.SIGTERM):
+                    _say({"signal": number})
+
+    def _end_the_lonely(self) -> None:
+        """A rank that raised what others did not, and whose script has caught it, will not meet them again."""
+        for spec in self.plan["ranks"]:
+            rank = spec["rank"]
+            if rank in self.codes or not (error := _error_of(spec, before=time.time() - ALONE_SECONDS)):
+                continue
+            if error.get("alone"):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.ranks[rank].pid, signal.SIGKILL)
 
     def _on_request(self, request: dict[str, Any]) -> None:
         if request["do"] == "stop":
@@ -110,7 +146,7 @@ class Supervisor:
             self._reap()
             time.sleep(POLL_SECONDS)
         for spec in self.plan["ranks"]:
-            if error := _error_of(spec, before=failed_at):
+            if (error := _error_of(spec, before=failed_at)) and not error.get("alike"):
                 self.failure = self._describe(spec, f"failed: {error['summary']}", error["traceback"])
         for spec in self.plan["ranks"]:
             if _is_stopped(self.ranks[spec["rank"]].pid):  # whoever else has failed has waited for this one
@@ -157,9 +193,16 @@ class Supervisor:
             if code in (0, PREEMPTED_EXIT_CODE) or self.failure:
                 continue
             error = _error_of(spec)
-            what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-            text = error["traceback"] if error else _tail(spec["log"])
-            self.failure = self._describe(spec, what, text)
+            if error and error.get("alike"):  # rank 0 has raised it too, and shows it
+                _say({"exited": rank})
+            elif error:
+                self.failure = self._describe(spec, f"failed: {error['summary']}", error["traceback"])
+            elif code == -signal.SIGKILL:
+                about = self.memory.about(self.ranks[rank].pid)
+                self.failure = self._describe(spec, f"was {SIGKILL}{about}", _tail(spec["log"]))
+            else:
+                what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+                self.failure = self._describe(spec, what, _tail(spec["log"]))
 
     def _describe(self, spec: dict[str, Any], what: str, text: str) -> dict[str, Any]:
         return {"rank": spec["rank"], "what": what, "text": text, "log": spec["log"]}
@@ -175,6 +218,112 @@ class Supervisor:
         if os.getppid() == self.rank0:
             os.kill(self.rank0, signal.SIGKILL)
             self._killed_rank0 = True
+
+
+SIGKILL = "killed by SIGKILL, probably out of memory"
+
+
+class Memory:
+    """How much memory the ranks held last, for the day one of them is killed without a word."""
+
+    def __init__(self) -> None:
+        self.last: dict[int, int] = {}
+        """Process -> kibibytes that it held resident when last seen."""
+        self._kills = _oom_kills()
+        self._next = 0.0
+
+    def look(self, pids: list[int]) -> None:
+        """Remembers what ``pids`` hold, if it is time for that."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + MEMORY_SECONDS
+        for pid in pids:
+            if held := _field(f"/proc/{pid}/status", "VmRSS:"):
+                self.last[pid] = held
+
+    def about(self, pid: int) -> str:
+        """What is known of the end of ``pid``, in words that follow :data:`SIGKILL`."""
+        said = []
+        if pid in self.last:
+            said.append(f"it last held {_gib(self.last[pid])}")
+        total, free = _field("/proc/meminfo", "MemTotal:"), _field("/proc/meminfo", "MemAvailable:")
+        if total and free:
+            said.append(f"{_gib(free)} of the host's {_gib(total)} are available now")
+        kills = _oom_kills()
+        if kills is not None and self._kills is not None:
+            new = kills - self._kills
+            said.append(f"the kernel counted {new} kill{'' if new == 1 else 's'} for lack of memory since the start")
+        return f" ({', '.join(said)})" if said else ""
+
+
+def _gib(kib: int) -> str:
+    return f"{kib / 2**20:.2f} GiB"
+
+
+def _field(path: str, name: str) -> int | None:
+    try:
+        with open(path) as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith(name))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+
+
+def _oom_kills() -> int | None:
+    """Of this control group (a container, a SLURM job), or of the whole host where it doesn't count."""
+    folders = ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"]
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as lines:
+        for line in lines:
+            number, controllers, path = line.strip().split(":", 2)
+            if number == "0":
+                folders[:0] = [f"/sys/fs/cgroup{path}", f"/sys/fs/cgroup/unified{path}"]
+            elif controllers == "memory":
+                folders.insert(0, f"/sys/fs/cgroup/memory{path}")
+    for folder in folders:
+        for name in ("memory.events", "memory.oom_control"):  # cgroup v2, v1
+            if (found := _field(f"{folder}/{name}", "oom_kill ")) is not None:
+                return found
+    return _field("/proc/vmstat", "oom_kill ")
+
+
+class Fate:
+    """How a process ends that is no child of this one: rank 0's."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._handle = -1
+        with contextlib.suppress(OSError, AttributeError):  # Linux
+            self._handle = os.pidfd_open(pid)
+
+    def words(self) -> str:
+        """How it ended; without an answer of the kernel's, the likeliest way."""
+        with contextlib.suppress(OSError):
+            select.select([self._handle], [], [], 1.0) if self._handle >= 0 else time.sleep(POLL_SECONDS)
+        status = self._from_handle()
+        status = self._from_parent() if status is None else status
+        if status is None:
+            return f"ended without a word, as if {SIGKILL}"
+        if number := status & 0x7F:
+            return f"was {SIGKILL}" if number == signal.SIGKILL else f"was killed by {signal.Signals(number).name}"
+        return f"ended with exit code {status >> 8}"
+
+    def _from_handle(self) -> int | None:
+        """Linux 6.15 and later: ``PIDFD_GET_INFO`` of ``PIDFD_INFO_EXIT``, ``struct pidfd_info`` of <linux/pidfd.h>."""
+        info = bytearray(struct.pack("=QQ11Ii", 1 << 3, 0, *[0] * 12))
+        try:
+            fcntl.ioctl(self._handle, (3 << 30) | (len(info) << 16) | (0xFF << 8) | 11, info)
+        except (OSError, ValueError):
+            return None
+        mask, *_, code = struct.unpack("=QQ11Ii", info)
+        return int(code) if mask & (1 << 3) else None
+
+    def _from_parent(self) -> int | None:
+        """As long as its parent has not asked how it ended."""
+        try:
+            with open(f"/proc/{self._pid}/stat") as line:
+                fields = line.read().rsplit(")", 1)[1].split()
+            return (int(fields[49]) or None) if fields[0] == "Z" else None
+        except (OSError, IndexError, ValueError):
+            return None
 
 
 def _messages() -> Iterator[str | None]:

@@ -63,15 +63,16 @@ def plan(
     name = precision_name(precision)
     study = Study(module, batch, name, torch.device(device), config or ZeroConfig(), world_size, max_steps)
     usable = None if device_memory_gib is None else device_memory_gib * GIB * (1 - headroom)
+    exchanges_directly = study.target.type == "cpu" and study.config.transport != "torch"
     rules = StepRules(
         stage=3,
         world_size=world_size,
         micro_batches=micro_batches,
         keep_gathered=keep_gathered,
-        gathers_up_front=study.target.type == "cpu",
-        gathers_in_place_from=SMALL_BYTES if study.target.type == "cpu" else None,
-        keeps_shards_in_copies=study.target.type == "cpu",
-        agrees_per_unit=study.target.type == "cpu" and world_size > 1 and study.config.find_unused_parameters,
+        gathers_up_front=exchanges_directly,
+        gathers_in_place_from=SMALL_BYTES if exchanges_directly else None,
+        keeps_shards_in_copies=exchanges_directly,
+        agrees_per_unit=exchanges_directly and world_size > 1 and study.config.find_unused_parameters,
         agrees_on_unused=study.config.find_unused_parameters,
         broadcasts_buffers=study.config.broadcast_buffers,
         zeroes_late=module.automatic_optimization,

@@ -19,6 +19,8 @@ from lightning_zero.comm.peer_memory import PeerMemory
 from tests.helpers.peer_memory import NEIGHBOURS, on_hosts_of
 from tests.helpers.ranks import RankError
 
+pytestmark = pytest.mark.sampled
+
 CARRIERS = [
     pytest.param(0, id="sockets"),
     pytest.param(2, id="both", marks=NEIGHBOURS),  # two ranks to a host
@@ -71,7 +73,7 @@ def _exchange(numel: int, dtype: torch.dtype, late: int | None, near: PeerMemory
     """Gathers and reductions that lie over each other in time, in either order."""
     rank, n, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     pool = direct.Pool()
-    reduce = direct.ReduceScatter(pool, near)
+    reduce = direct.ReduceScatter(pool, n, near)
     assert group is not None
     for may_wait in (False, True, True):  # the second and third time in memory that has been used
         reduce.may_wait = may_wait
@@ -91,7 +93,7 @@ def _exchange(numel: int, dtype: torch.dtype, late: int | None, near: PeerMemory
         if late == rank:
             time.sleep(0.2)
         gathering.wait()
-        near.reshard()
+        near.await_readers()
         for shard in shards:
             shard.zero_()  # nobody needs it any more
 
@@ -149,7 +151,7 @@ def _dies(ranks_per_host: int) -> None:
     dist.barrier()
     if dist.get_rank() == 1:
         os._exit(7)
-    reduce = direct.ReduceScatter(direct.Pool(), near)
+    reduce = direct.ReduceScatter(direct.Pool(), 2, near)
     assert dist.group.WORLD is not None
     reduce(torch.empty(4), torch.ones(8), dist.group.WORLD, dist.ReduceOp.SUM)
 

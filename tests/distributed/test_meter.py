@@ -20,9 +20,11 @@ from torch.utils.data import DataLoader
 from lightning_zero.comm import direct
 from lightning_zero.comm.meter import TrafficMeter
 from lightning_zero.comm.peer_memory import PeerMemory
-from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
+from lightning_zero.engines.fsdp2.cpu import Direct
 from tests.helpers import zoo
 from tests.helpers.peer_memory import NEIGHBOURS, on_hosts_of
+
+pytestmark = pytest.mark.sampled
 
 STEPS, MICRO_BATCHES, BLOCKS = 4, 3, 3
 
@@ -105,8 +107,8 @@ def test_collectives_per_stage(ranks2, stage, kind, precision, gathers, reductio
 
 def _asked(kind: type[zoo.Zoo], micro_batches: int) -> int:
     """How often ranks ask each other whether copies are still what the shards are."""
-    asks = Fsdp2Engine._copies_are_current
-    with mock.patch.object(Fsdp2Engine, "_copies_are_current", autospec=True, side_effect=asks) as asking:
+    asks = Direct.copies_are_current
+    with mock.patch.object(Direct, "copies_are_current", autospec=True, side_effect=asks) as asking:
         _fit(kind(), {"stage": 2, "min_unit_numel": 1}, micro_batches, TrafficMeter())
     return asking.call_count
 

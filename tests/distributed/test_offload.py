@@ -21,6 +21,8 @@ from lightning_zero.engines.model_state import KINDS, PLACES
 from tests.helpers import account, whereabouts, zoo
 from tests.helpers.ranks import outcome
 
+pytestmark = pytest.mark.sampled
+
 EXACT = (
     "sgd_momentum",
     "adamw_foreach",

@@ -2,7 +2,7 @@
 
 On the CPU a wait can only be seen as the function that would cause it: every way from a floating-point tensor, or from
 a comparison of such, to Python is counted. (Whole numbers are what ranks agree on between their hosts, see ``watch``
-and ``Fsdp2Engine._agree_on_unused``; on an accelerator those tensors lie on the host too.) ``tests/gpu`` lets CUDA
+and ``Usage.agree``; on an accelerator those tensors lie on the host too.) ``tests/gpu`` lets CUDA
 itself tell.
 """
 
@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.helpers import zoo
+
+pytestmark = pytest.mark.sampled
 
 _TO_PYTHON = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy", "nonzero")
 _BETWEEN_HOSTS = ("_ranks_ran_different_units", "_agree_on_unused")

@@ -8,7 +8,6 @@ What is private here is PyTorch's and only tests depend on it.
 
 from __future__ import annotations
 
-import contextlib
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from lightning_zero.comm.shards import local
 from lightning_zero.config import OffloadConfig
 from lightning_zero.engines.fsdp2 import engine as fsdp2
 
@@ -78,18 +78,18 @@ def accelerator(world_size: int) -> Iterator[torch.device]:
     if not hasattr(torch, NAME):
         _setup_privateuseone_for_python_backend(NAME, backend_module=_device_module())
     handle = getattr(torch, NAME)
-    make_mesh = fsdp2.Fsdp2Engine._make_mesh
+    make_mesh = fsdp2.make_mesh
 
-    def real_mesh(engine: Any) -> Any:  # its ranks are values
+    def real_mesh(*args: Any) -> Any:  # its ranks are values
         with unset_fake_temporarily():
-            return make_mesh(engine)
+            return make_mesh(*args)
 
     with ExitStack() as stack:
         for module in (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state):
             if hasattr(module, "_get_device_handle"):
                 stack.enter_context(mock.patch.object(module, "_get_device_handle", return_value=handle))
         stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", return_value=_Nothing()))
-        stack.enter_context(mock.patch.object(fsdp2.Fsdp2Engine, "_make_mesh", real_mesh))
+        stack.enter_context(mock.patch.object(fsdp2, "make_mesh", real_mesh))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         stack.callback(dist.destroy_process_group)
         stack.enter_context(FakeTensorMode())
@@ -119,6 +119,5 @@ class Copies(TorchDispatchMode):
 
 def where(tensor: Tensor) -> str:
     """``"device"`` or ``"host"``, of this rank's part."""
-    with contextlib.suppress(AttributeError):
-        tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    tensor = local(tensor)
     return "device" if tensor.device.type == NAME else "host"

@@ -61,6 +61,8 @@ def test_every_stage_is_accepted(stage: int) -> None:
         ({"engine": "deepspeed", "deepspeed_config": {"zero_optimization": {"stage": 0}}}, ["stage=0", "ddp"]),
         ({"engine": "deepspeed", "deepspeed_config": {"zero_optimization": 3}}, ["zero_optimization=3", "section"]),
         ({"engine": "deepspeed", "stage": 2, "offload": "nvme"}, ["offload='nvme'", "stage=2", "zero3_nvme"]),
+        ({"transport": "gloo"}, ["transport='gloo'", "'direct'"]),
+        ({"engine": "deepspeed", "transport": "torch"}, ["transport='torch'", "engine='deepspeed'"]),
         ({"engine": "deepspeed", "shard_size": 2}, ["shard_size=2", "engine='deepspeed'", "engine='fsdp2'"]),
         ({"engine": "deepspeed", "units": ["Block"]}, ["units=['Block']", "activation_checkpointing=True"]),
         ({"engine": "deepspeed", "min_unit_numel": 1}, ["min_unit_numel=1", "activation_checkpointing=True"]),

@@ -6,7 +6,9 @@ run is a test of all its operators; a tensor in the wrong memory is named. ``tes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
 from lightning_zero.engines.fsdp2.view import WholeView
 from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision
 from tests.helpers import pretend, zoo
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import RankPool
 
 MIXED = DtypePolicy(torch.bfloat16, torch.float32)
 RANKS = 2
@@ -104,7 +106,7 @@ def _steps() -> dict[tuple[int, bool], Any]:
                 module.seen.clear()
                 step = _train(engine, optimizer)
                 sizes = {"sharded": 0, "replicated": 0, "root": 0}
-                for unit in engine._plan.units:
+                for unit in engine._sharded.plan.units:
                     numel = sum(p.numel() for p in _padded(engine, unit.parameters))
                     sizes["sharded"] += numel
                     sizes["root"] += numel if unit.module is module else 0
@@ -120,8 +122,15 @@ def _padded(engine: Fsdp2Engine, names: Any) -> list[Tensor]:
 
 
 @pytest.fixture(scope="module")
-def steps() -> Any:
-    return run_ranks(_steps, 1)[0]
+def rank() -> Iterator[Any]:
+    """A process for the pretended device, which PyTorch cannot forget again."""
+    with RankPool() as pool:
+        yield partial(pool.run, world_size=1)
+
+
+@pytest.fixture(scope="module")
+def steps(rank) -> Any:
+    return rank(_steps)[0]
 
 
 STAGES = [(stage, mixed) for stage in (1, 2, 3) for mixed in (False, True)]
@@ -215,7 +224,7 @@ def _planned() -> list[tuple[float, float]]:
                             for name in unit.parameters
                         ),
                     )
-                    for unit in engine._plan.units
+                    for unit in engine._sharded.plan.units
                 )
                 layout = Layout(units=units)
                 rules = StepRules(stage=stage, world_size=RANKS, micro_batches=micro_batches, from_host=True)
@@ -225,8 +234,8 @@ def _planned() -> list[tuple[float, float]]:
     return pairs
 
 
-def test_the_plan_counts_the_copies():
-    for measured, planned in run_ranks(_planned, 1)[0]:
+def test_the_plan_counts_the_copies(rank):
+    for measured, planned in rank(_planned)[0]:
         assert planned == measured > 0
 
 
@@ -267,8 +276,8 @@ def _reads_and_writes() -> dict[str, Any]:
     return found
 
 
-def test_reads_lie_on_the_device_and_writes_reach_the_host():
-    found = run_ranks(_reads_and_writes, 1)[0]
+def test_reads_lie_on_the_device_and_writes_reach_the_host(rank):
+    found = rank(_reads_and_writes)[0]
     assert found.pop("device") == (pretend.NAME,) * 3
     assert found.pop("full_parameters") == {"device"}
     assert all(places == {"host"} for places in found.values()), found
@@ -295,5 +304,5 @@ def _scaled() -> dict[str, Any]:
         }
 
 
-def test_the_loss_scale_is_kept_where_the_gradients_are():
-    assert run_ranks(_scaled, 1)[0] == {"loss": "device", "scale": "host", "found_inf": {"host"}}
+def test_the_loss_scale_is_kept_where_the_gradients_are(rank):
+    assert rank(_scaled)[0] == {"loss": "device", "scale": "host", "found_inf": {"host"}}

@@ -29,11 +29,11 @@ scaling are off.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +48,13 @@ from lightning_zero.comm import direct
 from lightning_zero.comm.agree import all_reduce_mean, broadcast_coalesced
 from lightning_zero.comm.shards import gathered
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.base import Engine
+from lightning_zero.engines.base import (
+    Engine,
+    Root,
+    refuse_late_hooks,
+    require_same_parameters,
+    undetached_state_dict,
+)
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.ds_config import RunFacts, ds_config, gathered_together
 from lightning_zero.engines.deepspeed.optimizer_step import (
@@ -63,23 +69,22 @@ from lightning_zero.engines.deepspeed.optimizer_step import (
 )
 from lightning_zero.engines.deepspeed.state import Account
 from lightning_zero.engines.deepspeed.view import ShardView
+from lightning_zero.engines.elementwise import is_known
 from lightning_zero.engines.model_state import ModelState
+from lightning_zero.engines.optimizer_family import family, own_methods
+from lightning_zero.engines.optimizer_step import between_hooks
 from lightning_zero.engines.precision import DtypePolicy
+from lightning_zero.private.torch import DisableTorchFunction, own_parameters, version_of
 
 _BUCKETS = -(2**40)
 """Numbers from here downwards stand for buckets of gradients."""
 
 
-class _Root(nn.Module):
-    """Calls any method of the user's module; DeepSpeed's hooks hang here. What it returns is a list, because DeepSpeed
-    looks into results of other kinds."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
+class _Root(Root):
+    """What it returns is a list, because DeepSpeed looks into results of other kinds."""
 
     def forward(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return [getattr(self.module, method)(*args, **kwargs)]
+        return [super().forward(method, *args, **kwargs)]
 
 
 class DeepSpeedEngine(Engine):
@@ -87,8 +92,6 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         super().__init__(config, device, dtypes)
-        self._sync = True
-        self._sync_buffers_next = True
         self._in_step = False
         self._busy = False
         self._is_whole = False
@@ -122,7 +125,7 @@ class DeepSpeedEngine(Engine):
         self.module = module
         self._root = _Root(module)
         self._parameters = dict(module.named_parameters())
-        self._refuse_late_hooks()
+        refuse_late_hooks(self._parameters)
         self._shapes: dict[Tensor, torch.Size] = {p: _shape(p) for p in self._parameters.values()}
         self._dtypes: dict[Tensor, torch.dtype] = {p: p.dtype for p in self._parameters.values()}
         self._odd = _odd_parameters(self._shapes)
@@ -145,14 +148,6 @@ class DeepSpeedEngine(Engine):
         here = [p for p in self._parameters.values() if not private.is_partitioned(p)]
         broadcast_coalesced([*here, *self.module.buffers()])
 
-    def _refuse_late_hooks(self) -> None:
-        late = [name for name, p in self._parameters.items() if getattr(p, "_post_accumulate_grad_hooks", None)]
-        if late:
-            raise ValueError(
-                f"parameter {late[0]!r} has a post-accumulate-grad hook, which would see a gradient that is never"
-                " complete: use on_after_backward or on_before_optimizer_step."
-            )
-
     def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
         """Hands the module to DeepSpeed, grouped as ``optimizers`` group its parameters."""
         self._optimizers, self.trainer_facts = optimizers, trainer
@@ -172,7 +167,7 @@ class DeepSpeedEngine(Engine):
                 private.shard_again(self._held, self._config(trainer))
             elif not any(map(private.is_managed, self._held)):
                 private.count_parameters_from_zero()
-            with torch._C.DisableTorchFunction(), private.partial_offload(Joined):
+            with DisableTorchFunction(), private.partial_offload(Joined):
                 self._engine, *_ = deepspeed.initialize(
                     model=self._root,
                     optimizer=joined,
@@ -191,7 +186,14 @@ class DeepSpeedEngine(Engine):
             shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine)
             self._managed = Managed(shards, joined, self._shapes)
             for optimizer in optimizers:
-                step = PieceStep(optimizer, self._managed)
+                inner = [type(member).__name__ for member in family(optimizer)[1:]]
+                if inner:
+                    raise ValueError(
+                        f"engine='deepspeed' with {type(optimizer).__name__}, an optimizer around {inner[0]}: states"
+                        " lie in DeepSpeed's flats, one optimizer's for each parameter; use engine='fsdp2', or"
+                        f" {inner[0]} alone."
+                    )
+                step = PieceStep(optimizer, self._managed, self.config.elementwise_optimizers or ())
                 if not step.elementwise and any(map(shards.is_swapped, self._managed.flats(parameters(optimizer)))):
                     raise ValueError(
                         f"offload='nvme' with {type(optimizer).__name__}, which looks across elements and so needs"
@@ -199,6 +201,9 @@ class DeepSpeedEngine(Engine):
                     )
                 self._steps[optimizer] = step
                 optimizer.zero_grad = self._zero_grad_of(optimizer)  # type: ignore[method-assign]
+                for name in () if is_known(optimizer) else own_methods(optimizer):
+                    vars(optimizer)[name] = partial(self._on_wholes, optimizer, name)
+                optimizer.state_dict = partial(self._state_dict_of, optimizer)  # type: ignore[method-assign]
         self.units_table = self._table()
 
     @contextmanager
@@ -208,16 +213,16 @@ class DeepSpeedEngine(Engine):
         places = [
             (m, name, p)
             for m in self.module.modules()
-            for name, p in m._parameters.items()
+            for name, p in own_parameters(m).items()
             if p is not None and p in mine
         ]
         for m, name, _ in places:
-            m._parameters[name] = None
+            own_parameters(m)[name] = None
         try:
             yield
         finally:
             for m, name, p in places:
-                m._parameters[name] = p
+                own_parameters(m)[name] = p
 
     def _config(self, trainer: Mapping[str, Any]) -> dict[str, Any]:
         config = ds_config(self.config, self._facts(trainer))
@@ -266,7 +271,7 @@ class DeepSpeedEngine(Engine):
     # -- forward -------------------------------------------------------------------------------------------------
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        self._broadcast_buffers()
+        self.broadcast_buffers()
         self._adopt()
         wants_grad = torch.is_grad_enabled()
         if wants_grad and self._unfrozen() is not None:
@@ -280,12 +285,6 @@ class DeepSpeedEngine(Engine):
                 return output
         finally:
             self._in_step = False
-
-    def _broadcast_buffers(self) -> None:
-        """DDP's rule: once before each forward that follows a synchronized training forward."""
-        if self._sync_buffers_next and self.config.broadcast_buffers:
-            broadcast_coalesced(list(self.module.buffers()))
-        self._sync_buffers_next = torch.is_grad_enabled() and self._sync
 
     def _require_same_order(self, unit: Any = None) -> None:
         """Stage 3 on the CPU: ranks say what they gather next, a module or a parameter, before it could be mixed up."""
@@ -332,11 +331,11 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        self._sync = False
+        self.reduces = False
         try:
             yield
         finally:
-            self._sync = True
+            self.reduces = True
 
     def _touch(self, p: Tensor) -> None:
         self._touched_now.add(p)
@@ -352,8 +351,8 @@ class DeepSpeedEngine(Engine):
             )
         self._flush_grads()
         first = not self._window_open
-        sync = self._sync
-        with torch._C.DisableTorchFunction():
+        sync = self.reduces
+        with DisableTorchFunction():
             self._busy = True
             try:
                 if first:
@@ -436,7 +435,7 @@ class DeepSpeedEngine(Engine):
         return self._busy or self._is_whole
 
     def fetch(self, p: Any) -> None:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             if self._follows_order:
                 self._require_same_order(p)
             private.fetch(p)
@@ -444,12 +443,12 @@ class DeepSpeedEngine(Engine):
     def keep_all(self) -> None:
         """A gradient is to be differentiated: the second backward passes through parameters in no module's order."""
         if self._stage3:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with DisableTorchFunction(), torch.no_grad():
                 for p in self._held:
                     private.keep(p)
 
     def whole(self, p: Any) -> Tensor:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             return private.gathered_copy(p)
 
     def shape_of(self, p: Any) -> torch.Size:
@@ -457,7 +456,7 @@ class DeepSpeedEngine(Engine):
 
     def written(self, p: Any, value: Tensor | None) -> None:
         """User code wrote to ``p``: ``value`` is to be it, or (``None``) ``p`` holds it already."""
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             if self._stage3:
                 private.store(p, p.detach().clone() if value is None else value)
                 if self._in_step:  # it may be used again before DeepSpeed fetches it
@@ -470,7 +469,7 @@ class DeepSpeedEngine(Engine):
     def _adopt(self) -> None:
         """What user code wrote to parameters reaches the masters."""
         if self._dirty and self._managed is not None:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with DisableTorchFunction(), torch.no_grad():
                 for p in self._dirty:
                     self._managed.shards.adopt(p)
             self._dirty.clear()
@@ -480,14 +479,14 @@ class DeepSpeedEngine(Engine):
         if managed is None or p not in managed.with_grad:
             return None
         if p not in self._seen:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with DisableTorchFunction(), torch.no_grad():
                 grad = managed.assemble(p, managed.shards.grad(p)).to(dtype=p.dtype, device=p.device)
-            self._seen[p] = grad, grad._version
+            self._seen[p] = grad, version_of(grad)
         return self._seen[p][0]
 
     def set_grad(self, p: Any, value: Tensor | None) -> None:
         managed = self._managed
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             p.grad = None
         self._seen.pop(p, None)
         if managed is None or p not in managed:
@@ -495,7 +494,7 @@ class DeepSpeedEngine(Engine):
         if value is None:
             managed.with_grad.discard(p)
             return
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             managed.shards.grad(p).copy_(managed.cut(p, value))
         managed.with_grad.add(p)
 
@@ -503,9 +502,9 @@ class DeepSpeedEngine(Engine):
         """What user code wrote into gradients counts."""
         managed = self._managed
         if self._seen and managed is not None:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with DisableTorchFunction(), torch.no_grad():
                 for p, (grad, version) in self._seen.items():
-                    if grad._version != version:
+                    if version_of(grad) != version:
                         managed.shards.grad(p).copy_(managed.cut(p, grad))
         self._seen.clear()
 
@@ -520,7 +519,7 @@ class DeepSpeedEngine(Engine):
         def zero_grad(set_to_none: bool = True) -> None:
             managed = self._managed
             assert managed is not None
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 for p in parameters(optimizer):
                     self._seen.pop(p, None)
                     if p not in managed:
@@ -540,18 +539,32 @@ class DeepSpeedEngine(Engine):
     # -- optimizer -----------------------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        return between_hooks(optimizer, partial(self._step_one, optimizer), self._before_step, closure, **kwargs)
+
+    def _step_one(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         step = self._steps[optimizer]
-        if step.needs_closure:
-            assert closure is not None
+        if step.calls_closure and closure is not None:
             return self._step_with_closure(step, closure, **kwargs)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._before_step()
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             result = self._step_on(step, **kwargs)
         return loss if result is None else result
+
+    def _on_wholes(self, optimizer: Optimizer, name: str, *args: Any, **kwargs: Any) -> Any:
+        """A method of the optimizer's own: it finds whole parameters and states, and what it writes counts."""
+        step, method = self._steps.get(optimizer), getattr(type(optimizer), name)
+        if step is None or step.holds_stand_ins:
+            return method(optimizer, *args, **kwargs)
+        self._before_step()
+        with step.stand_ins(on_shards=False):
+            result = method(optimizer, *args, **kwargs)
+        with DisableTorchFunction(), torch.no_grad():
+            self._publish_all(optimizer)
+        return result
 
     def _before_step(self) -> None:
         self._flush_grads()
@@ -614,7 +627,7 @@ class DeepSpeedEngine(Engine):
     def _after_step(self, optimizer: Optimizer) -> None:
         managed = self._managed
         assert managed is not None
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             managed.shards.publish(managed.flats(p for p in parameters(optimizer) if p in managed.with_grad))
 
     def _step_with_closure(self, step: PieceStep, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -622,17 +635,17 @@ class DeepSpeedEngine(Engine):
         with step.stand_ins() as swap:
 
             def evaluate() -> Any:
-                with torch._C.DisableTorchFunction(), torch.no_grad():
+                with DisableTorchFunction(), torch.no_grad():
                     swap.release()
                     self._publish_all(step.optimizer)
                 loss = closure()
                 self._before_step()
-                with torch._C.DisableTorchFunction():
+                with DisableTorchFunction():
                     swap.take()
                 return loss
 
             result = step.optimizer.step(closure=evaluate, **kwargs)
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             self._publish_all(step.optimizer)
         return result
 
@@ -649,35 +662,12 @@ class DeepSpeedEngine(Engine):
         if on_shards is None:
             self._after_step(optimizer)
 
-    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
+    def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         managed = self._managed
         assert managed is not None
         self._flush_grads()
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            pieces = managed.grads(optimizer)
-            odd = [p.grad for p in parameters(optimizer) if p not in managed and p.grad is not None]
-            squared = _sum_of_squares(pieces, self.device)
-            if dist.get_world_size() > 1:
-                dist.all_reduce(squared)
-            norm = (squared + _sum_of_squares(odd, self.device)).sqrt()
-            scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
-            for grads in _alike([*pieces, *odd]):
-                torch._foreach_mul_(grads, scale.to(device=grads[0].device, dtype=grads[0].dtype))
-            return norm
-
-    def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
-        managed = self._managed
-        assert managed is not None
-        self._flush_grads()
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            odd = [p.grad for p in parameters(optimizer) if p not in managed and p.grad is not None]
-            for grads in _alike([*managed.grads(optimizer), *odd]):
-                torch._foreach_clamp_min_(grads, -clip_value)
-                torch._foreach_clamp_max_(grads, clip_value)
-
-    def any_rank(self, flag: Tensor) -> None:
-        if dist.get_world_size() > 1:
-            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        odd = [p.grad for p in parameters(optimizer) if p not in managed and p.grad is not None]
+        return list(managed.grads(optimizer)), odd
 
     # -- parameters that are unfrozen during a run -----------------------------------------------------------------
 
@@ -685,7 +675,7 @@ class DeepSpeedEngine(Engine):
         """A parameter that was frozen when DeepSpeed laid its flats out, and is no longer."""
         if self._managed is None:
             return None
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return next((n for n, p in self._parameters.items() if p.requires_grad and p not in self._trained), None)
 
     def _attach_again(self) -> None:
@@ -696,7 +686,7 @@ class DeepSpeedEngine(Engine):
         managed = self._managed
         if managed is None or self._window_open:  # the backward will say so
             return
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             self._flush_grads()
             masters = self._rows_of_masters(own_dtype=False)
             states = {optimizer: self._rows_of_states(optimizer) for optimizer in self._optimizers}
@@ -704,11 +694,11 @@ class DeepSpeedEngine(Engine):
             odd_grads = {p: p.grad for p in self._odd}
             self._take_off({p: value.to(self.device) for p, value in self._values_afterwards().items()})
             by_id = {id(p): p for p in self._held}
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self.attach(self._optimizers, self.trainer_facts)
         managed = self._managed
         assert managed is not None
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             for i, rows in masters.items():
                 p, whole = by_id[i], gathered(rows)
                 with managed.shards.loaded(managed.piece(p).flat, write=True):
@@ -740,11 +730,8 @@ class DeepSpeedEngine(Engine):
 
     def sharded_state_dict(self) -> dict[str, Any]:
         self._adopt()
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            # Detached tensors would no longer tell what is tied; an override may not know the argument.
-            accepted = inspect.signature(self.module.state_dict).parameters.values()
-            knows = any(p.name == "keep_vars" or p.kind is p.VAR_KEYWORD for p in accepted)
-            state = self.module.state_dict(keep_vars=True) if knows else self.module.state_dict()
+        with torch.no_grad(), DisableTorchFunction():
+            state = undetached_state_dict(self.module)
             done = self._rows_of_masters()
 
             def one(path: Any, tensor: Tensor) -> Tensor:
@@ -774,96 +761,81 @@ class DeepSpeedEngine(Engine):
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._managed is None:  # after the run: DTensors
             return optimizer.state_dict()
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             before = optimizer.state
             try:
                 optimizer.state = {**before, **self._rows_of_states(optimizer)}  # type: ignore[assignment]
-                return optimizer.state_dict()
+                return type(optimizer).state_dict(optimizer)
             finally:
                 optimizer.state = before
 
-    def _rows_of_states(self, optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
+    def _state_dict_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What user code sees (collective)."""
+        return self.full(self.sharded_optimizer_state(optimizer))
+
+    def _rows_of_states(self, optimizer: Optimizer, whole: bool = False) -> dict[Tensor, dict[str, Any]]:
+        """Its states, as this rank's rows or ``whole`` on the CPU (collective)."""
         managed, step = self._managed, self._steps[optimizer]
         assert managed is not None
+        step.take_given()
+
+        def laid_out(p: Tensor, value: Any) -> Any:
+            if type(value) is not Cut:
+                return value
+            assembled = managed.assemble(p, value.piece)
+            return assembled.cpu() if whole else self._rows(p, assembled)
+
         rows: dict[Tensor, dict[str, Any]] = {}
         for i in managed.flats(parameters(optimizer)):
             with managed.shards.loaded(i):
                 for p in parameters(optimizer):
                     if p in step.states and managed.piece(p).flat == i:
-                        rows[p] = {
-                            key: self._rows(p, managed.assemble(p, value.piece)) if type(value) is Cut else value
-                            for key, value in step.state(p).items()
-                        }
+                        rows[p] = {key: laid_out(p, value) for key, value in step.state(p).items()}
         return rows
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         managed = self._managed
         assert managed is not None
-        params = list(parameters(optimizer))
-        saved = sum(len(group["params"]) for group in state["param_groups"])
-        if saved != len(params):
-            raise ValueError(
-                f"the checkpoint's {type(optimizer).__name__} state is of {saved} parameters, the optimizer has"
-                f" {len(params)}: resume with the module and configure_optimizers that saved it."
-            )
+        params = require_same_parameters(optimizer, state)
         step = self._steps[optimizer]
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             odd = {i: values for i, values in state["state"].items() if params[i] not in managed}
             optimizer.load_state_dict({**state, "state": odd})
             whole = {params[i]: values for i, values in state["state"].items() if params[i] in managed}
             step.put_states(whole, casts=True)
 
-    @contextmanager
-    def full_parameters(self, modify: bool = False) -> Iterator[None]:
+    def whole_parameters(self) -> dict[Tensor, nn.Parameter]:
         self._adopt()
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            whole = {
-                p: nn.Parameter(private.gathered_copy(p) if self._stage3 else p.detach().clone(), p.requires_grad)
-                for p in self._parameters.values()
-                if p in self._held
-            }
-            versions = {p: w._version for p, w in whole.items()}
-            places = self._register(whole)
+        return {
+            p: nn.Parameter(private.gathered_copy(p) if self._stage3 else p.detach().clone(), p.requires_grad)
+            for p in self._parameters.values()
+            if p in self._held
+        }
+
+    @contextmanager
+    def whole_on_module(self) -> Iterator[None]:
         self._is_whole = True
         try:
             yield
         finally:
             self._is_whole = False
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                for module, name, p in places:
-                    module._parameters[name] = p
-                if modify:
-                    broadcast_coalesced([*whole.values(), *self._odd])
-                    for p, w in whole.items():
-                        self.written(p, w.detach())
-        if not modify and any(w._version != versions[p] for p, w in whole.items()):
-            raise RuntimeError(
-                "full_parameters(module): parameters were written to, and what was written is lost: use"
-                " full_parameters(module, modify=True)."
-            )
 
-    def _register(self, instead: Mapping[Any, nn.Parameter]) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        places = [
-            (module, name, p)
-            for module in self.module.modules()
-            for name, p in dict(module._parameters).items()
-            if p is not None and p in instead
-        ]
-        for module, name, p in places:
-            module._parameters[name] = instead[p]
-        return places
+    def store_whole(self, whole: Mapping[Any, Tensor]) -> None:
+        broadcast_coalesced([*whole.values(), *self._odd])
+        for p, w in whole.items():
+            self.written(p, w.detach())
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             account = Account(self.config, self.device, self._shapes)
             account.parameters(self._odd)
             account.odd_gradients(self._odd)
             if self._managed is not None:
                 account.managed(self._managed)
             for optimizer in optimizers:
-                account.optimizer(self._steps[getattr(optimizer, "_optimizer", optimizer)])
+                account.optimizer(self._steps[optimizer])
             account.files(self.offload_path, self._managed)
         return account.state
 
@@ -875,12 +847,11 @@ class DeepSpeedEngine(Engine):
         self._adopt()
         if not whole:
             return
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             values = self._values_afterwards()
             for optimizer in optimizers:
                 if self._managed is not None and optimizer in self._steps:
-                    rows = self._rows_of_states(optimizer)
-                    optimizer.state.update(rows)
+                    optimizer.state.update(self._rows_of_states(optimizer, self.states_whole_after_fit))
             self._take_off(values)
             if self._agreement:
                 dist.destroy_process_group(self._agreement)
@@ -889,6 +860,9 @@ class DeepSpeedEngine(Engine):
         """DeepSpeed lets go of the module and the optimizers; parameters hold ``values`` and no gradients."""
         for optimizer in self._optimizers:
             optimizer.__dict__.pop("zero_grad", None)
+            optimizer.__dict__.pop("state_dict", None)
+            for name in own_methods(optimizer):
+                optimizer.__dict__.pop(name, None)
         for handle in self._handles:
             handle.remove()
         attributes = {id(p): private.own_attributes(p) for p in self._shapes} | self._attributes
@@ -953,19 +927,4 @@ def _flat_groups(trainable: list[nn.Parameter], optimizers: list[Optimizer]) -> 
     groups: dict[tuple[tuple[int, int], ...], list[Tensor]] = {}
     for p, where in held.items():
         groups.setdefault(tuple(where), []).append(p)
-    return list(groups.values())
-
-
-def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
-    tensors = [t for t in tensors if t.numel()]
-    if not tensors:
-        return torch.zeros((), device=device)
-    norms = torch._foreach_norm(tensors)
-    return torch.stack([n.to(device).float() if n.dtype.itemsize < 4 else n.to(device) for n in norms]).square().sum()
-
-
-def _alike(tensors: list[Tensor]) -> list[list[Tensor]]:
-    groups: dict[Any, list[Tensor]] = {}
-    for t in tensors:
-        groups.setdefault((t.dtype, t.device), []).append(t)
     return list(groups.values())

@@ -1,0 +1,302 @@
+"""What only processes on CPUs have: direct exchange, and all that it makes possible or needs.
+
+[Exchange] gloo's own collectives take longer and more memory than they must, so gathers and reductions go by
+``comm.direct``, ranks of one host reading each other's memory. A reader may lag behind: nobody writes to a shard or
+frees a copy before :meth:`Direct.await_readers`.
+
+[Stages 1 and 2] Everything is gathered before a forward, so ranks may run different units: they agree before the
+backward whether they did, and then reduce at its end. Where shard and copy have one dtype, *the shard aliases the
+gathered buffer*, which stays allocated; as long as no rank has changed a shard (:class:`Copies`), nothing is sent.
+
+[Stage 3] Ranks say which unit they gather next, before gathers could be mixed up (:class:`Order`); what has always
+followed a unit is gathered ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
+from itertools import chain, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_zero.comm import direct
+from lightning_zero.comm.peer_memory import PeerMemory
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.fsdp2 import private
+from lightning_zero.engines.fsdp2.transport import Transport, refuse_different_units
+from lightning_zero.private.torch import DisableTorchFunction
+
+
+class Copies(Enum):
+    """What this rank knows of gathered copies that shards alias, against the shards of all ranks. Each rank is in the
+    same state: every change of it follows from a collective call."""
+
+    UNKNOWN = auto()
+    """Some rank may have changed a shard: before the next gather ranks ask each other, one message of 4 bytes."""
+    OUTDATED = auto()
+    """A step is due on all ranks, or done: the next gather sends everything, and nobody asks."""
+    CURRENT = auto()
+    """All have said that nothing has changed: this gather sends nothing. Holds for the length of one gather."""
+
+
+class Direct(Transport):
+    """Between CPU processes over gloo; see the module's text."""
+
+    def __init__(self, config: ZeroConfig, mesh: DeviceMesh) -> None:
+        super().__init__(config, mesh, advice=", or use stage=2")
+        axis = mesh.get_group("shard")
+        self.gathers_up_front = config.stage < 3
+        self._pool = direct.Pool()
+        self._peer_memory = PeerMemory(axis, config.timeout_seconds)  # along the shard axis
+        self._agreeing: PeerMemory | None = None  # of all ranks
+        self._reduce = direct.ReduceScatter(self._pool, axis.size(), self._peer_memory)
+        self._aliases_all = False  # every shard aliases its gathered buffer, on every rank
+        self._aliases_some = False
+        self._copies = Copies.UNKNOWN
+        self._marks_then: Any = None  # of all shards when the copies were last current; None: not known
+        self._order: Order | None = None
+        self._accumulators: dict[Tensor, Any] = {}  # shards -> where autograd adds their gradients
+
+    # -- set-up
+
+    def install(self, units: Sequence[Any]) -> None:
+        for unit in units:
+            unit.set_custom_reduce_scatter(self._reduce)
+            for group in private.groups(unit):
+                private.gather_in_place(group, self._gather)
+
+    def start(self, units: Sequence[Any], names: Sequence[str]) -> None:
+        self._units = units
+        self._groups = [group for unit in units for group in private.groups(unit)]
+        self._alias_shards()
+        super().start(units, names)
+        if self._agreement is not None:
+            self._agreeing = PeerMemory(self._agreement, self.config.timeout_seconds)
+            if self.config.stage == 3:
+                self._order = Order(self, units, names)
+
+    def _needs_agreements(self) -> bool:
+        return super()._needs_agreements() or self.config.stage == 3 or self._aliases_all
+
+    def _alias_shards(self) -> None:
+        """Where copies are whole for most of a step anyway. Before an optimizer takes the shards: it would go on with
+        the memory that they lay in before."""
+        alone = self.mesh["shard"].size() == 1
+        if self.config.offload.target == "cpu" or (self.config.stage == 3 and not alone):
+            return
+        for group in self._groups:
+            private.alias_shards(group)
+        aliased = [private.is_aliased(p) for group in self._groups for p in group.fsdp_params]
+        self._aliases_all, self._aliases_some = all(aliased), any(aliased)
+
+    def close(self) -> None:
+        for peer_memory in (self._peer_memory, self._agreeing):
+            if peer_memory is not None:
+                peer_memory.close()
+        super().close()
+
+    # -- exchange
+
+    def agree(self, message: Tensor, op: Any) -> dist.Work:
+        assert self._agreement is not None
+        return direct.all_reduce(message, op, self._agreement, self._agreeing)
+
+    def _gather(self, outputs: list[Tensor], shards: list[Tensor], process_group: dist.ProcessGroup) -> dist.Work:
+        """For :func:`private.gather_in_place`."""
+        if self._copies is Copies.CURRENT:
+            return direct.Begun(iter(()))
+        work = direct.all_gather_each(outputs, shards, process_group, self._pool, self._peer_memory)
+        # User code that writes to a copy in its forward writes to a shard that aliases it, which others may be reading.
+        return direct.Begun((w.wait() for w in [work]), self.await_readers) if self._aliases_some else work
+
+    def await_readers(self) -> None:
+        self._peer_memory.await_readers()
+
+    # -- forward
+
+    def forward_begins(self, keeps_gathered: bool) -> None:
+        """Stages 1 and 2: gathers every unit.
+
+        Nothing travels where copies stay from one micro-batch or evaluated batch to the next (the shards alias them)
+        and no rank has changed a shard since, which they ask each other unless they have just stepped.
+        """
+        if not self.gathers_up_front:
+            return
+        looks = not keeps_gathered and self._aliases_all and self.agrees
+        known = self._copies is Copies.OUTDATED
+        self._copies = Copies.CURRENT if looks and not known and self.copies_are_current() else Copies.UNKNOWN
+        try:
+            # Each unit travels while the one before it arrives; more at once would need room for their messages.
+            begun = (unit.unshard(async_op=True) for unit in self._units)
+            for arriving, _ in pairwise(chain(begun, [None])):  # the second of a pair has begun as well
+                arriving.wait()
+        finally:
+            self._copies = Copies.UNKNOWN
+        if looks:
+            self._marks_then = self._marks()
+
+    def _marks(self) -> Any:
+        return [private.shard_marks(group) for group in self._groups]
+
+    def copies_are_current(self) -> bool:
+        """Whether the copies are still what the shards are, on all ranks (collective)."""
+        changed = torch.tensor([self._marks_then != self._marks()], dtype=torch.int32)
+        self.agree(changed, dist.ReduceOp.MAX).wait()
+        return changed.tolist() == [0]  # on the CPU: no device waits
+
+    def shards_changed(self) -> None:
+        self._marks_then = None
+
+    def unit_begins(self, index: int, in_backward: bool) -> None:
+        if self._order is not None:
+            self._order.next(index, in_backward)
+
+    def forward_ends(self) -> None:
+        if self._order is not None:
+            self._order.next(-1, in_backward=False)
+
+    def close_forward(self, in_backward: bool = False) -> None:
+        """A backward gathers in an order of its own."""
+        if self._order is not None:
+            self._order.close(in_backward)
+
+    def user_writes(self) -> None:
+        if self._order is not None:
+            self._order.num_writes += 1
+        self.await_readers()
+
+    def released(self) -> None:
+        if self._order is not None:
+            self._order.start_anew()
+
+    # -- backward
+
+    def backward_begins(self, ran: Sequence[int] | None) -> bool:
+        self.close_forward()
+        if not (ran and self.agrees and self.gathers_up_front):
+            return False
+        counts = torch.tensor(ran, dtype=torch.int32)
+        self.agree(counts, dist.ReduceOp.SUM).wait()
+        return bool(((counts > 0) & (counts < self.mesh.size())).any())
+
+    def reduction_begins(self, group: private.Group, params: Sequence[private.ShardedParam]) -> None:
+        """The reduction may go on while autograd does, where nobody reads or adds to its output before it is whole."""
+        self._reduce.may_wait = self.mesh.ndim == 1 and private.keeps_what_is_reduced(group)
+        if self._reduce.may_wait:
+            self._finish_before_adding(params)
+
+    def _finish_before_adding(self, params: Iterable[private.ShardedParam]) -> None:
+        """A gradient that reaches the shards by itself (a penalty over parameters) is added to a complete one."""
+        for p in params:
+            if p.sharded_param not in self._accumulators:
+                node = get_gradient_edge(p.sharded_param).node
+                node.register_prehook(lambda grads: self._reduce.finish())
+                self._accumulators[p.sharded_param] = node  # held: autograd would make another one, without the hook
+
+    def backward_ends(self, step_is_due: bool) -> None:
+        self._reduce.may_wait = False  # late gradients are read at once
+        self._reduce.finish()
+        self._copies = Copies.OUTDATED if step_is_due else Copies.UNKNOWN
+
+
+class Order:
+    """Stage 3: ranks say which unit they gather next, before gathers could be mixed up.
+
+    Costs one message of 16 bytes for each unit. On an accelerator the host would have to wait for it, so there the
+    agreement after the backward finds out.
+
+    A unit that has travelled ahead runs without waiting for the others: what they say of it is heard at the next one.
+    Nothing is gathered on a guess: all ranks have heard of the unit before, and what has followed it two units on is
+    what all of them send for here, wherever they have gone meanwhile.
+
+    Attributes:
+        num_writes: To sharded parameters by user code, so far.
+    """
+
+    def __init__(self, transport: Transport, units: Sequence[Any], names: Sequence[str]) -> None:
+        self._transport, self._units, self._names = transport, units, names
+        self.num_writes = 0
+        self._latest = -1  # the unit that ran before this one, -1 for none
+        self._follower: dict[int, int] = {}  # unit -> the one that always ran after it, -1 for none
+        self._sent: dict[int, int] = {}  # unit that may be gathered ahead -> writes before that
+        self._unheard: tuple[int, int, dist.Work, Tensor] | None = None  # what ranks say of the latest unit
+
+    def next(self, index: int, in_backward: bool) -> None:
+        """This rank is about to run unit ``index``, or at the end (-1).
+
+        What was said of the unit before is heard first: agreements are answered in the order in which they began, and
+        a rank that has raised says nothing more.
+        """
+        with DisableTorchFunction():
+            self._hear()
+            if not in_backward:  # where activations are recomputed, units run in another order
+                self._gather_ahead(self._followed_by(self._followed_by(self._latest)))
+            is_ahead = index in self._sent and not in_backward
+            is_old = self._sent.pop(index, self.num_writes) != self.num_writes
+            self._say(index, is_old, in_backward)
+            if is_ahead and not is_old:
+                return
+            self._hear()
+            if is_old:
+                for group in private.groups(self._units[index]):
+                    private.forget_gather(group)
+            if index >= 0 and not in_backward:
+                self._gather(index)
+                self._gather_ahead(self._followed_by(index))
+
+    def close(self, in_backward: bool) -> None:
+        """A backward is about to begin, maybe inside the forward."""
+        if self._latest >= 0:
+            self.next(-1, in_backward)
+
+    def start_anew(self) -> None:
+        self._latest = -1
+        self._sent.clear()
+
+    def _say(self, index: int, is_old: bool, in_backward: bool) -> None:
+        before = -1
+        if not in_backward:
+            before, self._latest = self._latest, index
+        ends = torch.tensor([index, is_old, -index, -is_old], dtype=torch.int32)
+        self._unheard = before, index, self._transport.agree(ends, dist.ReduceOp.MAX), ends
+
+    def _hear(self) -> None:
+        """Waits for what all ranks have said of the latest unit.
+
+        Raises:
+            ValueError: On all ranks, when they run different units, or some have written to what has travelled ahead.
+        """
+        if self._unheard is None:
+            return
+        (before, index, work, ends), self._unheard = self._unheard, None
+        work.wait()
+        highest, lowest = ends[:2].tolist(), (-ends[2:]).tolist()  # on the CPU: no device waits
+        if highest[0] != lowest[0]:
+            refuse_different_units(self._transport, self._names, [i for i in (lowest[0], highest[0]) if i >= 0])
+        if highest[1] != lowest[1]:
+            raise ValueError(
+                f"stage={self._transport.config.stage}: some ranks only have written to parameters while those of"
+                f" {self._names[index]!r} travelled ahead in a forward, so that ranks would go on with"
+                " different ones: write on every rank, or between two forwards."
+            )
+        if before >= 0 and self._follower.setdefault(before, index) != index:
+            self._follower[before] = -1
+
+    def _followed_by(self, index: int) -> int:
+        """The unit that has always followed this one; -1 for good, where another one, or none, followed once."""
+        return self._follower.get(index, -1)
+
+    def _gather_ahead(self, index: int) -> None:
+        if index >= 0:
+            self._sent.setdefault(index, self.num_writes)
+            self._gather(index)
+
+    def _gather(self, index: int) -> None:
+        with torch.inference_mode(False):  # storage made inside could never be trained on
+            self._units[index].unshard(async_op=True)

@@ -1,0 +1,151 @@
+"""From a module to units of ``fully_shard``: mesh, policies, rank 0's values, the user's hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from lightning_zero.comm.agree import broadcast_coalesced
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.base import Root, refuse_late_hooks
+from lightning_zero.engines.fsdp2 import private
+from lightning_zero.engines.precision import DtypePolicy
+from lightning_zero.engines.units import UnitPlan
+from lightning_zero.private.torch import backward_hooks
+
+
+@dataclass
+class Sharded:
+    """A module that ``fully_shard`` has taken over.
+
+    Attributes:
+        plan: What is gathered together.
+        root: Wraps the module; the root unit's hooks hang on it.
+        units: Each an ``nn.Module`` and an ``FSDPModule``; the root last.
+        originals: Sharded parameters -> the emptied ones that the user made.
+        replicated: Parameters that every rank holds whole.
+    """
+
+    plan: UnitPlan
+    module: nn.Module
+    root: Root
+    replicated: list[nn.Parameter]
+    units: list[Any] = field(default_factory=list)
+    originals: dict[Tensor, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> list[Any]:
+        """Sharded and replicated, in an order that all ranks share."""
+        return [*self.originals, *self.replicated]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the units."""
+        return [unit.name for unit in self.plan.units]
+
+
+def make_mesh(config: ZeroConfig, device: torch.device) -> DeviceMesh:
+    """Axis "shard" over all ranks; with ``shard_size``, axes "replicate" and "shard" (consecutive ranks)."""
+    world_size, size = dist.get_world_size(), config.shard_size
+    if size is None or size == world_size:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    if world_size % size:
+        divisors = [n for n in range(2, world_size + 1) if world_size % n == 0]
+        raise ValueError(
+            f"shard_size={size} does not divide the {world_size} ranks of this run into equal groups: use one of"
+            f" {', '.join(map(str, divisors)) or 'None'}, or None."
+        )
+    grid = torch.arange(world_size).view(-1, size)
+    timeout = timedelta(seconds=config.timeout_seconds)  # init_device_mesh would take the default
+    shard, _ = dist.new_subgroups_by_enumeration(grid.tolist(), timeout=timeout)
+    replicate, _ = dist.new_subgroups_by_enumeration(grid.T.tolist(), timeout=timeout)
+    return DeviceMesh.from_group([replicate, shard], device.type, mesh=grid, mesh_dim_names=("replicate", "shard"))
+
+
+def shard_units(
+    module: nn.Module,
+    plan: UnitPlan,
+    mesh: DeviceMesh,
+    config: ZeroConfig,
+    dtypes: DtypePolicy,
+    device: torch.device,
+) -> Sharded:
+    """Every rank has rank 0's values, then only its share of them (collective)."""
+    sharded = Sharded(plan, module, Root(module), list(plan.replicated.values()))
+    _start_from_rank_0([*sharded.replicated, *module.buffers()], device)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtypes.param_dtype, reduce_dtype=dtypes.reduce_dtype, cast_forward_inputs=False
+    )
+    everything = set(module.parameters())
+    for unit in plan.units:
+        is_root = unit.module is module
+        target: Any = sharded.root if is_root else unit.module
+        mine = dict(unit.parameters)
+        _start_from_rank_0(list(mine.values()), device)
+        fully_shard(
+            target,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload_policy(config, device),
+            reshard_after_forward=config.stage == 3 and not is_root,  # the root is needed again at once
+            ignored_params=everything - set(mine.values()),
+        )
+        named = dict(module.named_parameters())
+        for name, original in mine.items():
+            sharded.originals[named[name]] = original
+            original.data = original.data.new_empty(0)  # the shards are all that is kept
+        # Dropping them inside a backward would pull saved tensors from under uses outside the unit's forward.
+        target.set_reshard_after_backward(config.stage == 3, recurse=False)
+        sharded.units.append(target)
+    return sharded
+
+
+def _start_from_rank_0(tensors: Sequence[Tensor], device: torch.device) -> None:
+    """Rank 0's values, on the device. Unit by unit: a module that is offloaded need not fit there."""
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device)
+    broadcast_coalesced(tensors)
+
+
+def carry_hooks_over(sharded: Sharded) -> None:
+    """Hooks that the user registered on parameters see this rank's gradient before it is reduced, as under DDP."""
+    for unit, target in zip(sharded.plan.units, sharded.units, strict=True):
+        hooked = {name for name, p in unit.parameters.items() if backward_hooks(p)}
+        refuse_late_hooks(unit.parameters)
+        if hooked:
+            target.unshard()  # makes the gathered parameters, which live as long as the engine
+            gathered_now = dict(sharded.module.named_parameters())
+            for name in hooked:
+                for hook in backward_hooks(unit.parameters[name]).values():  # type: ignore[union-attr]
+                    gathered_now[name].register_hook(hook)
+            target.reshard()
+
+
+def root_owners(root: Root) -> set[nn.Module]:
+    """The modules that hold the root unit's parameters."""
+    return {m for group in private.groups(root) for _, places in private.registrations(group) for m, _ in places}
+
+
+def offload_policy(config: ZeroConfig, device: torch.device) -> OffloadPolicy:
+    """Where ``fully_shard`` keeps the shards.
+
+    Raises:
+        ValueError: For pinned memory where there is no accelerator to pin it for.
+    """
+    if config.offload.target != "cpu":
+        return OffloadPolicy()
+    pin_memory = config.offload.pin_memory
+    if pin_memory and device.type == "cpu":
+        raise ValueError(
+            "offload.pin_memory=True on accelerator='cpu': memory is pinned for copies to an accelerator; leave it"
+            " unset."
+        )
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu" if pin_memory is None else pin_memory)

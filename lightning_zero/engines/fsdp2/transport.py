@@ -1,0 +1,124 @@
+"""What carries shards and gradients between ranks: by default torch's own collectives, streams and schedule.
+
+:class:`Transport` is what an accelerator takes: it leaves ``fully_shard`` as it is, and only carries the engine's own
+small agreements. Its methods are the moments of a step at which another transport (``cpu.Direct``) does more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_zero.comm import direct
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.fsdp2 import private
+
+
+class Transport:
+    """The path of an accelerator; all methods but those that say so do nothing here.
+
+    Attributes:
+        gathers_up_front: Whether a forward at stages 1 and 2 begins with a gather of every unit, so that ranks may run
+            different units.
+        advice: What beside keeping modules out of the units helps where ranks run different ones.
+    """
+
+    gathers_up_front = False
+
+    def __init__(self, config: ZeroConfig, mesh: DeviceMesh, advice: str = "") -> None:
+        self.config, self.mesh, self.advice = config, mesh, advice
+        self._agreement: dist.ProcessGroup | None = None
+
+    # -- set-up
+
+    def install(self, units: Sequence[Any]) -> None:
+        """The units (``FSDPModule``, the root last) have parameters on the ranks, and no schedule yet."""
+
+    def start(self, units: Sequence[Any], names: Sequence[str]) -> None:
+        """The units have a root and a schedule; ``names`` are theirs. Makes the group of agreements (collective)."""
+        if self.mesh.size() > 1 and self._needs_agreements():
+            # A group of its own, so that an agreement never meets an engine's collective
+            timeout = timedelta(seconds=self.config.timeout_seconds)
+            self._agreement = dist.new_group(backend="gloo", timeout=timeout)
+
+    def _needs_agreements(self) -> bool:
+        return self.config.find_unused_parameters
+
+    def close(self) -> None:
+        """Gives back what :meth:`start` has made."""
+        if self._agreement is not None:
+            dist.destroy_process_group(self._agreement)
+            self._agreement = None
+
+    # -- agreements
+
+    @property
+    def agrees(self) -> bool:
+        """Whether there are other ranks to agree with, and a group to do it over."""
+        return self._agreement is not None
+
+    def agree(self, message: Tensor, op: Any) -> dist.Work:
+        """``message`` (a few numbers, in host memory) becomes their sum or maximum, when this has been waited for."""
+        assert self._agreement is not None
+        return direct.all_reduce(message, op, self._agreement)
+
+    # -- the moments of a step, in their order
+
+    def forward_begins(self, keeps_gathered: bool) -> None:
+        """With ``keeps_gathered`` the parameters of the micro-batch before may still be whole."""
+
+    def unit_begins(self, index: int, in_backward: bool) -> None:
+        """This rank is about to run a unit; ``in_backward`` where activations are recomputed."""
+
+    def forward_ends(self) -> None:
+        """After the last unit of a forward."""
+
+    def backward_begins(self, ran: Sequence[int] | None) -> bool:
+        """Whether this backward's gradients are reduced at its end, in fixed order.
+
+        ``ran`` is 1 for each unit that this rank ran, ``None`` where nobody asks.
+        """
+        self.close_forward()
+        return False
+
+    def close_forward(self, in_backward: bool = False) -> None:
+        """A backward is about to begin, maybe inside the forward."""
+
+    def reduction_begins(self, group: private.Group, params: Sequence[private.ShardedParam]) -> None:
+        """The gradients of ``params`` are complete, and ``group`` is about to reduce them."""
+
+    def backward_ends(self, step_is_due: bool) -> None:
+        """All reductions that autograd has scheduled have begun; afterwards they are complete.
+
+        ``step_is_due``: all ranks step before they gather again.
+        """
+
+    # -- writes
+
+    def user_writes(self) -> None:
+        """User code is about to write to a sharded parameter."""
+
+    def await_readers(self) -> None:
+        """Afterwards shards and copies may be written to or freed: no other rank reads them any more."""
+
+    def shards_changed(self) -> None:
+        """Shards or copies may have changed in a way that no tensor's version tells."""
+
+    def released(self) -> None:
+        """Nothing is needed whole any more; the next forward starts anew."""
+
+
+def refuse_different_units(transport: Transport, names: Sequence[str], indices: Sequence[int]) -> None:
+    """Raises the ``ValueError`` of ranks that ran different units; ``names`` are of all of them, the root last."""
+    found = [names[i] for i in indices]
+    others = [name for name in names[:-1] if name not in found]
+    raise ValueError(
+        f"stage={transport.config.stage}: the units {', '.join(map(repr, found))} ran on some ranks only, or in another"
+        " order, but all ranks must gather the same parameters together. Run them on every rank, or keep them out"
+        f" of the units, as units={others!r} does{transport.advice}."
+    )

@@ -1,0 +1,64 @@
+"""Writes of user code to gathered parameters, which must reach the shards before the copies go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_zero.comm.shards import local, rows_of
+from lightning_zero.engines.fsdp2 import private
+from lightning_zero.engines.fsdp2.transport import Transport
+from lightning_zero.private.torch import DisableTorchFunction
+
+
+class Writes:
+    """Watches the gathered parameters of ``groups``; each rank stores its own rows of what was written to them.
+
+    A tensor's version tells of every in-place write, but not of one through ``.data``: whoever takes that must be
+    reported to :meth:`data_taken`.
+    """
+
+    def __init__(self, groups: Sequence[private.Group], transport: Transport) -> None:
+        self._groups, self._transport = groups, transport
+        self._versions = [0] * len(groups)  # of each group, when it was last looked at
+        self._data_taken: set[Tensor] = set()  # gathered parameters that may have been written through .data
+        self._copies: set[Tensor] = set()  # gathered parameters
+        self._num_params = sum(len(group.fsdp_params) for group in groups)
+        for index, group in enumerate(groups):
+            private.before_reshard(group, partial(self._store, index))
+
+    def data_taken(self, tensor: Tensor) -> bool:
+        """User code reads or assigns ``tensor.data``; whether ``tensor`` is a gathered parameter."""
+        if len(self._copies) < self._num_params:  # some have not been gathered yet
+            self._copies = {copy for group in self._groups for copy, _ in private.copies(group)}
+        if tensor not in self._copies:
+            return False
+        self._data_taken.add(tensor)
+        return True
+
+    def _store(self, index: int, group: private.Group) -> None:
+        version = private.version(group)
+        if version == self._versions[index] and not self._data_taken:
+            return
+        self._versions[index] = version
+        self._transport.shards_changed()  # other ranks' rows may differ from their shards now
+        self._transport.await_readers()
+        with torch.no_grad(), DisableTorchFunction():
+            for copy, shard in private.copies(group):
+                _store_rows(copy, shard)
+        self._data_taken.difference_update(copy for copy, _ in private.copies(group))
+
+
+def _store_rows(whole: Tensor, sharded: DTensor) -> None:
+    """This rank's rows of ``whole``; of a gathered copy in low precision only those elements that have changed."""
+    shard, (start, length) = local(sharded), rows_of(sharded)
+    if not length:
+        return
+    rows = whole.detach().narrow(0, start, length).to(shard.device)
+    if rows.dtype != shard.dtype:
+        rows = torch.where(shard.to(rows.dtype) == rows, shard, rows.to(shard.dtype))
+    shard.copy_(rows)
