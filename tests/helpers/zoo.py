@@ -1422,9 +1422,9 @@ def make_strategy(settings: str | dict[str, Any]) -> Any:
         if settings.startswith("zero"):
             import lightning_zero  # noqa: F401  (registers the name)
         return settings
-    from lightning_zero import auto
+    from lightning_zero import ZeroConfig, auto
 
-    return auto.make_strategy(**settings)
+    return auto.make_strategy(ZeroConfig.from_kwargs(**settings))
 
 
 def make_trainer(strategy: str | dict[str, Any], **options: Any) -> L.Trainer:
