@@ -6,6 +6,8 @@ import pytest
 
 from tests.helpers import models
 
+pytestmark = pytest.mark.rest
+
 SAMPLE = (
     *("transformers/llama", "transformers/bert", "transformers/t5", "peft/LoRA", "timm/test_vit"),
     *("diffusers/UNet2DModel", "lightly/BYOL", "torch-geometric/GCN", "monai/UNet", "segmentation-models-pytorch/Unet"),

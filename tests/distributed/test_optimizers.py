@@ -8,6 +8,8 @@ import torch
 from tests.helpers import optimizers, zoo
 from tests.helpers.ranks import outcome
 
+pytestmark = pytest.mark.sampled
+
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", list(optimizers.RESUMED))

@@ -42,6 +42,8 @@ def test_an_import_error_behind_a_target_is_named(tmp_path):
 OWN_APP = """
 import hydra
 
+pytestmark = pytest.mark.rest
+
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg):
     if cfg.get("fails"):

@@ -47,6 +47,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+pytestmark = pytest.mark.rest
+
 
 class MyModule(L.LightningModule):
     def __init__(self):
