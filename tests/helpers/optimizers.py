@@ -90,6 +90,7 @@ class Blocks8Bit(_Plain):
         if not state:
             state["state1"] = torch.zeros_like(p, dtype=torch.uint8)
             state["absmax1"] = torch.zeros(blocks)
+        assert state["state1"].dtype == torch.uint8, "a kernel would read other bytes"
         padded = torch.zeros(blocks * self.BLOCK)
         padded[: p.numel()] = state["state1"].flatten().float() / 127.5 - 1
         padded = (padded.view(blocks, -1) * state["absmax1"][:, None]).flatten()
