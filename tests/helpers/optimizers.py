@@ -83,6 +83,12 @@ class Blocks8Bit(_Plain):
 
     SMALL, BLOCK = 32, 64
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)  # makes everything the parameters' dtype
+        for values in self.state.values():
+            if "state1" in values:
+                values["state1"] = values["state1"].to(torch.uint8)
+
     def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
         if p.numel() < self.SMALL:
             return super().update(p, grad, group, state)
