@@ -223,14 +223,15 @@ def local(tensor: Tensor) -> Tensor:
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def shard_like(value: Tensor, like: DTensor) -> DTensor:
-    """This rank's rows of ``value``, which all ranks have alike, laid out as ``like``; only they are copied."""
+def shard_like(value: Tensor, like: DTensor, dtype: torch.dtype | None = None) -> DTensor:
+    """This rank's rows of ``value``, which all ranks have alike, laid out as ``like`` and of its dtype, or another
+    one; only they are copied."""
     shard = local(like)
     value = value.detach()
     if value.shape != like.shape:
         value = value.expand(like.shape)
     start, length = rows_of(like)
-    mine = torch.empty_like(shard)
+    mine = torch.empty_like(shard, dtype=dtype or shard.dtype)
     if length:
         mine.copy_(value.narrow(0, start, length))
     return as_shard(mine, like)
