@@ -12,6 +12,8 @@ import pytest
 from tests.integration.commands import SMALL, console_script, run, run_imported
 from tests.integration.test_readme import MY_PACKAGE
 
+pytestmark = pytest.mark.rest
+
 MODULE = "-m", "lightning_zero"
 ONE_RUN = "trainer.log_every_n_steps=1", "hydra.run.dir=run"
 
@@ -41,8 +43,6 @@ def test_an_import_error_behind_a_target_is_named(tmp_path):
 
 OWN_APP = """
 import hydra
-
-pytestmark = pytest.mark.rest
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg):
