@@ -117,8 +117,8 @@ of stage 3 is gathered once per micro-batch, every other unit twice.
 
 Stages 1 and 2 gather A times instead of once if a hook of yours looks at the module between micro-batches, unless
 shards alias their gathered buffers, which stay. Small messages (agreements between ranks, the buffers' broadcast)
-are counted as well, and so are bytes that ranks on one host read from each other's memory. An optimizer that looks across
-elements (Adafactor, Muon, LAMB) also gathers its parameters, gradients and states.
+are counted as well, and so are bytes that ranks on one host read from each other's memory. An optimizer that looks
+across elements (Adafactor, Muon, LAMB) also gathers its parameters, gradients and states.
 
 ## Offload
 
