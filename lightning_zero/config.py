@@ -18,7 +18,7 @@ EngineName = Literal["fsdp2", "deepspeed"]
 OffloadTarget = Literal["none", "cpu", "nvme"]
 CheckpointForm = Literal["file", "sharded", "sharded-async"]
 AfterFit = Literal["auto", "whole", "sharded"]
-Transport = Literal["auto", "direct", "torch"]
+TransportName = Literal["auto", "direct", "torch"]
 StartMethod = Literal["auto", "popen", "spawn", "fork"]
 
 STAGES: tuple[int, ...] = get_args(Stage)
@@ -26,7 +26,7 @@ ENGINES: tuple[str, ...] = get_args(EngineName)
 OFFLOAD_TARGETS: tuple[str, ...] = get_args(OffloadTarget)
 CHECKPOINTS: tuple[str, ...] = get_args(CheckpointForm)
 AFTER_FIT: tuple[str, ...] = get_args(AfterFit)
-TRANSPORTS: tuple[str, ...] = get_args(Transport)
+TRANSPORTS: tuple[str, ...] = get_args(TransportName)
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
 
 _Section = TypeVar("_Section", "OffloadConfig", "DeepSpeedConfig")
@@ -286,7 +286,7 @@ class ZeroConfig:
     shard_size: int | None = None
     """Ranks that share one copy of the model: shards lie inside groups of this many consecutive ranks (the GPUs of a
     host, say), and the groups are replicas of each other (HSDP). ``None`` shards over all ranks."""
-    transport: Transport = "auto"
+    transport: TransportName = "auto"
     """What carries shards and gradients with ``fsdp2``: ``"torch"`` is ``fully_shard``'s own collectives and schedule,
     ``"direct"`` an exchange between CPU processes over gloo, which sends and holds less; ``"auto"`` is direct there,
     torch elsewhere."""

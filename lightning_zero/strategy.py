@@ -43,7 +43,7 @@ from lightning_zero.config import (
     OffloadTarget,
     Stage,
     StartMethod,
-    Transport,
+    TransportName,
     ZeroConfig,
 )
 from lightning_zero.engines.base import Engine, require
@@ -110,7 +110,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         min_unit_numel: int = 100_000,
         find_unused_parameters: bool = True,
         shard_size: int | None = None,
-        transport: Transport = "auto",
+        transport: TransportName = "auto",
         elementwise_optimizers: Sequence[str] | None = None,
         broadcast_buffers: bool = True,
         after_fit: AfterFit = "auto",
@@ -146,8 +146,8 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def _take(self, config: ZeroConfig, **of_lightning: Any) -> None:
         """The one way in: what the constructor, the names, LightningCLI and Hydra end in."""
-        self.config = config
         check_libraries(config.engine)
+        self.config = config
         self.start_method, self.rank_logs = config.start_method, config.rank_logs
         DDPStrategy.__init__(
             self,

@@ -175,7 +175,7 @@ class ShardedStep:
         def lay_out(index: int, key: str, value: Any) -> Any:
             p = params[index]
             if isinstance(p, DTensor) and isinstance(value, Tensor) and _is_of_shape(value, p.shape):
-                return shard_like(value, p)
+                return shard_like(value, p, value.dtype)
             return map_tensors(lambda path, t: t.clone(), value)
 
         with torch.no_grad(), DisableTorchFunction():
@@ -405,7 +405,7 @@ class _WholeSwap(_Swap):
             start, length = rows_of(seen)
             local(seen).copy_(value.detach().narrow(0, start, length))
             return seen
-        return shard_like(value, p)
+        return shard_like(value, p, value.dtype)
 
     def end(self, stand_in: Tensor) -> None:
         stand_in.grad = None

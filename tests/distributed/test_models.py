@@ -6,6 +6,8 @@ import pytest
 
 from tests.helpers import models
 
+pytestmark = pytest.mark.rest
+
 SAMPLE = (
     *("transformers/llama", "transformers/bert", "transformers/t5", "peft/LoRA", "timm/test_vit"),
     *("diffusers/UNet2DModel", "lightly/BYOL", "torch-geometric/GCN", "monai/UNet", "segmentation-models-pytorch/Unet"),
@@ -20,7 +22,7 @@ def test_public_models_and_optimizers_equal_ddp(ranks, key):
     row = models.ROWS[key]
     if not models.version_of(row.package):
         pytest.skip(f"{row.package} is not installed: make models")
-    found = ranks.run(models.compare, key, (1, 3), world_size=2, timeout_seconds=120)
+    found = ranks(models.compare, key, (1, 3), world_size=2, timeout_seconds=120)
     assert max(max(each) for each in found) <= row.tolerance
 
 

@@ -83,6 +83,12 @@ class Blocks8Bit(_Plain):
 
     SMALL, BLOCK = 32, 64
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)  # makes everything the parameters' dtype
+        for values in self.state.values():
+            if "state1" in values:
+                values["state1"] = values["state1"].to(torch.uint8)
+
     def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
         if p.numel() < self.SMALL:
             return super().update(p, grad, group, state)
@@ -90,6 +96,7 @@ class Blocks8Bit(_Plain):
         if not state:
             state["state1"] = torch.zeros_like(p, dtype=torch.uint8)
             state["absmax1"] = torch.zeros(blocks)
+        assert state["state1"].dtype == torch.uint8, "a kernel would read other bytes"
         padded = torch.zeros(blocks * self.BLOCK)
         padded[: p.numel()] = state["state1"].flatten().float() / 127.5 - 1
         padded = (padded.view(blocks, -1) * state["absmax1"][:, None]).flatten()

@@ -29,6 +29,8 @@ import pytest
 
 from tests.integration.commands import ROOT
 
+pytestmark = pytest.mark.rest
+
 PAGES = sorted(path.relative_to(ROOT) for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
 PROGRAMS = ("lightning-zero", "python", "make", "pip", "cd", "bash", "torchrun", "srun", "sbatch", "mpirun", "pytest")
 DATA = "data.block_size=32 data.max_characters=20000 data.vocab_size=300"
