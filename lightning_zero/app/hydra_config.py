@@ -22,7 +22,9 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from lightning.pytorch import Trainer
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -264,12 +266,29 @@ def make_trainer(cfg: DictConfig, **more: Any) -> Trainer:
         arguments["callbacks"] = _all_of(cfg, "callbacks")
     if "logger" in cfg and arguments.get("logger") is None:
         arguments["logger"] = _all_of(cfg, "logger") or False
+    arguments["callbacks"] = _without_switched_off(arguments)
     if HydraConfig.initialized():
         arguments["callbacks"] = [*(arguments.get("callbacks") or []), RunRecord()]
     try:
         return Trainer(**arguments)
     except (ValueError, TypeError) as error:  # MisconfigurationException is neither: see cli
         raise ConfigError(f"trainer: {error}") from error
+
+
+def _without_switched_off(arguments: Mapping[str, Any]) -> list[Callback] | None:
+    """The callbacks that go with the switches of ``trainer``: Lightning refuses a progress bar beside
+    ``enable_progress_bar=false``, and the others likewise; says in one line which are left out."""
+    callbacks: list[Callback] | None = arguments.get("callbacks")
+    switches: dict[str, type[Callback]] = {
+        "enable_progress_bar": ProgressBar,
+        "enable_checkpointing": Checkpoint,
+        "logger": LearningRateMonitor,
+    }
+    off = {name: kind for name, kind in switches.items() if arguments.get(name) is False}
+    for name, kind in off.items():
+        if left_out := [type(each).__name__ for each in callbacks or [] if isinstance(each, kind)]:
+            rank_zero_info(f"trainer.{name}=false: left out {', '.join(left_out)} of callbacks.")
+    return callbacks and [each for each in callbacks if not isinstance(each, tuple(off.values()))]
 
 
 def _all_of(cfg: DictConfig, group: str) -> list[Any]:

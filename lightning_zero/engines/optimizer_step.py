@@ -481,7 +481,7 @@ class _FirstTouch(TorchFunctionMode):
 
     def end(self) -> None:
         """User code runs without it. What an optimizer has entered above it stays, and so does this one below."""
-        if self._depth == torch_optim.num_function_modes():
+        if self._depth and self._depth == torch_optim.num_function_modes():
             self.__exit__(None, None, None)
             self._depth = 0
 
