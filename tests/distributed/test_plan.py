@@ -43,17 +43,11 @@ NOT_COMPARED = {
 MANUAL = ("gan",)
 """Steps of the user's own run units as often as they like, which the plan says it does not count."""
 EVERY_WORLD_SIZE = ("indivisible_dims",)
-APART = ("odd_parameters_together", "accumulation_and_clip")
-"""Since November 2026 a run sends twice what is planned for these at stage 1 (open: which of the two is right)."""
-
-
-def _level(name: str, world_size: int) -> Any:
-    always = world_size == 2 and name in ALWAYS and name not in APART
-    return () if name in EVERY_WORLD_SIZE or always else pytest.mark.full
-
-
 CASES = [
-    pytest.param(name, n, marks=_level(name, n)) for name in zoo.KINDS if name not in NOT_COMPARED for n in (1, 2, 4)
+    pytest.param(name, n, marks=() if name in EVERY_WORLD_SIZE or (n == 2 and name in ALWAYS) else pytest.mark.full)
+    for name in zoo.KINDS
+    if name not in NOT_COMPARED
+    for n in (1, 2, 4)
 ]
 
 
@@ -68,7 +62,7 @@ def test_states_and_traffic(ranks, kind, world_size):
                 _traffic_agrees(each["measured"], each["planned"])
 
 
-@pytest.mark.parametrize("kind", ["adam", pytest.param("odd_parameters_together", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["adam", "odd_parameters_together"])
 def test_states_and_traffic_with_offload(ranks2, kind):
     results = ranks2(account.observe_kind, kind, STAGES, "cpu", timeout_seconds=240)
     for index in range(len(STAGES)):
@@ -104,7 +98,7 @@ def _traffic_agrees(measured: dict[str, float], planned: Any) -> None:
     ("kind", "world_size", "options"),
     [
         ("mlp", 1, {}),
-        pytest.param("mlp", 2, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}, marks=pytest.mark.full),
+        ("mlp", 2, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}),
         ("recomputed", 2, {}),
         ("looked_at", 2, {"accumulate_grad_batches": 3}),
         pytest.param("looked_at", 2, {"accumulate_grad_batches": 3, "precision": "bf16-mixed"}, marks=pytest.mark.full),
