@@ -197,7 +197,8 @@ def between_hooks(
     """``step(closure, **kwargs)`` between the step hooks of ``optimizer``, called as PyTorch calls them.
 
     Args:
-        before_any: Called first where there are hooks: makes parameters and gradients true for user code.
+        before_any: Called first where a hook runs before: makes parameters and gradients true for user code. (Hooks
+            that run after come after the step, which has done that.)
     """
     # else hooks for all optimizers are also those of the inner ones
     alone = is_known(optimizer) or len(family(optimizer)) == 1
@@ -206,7 +207,8 @@ def between_hooks(
         return step(closure, **kwargs)
     args: tuple[Any, ...] = (optimizer,)
     kwargs = {"closure": closure, **kwargs}
-    before_any()
+    if before:
+        before_any()
     for hook in before:
         changed = hook(optimizer, args, kwargs)
         if changed is not None:
