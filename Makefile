@@ -7,7 +7,7 @@ LOWEST := .venv-lowest
 STAMP := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test test-rest test-all test-lowest lint settings parity checkpoints memory offload reliability bench clean
+.PHONY: help setup train test test-rest test-all test-lowest lint settings parity models checkpoints memory offload reliability bench clean
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -52,6 +52,14 @@ test-lowest: ## Private names and a sample of parity with the lowest versions th
 
 parity: setup ## Write docs/parity.md
 	$(BIN)/python benchmarks/parity.py > docs/parity.md.new && mv docs/parity.md.new docs/parity.md
+
+# Without their dependencies: some ask for torchvision, whose wheel on the package index is compiled for CUDA. Of that one
+# only the Python part is used, from a folder of its own, as transformers could not be imported beside it.
+models: setup ## Write the second table of docs/parity.md: public models and optimizers beside DDP
+	$(BIN)/python -m pip install --quiet -c constraints.txt $$($(BIN)/python benchmarks/models.py --requirements needed)
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt $$($(BIN)/python benchmarks/models.py --requirements models)
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt --upgrade --target $(VENV)/python-only torchvision
+	$(BIN)/python benchmarks/models.py
 
 checkpoints: setup ## Write the tables of docs/checkpoints.md (half an hour)
 	$(BIN)/python benchmarks/checkpoints.py memory

@@ -98,8 +98,9 @@ class _KnownNames(list[str]):
 
 def _make_strategy(**settings: Any) -> Any:
     from lightning_zero.auto import make_strategy
+    from lightning_zero.config import ZeroConfig
 
-    return make_strategy(**settings)
+    return make_strategy(ZeroConfig.from_kwargs(**settings))
 
 
 def _refuse_fabric(name: str) -> Any:

@@ -7,16 +7,19 @@ BatchNorm, the compile allow-list), because to users it is DDP that stores every
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -31,11 +34,23 @@ from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.resume import Resume, collect, follow, leave_finished_epoch
 from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
 from lightning_zero.comm.agree import Agreement
-from lightning_zero.config import ZeroConfig
+from lightning_zero.config import (
+    AfterFit,
+    CheckpointForm,
+    DeepSpeedConfig,
+    EngineName,
+    OffloadConfig,
+    OffloadTarget,
+    Stage,
+    StartMethod,
+    TransportName,
+    ZeroConfig,
+)
 from lightning_zero.engines.base import Engine, require
 from lightning_zero.engines.deepspeed.run import DeepSpeedRun, Place
+from lightning_zero.engines.elementwise import is_elementwise, is_known
 from lightning_zero.engines.fsdp2.private import FULLY_SHARD
-from lightning_zero.engines.optimizer_step import fusible_groups
+from lightning_zero.engines.optimizer_step import fusible_groups, refuse_sharding, whole_state_bytes
 from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision, adapt_precision
 from lightning_zero.host import available_host_bytes
 from lightning_zero.launch.launcher import Launched
@@ -54,6 +69,10 @@ from lightning_zero.private.lightning import (
 )
 from lightning_zero.private.torch import TORCH, DisableTorchFunction
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_NOTHING_SET = DeepSpeedConfig()
 _BETWEEN_MICRO_BATCHES = ("on_after_backward", "on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
 """Hooks that can look at the module after one micro-batch and before the next."""
 
@@ -68,39 +87,73 @@ class ZeroStrategy(Launched, DDPStrategy):
     """Trains any LightningModule under ZeRO stage 1, 2 or 3.
 
     Args:
+        stage, ..., rank_logs: The fields of :class:`~lightning_zero.config.ZeroConfig`, where each is explained.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for Lightning's own
             strategies; the Trainer sets them.
-        **settings: The fields of :class:`~lightning_zero.config.ZeroConfig`.
 
     Raises:
-        ValueError: For an unknown or impossible setting, naming it, its value and the repair.
+        ValueError: For an impossible setting, naming it, its value and the repair.
     """
 
     strategy_name = "zero"
 
+    # Spelled out, so that editors and LightningCLI complete and check them; a test keeps them equal to ZeroConfig.
     def __init__(
         self,
-        stage: int | None = None,
-        engine: str = "fsdp2",
+        stage: Stage | None = None,
+        engine: EngineName = "fsdp2",
         *,
-        accelerator: Any = None,
+        offload: OffloadTarget | OffloadConfig | None = None,
+        deepspeed: DeepSpeedConfig = _NOTHING_SET,
+        deepspeed_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        units: Sequence[str] | None = None,
+        min_unit_numel: int = 100_000,
+        find_unused_parameters: bool = True,
+        shard_size: int | None = None,
+        transport: TransportName = "auto",
+        elementwise_optimizers: Sequence[str] | None = None,
+        broadcast_buffers: bool = True,
+        after_fit: AfterFit = "auto",
+        checkpoint: CheckpointForm = "file",
+        process_group_backend: str | None = None,
+        timeout_seconds: float = 1800.0,
+        auto: bool = False,
+        device_memory_gib: float | None = None,
+        start_method: StartMethod = "auto",
+        rank_logs: str | None = None,
+        accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        **settings: Any,
     ) -> None:
-        self.config = ZeroConfig.from_kwargs(stage=stage, engine=engine, **settings)
-        check_libraries(self.config.engine)
-        self.start_method, self.rank_logs = self.config.start_method, self.config.rank_logs
-        super().__init__(
+        given = locals()
+        self._take(
+            ZeroConfig(**{f.name: given[f.name] for f in fields(ZeroConfig)}),
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-            process_group_backend=self.config.process_group_backend,
-            timeout=timedelta(seconds=self.config.timeout_seconds),
+        )
+
+    @classmethod
+    def from_config(cls, config: ZeroConfig, **of_lightning: Any) -> Self:
+        """The strategy of a config that is valid already; ``of_lightning`` is ``accelerator``, ..., as above."""
+        strategy = cls.__new__(cls)
+        strategy._take(config, **of_lightning)
+        return strategy
+
+    def _take(self, config: ZeroConfig, **of_lightning: Any) -> None:
+        """The one way in: what the constructor, the names, LightningCLI and Hydra end in."""
+        check_libraries(config.engine)
+        self.config = config
+        self.start_method, self.rank_logs = config.start_method, config.rank_logs
+        DDPStrategy.__init__(
+            self,
+            **of_lightning,
+            process_group_backend=config.process_group_backend,
+            timeout=timedelta(seconds=config.timeout_seconds),
         )
         self.engine: Engine | None = None
         """What shards the module; ``None`` outside a run."""
@@ -118,7 +171,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self._deepspeed is not None and self.config.stage == 3:
             # On the object only: Trainer.init_module warns of strategies whose class has it
             self.model_sharded_context = self._build_sharded  # type: ignore[method-assign]
-        self._refuse_plugin(checkpoint_io)
+        self._refuse_plugin(of_lightning.get("checkpoint_io"))
 
     # -- what Lightning asks of a strategy by its type ------------------------------------------------------------
 
@@ -205,7 +258,9 @@ class ZeroStrategy(Launched, DDPStrategy):
         if fitting:
             with self._whole_for_optimizers():
                 self.setup_optimizers(trainer)
+            refuse_sharding([unwrapped(o) for o in self.optimizers])
             self._tell_what_is_fused()
+            self._tell_what_steps_whole()
         optimizers = list(self.optimizers) if fitting else []
         if self._deepspeed is not None:
             self._deepspeed.check_optimizers(optimizers)
@@ -255,6 +310,20 @@ class ZeroStrategy(Launched, DDPStrategy):
             rank_zero_info(
                 f"offload='cpu': {', '.join(names)} steps in host memory with PyTorch's fused kernel, as neither fused"
                 " nor foreach was chosen."
+            )
+
+    def _tell_what_steps_whole(self) -> None:
+        if self.world_size == 1:
+            return
+        declared = self.config.elementwise_optimizers or ()
+        unknown = [o for o in map(unwrapped, self.optimizers) if not is_known(o) and not is_elementwise(o, declared)]
+        names = sorted({type(o).__name__ for o in unknown})
+        if names:
+            rank_zero_info(
+                f"{', '.join(names)} steps on whole parameters, gradients and states, which every rank gathers for the"
+                " length of a step: PyTorch's own optimizers alone are known to step alike on shards. Where an"
+                " element's update depends on nothing but that element's own history,"
+                f" elementwise_optimizers={names} saves that memory."
             )
 
     def _resolve_stage(self, trainer: Any) -> None:
@@ -381,19 +450,30 @@ class ZeroStrategy(Launched, DDPStrategy):
             self.precision_plugin.engine = None
 
     def _whole_after_fit(self) -> bool:
-        """Whether every process of a host can hold the whole module; all ranks answer alike."""
+        """Whether every process of a host can hold the whole module, and beside it the optimizers' states; all ranks
+        answer alike."""
+        assert self.engine is not None
         if self.config.after_fit != "auto":
             return self.config.after_fit == "whole"
-        assert self.engine is not None
-        need = self.engine.whole_bytes * self.num_processes
         # Between CPUs: the run's own process group may have no backend for them
-        fits = all(self.agreement.gather(need < 0.8 * available_host_bytes(), "the end of a run"))
-        if not fits:
+        room = min(self.agreement.gather(int(0.8 * available_host_bytes()), "the end of a run")) // self.num_processes
+        module_bytes = self.engine.whole_bytes
+        if module_bytes >= room:
             rank_zero_info(
-                f"after_fit='auto': the module stays sharded, its whole parameters ({need / 2**30:.1f} GiB for the"
-                " processes of one host) do not fit into host memory."
+                f"after_fit='auto': the module stays sharded, its whole parameters"
+                f" ({module_bytes * self.num_processes / 2**30:.1f} GiB for the processes of one host) do not fit into"
+                " host memory."
             )
-        return fits
+            return False
+        states_bytes = whole_state_bytes([unwrapped(o) for o in self.optimizers])
+        self.engine.states_whole_after_fit = module_bytes + states_bytes < room
+        if not self.engine.states_whole_after_fit:
+            rank_zero_info(
+                "after_fit='auto': the optimizers' states stay sharded, as whole ones"
+                f" ({states_bytes * self.num_processes / 2**30:.1f} GiB for the processes of one host) do not fit into"
+                " host memory beside the module."
+            )
+        return True
 
     def on_train_start(self) -> None:
         if self.engine is not None:
@@ -533,6 +613,12 @@ class ZeroStrategy(Launched, DDPStrategy):
             return
         assert self.lightning_module is not None
         leave_finished_epoch(self.lightning_module.trainer.fit_loop)
+        saved, now = len(checkpoint["optimizer_states"]), [type(unwrapped(o)).__name__ for o in self.optimizers]
+        if saved != len(now):
+            raise ValueError(
+                f"the checkpoint holds the states of {saved} optimizers, configure_optimizers returned {len(now)}"
+                f" ({', '.join(now)}): resume with the optimizers that saved it, or load the weights alone."
+            )
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self.engine.load_optimizer_state(unwrapped(optimizer), state)
 

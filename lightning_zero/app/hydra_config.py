@@ -211,7 +211,7 @@ def make_strategy(**settings: Any) -> DDPStrategy | str:
     settings.pop("_target_", None)
     if "stage" not in settings:
         return _lightning_strategy(str(_checked(LightningStrategy, settings, "strategy")["name"]))
-    return make_zero_strategy(**_fields(make_zero_config(settings)))
+    return make_zero_strategy(make_zero_config(settings))
 
 
 def _lightning_strategy(name: str) -> DDPStrategy | str:
@@ -227,13 +227,8 @@ def make_zero_config(settings: Mapping[str, Any] | DictConfig) -> ZeroConfig:
     values = to_plain(settings)
     values.pop("_target_", None)
     checked = _checked(schema_of(ZeroConfig), values, "strategy")
-    hints = get_type_hints(ZeroConfig)
     try:
-        for name, value in checked.items():
-            nested = [m for m in _members(hints[name]) if dataclasses.is_dataclass(m)]
-            if nested and isinstance(value, dict):
-                checked[name] = nested[0](**value)  # type: ignore[operator]
-        return ZeroConfig(**checked)
+        return ZeroConfig.from_kwargs(**checked)
     except ValueError as error:
         raise ConfigError(f"strategy: {error}") from error
 
@@ -314,10 +309,6 @@ def make_slurm_job(cfg: DictConfig) -> SlurmJob:
         return SlurmJob(**_checked(schema_of(SlurmJob), settings, "launcher"))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _fields(config: ZeroConfig) -> dict[str, Any]:
-    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
 
 
 def to_plain(node: Any) -> Any:

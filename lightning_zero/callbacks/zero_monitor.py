@@ -1,4 +1,4 @@
-"""What a run really stores, sends and waits for, on each rank, beside what the plan said.
+"""Measures the bytes and times of a run on each rank, and shows them beside the plan's.
 
 [Where a step's time goes] A *window* is one optimizer step with its micro-batches, from the end of one to the end of
 the next. On the CPU marks are readings of a clock, on CUDA they are events on the compute stream, read once they have
@@ -6,8 +6,8 @@ passed, at least one window later: the host never waits for the device.
 
     data            from the end of a batch's hooks to the start of the next batch's
     communication   exposed only, i.e. nothing was computed meanwhile.
-                    CPU: the time inside blocking collectives. CUDA: what the compute stream waits for in front of each
-                    unit's forward and backward, and between the last gradient and the end of the backward
+                    CPU: the time inside blocking collectives. CUDA: the compute stream's waits before each unit's
+                    forward and backward, and between the last gradient and the end of the backward
     optimizer       clipping and the step, their communication left out
     compute         the rest
 
@@ -47,7 +47,7 @@ PARTS = ("compute", "communication", "optimizer", "data")
 
 
 class HostClock:
-    """Marks are seconds; what a CPU does is over when the next line runs."""
+    """Marks are seconds; a CPU has finished its work when the next line runs."""
 
     def mark(self) -> Any:
         return time.perf_counter()
@@ -87,7 +87,7 @@ class _Window:
     host_waits: float = 0.0
     """Seconds inside blocking collectives, on the CPU."""
     data_waits: float = 0.0
-    """Of them between two batches, where Lightning asks all ranks whether one was told to end."""
+    """Of them between two batches, in Lightning's collective on whether a rank was asked to end."""
     optimizer_waits: list[float] = field(default_factory=list)
     """Of them inside each optimizer's step."""
     samples: int = 0
@@ -106,9 +106,9 @@ class ZeroMonitor(Callback):
         predict: Make the plan (rank 0 prints it, its trace also counts the FLOPs); costs a second or so, once.
         peak_flops: Of one device, per second, for MFU; ``None`` looks the device up.
 
-    Validation, checkpoints and what lies between epochs belong to no window, and the first one is left out, in which
-    everything warms up and optimizers make their states. After the run ``rows`` holds one mapping per rank with
-    everything that was measured, ``plan`` the prediction.
+    Validation, checkpoints and the time between epochs belong to no window. The first window is left out: everything
+    warms up in it, and optimizers make their states. After the run ``rows`` holds one mapping per rank with all
+    measurements, ``plan`` the prediction.
     """
 
     def __init__(self, every_n_steps: int | None = None, predict: bool = True, peak_flops: float | None = None) -> None:
@@ -202,7 +202,7 @@ class ZeroMonitor(Callback):
     # -- marks ---------------------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._window = self._batch_end = None  # what lies between epochs is no step
+        self._window = self._batch_end = None  # time between epochs belongs to no step
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._window = self._batch_end = None

@@ -59,10 +59,13 @@ from lightning_zero.private.torch import PICKLED, MemoryFormats, StorageInfo
 def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
     """Writes ``checkpoint`` to the folder or fsspec URL ``path``, each rank its own shards (collective).
 
-    Rank 0's ``path`` is everybody's: others may have computed another one, from a metric that was not synchronised.
+    Rank 0's ``path`` counts for all: others may have computed another one, from a metric that was not synchronised.
+
+    Each block of work ends with an agreement, so a rank begins the next one only after all have finished this one: the
+    marker is written last, when every rank's data is on the disk.
 
     Raises:
-        CheckpointError: On every rank, if any cannot write; what ``path`` held before is untouched.
+        CheckpointError: On every rank, if any cannot write; an earlier checkpoint at ``path`` stays whole.
     """
     path, data = agreement.gather((path, layout.DATA_PREFIX + uuid.uuid4().hex[:12]))[0]
     fs, target = fsspec.core.url_to_fs(path)
@@ -81,7 +84,7 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
                     stack.callback(os.close, owner.mark(folder))
             with _agreeing(agreement, path):
                 tensors, rest = split(checkpoint)
-                if agreement.rank:  # buffers and the like: rank 0's, as in one file
+                if agreement.rank:  # plain tensors (buffers) are equal on all ranks: rank 0 writes them, as in one file
                     tensors = {key: t for key, t in tensors.items() if isinstance(t, DTensor)}
                 write_tensors(tensors, folder, agreement)
                 if agreement.rank == 0:
@@ -102,7 +105,7 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
 
 
 def prepare(path: str) -> None:
-    """Makes the folder, where there is not something else under its name."""
+    """Makes the folder; raises if a file has its name."""
     fs, target = fsspec.core.url_to_fs(path)
     if isinstance(fs, LocalFileSystem) and os.path.islink(target):
         os.unlink(target)  # the link of an earlier save, never the checkpoint it points to
@@ -169,8 +172,8 @@ def commit(path: str, data: str) -> None:
 
 
 def remove_leftovers(path: str) -> None:
-    """Deletes what killed saves have left half-written in the folders beside ``path`` and in ``path`` itself: data with
-    the mark of an owner that is no more, which no marker declares complete."""
+    """Deletes unfinished data of killed saves in ``path`` and in the folders beside it: data that no marker declares
+    complete and whose mark names an owner that has ended."""
     fs, target = fsspec.core.url_to_fs(path)
     if not isinstance(fs, LocalFileSystem):  # there a save appears only once it is whole on this host
         return
@@ -181,7 +184,7 @@ def remove_leftovers(path: str) -> None:
                 continue
             marker = checkpoint / layout.MARKER
             if marker.is_file() and layout.read_marker(marker.read_text(), str(checkpoint))[0] == data.name:
-                mark.unlink()  # killed between the two
+                mark.unlink()  # the save was killed after the marker was written and before the mark was removed
                 continue
             shutil.rmtree(data)
             checkpoint.rmdir()  # unless it holds anything else
@@ -201,11 +204,11 @@ def _is_being_written(data: Path) -> bool:
 
 
 _STALE_SECONDS = 24 * 3600.0
-"""No save writes nothing for so long."""
+"""A save that has written nothing for this long has ended."""
 
 
 def remove(path: Path) -> None:
-    """Deletes a sharded directory; killed half-way, what is left is no checkpoint."""
+    """Deletes a sharded directory, its marker first: if it is killed half-way, the rest is no checkpoint."""
     (path / layout.MARKER).unlink(missing_ok=True)
     file.sync_folder(path)
     shutil.rmtree(path)
@@ -234,7 +237,7 @@ def read(path: Path, weights_only: bool | None, part: int = 0, parts: int = 1) -
     Args:
         path: Local folder.
         weights_only: Unless ``False``, nothing beyond torch's allow-list is unpickled.
-        part, parts: Which share of the tensors to compare with their checksums (ranks share the work).
+        part, parts: The share of the tensors to compare with their checksums (ranks share the work).
 
     Raises:
         CheckpointError: For an incomplete, damaged or foreign folder, naming what is missing.
@@ -249,7 +252,8 @@ def read(path: Path, weights_only: bool | None, part: int = 0, parts: int = 1) -
     def fill(where: layout.Path, tensor: Tensor) -> Tensor:
         if tensor.is_meta and id(tensor) not in lazy:
             found = index.lazy(layout.tensor_key(where), tensor)
-            # These are copied at once; what callbacks and others keep must not depend on the disk.
+            # Weights and optimizer states are copied into the run at once and may stay lazy; callbacks and others may
+            # keep their tensors, which must not depend on the disk.
             lazy[id(tensor)] = found if where[0] in _COPIED_AT_ONCE else found.materialize()
         return lazy.get(id(tensor), tensor)
 
@@ -297,7 +301,7 @@ _WITH_STATE = (
 )  # fmt: skip
 
 
-class _IndexUnpickler(pickle._Unpickler):  # the one in Python: the one in C cannot be told what may get state
+class _IndexUnpickler(pickle._Unpickler):  # Python's, not C's: only there load_build can be overridden
     """Knows the classes an index of tensors consists of and no other, and gives state to their instances only: given
     to a class itself, state would change it for the whole process."""
 
@@ -312,7 +316,7 @@ class _IndexUnpickler(pickle._Unpickler):  # the one in Python: the one in C can
 
     def find_class(self, module: str, name: str) -> Any:
         if module.split(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
-            # where the checkpoint was, which nobody asks
+            # the path that the checkpoint was written to, which nothing uses
             return lambda *parts: "/".join(map(str, parts))
         if (module, name) == ("builtins", "getattr"):
             return _memory_format
@@ -357,10 +361,10 @@ class Index(FileSystemReader):
         return metadata
 
     def lazy(self, key: str, like: Tensor) -> LazyTensor:
-        """The tensor named ``key``, which ``like`` says the shape and dtype of.
+        """The tensor named ``key``, with the shape and dtype of ``like``.
 
         Raises:
-            CheckpointError: If the index does not know it so.
+            CheckpointError: If the index lacks it or a part of it, or has another shape or dtype.
         """
         entry = self.metadata.state_dict_metadata.get(key)
         if not isinstance(entry, TensorStorageMetadata):
@@ -434,7 +438,7 @@ class _Materializing(DefaultSavePlanner):
 
 
 class _Into(DefaultLoadPlanner):
-    """Puts what is read into one tensor."""
+    """Reads pieces directly into one tensor."""
 
     def __init__(self, rows: Tensor) -> None:
         super().__init__()

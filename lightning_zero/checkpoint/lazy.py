@@ -1,7 +1,7 @@
-"""A tensor that lies on disk and looks like one in memory.
+"""A tensor on disk that looks like one in memory.
 
-Its values are read when an operation wants them, each time anew, and only the rows that are wanted: copying a
-:class:`LazyTensor` into a parameter holds one tensor in memory, narrowing it first holds one shard.
+Each operation reads the values again, and only the rows that it needs: copying a :class:`LazyTensor` into a parameter
+takes memory for one tensor, copying a narrowed one for one shard.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _writes_to_lazy(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 def _rows(
     tensor: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> tuple[LazyTensor, int, int] | None:
-    """What a slice means in rows, if it is one of neighbouring rows."""
+    """The tensor and its rows from start to stop, if the slice is one of consecutive rows; else ``None``."""
     if dim != 0 or step != 1:
         return None
     first, last, _ = slice(start, end).indices(tensor.shape[0])

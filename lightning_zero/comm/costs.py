@@ -5,14 +5,14 @@ from __future__ import annotations
 ORDER_BYTES = 16
 """The announcement of a unit at stage 3 between CPU processes: four integers."""
 CHANGED_BYTES = 4
-"""The question whether any rank has written to its shards since the last gather: one integer."""
+"""The agreement on whether any rank has written to its shards since the last gather: one integer."""
 FEW_RANKS = 4
-"""Up to so many ranks tell each other directly in an agreement. Between 2 ranks that takes half the time of gloo's
-all-reduce, between 4 as long."""
+"""Up to this many ranks, each sends its message to every other in an agreement. Between 2 ranks that takes half the
+time of gloo's all-reduce, between 4 the same time."""
 
 
 def agreement_bytes(nbytes: float, world_size: int) -> float:
-    """The size of an all-reduce with the traffic of an agreement on ``nbytes``: few ranks send all to each other."""
+    """The size of an all-reduce with the same traffic as an agreement on ``nbytes``."""
     return nbytes * world_size / 2 if world_size <= FEW_RANKS else nbytes
 
 

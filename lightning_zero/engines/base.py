@@ -49,6 +49,10 @@ LIMITS: dict[str, dict[str, str]] = {
             " (DeepSpeed issue 8461; deepspeed/runtime/swap_tensor/partitioned_optimizer_swapper.py); offload='cpu' and"
             " fsdp2 do it"
         ),
+        "optimizers around another optimizer (Lookahead, SAM)": (
+            "states lie in flats, one optimizer's for each parameter"
+            " (deepspeed/runtime/zero/stage_1_and_2.py, initialize_optimizer_states); fsdp2 does it"
+        ),
         "precision='64-true'": (
             "masters are fp32 (deepspeed/runtime/base_optimizer.py, _configure_master_weights); fsdp2 does it"
         ),
@@ -150,6 +154,8 @@ class Engine(ABC):
         """Whether one :meth:`run` is one forward (else the user runs forwards and backwards inside it)."""
         self.offload_path: str | None = None
         """This run's folder on a fast disk, with nvme."""
+        self.states_whole_after_fit = True
+        """Whether optimizers have whole states beside whole parameters when the run ends."""
         self.cpu_adam = False
         """Whether DeepSpeed's CPU Adam can be used."""
         self.units_table = ""

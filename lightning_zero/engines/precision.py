@@ -1,4 +1,4 @@
-"""What a precision means for parameters, reductions and master weights, and Lightning's plugins on shards.
+"""The dtypes of parameters, reductions and master weights at each precision, and Lightning's plugins on shards.
 
 | ``Trainer(precision=...)`` | stored (master) weights | gathered for compute | gradients reduced in | autocast |
 |---|---|---|---|---|
@@ -7,8 +7,8 @@
 | ``bf16-true`` / ``16-true`` | bf16 / fp16 | bf16 / fp16 | bf16 / fp16 | – |
 | ``bf16-mixed`` / ``16-mixed`` | fp32 | bf16 / fp16 | fp32 | bf16 / fp16 |
 
-Lightning picks its precision plugin by ``isinstance`` on its own strategies; :func:`adapt_precision` turns what it
-picked for us into the plugin of the same name that clips, unscales and steps on shards.
+Lightning picks its precision plugin by ``isinstance`` on its own strategies; :func:`adapt_precision` replaces the
+picked one by our counterpart, which clips, unscales and steps on shards.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DtypePolicy:
 
 
 class StepsOnShards(Protocol):
-    """What the plugins need of an engine."""
+    """The part of an engine that the plugins use."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any: ...
     def reshard(self) -> None: ...
@@ -130,7 +130,7 @@ class ZeroMixedPrecision(_OnShards, MixedPrecision):
         return result
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divides the local gradients by the loss scale and lets all ranks know of an overflow on any."""
+        """Divides the local gradients by the loss scale; all ranks learn of an overflow on any rank."""
         assert self.scaler is not None
         assert self.engine is not None
         with self.engine.stand_ins(optimizer, on_shards=True):
@@ -140,21 +140,22 @@ class ZeroMixedPrecision(_OnShards, MixedPrecision):
             self.engine.any_rank(flag)
         scale = loss_scale(self.scaler)
         if scale is not None and scale.device.type == "cpu":
-            # The scaler would copy them without waiting, and the CPU would read too early.
+            # The scaler would copy the flags to the host without waiting, and the CPU would read them too early.
             on_host = {device: flag.to(scale.device) for device, flag in found.items()}
             set_found_inf(self.scaler, optimizer, on_host)
 
     def scale_on_host(self) -> None:
-        """With gradients in host memory: the loss scale lies there too, so that unscaling never waits for the device.
+        """Puts the loss scale into host memory, for gradients that are there: unscaling never waits for the device.
 
-        It is else made where the first loss lies. Its copies from the device to the host are not waited
-        for before the CPU's kernels read them; the other way the stream keeps the order.
+        By default the scaler makes it on the first loss's device, and copies it to the host without waiting: the CPU's
+        kernels could read it too early. Copies from the host to the device are ordered by the stream.
         """
         if self.scaler is not None and loss_scale(self.scaler) is None:
             set_loss_scale_on(self.scaler, torch.device("cpu"))
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: Lightning would file the scaler under our class's name, where DDP does not look for it."""
+        """Empty: Lightning would store the scaler under our class's name, which DDP does not know. See
+        :meth:`on_save_checkpoint`."""
         return {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

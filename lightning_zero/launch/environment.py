@@ -1,4 +1,4 @@
-"""What the outside launchers (torchrun, srun, mpirun) say about a run's ranks, checked against the Trainer."""
+"""The ranks that an outside launcher (torchrun, srun, mpirun) has started, checked against the Trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "HYDRA_JOB
 
 
 class MpiEnvironment(ClusterEnvironment):
-    """Ranks started by ``mpirun`` (Open MPI, MPICH, Intel MPI), read from what it sets; ``mpi4py`` is not needed."""
+    """Ranks started by ``mpirun`` (Open MPI, MPICH, Intel MPI), read from its variables; ``mpi4py`` is not needed."""
 
     def __init__(self) -> None:
         names = _mpi_names()
@@ -84,10 +84,10 @@ def adapt_environment(environment: ClusterEnvironment | None) -> ClusterEnvironm
 
 
 def check_world(environment: Any, devices: int, num_nodes: int) -> None:
-    """Raises unless the ranks that exist are those that the Trainer counts on.
+    """Raises unless as many ranks exist as the Trainer expects.
 
     Raises:
-        ValueError: Naming who started how many ranks, and what to change.
+        ValueError: Naming the launcher, the number of ranks it has started, and the setting to change.
     """
     wanted = devices * num_nodes
     if not environment.creates_processes_externally:

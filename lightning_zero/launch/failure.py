@@ -63,7 +63,7 @@ def all_raised(
         words = rendezvous.words(address, port, rank)
         store = dist.PrefixStore(f"raised/{rendezvous.count('raised', address, port)}", words)
         alike = _what_must_be_alike(error, trainer)
-        why = _compare(store, rank, size, tracebacks.summary(error), alike, is_over)
+        why = compare(store, rank, size, tracebacks.summary(error), alike, is_over)
         return why, why is not None and store.add("told", 1) == 1
     except (RuntimeError, TimeoutError) as lost:  # the store went with rank 0
         return f"rank 0 is gone ({str(lost).splitlines()[0]})", False
@@ -76,27 +76,31 @@ def _what_must_be_alike(error: BaseException, trainer: Any) -> str:
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
-def _compare(store: Any, rank: int, size: int, what: str, alike: str, is_over: Callable[[], bool]) -> str | None:
+def compare(store: Any, rank: int, size: int, what: str, alike: str, is_over: Callable[[], bool]) -> str | None:
     """Few words for each rank, however many there are."""
     deadline = time.monotonic() + WAIT_SECONDS
     store.set(str(rank), what)
     store.compare_set("first", "", json.dumps([rank, what]))
     same = store.add(alike, 1)  # before "all", so that nobody counts a rank there that is not yet counted here
     store.add("all", 1)
-    while same < size:
+    while True:
         everybody, same = store.add("all", 0), store.add(alike, 0)
-        if everybody > same:
-            first, said = json.loads(store.get("first"))
-            return (
-                "another rank raised something else, or elsewhere"
-                if first == rank
-                else f"rank {first} raised something else, or elsewhere ({said})"
-            )
-        if same < size and (is_over() or time.monotonic() > deadline):
-            missing = [str(other) for other in range(size) if not store.check([str(other)])]
-            return f"rank {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''} did not raise it"
+        late = is_over() or time.monotonic() > deadline
+        if same == size or everybody > same or late:
+            # The first verdict is everybody's: one rank may run out of time as the last one arrives
+            verdict = store.compare_set("verdict", "", "alike" if same == size else "not alike")
+            return None if verdict == b"alike" else _difference(store, rank, size, everybody > same)
         time.sleep(_POLL_SECONDS)
-    return None
+
+
+def _difference(store: Any, rank: int, size: int, others_raised: bool) -> str:
+    missing = [str(other) for other in range(size) if not store.check([str(other)])]
+    if missing and not others_raised:
+        return f"rank {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''} did not raise it"
+    first, said = json.loads(store.get("first"))
+    if first != rank:
+        return f"rank {first} raised something else, or elsewhere ({said})"
+    return "another rank raised something else, elsewhere, or later"
 
 
 # -- saves -------------------------------------------------------------------------------------------------------------

@@ -51,12 +51,12 @@ def job_command(command: list[str], folder: Path, words: Sequence[str] = ()) -> 
 
 
 def _for_another_process(task: Any, hydra: Any) -> Any:
-    """A copy whose interpolations have been answered here, and whose logging goes to the console alone."""
+    """A copy whose interpolations are resolved in this process, and whose logging goes to the console alone."""
     from omegaconf import OmegaConf, open_dict, read_write
     from omegaconf.errors import OmegaConfBaseException
 
     with contextlib.suppress(OmegaConfBaseException):
-        OmegaConf.to_container(task, resolve=True)  # what is asked for the first time now, rank 0 will find answered
+        OmegaConf.to_container(task, resolve=True)  # resolvers that cache answer rank 0 later as they answer here
     config = copy.deepcopy(task)
     with open_dict(config):
         config.hydra = copy.deepcopy(hydra)

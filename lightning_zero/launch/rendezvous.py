@@ -19,7 +19,7 @@ import torch.distributed as dist
 START_SECONDS = "LIGHTNING_ZERO_START_SECONDS"
 """In the environment: how long ranks wait for each other at the start; 300 if it is not set. Importing on a busy file
 system takes minutes."""
-_PATIENCE_SECONDS = 5.0
+PATIENCE_SECONDS = 5.0
 """After which a rank says for whom it waits, and then each time after twice as long."""
 _CONNECT_SECONDS = 3.0
 _POLL_SECONDS = 0.05
@@ -84,7 +84,7 @@ def meet(address: str, port: int, rank: int, size: int, expected: str) -> Any:
     store = dist.PrefixStore(f"lightning_zero/attempt_{_attempt()}/{count('meet', address, port)}", base)
     store.set(f"here/{rank}", "1")
     store.add("here", 1)
-    next_word = _PATIENCE_SECONDS
+    next_word = PATIENCE_SECONDS
     while store.add("here", 0) < size:
         waited = time.monotonic() - began
         if waited > min(next_word, limit):
@@ -146,7 +146,7 @@ def _connected(address: str, port: int, rank: int, seconds: float) -> Any:
                     f"{text} ({str(error).splitlines()[0]}): start it there, or correct MASTER_ADDR and MASTER_PORT."
                     f" More patience: {START_SECONDS}={2 * seconds:g}."
                 ) from None
-            if waited > _PATIENCE_SECONDS and not spoke:
+            if waited > PATIENCE_SECONDS and not spoke:
                 spoke = True
                 _tell(f"{text}; it goes on, {seconds:.0f} s in all.")
 

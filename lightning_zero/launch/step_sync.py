@@ -1,14 +1,15 @@
-"""What ranks must agree on between steps: that all go on, and that all end.
+"""The step sync: ranks agree between steps that all go on, or that all end.
 
-Before each training batch (and each validation) every rank says in one small message on the host where it stands and
-whether it was asked to end. If they stand at different places, a dataloader has run dry early on some, and all raise
-the same error instead of waiting for each other. If any was asked to end (SIGTERM, or SIGUSR1 under SLURM), all finish
-this step, store a checkpoint, and exit; nothing but setting a flag ever happens inside a signal handler. Ctrl-C is
-raised at once as always, unless a callback saves on exceptions: then all ranks raise it after this step, and save.
+Before each training batch, around each validation and at an epoch's end every rank sends one small message on the host:
+its place in the loop and whether it was asked to end. If places differ, a dataloader has run dry early on some ranks,
+and all raise the same error instead of waiting for each other. If any rank was asked to end (SIGTERM, or SIGUSR1 under
+SLURM), all finish this step, store a checkpoint, and exit; the signal handler itself only sets a flag. Ctrl-C is raised
+at once as usual, unless a callback saves on exceptions: then all ranks raise it after this step, and save.
 
-The message travels while Lightning is on its way from the batch to the step, if no code of the user's runs there; on an
-accelerator while the forward is queued. It replaces Lightning's own broadcast before each batch, which waits for the
-device.
+A training batch's message travels while Lightning goes from the batch to the step; on an accelerator while the forward
+is queued. On the CPU the rank waits for it at once if code of the user's runs in between: that code may start a
+collective, which a rank at another place would not join. The message replaces Lightning's own broadcast before each
+batch, which waits for the device.
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ _SHIFT = 40
 
 
 class StepSync(Callback):
-    """See the module's text. The strategies of this package bring it along; it holds no state of the training."""
+    """See the module's docstring. The strategies of this package add it; it holds no state of the training.
+
+    At most one message is under way: :meth:`_say` first hears the one before, so a rank's n-th message always meets the
+    n-th message of the others.
+    """
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
@@ -92,7 +97,7 @@ class StepSync(Callback):
         loop.advance = watched
         self._broadcast_again = without_sigterm_broadcast(loop)
         if trainer.world_size > 1:
-            # Not the engine's: where ranks stand at different places, messages must not be mixed up.
+            # A group of its own: ranks at different places of the loop would mix these messages up with the engine's.
             limit = timeout_of(self._strategy) or timedelta(minutes=30)
             self._group = dist.new_group(backend="gloo", timeout=limit)
             if self._strategy.root_device.type == "cpu":
@@ -112,7 +117,7 @@ class StepSync(Callback):
         if self._saves and self._begun and not again:
             self._signal = max(self._signal or 0, number)
             text = b"lightning_zero: Ctrl-C: ending after this step, for a checkpoint; a second one ends at once\n"
-            os.write(1, text)  # print may be what was interrupted
+            os.write(1, text)  # not print, which the signal may have interrupted
             return
         raise KeyboardInterrupt
 
@@ -185,13 +190,13 @@ class StepSync(Callback):
             return
         self.hear()
         here = (place << _SHIFT) + max(index, 0)
-        with DisableTorchFunction():  # the view has no business here
-            message = torch.tensor([here, -here, asked])
+        with DisableTorchFunction():  # a plain tensor: the engine's view must not see it
+            message = torch.tensor([here, -here, asked])  # the maximum of -here is minus the least place
             work = direct.all_reduce(message, dist.ReduceOp.MAX, self._group, self._peer_memory)
         self._pending = (work, message, here)
 
     def hear(self) -> None:
-        """Waits for what the others said, if it is not known yet; raises on all ranks where they disagree."""
+        """Waits for the message under way, if there is one; raises on all ranks if their places differ."""
         if self._pending is None:
             return
         (work, message, here), self._pending = self._pending, None
@@ -220,8 +225,10 @@ class StepSync(Callback):
     # -- ending on request ---------------------------------------------------------------------------------------
 
     def _end_if_agreed(self, trainer: Any) -> None:
-        """Called between two batches; between two micro-batches of one step nothing could be stored."""
-        if self._interrupted and not self._saves:  # raised in a destructor or a callback from C++, Python drops it
+        """Called before each batch; acts only between two steps, because a checkpoint holds no gradients accumulated by
+        a part of a step's micro-batches."""
+        # Python drops a KeyboardInterrupt that the handler raised inside a destructor or a callback from C++.
+        if self._interrupted and not self._saves:
             raise KeyboardInterrupt
         stepped, self._step = trainer.global_step != self._step, trainer.global_step
         if not self._agreed or not (stepped or trainer.fit_loop.epoch_loop.batch_idx < 0):
@@ -245,7 +252,8 @@ _early: list[int] = []
 
 
 def listen_early() -> None:
-    """From now on SIGUSR1 under SLURM does not kill a rank whose training has not begun; it will requeue then."""
+    """From now on SIGUSR1 under SLURM does not kill a rank during set-up; it is kept for the step sync, which saves and
+    requeues after the first step."""
     in_main = threading.current_thread() is threading.main_thread()
     if _slurm_job() and in_main and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, lambda number, frame: _early.append(number))
@@ -257,7 +265,7 @@ def sync_steps(trainer: Any, strategy: Any) -> StepSync:
     ``strategy`` lets it :meth:`~StepSync.hear` before the first collective of a step.
     """
     for old in [callback for callback in trainer.callbacks if isinstance(callback, StepSync)]:
-        old.teardown(trainer, None, "")  # of a run that raised, which Lightning leaves without
+        old.teardown(trainer, None, "")  # Lightning does not call it after a run that raised
     trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, StepSync)]
     trainer.callbacks.insert(0, watching := StepSync(strategy))
     keep_forks(bool(saves_on_exception(trainer)))
@@ -266,7 +274,8 @@ def sync_steps(trainer: Any, strategy: Any) -> StepSync:
 
 
 def _users_code_precedes_step(trainer: Any, watching: StepSync) -> bool:
-    """Whether code of the user's runs between a batch's begin and its step: it may read parameters, a collective."""
+    """Whether code of the user's runs between a batch's begin and its step: it may read parameters, which is
+    collective."""
     others = [callback for callback in trainer.callbacks if callback is not watching]
     hooks = [(other, "on_train_batch_start") for other in others]
     hooks += [(trainer.lightning_module, name) for name in ("on_train_batch_start", "optimizer_step")]
@@ -274,7 +283,7 @@ def _users_code_precedes_step(trainer: Any, watching: StepSync) -> bool:
 
 
 def _users_own(handler: Any) -> list[Any]:
-    """Of the handlers that were there before, those that are not Lightning's."""
+    """The handlers in ``handler`` that are not Lightning's."""
     handlers = handler.signal_handlers if isinstance(handler, HandlersCompose) else [handler]
     return [h for h in handlers if callable(h) and "lightning" not in (getattr(h, "__module__", "") or "")]
 

@@ -1,20 +1,20 @@
-"""The process that starts, watches and ends the other ranks of one machine.
+"""The supervisor: a process that starts, watches and ends the other ranks of one machine.
 
-Rank 0 runs this file by its path (not as part of the package, whose imports take seconds) and talks to it in lines of
-JSON. It exists because nobody else can do this in every case: rank 0 may be killed, or stopped, or hang inside a
-collective, where no Python code of its own runs any more.
+Rank 0 runs this file by its path, not as part of the package, whose imports take seconds: import nothing here but the
+standard library. The two exchange lines of JSON. Rank 0 cannot do this work itself: it may be killed, or stopped, or
+hang inside a collective, and then none of its Python code runs any more.
 
-    rank 0 says       a plan (first line), then ``{"do": "wait" | "stop", ...}``; end of file: rank 0 is gone
-    this one says     ``{"started": [pid, ...]}``, ``{"signal": n}`` for each that rank 0 has received,
-                      ``{"exited": rank}`` for one that raised as all did, ``{"failed": {...}}`` once at most,
-                      ``{"ended": {rank: code}}`` last
+    rank 0 sends      a plan (first line), then one ``{"do": "wait" | "stop", ...}``; end of file: rank 0 is gone
+    supervisor sends  ``{"started": [pid, ...]}``, ``{"signal": n}`` for each SIGINT and SIGTERM of rank 0,
+                      ``{"exited": rank}`` for one that ended by an error that all raised, ``{"failed": {...}}``
+                      for the first other failure before the request, ``{"ended": {rank: code}, ...}`` last
 
 The plan: ``ranks`` (of each ``rank``, ``command``, ``env``, the paths ``log``, ``errors``, ``ready``), ``rank0`` (the
 number of the rank that is called rank 0 here, the first of its machine), ``cwd``, ``folder`` (the run's own, removed at
 the end), ``scratch`` (rank 0's, removed if it was killed), ``stdout`` (the number of an open file for ranks without a
 log), ``signals`` (the number of an open file with the signals that rank 0 receives, or ``None``).
 
-Each rank is the leader of its own session, so that what it started ends with it.
+Each rank leads a session of its own, so that a kill of its group also ends the processes that it has started.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from typing import Any
 PREEMPTED_EXIT_CODE = 143
 """128 + SIGTERM: the rank ended because it was asked to, after saving."""
 REACTION_SECONDS = 8.0
-"""After another rank has failed: how long rank 0 has to raise by itself before it is killed."""
+"""Time for rank 0 to raise after another rank has failed; then rank 0 is killed."""
 BLAME_SECONDS = 2.0
-"""After rank 0 has failed: how long to look for a rank that failed before it."""
+"""Time to look for a rank that failed before rank 0 did."""
 ALONE_SECONDS = 5.0
-"""After a rank has raised what not all did: how long it has to end by itself before it is killed."""
+"""Time for a rank to end after it raised an error that not all ranks raised; then it is killed."""
 POLL_SECONDS = 0.05
 MEMORY_SECONDS = 0.5
-"""Between two looks at how much memory the ranks hold."""
+"""Between two readings of the ranks' memory."""
 LOG_TAIL_BYTES = 6000
 STOPPED = "does not answer, it is stopped (SIGSTOP)"
 
 
 class Supervisor:
-    """Life of the ranks of one run, from their start until none is left."""
+    """Starts the ranks of one run, and stays until all of them have ended."""
 
     def __init__(self, plan: dict[str, Any], messages: Iterator[str | None]) -> None:
         self.plan = plan
@@ -81,7 +81,7 @@ class Supervisor:
         _say({"started": [process.pid for process in self.ranks.values()]})
 
     def watch(self) -> None:
-        """Until rank 0 asks for the end, is gone, or has not reacted to another rank's failure."""
+        """Watches until rank 0 requests the end, is gone, or has not reacted to another rank's failure."""
         deadline = None
         for message in self.messages:
             self._hear_signals()
@@ -112,7 +112,8 @@ class Supervisor:
                 return
 
     def _hear_signals(self) -> None:
-        """C code of rank 0's interpreter writes their numbers at once, whatever its Python code waits for."""
+        """Passes rank 0's signals back to it: its interpreter writes their numbers to the file in C, at once, even
+        while its Python code is blocked."""
         if self.plan.get("signals") is None:
             return
         with contextlib.suppress(OSError):
@@ -121,7 +122,8 @@ class Supervisor:
                     _say({"signal": number})
 
     def _end_the_lonely(self) -> None:
-        """A rank that raised what others did not, and whose script has caught it, will not meet them again."""
+        """Kills a rank that raised an error alone and lives on because its script caught it: the others would wait for
+        it in their next collective."""
         for spec in self.plan["ranks"]:
             rank = spec["rank"]
             if rank in self.codes or not (error := _error_of(spec, before=time.time() - ALONE_SECONDS)):
@@ -138,7 +140,7 @@ class Supervisor:
         self._end(request["seconds"])
 
     def _find_earlier_failure(self, failed_at: float) -> None:
-        """Rank 0 has failed; was it only because another rank was gone before?"""
+        """Looks for a rank whose failure came before rank 0's and may be its cause, to report that one."""
         deadline = time.monotonic() + BLAME_SECONDS
         while time.monotonic() < deadline and self.failure is None and len(self.codes) < len(self.ranks):
             if any(_error_of(spec, before=failed_at) for spec in self.plan["ranks"]):
@@ -149,13 +151,13 @@ class Supervisor:
             if (error := _error_of(spec, before=failed_at)) and not error.get("alike"):
                 self.failure = self._describe(spec, f"failed: {error['summary']}", error["traceback"])
         for spec in self.plan["ranks"]:
-            if _is_stopped(self.ranks[spec["rank"]].pid):  # whoever else has failed has waited for this one
+            if _is_stopped(self.ranks[spec["rank"]].pid):  # the cause: the ranks that failed were waiting for this one
                 self.failure = self._describe(spec, STOPPED, "")
         if self.failure:
             self._report()
 
     def _end(self, seconds: float) -> None:
-        """Gives the ranks ``seconds`` to end by themselves, then ends what is left."""
+        """Gives the ranks ``seconds`` to end by themselves, then kills them and the processes they have started."""
         deadline = time.monotonic() + seconds
         while len(self.codes) < len(self.ranks) and time.monotonic() < deadline:
             self._reap()
@@ -167,7 +169,7 @@ class Supervisor:
         late = [rank for rank in self.ranks if rank not in self.codes]
         for rank, process in self.ranks.items():
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what an ended rank has left behind
+                os.killpg(process.pid, signal.SIGKILL)  # also processes that an ended rank has left behind
             if rank in late:
                 self.codes[rank] = process.wait()
         if late and seconds and not self._stopping:
@@ -224,16 +226,16 @@ SIGKILL = "killed by SIGKILL, probably out of memory"
 
 
 class Memory:
-    """How much memory the ranks held last, for the day one of them is killed without a word."""
+    """The memory that each rank last held, for the report on a rank that was killed."""
 
     def __init__(self) -> None:
         self.last: dict[int, int] = {}
-        """Process -> kibibytes that it held resident when last seen."""
+        """Process -> its resident memory at the last reading, KiB."""
         self._kills = _oom_kills()
         self._next = 0.0
 
     def look(self, pids: list[int]) -> None:
-        """Remembers what ``pids`` hold, if it is time for that."""
+        """Reads the memory of ``pids``, at most every :data:`MEMORY_SECONDS`."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + MEMORY_SECONDS
@@ -242,7 +244,7 @@ class Memory:
                 self.last[pid] = held
 
     def about(self, pid: int) -> str:
-        """What is known of the end of ``pid``, in words that follow :data:`SIGKILL`."""
+        """The facts about the end of ``pid``, as a text that follows :data:`SIGKILL`."""
         said = []
         if pid in self.last:
             said.append(f"it last held {_gib(self.last[pid])}")
@@ -269,7 +271,8 @@ def _field(path: str, name: str) -> int | None:
 
 
 def _oom_kills() -> int | None:
-    """Of this control group (a container, a SLURM job), or of the whole host where it doesn't count."""
+    """Kills for lack of memory in this control group (a container, a SLURM job), or on the whole host if the group has
+    no count."""
     folders = ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"]
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as lines:
         for line in lines:
@@ -286,7 +289,7 @@ def _oom_kills() -> int | None:
 
 
 class Fate:
-    """How a process ends that is no child of this one: rank 0's."""
+    """Finds out how rank 0 ended, which is no child of this process, so that it cannot wait for its exit code."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -295,7 +298,7 @@ class Fate:
             self._handle = os.pidfd_open(pid)
 
     def words(self) -> str:
-        """How it ended; without an answer of the kernel's, the likeliest way."""
+        """How it ended; if the kernel does not say, the likeliest way."""
         with contextlib.suppress(OSError):
             select.select([self._handle], [], [], 1.0) if self._handle >= 0 else time.sleep(POLL_SECONDS)
         status = self._from_handle()
@@ -317,7 +320,7 @@ class Fate:
         return int(code) if mask & (1 << 3) else None
 
     def _from_parent(self) -> int | None:
-        """As long as its parent has not asked how it ended."""
+        """Only while it is a zombie: until its parent has read the exit code."""
         try:
             with open(f"/proc/{self._pid}/stat") as line:
                 fields = line.read().rsplit(")", 1)[1].split()
@@ -327,7 +330,7 @@ class Fate:
 
 
 def _messages() -> Iterator[str | None]:
-    """Lines from rank 0; ``None`` for each pause without one, ``""`` once when there will be no more."""
+    """Lines from rank 0; ``None`` after each :data:`POLL_SECONDS` without one, ``""`` once at the end of file."""
     buffer = b""
     while True:
         ready, _, _ = select.select([0], [], [], POLL_SECONDS)
@@ -355,7 +358,7 @@ def _tell(text: str) -> None:
 
 
 def _error_of(spec: dict[str, Any], before: float = float("inf")) -> dict[str, Any] | None:
-    """What the rank wrote about its own failure, if that was before ``before`` (seconds since the epoch)."""
+    """The rank's own report of its failure, if it is from before ``before`` (seconds since the epoch)."""
     try:
         with open(spec["errors"], encoding="utf-8") as lines:
             error: dict[str, Any] = json.load(lines)
@@ -384,7 +387,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _die_with_parent() -> None:
-    """Linux: a rank is killed when the supervisor is gone, whatever ended that."""
+    """Linux: the kernel kills a rank when the supervisor has ended, for whatever reason."""
     with contextlib.suppress(Exception):
         import ctypes
 
@@ -392,9 +395,10 @@ def _die_with_parent() -> None:
 
 
 def main() -> None:
-    """Reads the plan, runs it, and is gone when the last rank is."""
+    """Reads the plan, starts the ranks, and returns when the last of them has ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)  # rank 0 decides; a handler, unlike SIG_IGN, is not inherited
+        # Rank 0 decides what a signal means. No SIG_IGN, which the ranks would inherit, unlike a handler.
+        signal.signal(number, lambda *_: None)
     messages = _messages()
     plan = next(message for message in messages if message is not None)
     if not plan:

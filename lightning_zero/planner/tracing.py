@@ -1,12 +1,12 @@
-"""One micro-batch of a module under fake tensors: which units run when, and what is alive meanwhile.
+"""One micro-batch of a module under fake tensors: the order in which units run, and the bytes alive meanwhile.
 
 Nothing is computed and nothing is stored: a :func:`shadow` of the module has the structure, the code and the ties of
 the original and fake parameters; the user's module is never touched. A :class:`LiveBytes` sees every operator, so every
 storage that autograd keeps is counted, with the memory of the kernels that the traced device would run.
 
-A stack of equal blocks is traced by its first and its last block. Those between are *replayed*: what the first kept
-after its forward, and the moments of the last one's backward, are entered into the account instead of being run. Blocks
-are equal when class, shapes, dtypes, plain attributes and inputs are; an index (``layer_idx``) may differ.
+A stack of equal blocks is traced by its first and its last block. Those between are *replayed*: they are not run, the
+account gets the bytes that the first kept after its forward and the moments of the last one's backward. Blocks are
+equal when class, shapes, dtypes, plain attributes and inputs are; an index (``layer_idx``) may differ.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _INDEX = torch.ops.aten.index.Tensor
 
 @dataclass
 class Trace:
-    """What a micro-batch does."""
+    """The record of one micro-batch."""
 
     moments: list[Moment] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
@@ -60,7 +60,7 @@ class Trace:
 
 
 class NotTraceable(Exception):
-    """The micro-batch needs what fake tensors have not: values."""
+    """The micro-batch needs values, which fake tensors do not have."""
 
 
 # -- a module of fake tensors ----------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def shadow(
     Raises:
         NotTraceable: When the module cannot be copied.
     """
-    # memo: what deepcopy finds there it does not copy
+    # deepcopy takes an object that it finds in memo from there, instead of copying it
     memo: dict[int, Any] = {}
 
     def fake(name: str, tensor: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0.0
         self.flops = 0.0
         self.truth = truth
-        """What a comparison answers when code asks for its value."""
+        """The value of every comparison whose value the code asks for."""
         self._weights: dict[int, tuple[weakref.ref[Any], float]] = {}
         for tensor in known:
             self._watch(tensor.untyped_storage(), 0.0)

@@ -35,6 +35,17 @@ TORCH = Library(
         Needed("torch:ops.aten.detach.default._schema.is_mutable"),
         Needed("torch:ops.aten.detach.default._overloadpacket"),
         Needed("torch.autograd:Variable._execution_engine.queue_callback"),
+        # private/torch_optim.py
+        Needed("torch:Tensor._make_subclass"),
+        Needed("torch:_C._len_torch_function_stack"),
+        Needed("torch.optim.optimizer:_global_optimizer_pre_hooks"),
+        Needed("torch.optim.optimizer:_global_optimizer_post_hooks"),
+        Needed(
+            "torch.optim.optimizer:Optimizer.__init__",
+            stores="_optimizer_step_pre_hooks _optimizer_step_post_hooks _optimizer_state_dict_pre_hooks"
+            " _optimizer_state_dict_post_hooks _optimizer_load_state_dict_pre_hooks"
+            " _optimizer_load_state_dict_post_hooks",
+        ),
         Needed("torch.nn:Module.__init__", stores="_parameters _buffers _modules"),
         Needed("torch.nn.modules.batchnorm:_BatchNorm"),
         Needed("torch.amp.grad_scaler:GradScaler.__init__", stores="_scale _per_optimizer_states"),

@@ -297,10 +297,10 @@ time.sleep(600)
 @pytest.mark.parametrize("locks", [True, False])
 def test_a_run_in_another_container_of_the_same_name_lives(tmp_path: Path, monkeypatch: Any, locks: bool) -> None:
     """Its process number means nothing here."""
-    owner = subprocess.Popen([sys.executable, "-c", _OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", _OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
-        assert owner.stdout is not None
-        folder = Path(owner.stdout.readline().strip())
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
         if not locks:
             monkeypatch.setattr(owner, "is_locked", lambda mark: None)
         said: list[str] = []
@@ -308,8 +308,8 @@ def test_a_run_in_another_container_of_the_same_name_lives(tmp_path: Path, monke
         assert folder.is_dir()
         assert said == []
     finally:
-        owner.kill()
-        owner.wait()
+        process.kill()
+        process.wait()
     if locks:
         folders.remove_leftovers(tmp_path, said.append)
         assert not folder.exists()

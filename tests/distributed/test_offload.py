@@ -125,11 +125,13 @@ def _train_by_way_of_copies(kind: str, settings: dict[str, Any]) -> zoo.Result:
     from unittest import mock
 
     from lightning_zero.comm import shards
+    from lightning_zero.engines import optimizer_step
     from lightning_zero.engines.fsdp2 import view
 
     with ExitStack() as stack:
-        for module in (shards, view):
-            stack.enter_context(mock.patch.object(module, "is_off_mesh", lambda t: isinstance(t, DTensor)))
+        for module in (shards, view, optimizer_step):
+            if hasattr(module, "is_off_mesh"):
+                stack.enter_context(mock.patch.object(module, "is_off_mesh", lambda t: isinstance(t, DTensor)))
             stack.enter_context(mock.patch.object(module, "mesh_device", return_value=torch.device("cpu")))
         return zoo.train(kind, settings)
 

@@ -1422,9 +1422,9 @@ def make_strategy(settings: str | dict[str, Any]) -> Any:
         if settings.startswith("zero"):
             import lightning_zero  # noqa: F401  (registers the name)
         return settings
-    from lightning_zero import auto
+    from lightning_zero import ZeroConfig, auto
 
-    return auto.make_strategy(**settings)
+    return auto.make_strategy(ZeroConfig.from_kwargs(**settings))
 
 
 def make_trainer(strategy: str | dict[str, Any], **options: Any) -> L.Trainer:
@@ -1531,3 +1531,6 @@ def whole(value: Tensor) -> Tensor:
 
 def _odd_rank() -> bool:
     return int(os.environ["RANK"]) % 2 == 1
+
+
+import tests.helpers.optimizers  # noqa: E402, F401  (adds its kinds, which are made of this module's)

@@ -13,6 +13,8 @@ import torch
 
 from tests.integration.commands import ROOT, SMALL, run
 
+pytestmark = pytest.mark.rest
+
 FAILING = str(ROOT / "tests" / "helpers" / "failing.py")
 
 

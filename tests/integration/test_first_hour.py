@@ -12,6 +12,8 @@ import pytest
 from tests.integration.commands import SMALL, console_script, run, run_imported
 from tests.integration.test_readme import MY_PACKAGE
 
+pytestmark = pytest.mark.rest
+
 MODULE = "-m", "lightning_zero"
 ONE_RUN = "trainer.log_every_n_steps=1", "hydra.run.dir=run"
 

@@ -16,6 +16,8 @@ from tests.helpers.faults import hear_interrupts, marked_processes
 from tests.integration.commands import ROOT
 from tests.integration.test_failing import FAILING
 
+pytestmark = pytest.mark.rest
+
 SECONDS = 5.0
 """From the press to the end of the last process, on a quiet machine; a loaded one is given three times as long."""
 MARK = "LIGHTNING_ZERO_INTERRUPT_TEST"

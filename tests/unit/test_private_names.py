@@ -212,8 +212,11 @@ def test_every_private_name_is_in_a_table(path: str) -> None:
     assert used - ours - listed == NOT_EVERYWHERE.get(path, set())
 
 
-NOT_EVERYWHERE = {"engines/fsdp2/private.py": {"_fsdp_param_groups"}}
-"""What some of the tested versions have under another name: the file asks which."""
+NOT_EVERYWHERE = {
+    "engines/fsdp2/private.py": {"_fsdp_param_groups"},
+    "private/torch_optim.py": {"_wrapped_by_lr_sched"},  # set on a function: a test of ours looks for it
+}
+"""No attribute of a class or a module: some versions have it under another name, or it is set on a function."""
 
 
 OVERRIDDEN = {

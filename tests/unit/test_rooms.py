@@ -30,7 +30,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "planner": ("config", "errors", "host", "private", "comm", "checkpoint", "engines", "strategy"),
     "callbacks": ("private", "comm", "engines", "planner"),
     "auto": ("config", "host", "private", "planner", "strategy"),
-    "registry": ("auto",),
+    "registry": ("config", "auto"),
     "recipes": (),
     "app": (
         *("config", "errors", "host", "private", "checkpoint", "engines.deepspeed", "launch", "strategy"),

@@ -208,7 +208,7 @@ def test_traffic_that_cannot_be_counted_is_refused(module: Any, names: tuple[str
 
 
 def test_a_reduction_whose_output_comes_first_is_refused(world_of_one) -> None:
-    reduce = direct.ReduceScatter(direct.Pool())
+    reduce = direct.ReduceScatter(direct.Pool(), 1)
     group = dist.group.WORLD
     assert group is not None
     sent, stays = (reduce.allocate((4,), dtype=torch.float32, device=torch.device("cpu")) for _ in range(2))

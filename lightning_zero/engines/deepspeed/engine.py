@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,8 +128,10 @@ class DeepSpeedEngine(Engine):
             shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine)
             params.managed = Managed(shards, joined, params.shapes)
             for optimizer in optimizers:
-                self._steps.add(optimizer)
+                self._steps.add(optimizer, self.config.elementwise_optimizers or ())
                 optimizer.zero_grad = self._access.zero_grad_of(optimizer)  # type: ignore[method-assign]
+                self._steps.lend_wholes(optimizer)
+                optimizer.state_dict = partial(self._state_dict_of, optimizer)  # type: ignore[method-assign]
         self.units_table = params.table()
 
     @property
@@ -242,6 +245,10 @@ class DeepSpeedEngine(Engine):
         with torch.no_grad(), DisableTorchFunction():
             return self._whole.optimizer_state(optimizer)
 
+    def _state_dict_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What user code sees (collective)."""
+        return self.full(self.sharded_optimizer_state(optimizer))
+
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         with torch.no_grad(), DisableTorchFunction():
             self._whole.load_optimizer_state(optimizer, state)
@@ -281,8 +288,7 @@ class DeepSpeedEngine(Engine):
             values = self._whole.values_afterwards()
             for optimizer in optimizers:
                 if self._params.managed is not None and optimizer in self._steps:
-                    rows = self._whole.rows_of_states(optimizer)
-                    optimizer.state.update(rows)
+                    optimizer.state.update(self._whole.rows_of_states(optimizer, self.states_whole_after_fit))
             self._take_off(values)
             if self._agreement:
                 dist.destroy_process_group(self._agreement)
@@ -294,6 +300,8 @@ class DeepSpeedEngine(Engine):
         """
         for optimizer in self._optimizers:
             optimizer.__dict__.pop("zero_grad", None)
+            optimizer.__dict__.pop("state_dict", None)
+            self._steps.take_back(optimizer)
         self._usage.close()
         attributes = {id(p): private.own_attributes(p) for p in self._params.shapes} | self._attributes
         private.end(self._engine, self._root, attributes)

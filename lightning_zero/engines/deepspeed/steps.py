@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from torch.optim import Optimizer
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.optimizer_step import CpuAdam, Only, PieceStep, fused, parameters
 from lightning_zero.engines.deepspeed.parameters import Parameters
+from lightning_zero.engines.elementwise import is_known
+from lightning_zero.engines.optimizer_family import family, own_methods
+from lightning_zero.engines.optimizer_step import between_hooks
 from lightning_zero.private.torch import DisableTorchFunction
 
 
@@ -37,14 +41,24 @@ class Steps:
         self._steps: weakref.WeakKeyDictionary[Optimizer, PieceStep] = weakref.WeakKeyDictionary()
         self._kernels: weakref.WeakKeyDictionary[Optimizer, CpuAdam] = weakref.WeakKeyDictionary()
 
-    def add(self, optimizer: Optimizer) -> None:
+    def add(self, optimizer: Optimizer, declared: Collection[str]) -> None:
         """Takes over ``optimizer`` and the states it has.
 
+        Args:
+            declared: Classes that the user has named as element-wise.
+
         Raises:
-            ValueError: It needs in memory what lies in files.
+            ValueError: It steps by another optimizer, or needs in memory what lies in files.
         """
         managed = self._params.attached
-        step = PieceStep(optimizer, managed)
+        inner = [type(member).__name__ for member in family(optimizer)[1:]]
+        if inner:
+            raise ValueError(
+                f"engine='deepspeed' with {type(optimizer).__name__}, an optimizer around {inner[0]}: states"
+                " lie in DeepSpeed's flats, one optimizer's for each parameter; use engine='fsdp2', or"
+                f" {inner[0]} alone."
+            )
+        step = PieceStep(optimizer, managed, declared)
         if not step.elementwise and any(map(managed.shards.is_swapped, managed.flats(parameters(optimizer)))):
             raise ValueError(
                 f"offload='nvme' with {type(optimizer).__name__}, which looks across elements and so needs"
@@ -67,9 +81,11 @@ class Steps:
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """``optimizer.step``."""
+        return between_hooks(optimizer, partial(self._step_one, optimizer), self._settle, closure, **kwargs)
+
+    def _step_one(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         step = self._steps[optimizer]
-        if step.needs_closure:
-            assert closure is not None
+        if step.calls_closure and closure is not None:
             return self._step_with_closure(step, closure, **kwargs)
         loss = None
         if closure is not None:
@@ -154,6 +170,30 @@ class Steps:
     def _publish_all(self, optimizer: Optimizer) -> None:
         managed = self._params.attached
         managed.shards.publish(managed.flats(parameters(optimizer)))
+
+    # -- whole tensors for methods of the optimizer's own ----------------------------------------------------------
+
+    def lend_wholes(self, optimizer: Optimizer) -> None:
+        """Methods of ``optimizer``'s own find whole tensors, until :meth:`take_back`."""
+        for name in () if is_known(optimizer) else own_methods(optimizer):
+            vars(optimizer)[name] = partial(self._on_wholes, optimizer, name)
+
+    @staticmethod
+    def take_back(optimizer: Optimizer) -> None:
+        for name in own_methods(optimizer):
+            optimizer.__dict__.pop(name, None)
+
+    def _on_wholes(self, optimizer: Optimizer, name: str, *args: Any, **kwargs: Any) -> Any:
+        """A method of the optimizer's own: it finds whole parameters and states, and what it writes counts."""
+        step, method = self._steps.get(optimizer), getattr(type(optimizer), name)
+        if step is None or step.holds_stand_ins:
+            return method(optimizer, *args, **kwargs)
+        self._settle()
+        with step.stand_ins(on_shards=False):
+            result = method(optimizer, *args, **kwargs)
+        with DisableTorchFunction(), torch.no_grad():
+            self._publish_all(optimizer)
+        return result
 
     # -- steps of others -----------------------------------------------------------------------------------------
 

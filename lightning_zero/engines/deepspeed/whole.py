@@ -78,21 +78,27 @@ class Whole:
         before = optimizer.state
         try:
             optimizer.state = {**before, **self.rows_of_states(optimizer)}  # type: ignore[assignment]
-            return optimizer.state_dict()
+            return type(optimizer).state_dict(optimizer)  # the class's: its own object has what users see
         finally:
             optimizer.state = before
 
-    def rows_of_states(self, optimizer: Optimizer) -> States:
+    def rows_of_states(self, optimizer: Optimizer, whole: bool = False) -> States:
+        """Its states, as this rank's rows or ``whole`` on the CPU."""
         managed, step = self._params.attached, self._steps.of(optimizer)
+        step.take_given()
+
+        def laid_out(p: Tensor, value: Any) -> Any:
+            if type(value) is not Cut:
+                return value
+            assembled = managed.assemble(p, value.piece)
+            return assembled.cpu() if whole else self.rows(p, assembled)
+
         rows: States = {}
         for i in managed.flats(parameters(optimizer)):
             with managed.shards.loaded(i):
                 for p in parameters(optimizer):
                     if p in step.states and managed.piece(p).flat == i:
-                        rows[p] = {
-                            key: self.rows(p, managed.assemble(p, value.piece)) if type(value) is Cut else value
-                            for key, value in step.state(p).items()
-                        }
+                        rows[p] = {key: laid_out(p, value) for key, value in step.state(p).items()}
         return rows
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
