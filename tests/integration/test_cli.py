@@ -92,7 +92,8 @@ def test_help_and_config_say_what_can_be_set(tmp_path):
     helped = run_imported("fit", "--help", cwd=tmp_path)
     assert helped.returncode == 0
     choices = re.search("^strategy: (.*)$", helped.stdout, re.MULTILINE)
-    assert choices and {"ddp", "zero1", "zero2", "zero3_offload_deepspeed"} <= set(choices[1].split(", "))
+    assert choices
+    assert {"ddp", "zero1", "zero2", "zero3_offload_deepspeed"} <= set(choices[1].split(", "))
     config = run_imported("fit", "--cfg", "job", "strategy=zero1", cwd=tmp_path).stdout
     assert "stage: 1" in config
     assert "find_unused_parameters: true" in config
