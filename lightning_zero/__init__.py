@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_zero.registry import register_when_imported
 
 if TYPE_CHECKING:
+    from lightning_zero.checkpoint.pretrained import load_pretrained
     from lightning_zero.checkpoint.store import load_checkpoint
     from lightning_zero.config import DeepSpeedConfig, OffloadConfig, ZeroConfig
     from lightning_zero.planner import plan
@@ -24,6 +25,7 @@ __all__ = [
     "ZeroStrategy",
     "__version__",
     "load_checkpoint",
+    "load_pretrained",
     "plan",
 ]
 
@@ -33,6 +35,7 @@ _LAZY = {
     "ZeroConfig": "lightning_zero.config",
     "ZeroStrategy": "lightning_zero.strategy",
     "load_checkpoint": "lightning_zero.checkpoint.store",
+    "load_pretrained": "lightning_zero.checkpoint.pretrained",
     "plan": "lightning_zero.planner",
 }
 

@@ -33,7 +33,7 @@ from lightning_zero.checkpoint import directory, file
 from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.resume import Resume, collect, follow, leave_finished_epoch
 from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
-from lightning_zero.comm.agree import Agreement
+from lightning_zero.comm.agree import Agreement, set_run_agreement
 from lightning_zero.config import (
     AfterFit,
     CheckpointForm,
@@ -379,8 +379,10 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._agreement.close()
         # Before set-up: checkpoints are loaded into the module while it is still whole.
         self._agreement = Agreement(self.config.timeout_seconds)
+        set_run_agreement(self._agreement)
 
     def teardown(self) -> None:
+        set_run_agreement(None)
         try:
             self._end_saving()
         finally:

@@ -140,6 +140,19 @@ class Agreement:
                 raise _REPEATABLE[other[0]](f"on rank {rank}: {other[1]}")
 
 
+_of_run: list[Agreement] = []
+
+
+def set_run_agreement(agreement: Agreement | None) -> None:
+    """What :func:`run_agreement` answers from now on."""
+    _of_run[:] = [] if agreement is None else [agreement]
+
+
+def run_agreement() -> Agreement | None:
+    """The agreement of the run that is in progress, for functions that users call without naming its strategy."""
+    return _of_run[0] if _of_run else None
+
+
 _REPEATABLE = (CheckpointError, FileNotFoundError, OSError, ValueError, RuntimeError)
 """Errors that can be made again from their message; a subclass stands before its base class."""
 

@@ -46,7 +46,7 @@ TORCH = Library(
             " _optimizer_state_dict_post_hooks _optimizer_load_state_dict_pre_hooks"
             " _optimizer_load_state_dict_post_hooks",
         ),
-        Needed("torch.nn:Module.__init__", stores="_parameters _buffers _modules"),
+        Needed("torch.nn:Module.__init__", stores="_parameters _buffers _modules _non_persistent_buffers_set"),
         Needed("torch.nn.modules.batchnorm:_BatchNorm"),
         Needed("torch.amp.grad_scaler:GradScaler.__init__", stores="_scale _per_optimizer_states"),
         Needed("torch.amp.grad_scaler:GradScaler.unscale_", stores="_per_optimizer_states"),
@@ -88,9 +88,9 @@ __all__ = [
     "GETTERS", "ITEM", "PICKLED", "TORCH", "BatchNorm", "DisableTorchFunction", "FakeTensorMode", "MemoryFormats",
     "StorageInfo", "TorchDispatchMode", "abort_process_groups", "at_end_of_backward", "backward_hooks", "base_of",
     "disabled_torch_function", "found_inf", "functional_collectives", "has_accumulation_hooks",
-    "local_tensor", "loss_scale", "module_tables", "overload_packet", "own_parameters", "pytree", "saves_elsewhere",
-    "schema_of", "set_found_inf", "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "version_of",
-    "wrapper_subclass",
+    "local_tensor", "loss_scale", "module_tables", "overload_packet", "own_parameters", "pytree", "saved_tensors",
+    "saves_elsewhere", "schema_of", "set_found_inf", "set_local_tensor", "set_loss_scale_on", "set_own_parameters",
+    "version_of", "wrapper_subclass",
 ]  # fmt: skip
 
 PICKLED = {
@@ -134,6 +134,20 @@ def has_accumulation_hooks(p: Tensor) -> bool:
 def module_tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
     """A module's own parameters, buffers and children, by attribute: ``vars(module)`` holds them under such names."""
     return module._parameters, module._buffers, module._modules
+
+
+def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """What ``state_dict`` would hold by name, the registered objects themselves, a tied one under each of its names.
+
+    ``state_dict`` itself runs hooks, of which an engine's gathers; nothing public tells which buffers it leaves out.
+    """
+    saved: dict[str, Tensor] = {}
+    for prefix, each in module.named_modules(remove_duplicate=False):
+        kept = {k: b for k, b in each._buffers.items() if k not in each._non_persistent_buffers_set}
+        for name, tensor in {**each._parameters, **kept}.items():
+            if tensor is not None:
+                saved[f"{prefix}.{name}" if prefix else name] = tensor
+    return saved
 
 
 def wrapper_subclass(cls: type, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:

@@ -1,0 +1,202 @@
+"""Weights that somebody else has trained, read into a module in parts.
+
+Each name in the files becomes a name in the module (:class:`Names`, then transformers' own conversion where the module
+is one of theirs), all of them are compared, and only then is anything written. What is written is one tensor at a time
+where the module is whole, this rank's rows where it is sharded, and nothing yet where it is on the meta device: such
+parameters are read when the engine shards them (``later``).
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.checkpoint import later
+from lightning_zero.checkpoint.lazy import LazyTensor
+from lightning_zero.checkpoint.store import together
+from lightning_zero.checkpoint.weights import Stored, find
+from lightning_zero.comm.agree import Agreement, run_agreement
+from lightning_zero.errors import CheckpointError
+from lightning_zero.private import transformers
+from lightning_zero.private.torch import saved_tensors
+
+Rename = Mapping[str, str] | Callable[[str], str | None] | None
+_SHOWN = 8
+
+
+class LoadedKeys(NamedTuple):
+    """As ``nn.Module.load_state_dict`` returns it."""
+
+    missing_keys: list[str]
+    """Names of the module that nothing was read for."""
+    unexpected_keys: list[str]
+    """Names in the files, as they stand there, that belong nowhere in the module."""
+
+
+class Names(NamedTuple):
+    """From a name in the files to the module's."""
+
+    strip: str
+    add: str
+    rename: Rename
+
+    def __call__(self, key: str) -> str | None:
+        if not key.startswith(self.strip):
+            return None
+        name = self.add + key[len(self.strip) :]
+        if callable(self.rename):
+            return self.rename(name)
+        for old in sorted(self.rename or (), key=len, reverse=True):
+            if name.startswith(old):
+                return self.rename[old] + name[len(old) :]  # type: ignore[index]
+        return name
+
+
+def load_pretrained(
+    module: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    strip: str = "",
+    add: str = "",
+    rename: Rename = None,
+    strict: bool = True,
+    weights_only: bool | None = None,
+) -> LoadedKeys:
+    """Reads weights into ``module``, of which each rank takes only what it holds.
+
+    In ``configure_model``, in ``setup`` and in any later hook of a run (there each rank reads its rows), or outside of
+    one. In a run it is collective: every rank makes the call, with the same files (rank 0's ``path`` counts).
+
+    Values are converted to the dtype that the module has. Buffers that ``state_dict`` holds are read like parameters.
+    The module's ``_load_from_state_dict`` and its hooks are not called. Where ``module`` is one of transformers', its
+    own conversion of names and layouts applies, as in ``from_pretrained``.
+
+    Args:
+        module: A LightningModule, or any module in it.
+        path: A folder as ``save_pretrained`` writes it, one ``.safetensors`` or ``.bin`` file, or a checkpoint of any
+            strategy (file or folder).
+        strip: Only names that begin so are read, without it: ``"model."`` for a LightningModule's checkpoint into its
+            ``self.model``.
+        add: Put in front of every name: ``"model."`` for a published model into a LightningModule that holds it there.
+        rename: After both: new beginnings of names by old ones, the longest that fits; or a function of a name, with
+            ``None`` for what is to be left out.
+        strict: Whether missing and left-over names are an error; shapes that differ always are.
+        weights_only: Unless ``False``, nothing beyond torch's allow-list is unpickled.
+
+    Returns:
+        ``missing_keys`` and ``unexpected_keys``, empty with ``strict``.
+
+    Raises:
+        FileNotFoundError: On every rank, if there is nothing to read at ``path``.
+        CheckpointError: On every rank, before anything is written: for damaged files; for shapes or kinds of numbers
+            that differ, naming file, key and both; with ``strict``, for missing and left-over names.
+    """
+    run = run_agreement()
+    agreement = run or Agreement(alone=True)
+    agreement.meet("lightning_zero.load_pretrained()")
+    where = agreement.gather(os.fspath(path))[0]
+    stored = find(where, weights_only, agreement)
+    targets = saved_tensors(module)
+
+    def matched() -> tuple[dict[str, Stored], LoadedKeys]:
+        found, keys = _matched(module, targets, stored, Names(strip, add, rename))
+        if strict and (keys.missing_keys or keys.unexpected_keys):
+            raise CheckpointError(_incomplete(where, type(module).__name__, keys, list(targets), stored))
+        return found, keys
+
+    found, keys = together(agreement, matched)
+    _require_same_files(found, where, agreement)
+    together(agreement, lambda: _fill(targets, found, in_run=run is not None))
+    return keys
+
+
+def _matched(
+    module: nn.Module, targets: Mapping[str, Tensor], stored: Sequence[Stored], names: Names
+) -> tuple[dict[str, Stored], LoadedKeys]:
+    """What belongs to each name of the module, and the names for which that is not clear.
+
+    Raises:
+        CheckpointError: For two of one name, and for tensors that do not fit.
+    """
+    renamed: dict[str, Stored] = {}
+    for each in stored:
+        name = names(each.key)
+        if name in renamed:
+            raise CheckpointError(
+                f"{each.file}: {each.key!r} and {renamed[name].key!r} of {renamed[name].file} would both be {name!r}:"
+                " change strip, add or rename."
+            )
+        if name is not None:
+            renamed[name] = each
+    found, unexpected = dict[str, Stored](), list[str]()
+    tensors = {name: s.tensor for name, s in renamed.items()}
+    converted = transformers.converted(module, tensors, targets, LazyTensor)
+    if converted is None:
+        found = {name: s for name, s in renamed.items() if name in targets}
+        unexpected = [s.key for name, s in renamed.items() if name not in targets]
+    else:
+        for name, (tensor, sources) in converted.by_name.items():
+            found[name] = Stored(tensor, renamed[sources[0]].file, renamed[sources[0]].key)
+        unexpected = [renamed[name].key for name in converted.unexpected]
+    if misfits := [text for name, s in found.items() if (text := _misfit(name, targets[name], s))]:
+        raise CheckpointError("; ".join(misfits[:_SHOWN]) + f" ({len(misfits)} in all): use the module that fits.")
+    there = {id(targets[name]) for name in found}  # a tied tensor has several names, and one is enough
+    missing = [name for name, tensor in targets.items() if id(tensor) not in there]
+    return found, LoadedKeys(*transformers.without_ignored(module, missing, unexpected))
+
+
+def _misfit(name: str, target: Tensor, stored: Stored) -> str:
+    value, place = stored.tensor, f"{stored.file}: {stored.key!r}"
+    if value.shape != target.shape:
+        return f"{place} is {tuple(value.shape)}, {name!r} of the module {tuple(target.shape)}"
+    kinds = [(t.dtype.is_floating_point, t.dtype.is_complex) for t in (value, target)]
+    if kinds[0] != kinds[1]:
+        return f"{place} is {value.dtype}, {name!r} of the module {target.dtype}"
+    return ""
+
+
+def _incomplete(where: str, kind: str, keys: LoadedKeys, names: Sequence[str], stored: Sequence[Stored]) -> str:
+    def shown(keys: Sequence[str]) -> str:
+        return ", ".join(map(repr, keys[:_SHOWN])) + (f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else "")
+
+    parts = []
+    if keys.missing_keys:
+        parts.append(f"it has nothing for {shown(keys.missing_keys)}")
+    if keys.unexpected_keys:
+        parts.append(f"nothing in the module is called {shown(keys.unexpected_keys)}")
+    return (
+        f"{where} does not fit {kind}: {'; '.join(parts)}. Names there begin like {stored[0].key!r}, the module's like"
+        f" {names[0] if names else 'nothing'!r}: strip, add or rename joins them, strict=False leaves them as they are."
+    )
+
+
+def _require_same_files(found: Mapping[str, Stored], where: str, agreement: Agreement) -> None:
+    """Ranks put their rows together: they must be of one model."""
+    text = "\n".join(f"{name} {tuple(s.tensor.shape)} {s.tensor.dtype}" for name, s in sorted(found.items()))
+    marks = agreement.gather(zlib.crc32(text.encode()))
+    if len(set(marks)) > 1:
+        others = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
+        raise CheckpointError(
+            f"{where} holds other tensors on rank {others[0]} than on rank 0: copy one to every host."
+        )
+
+
+def _fill(targets: Mapping[str, Tensor], found: Mapping[str, Stored], in_run: bool) -> None:
+    done: set[int] = set()
+    with torch.no_grad():
+        for name, each in found.items():
+            target = targets[name]
+            if id(target) in done:
+                continue
+            done.add(id(target))
+            if not target.is_meta:
+                target.copy_(each.tensor)  # of a sharded one, the view that is entered reads only the shard's rows
+            elif in_run and isinstance(target, nn.Parameter):
+                later.leave(target, each.tensor)
+            else:
+                later.become(target, torch.empty_like(target, device="cpu").copy_(each.tensor))

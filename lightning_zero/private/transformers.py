@@ -1,0 +1,136 @@
+"""What is not public of transformers: how its models' names in files become names in its modules. Read in 5.0-5.23.
+
+``from_pretrained`` renames and joins what files hold (experts become one tensor, old names new ones) by tables of its
+own. They are applied here to tensors that are still on the disk. transformers 4 has no such tables: names are taken as
+they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.errors import CheckpointError
+from lightning_zero.private.check import Library, Needed, check
+
+_LOADING = "transformers.core_model_loading"
+TRANSFORMERS = Library(
+    "transformers",
+    ">=5.0,<6",
+    (
+        Needed("transformers.conversion_mapping:get_model_conversion_mapping", takes="model"),
+        Needed(
+            f"{_LOADING}:rename_source_key",
+            takes="source_key, weight_renamings, weight_converters, base_model_prefix, meta_state_dict",
+        ),
+        Needed(f"{_LOADING}:dot_natural_key", takes="s"),
+        Needed(f"{_LOADING}:WeightRenaming"),
+        Needed(f"{_LOADING}:WeightConverter.source_patterns"),
+        Needed(f"{_LOADING}:WeightConverter.add_tensor", takes="self, target_key, source_key, source_pattern, future"),
+        Needed(f"{_LOADING}:WeightConverter.convert", takes="self, layer_name, model, config"),
+        Needed(
+            "transformers.modeling_utils:PreTrainedModel",
+            stores="_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",
+        ),
+    ),
+)
+
+
+class Converted(NamedTuple):
+    by_name: dict[str, tuple[Tensor, list[str]]]
+    """The module's names -> the tensor, lazy, and the names that it was made of."""
+    unexpected: list[str]
+
+
+def is_model(module: nn.Module) -> bool:
+    """Whether ``module`` is one of transformers' models. Whoever has made one has imported this."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
+def converted(
+    module: Any, tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], lazy: Callable[..., Tensor]
+) -> Converted | None:
+    """``tensors`` under the names that ``module`` has them, joined and laid out as it wants; ``None`` for modules that
+    are not transformers', and for transformers 4.
+
+    ``lazy(shape, dtype, read)`` makes a tensor that calls ``read(start, stop)`` for its rows.
+    """
+    if not is_model(module) or find_spec(_LOADING) is None:
+        return None
+    check(TRANSFORMERS)
+    from transformers import conversion_mapping
+    from transformers import core_model_loading as loading
+
+    table = conversion_mapping.get_model_conversion_mapping(module)
+    renamings = [entry for entry in table if isinstance(entry, loading.WeightRenaming)]
+    converters = [entry for entry in table if isinstance(entry, loading.WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    known = dict(targets)
+    done = Converted({}, [])
+    parts: dict[str, list[tuple[str, str]]] = {}  # first target -> (pattern, source) in the order that joins them
+    for source in sorted(tensors, key=loading.dot_natural_key):
+        name, pattern = loading.rename_source_key(source, renamings, converters, module.base_model_prefix, known)
+        if name not in known and source in known:
+            name, pattern = source, None
+        if name not in known:
+            done.unexpected.append(source)
+        elif pattern is None:
+            done.by_name[name] = tensors[source], [source]
+        else:
+            parts.setdefault(name, []).append((pattern, source))
+    for first, sources in parts.items():
+        convert = partial(_convert, copy.deepcopy(by_pattern[sources[0][0]]), module, first, sources)
+        made = convert({s: torch.empty(t.shape, dtype=t.dtype, device="meta") for s, t in tensors.items()})
+        for name in [name for name in made if name in known]:
+            read = partial(_rows, convert, tensors, name)
+            done.by_name[name] = lazy(made[name].shape, made[name].dtype, read), [source for _, source in sources]
+    return done
+
+
+def _convert(
+    converter: Any, model: Any, first: str, sources: Sequence[tuple[str, str]], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """What ``converter`` makes of ``sources``, by the module's names."""
+    converter = copy.deepcopy(converter)
+    for pattern, source in sources:
+        converter.add_tensor(first, source, pattern, partial(_in_memory, tensors[source]))
+    try:
+        made = converter.convert(first, model=model, config=model.config)
+    except Exception as error:
+        raise CheckpointError(
+            f"{type(model).__name__}: transformers cannot make {first!r} of {', '.join(s for _, s in sources[:4])}"
+            f" ({type(error).__name__}: {error}): load it with from_pretrained."
+        ) from error
+    return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else tensor.clone()
+
+
+def _rows(convert: Callable[..., dict[str, Tensor]], tensors: Mapping[str, Tensor], name: str, *rows: int) -> Tensor:
+    with torch.no_grad():
+        return convert(tensors)[name][slice(*rows)].clone()
+
+
+def without_ignored(module: Any, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
+    """Both without what the model's class says may be missing or left over."""
+    if not is_model(module):
+        return missing, unexpected
+
+    def rest(names: list[str], patterns: Any) -> list[str]:
+        return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
+
+    return (
+        rest(missing, getattr(module, "_keys_to_ignore_on_load_missing", None)),
+        rest(unexpected, getattr(module, "_keys_to_ignore_on_load_unexpected", None)),
+    )

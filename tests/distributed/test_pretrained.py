@@ -1,0 +1,289 @@
+"""``load_pretrained``: what ``save_pretrained`` and checkpoints hold arrives, wherever the module stands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_zero
+from lightning_zero.checkpoint import safetensors_file
+from lightning_zero.errors import CheckpointError
+from tests.helpers.pretrained import KINDS, MOMENTS, hugging_face, read_in_run
+from tests.helpers.ranks import outcome
+
+pytest.importorskip("transformers")
+MANY_FILES = "8KB"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Any:
+    """``published(kind)``: ``(folder, the weights in it)``, as ``save_pretrained`` writes it, in several files."""
+    done: dict[str, Any] = {}
+
+    def make(kind: str) -> Any:
+        if kind not in done:
+            torch.manual_seed(5)
+            model, folder = hugging_face(kind), tmp_path_factory.mktemp(kind)
+            model.save_pretrained(folder, max_shard_size=MANY_FILES)
+            done[kind] = str(folder), {k: v.clone() for k, v in model.state_dict().items()}
+        return done[kind]
+
+    return make
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_arrives_outside_of_a_run(kind, published):
+    folder, weights = published(kind)
+    assert len(list(Path(folder).glob("*.safetensors"))) > 1
+    torch.manual_seed(6)
+    model = hugging_face(kind)
+    assert lightning_zero.load_pretrained(model, folder) == ([], [])
+    assert_equal(model.state_dict(), weights)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("kind", "moment"), [("gpt2", "on_fit_start"), ("mixtral", "on_fit_start")])
+def test_a_sharded_module_reads_its_rows(kind, moment, world_size, ranks, published):
+    folder, weights = published(kind)
+    settings = {"stage": 3, "min_unit_numel": 1}
+    for keys, seen in ranks(read_in_run, settings, hugging_face, (kind,), folder, moment, world_size=world_size):
+        assert keys == ([], [])
+        assert_equal(seen, weights)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "zero3_offload"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_at_every_moment(moment, strategy, ranks2, published):
+    folder, weights = published("llama")
+    for keys, seen in ranks2(read_in_run, strategy, hugging_face, ("llama",), folder, moment):
+        assert keys == ([], [])
+        assert_equal(seen, weights)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_on_deepspeed(moment, stage, ranks2, published):
+    folder, weights = published("gpt2")
+    settings = {"stage": stage, "engine": "deepspeed"}
+    for keys, seen in ranks2(read_in_run, settings, hugging_face, ("gpt2",), folder, moment):
+        assert keys == ([], [])
+        assert_equal(seen, weights)
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    def __init__(self, rows: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, rows)
+        self.second = nn.Linear(3, rows, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("table", torch.zeros(4))
+        self.register_buffer("scratch", torch.zeros(4), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+
+def write(path: Path, state: dict[str, torch.Tensor]) -> str:
+    from safetensors.torch import save_file
+
+    save_file(state, str(path))
+    return str(path)
+
+
+STATE = {
+    "first.weight": torch.arange(15.0).view(5, 3),
+    "first.bias": torch.arange(5.0),
+    "table": torch.ones(4),
+    "count": torch.tensor(7),
+}
+
+
+def test_one_name_of_a_tied_weight_is_enough(tmp_path):
+    small = Small()
+    assert lightning_zero.load_pretrained(small, write(tmp_path / "x.safetensors", STATE)) == ([], [])
+    assert torch.equal(small.second.weight, STATE["first.weight"])
+    assert small.second.weight is small.first.weight
+    assert small.count.item() == 7
+    assert torch.equal(small.table, STATE["table"])
+
+
+def test_dtypes_are_converted(tmp_path):
+    path = write(
+        tmp_path / "x.safetensors", {k: v.bfloat16() if v.is_floating_point() else v for k, v in STATE.items()}
+    )
+    small = Small().double()
+    lightning_zero.load_pretrained(small, path)
+    assert small.first.weight.dtype == torch.float64
+    assert torch.equal(small.first.weight, STATE["first.weight"].double())
+
+
+@pytest.mark.parametrize(
+    ("state", "options"),
+    [
+        ({f"model.{k}": v for k, v in STATE.items()} | {"other.weight": torch.ones(2)}, {"strip": "model."}),
+        (
+            {k.replace("first.", "old.one."): v for k, v in STATE.items()},
+            {"rename": {"old.": "x.", "old.one.": "first."}},
+        ),
+        (
+            {k.upper(): v for k, v in STATE.items()} | {"EXTRA": torch.ones(2)},
+            {"rename": lambda name: None if name == "EXTRA" else name.lower()},
+        ),
+    ],
+)
+def test_names_are_changed(state, options, tmp_path):
+    small = Small()
+    assert lightning_zero.load_pretrained(small, write(tmp_path / "x.safetensors", state), **options) == ([], [])
+    assert torch.equal(small.first.bias, STATE["first.bias"])
+
+
+def test_a_prefix_is_added(tmp_path):
+    outer = nn.Module()
+    outer.inner = Small()
+    lightning_zero.load_pretrained(outer, write(tmp_path / "x.safetensors", STATE), add="inner.")
+    assert torch.equal(outer.inner.first.bias, STATE["first.bias"])
+
+
+def test_what_is_missing_and_left_over_is_told(tmp_path):
+    state = {**{k: v for k, v in STATE.items() if k != "first.bias"}, "head.weight": torch.ones(2)}
+    path = write(tmp_path / "x.safetensors", state)
+    small = Small()
+    before = small.table.clone()
+    with pytest.raises(CheckpointError, match=r"nothing for 'first.bias'; nothing .* called 'head.weight'"):
+        lightning_zero.load_pretrained(small, path)
+    assert torch.equal(small.table, before), "something was written before the error"
+    assert lightning_zero.load_pretrained(small, path, strict=False) == (["first.bias"], ["head.weight"])
+    assert torch.equal(small.table, STATE["table"])
+
+
+def test_shapes_that_differ_are_named_with_file_and_key(tmp_path):
+    path = write(tmp_path / "x.safetensors", STATE)
+    with pytest.raises(CheckpointError, match=r"x.safetensors: 'first.weight' is \(5, 3\), 'first.weight' .* \(6, 3\)"):
+        lightning_zero.load_pretrained(Small(rows=6), path)
+    path = write(tmp_path / "y.safetensors", {**STATE, "count": torch.tensor(7.5)})
+    with pytest.raises(CheckpointError, match=r"'count' is torch.float32, 'count' of the module torch.int64"):
+        lightning_zero.load_pretrained(Small(), path)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_files_of_torch_are_read(tmp_path):
+    torch.save(STATE, tmp_path / "pytorch_model.bin")
+    small = Small()
+    lightning_zero.load_pretrained(small, tmp_path)
+    assert torch.equal(small.first.bias, STATE["first.bias"])
+
+
+def test_the_reader_equals_safetensors(tmp_path):
+    from safetensors.torch import load_file
+
+    state = {
+        "half": torch.randn(3, 2).half(),
+        "bfloat": torch.randn(7).bfloat16(),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "flags": torch.tensor([True, False]),
+        "small": torch.randn(4, 4).to(torch.float8_e4m3fn),
+        "long": torch.arange(24).view(4, 3, 2),
+    }
+    path = write(tmp_path / "x.safetensors", state)
+    found = safetensors_file.read(path)
+    for name, wanted in load_file(path).items():
+        got = found[name].materialize()
+        assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+        assert torch.equal(
+            got.view(torch.uint8) if got.dim() else got, wanted.view(torch.uint8) if got.dim() else wanted
+        )
+    assert torch.equal(found["long"][1:3], state["long"][1:3])
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "foreign"])
+def test_damaged_files_are_named(damage, tmp_path):
+    path = Path(write(tmp_path / "x.safetensors", STATE))
+    content = path.read_bytes()
+    path.write_bytes(
+        {"cut": content[:-5], "header": content[:9] + b"!" + content[10:], "foreign": b"\xff" * 40}[damage]
+    )
+    with pytest.raises(CheckpointError, match=r"x\.safetensors"):
+        lightning_zero.load_pretrained(Small(), path)
+
+
+def test_an_incomplete_folder_is_named(tmp_path):
+    places = {name: "a.safetensors" if name != "table" else "b.safetensors" for name in STATE}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    write(tmp_path / "a.safetensors", {k: v for k, v in STATE.items() if k != "table"})
+    with pytest.raises(CheckpointError, match=r"b.safetensors is missing"):
+        lightning_zero.load_pretrained(Small(), tmp_path)
+    write(tmp_path / "b.safetensors", {"other": torch.ones(1)})
+    with pytest.raises(CheckpointError, match=r"b.safetensors lacks 'table'"):
+        lightning_zero.load_pretrained(Small(), tmp_path)
+    with pytest.raises(FileNotFoundError, match="snapshot_download"):
+        lightning_zero.load_pretrained(Small(), "somebody/some-model")
+
+
+# -- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def _reads_own_file(folder: str) -> Any:
+    """Under the same path rank 1 finds a file without a tensor that rank 0 finds."""
+    import os
+
+    from lightning_zero.checkpoint import weights
+
+    if os.environ["RANK"] == "1":
+        original = safetensors_file.read
+        weights.safetensors_file.read = lambda path: {k: v for k, v in original(path).items() if "bias" not in k}
+    try:
+        return outcome(read_in_run, "zero3", _small, (), folder, "on_fit_start")
+    finally:
+        if os.environ["RANK"] == "1":
+            weights.safetensors_file.read = original
+
+
+def _small() -> nn.Module:
+    return Small()
+
+
+@pytest.mark.rest
+def test_an_error_of_one_rank_is_raised_on_all(ranks2, tmp_path):
+    for kind, text in ranks2(_reads_own_file, write(tmp_path / "x.safetensors", STATE)):
+        assert kind == "CheckpointError"
+        assert "first.bias" in text or "holds other tensors on rank 1" in text
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("form", ["file", "sharded"])
+def test_a_checkpoint_is_read(form, ranks2, tmp_path, published):
+    folder, weights = published("gpt2")
+    path = str(tmp_path / "x.ckpt")
+    ranks2(_save, form, folder, path)
+    model = hugging_face("gpt2")
+    assert lightning_zero.load_pretrained(model, path, strip="model.") == ([], [])
+    assert_equal(model.state_dict(), weights)
+
+
+def _save(form: str, folder: str, path: str) -> None:
+    from tests.helpers.pretrained import Reads
+    from tests.helpers.zoo import make_trainer
+
+    module = Reads(lambda: hugging_face("gpt2"), folder, "on_fit_start")
+    trainer = make_trainer({"stage": 3, "checkpoint": form}, max_steps=1, limit_val_batches=0)
+    trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(8, 1), batch_size=1))
+    trainer.save_checkpoint(path)

@@ -1,0 +1,47 @@
+"""Tells when a private part of transformers that we touch has moved: each is used here as the package uses it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.checkpoint.lazy import LazyTensor
+from lightning_zero.private import transformers as private
+from lightning_zero.private.check import check
+
+pytest.importorskip("transformers.core_model_loading")
+
+
+def test_the_table() -> None:
+    check(private.TRANSFORMERS)
+
+
+def test_modules_of_others_are_left_alone() -> None:
+    linear = nn.Linear(2, 2)
+    assert private.converted(linear, {"weight": linear.weight}, {"weight": linear.weight}, LazyTensor) is None
+    assert private.without_ignored(linear, ["a"], ["b"]) == (["a"], ["b"])
+
+
+def test_experts_become_one_tensor_when_it_is_read() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 4, "intermediate_size": 6, "num_attention_heads": 2, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        model = MixtralForCausalLM(MixtralConfig(vocab_size=5, num_hidden_layers=1, num_local_experts=2, **sizes))
+    targets = dict(model.named_parameters())
+    mlp = "model.layers.0.block_sparse_moe"
+    files = {
+        f"{mlp}.experts.{i}.{w}.weight": torch.full((6, 4), 10.0 * i + j)
+        for i in (0, 1)
+        for j, w in ((1, "w1"), (3, "w3"))
+    }
+    files["model.norm.weight"] = torch.ones(4)
+    found = private.converted(model, {**files, "nobody": torch.ones(1)}, targets, LazyTensor)
+    assert found is not None
+    assert found.unexpected == ["nobody"]
+    (name,) = [name for name in found.by_name if "gate_up" in name]
+    tensor, sources = found.by_name[name]
+    assert tensor.shape == targets[name].shape == (2, 12, 4)
+    assert sorted(sources) == sorted(files)[:4]
+    assert tensor[1:].clone().mean(-1).tolist() == [[11.0] * 6 + [13.0] * 6]
