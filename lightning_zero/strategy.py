@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_zero.checkpoint import directory, file
+from lightning_zero.checkpoint.later import leaving_for_later
 from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.resume import Resume, collect, follow, leave_finished_epoch
 from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
@@ -47,6 +48,7 @@ from lightning_zero.config import (
     ZeroConfig,
 )
 from lightning_zero.engines.base import Engine, require
+from lightning_zero.engines.birth import give_birth, on_meta
 from lightning_zero.engines.deepspeed.run import DeepSpeedRun, Place
 from lightning_zero.engines.elementwise import is_elementwise, is_known
 from lightning_zero.engines.fsdp2.private import FULLY_SHARD
@@ -290,14 +292,28 @@ class ZeroStrategy(Launched, DDPStrategy):
         return self.config.offloads_optimizer and self.root_device.type != "cpu"
 
     def model_to_device(self) -> None:
-        if self._loads_on_host and self._shards:
-            assert self.model is not None
+        assert self.model is not None
+        is_born_later = on_meta(self.model)
+        if is_born_later and self._deepspeed is not None and self.config.stage == 3:
+            raise ValueError(
+                "the module has parameters on the meta device, which engine='deepspeed' does not fill at stage 3:"
+                " leave torch.device('meta') out, as it shards each layer while configure_model builds it, or use"
+                " engine='fsdp2'."
+            )
+        if is_born_later and not (self._shards and self._deepspeed is None):
+            give_birth(self.model, self.root_device)
+            is_born_later = False
+        if (self._loads_on_host or is_born_later) and self._shards:
             all_but_tensors_to(self.model, self.root_device)
         else:
             super().model_to_device()
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        if empty_init and self._deepspeed is None:  # filled in setup, unit by unit
+            with torch.device("meta"), self.precision_plugin.tensor_init_context():
+                yield
+            return
         with super().tensor_init_context(empty_init), torch.device("cpu") if self._loads_on_host else nullcontext():
             yield
 
@@ -398,7 +414,10 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.engine is None:
             self._leave_built()
             self._end_deepspeed()
-            super().teardown()
+            if self.lightning_module is not None and on_meta(self.lightning_module):
+                self._end_parts()  # the run ended before the module had memory, so there is none to be moved
+            else:
+                super().teardown()
             return
         # After an error the other ranks may be anywhere: no collective here, and the error is seen at once.
         try:
@@ -413,6 +432,10 @@ class ZeroStrategy(Launched, DDPStrategy):
             self.model = sync.revert(module) if sync else module
             module.cpu()
         self._end_deepspeed()
+        self._end_parts()
+
+    def _end_parts(self) -> None:
+        """What Lightning's own ``teardown`` does beside moving the module."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -608,6 +631,10 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self._dumping and self._saves_shards:
             return state
         return engine.full(state, on_rank_0=self._dumping)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with leaving_for_later():
+            super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self.engine is None:

@@ -6,10 +6,14 @@ around it, and goes with it.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 _ATTRIBUTE = "_lightning_zero_value"
 
@@ -29,9 +33,33 @@ def become(tensor: Any, value: Tensor) -> None:
     attributes, whoever holds it."""
     attributes = {k: v for k, v in vars(tensor).items() if k != _ATTRIBUTE}
     requires_grad = tensor.requires_grad
-    new: Any = torch.nn.Parameter(value, requires_grad) if isinstance(tensor, torch.nn.Parameter) else value
+    new: Any = nn.Parameter(value, requires_grad) if isinstance(tensor, nn.Parameter) else value
     if type(new) is not type(tensor):
         new = new.as_subclass(type(tensor)) if type(tensor) is not Tensor else new
     torch.utils.swap_tensors(tensor, new)
     vars(tensor).update(attributes)
     tensor.requires_grad_(requires_grad)
+
+
+@contextmanager
+def leaving_for_later() -> Iterator[None]:
+    """Inside, ``load_state_dict`` leaves values for what is on the meta device; without, it warns and drops them."""
+    with warnings.catch_warnings(), _Leaving():
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint to a meta")
+        yield
+
+
+class _Leaving(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not Tensor.copy_ or not args[0].is_meta or args[1].is_meta:
+            return func(*args, **(kwargs or {}))
+        target, value = args[0], args[1]
+        if value.shape != target.shape:
+            raise ValueError(f"a value of shape {tuple(value.shape)} for a tensor of shape {tuple(target.shape)}")
+        if isinstance(target, nn.Parameter):
+            leave(target, value)
+        else:  # small; and whoever replaces buffers, as a change of their dtype does, keeps the values
+            become(target, torch.empty_like(target, device="cpu").copy_(value))
+        return target

@@ -48,6 +48,8 @@ TORCH = Library(
         ),
         Needed("torch.nn:Module.__init__", stores="_parameters _buffers _modules _non_persistent_buffers_set"),
         Needed("torch.nn.modules.batchnorm:_BatchNorm"),
+        Needed("torch.nn:MultiheadAttention._reset_parameters", takes="self"),
+        Needed("torch.nn:Transformer._reset_parameters", takes="self"),
         Needed("torch.amp.grad_scaler:GradScaler.__init__", stores="_scale _per_optimizer_states"),
         Needed("torch.amp.grad_scaler:GradScaler.unscale_", stores="_per_optimizer_states"),
         Needed("torch.amp.grad_scaler:GradScaler._lazy_init_scale_growth_tracker", takes="self, dev"),
@@ -81,16 +83,18 @@ with importing(TORCH):
     """``__torch_function__`` of a subclass that has none; public for ``torch.compile`` only, by the same name."""
     ITEM = torch.ops.aten._local_scalar_dense.default
     """The operator of ``Tensor.item()``."""
+    INITIALIZERS = ("reset_parameters", "_reset_parameters")
+    """Methods by which torch's modules initialize themselves; two of them have it under the second name only."""
     GETTERS = (Tensor._backward_hooks.__get__, Tensor._version.__get__)  # type: ignore[attr-defined, union-attr]
     """Attributes that autograd itself reads, as a ``TorchFunctionMode`` meets them."""
 
 __all__ = [
-    "GETTERS", "ITEM", "PICKLED", "TORCH", "BatchNorm", "DisableTorchFunction", "FakeTensorMode", "MemoryFormats",
-    "StorageInfo", "TorchDispatchMode", "abort_process_groups", "at_end_of_backward", "backward_hooks", "base_of",
-    "disabled_torch_function", "found_inf", "functional_collectives", "has_accumulation_hooks",
-    "local_tensor", "loss_scale", "module_tables", "overload_packet", "own_parameters", "pytree", "saved_tensors",
-    "saves_elsewhere", "schema_of", "set_found_inf", "set_local_tensor", "set_loss_scale_on", "set_own_parameters",
-    "version_of", "wrapper_subclass",
+    "GETTERS", "INITIALIZERS", "ITEM", "PICKLED", "TORCH", "BatchNorm", "DisableTorchFunction", "FakeTensorMode",
+    "MemoryFormats", "StorageInfo", "TorchDispatchMode", "abort_process_groups", "at_end_of_backward",
+    "backward_hooks", "base_of", "disabled_torch_function", "found_inf", "functional_collectives",
+    "has_accumulation_hooks", "local_tensor", "loss_scale", "module_tables", "overload_packet", "own_parameters",
+    "pytree", "saved_tensors", "saves_elsewhere", "schema_of", "set_found_inf", "set_local_tensor",
+    "set_loss_scale_on", "set_own_parameters", "version_of", "wrapper_subclass",
 ]  # fmt: skip
 
 PICKLED = {

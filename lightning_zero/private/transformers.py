@@ -38,7 +38,7 @@ TRANSFORMERS = Library(
         Needed(f"{_LOADING}:WeightConverter.convert", takes="self, layer_name, model, config"),
         Needed(
             "transformers.modeling_utils:PreTrainedModel",
-            stores="_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected",
+            stores="_keys_to_ignore_on_load_missing _keys_to_ignore_on_load_unexpected _init_weights",
         ),
     ),
 )
@@ -54,6 +54,12 @@ def is_model(module: nn.Module) -> bool:
     """Whether ``module`` is one of transformers' models. Whoever has made one has imported this."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
+def initialize(model: Any, module: nn.Module) -> None:
+    """What ``model``, one of transformers', gives ``module`` in it as initial values, buffers that its constructor
+    computes included."""
+    model._init_weights(module)
 
 
 def converted(

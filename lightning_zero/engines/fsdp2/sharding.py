@@ -16,7 +16,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from lightning_zero.comm.agree import broadcast_coalesced
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Root, refuse_late_hooks
+from lightning_zero.engines.birth import Birth
 from lightning_zero.engines.fsdp2 import private
+from lightning_zero.engines.fsdp2.view import WholeView
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.units import UnitPlan
 from lightning_zero.private.torch import backward_hooks
@@ -80,7 +82,9 @@ def shard_units(
 ) -> Sharded:
     """Every rank has rank 0's values, then only its share of them (collective)."""
     sharded = Sharded(plan, module, Root(module), list(plan.replicated.values()))
-    _start_from_rank_0([*sharded.replicated, *module.buffers()], device)
+    on_host = isinstance(offload_policy(config, device), CPUOffloadPolicy)
+    birth = Birth(module, torch.device("cpu") if on_host else device, WholeView)
+    birth.require_initializers()
     policy = MixedPrecisionPolicy(
         param_dtype=dtypes.param_dtype, reduce_dtype=dtypes.reduce_dtype, cast_forward_inputs=False
     )
@@ -89,6 +93,7 @@ def shard_units(
         is_root = unit.module is module
         target: Any = sharded.root if is_root else unit.module
         mine = dict(unit.parameters)
+        birth.bring_up(unit.module, list(mine.values()))
         _start_from_rank_0(list(mine.values()), device)
         fully_shard(
             target,
@@ -105,6 +110,9 @@ def shard_units(
         # Dropping them inside a backward would pull saved tensors from under uses outside the unit's forward.
         target.set_reshard_after_backward(config.stage == 3, recurse=False)
         sharded.units.append(target)
+    birth.bring_up(module, [*sharded.replicated, *module.buffers()])
+    birth.finish()
+    _start_from_rank_0([*sharded.replicated, *module.buffers()], device)
     return sharded
 
 

@@ -1,0 +1,137 @@
+"""Modules built on the meta device train with the values that ordinary construction would have given them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.helpers import meta
+from tests.helpers.pretrained import KINDS, hugging_face, read_in_run
+from tests.helpers.ranks import outcome
+
+BLOCKS = {"min_unit_numel": 1}
+
+
+def test_values_are_those_of_ordinary_construction(ranks2):
+    for differ in ranks2(meta.differences, "mixed", {"stage": 3, **BLOCKS}):
+        assert differ == []
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 2, **BLOCKS}, {"stage": 3, "offload": "cpu"}], ids=str)
+def test_so_they_are_at_every_stage(settings, world_size, ranks):
+    for kind in ("mixed", "rotary"):
+        for differ in ranks(meta.differences, kind, settings, world_size=world_size):
+            assert differ == []
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("stage", [1, 2])
+def test_deepspeed_fills_whole_modules(stage, ranks2):
+    for differ in ranks2(meta.differences, "rotary", {"stage": stage, "engine": "deepspeed"}):
+        assert differ == []
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_without_a_fit(strategy, ranks2):
+    for ordinary, born in ranks2(meta.validate, "rotary", strategy):
+        assert ordinary == born
+
+
+# -- what cannot be filled -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("scaled", "model.scale"),
+        ("computed buffer", "model.frequencies"),
+        ("half initialized", "model.frequencies"),
+        ("masked", "model.mask"),
+    ],
+)
+def test_what_has_no_initializer_is_named_on_all_ranks(kind, named, ranks2):
+    for error, text in ranks2(outcome, meta.fit, kind, {"stage": 3, **BLOCKS}):
+        assert error == "ValueError"
+        assert f"'{named}'" in text
+        assert "linear" not in text
+        assert "reset_parameters" in text
+
+
+@pytest.mark.rest
+def test_deepspeed_at_stage_3_says_what_to_do(ranks2):
+    for error, text in ranks2(outcome, meta.fit, "rotary", {"stage": 3, "engine": "deepspeed"}):
+        assert error == "ValueError"
+        assert "torch.device('meta')" in text
+
+
+# -- values from files -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("form", ["file", "sharded"])
+@pytest.mark.parametrize("kind", ["mixed", "scaled"])
+def test_a_checkpoint_fills_what_has_no_initializer(kind, form, ranks2, tmp_path):
+    path, settings = str(tmp_path / "x.ckpt"), {"stage": 3, **BLOCKS}
+    saved = ranks2(meta.fit, kind, {**settings, "checkpoint": form}, "cpu", None, path)
+    ordinary = ranks2(meta.fit, kind, settings, "cpu", path)
+    born = ranks2(meta.fit, kind, settings, "meta", path)
+    for one, other in zip(ordinary, born, strict=True):
+        assert one[0] == other[0]
+        assert len(one[0]) == 2
+        for name, value in saved[0][2].items():
+            assert torch.equal(other[1][name.removeprefix("model.")], value)
+        assert all(torch.equal(one[2][name], other[2][name]) for name in one[2])
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_from_config_read_published_weights(kind, ranks, tmp_path):
+    pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    model = hugging_face(kind)
+    model.save_pretrained(tmp_path, max_shard_size="8KB")
+    weights = model.state_dict()
+    for world_size, strategy in ((1, "zero3"), (2, {"stage": 3, **BLOCKS}), (3, "zero2"), (4, {"stage": 3, **BLOCKS})):
+        args = (strategy, hugging_face, (kind,), str(tmp_path), "configure_model")
+        for keys, seen in ranks(_read_on_meta, *args, world_size=world_size):
+            assert keys == ([], [])
+            assert seen.keys() == weights.keys()
+            for name, value in weights.items():
+                assert torch.equal(seen[name], value), name
+
+
+def _read_on_meta(*args):
+    return read_in_run(*args, meta=True)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_from_config_initialize_themselves(kind, ranks2):
+    """Spread and constants are those of ordinary construction, and so are buffers; transformers draws twice there, so
+    the numbers are others."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    ordinary = hugging_face(kind)
+    buffers = {f"inner.{name}": b for name, b in ordinary.named_buffers()}
+    for _, start, _ in ranks2(meta.fit, kind, {"stage": 3, **BLOCKS}):
+        for name, value in ordinary.state_dict().items():
+            found = start[f"inner.{name}"]
+            if value.numel() > 100 and value.std() > 0:
+                assert found.std().item() == pytest.approx(value.std().item(), rel=0.3), name
+                assert found.mean().item() == pytest.approx(value.mean().item(), abs=0.6 * value.std().item()), name
+            elif value.std() == 0:
+                assert torch.equal(found, value), name
+        for name, value in buffers.items():
+            assert torch.equal(start[name], value), name
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("seeds_differ", [False, True])
+def test_init_module_with_empty_init(seeds_differ, ranks2):
+    (lay, one), (_, other) = ranks2(meta.init_module, "zero3", seeds_differ)
+    assert lay == {"meta"}
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert all(value.isfinite().all() and value.std() > 0 for value in one.values() if value.dim() > 1)
