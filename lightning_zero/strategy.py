@@ -54,7 +54,7 @@ from lightning_zero.engines.elementwise import is_elementwise, is_known
 from lightning_zero.engines.fsdp2.private import FULLY_SHARD
 from lightning_zero.engines.optimizer_step import fusible_groups, refuse_sharding, whole_state_bytes
 from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision, adapt_precision
-from lightning_zero.host import available_host_bytes
+from lightning_zero.host import available_host_bytes, own_room_bytes, return_freed_memory
 from lightning_zero.launch.launcher import Launched
 from lightning_zero.launch.step_sync import sync_steps
 from lightning_zero.private.check import check
@@ -391,6 +391,8 @@ class ZeroStrategy(Launched, DDPStrategy):
     def setup_environment(self) -> None:
         self._refuse_plugin(given_checkpoint_io(self))  # the Trainer's plugins=[...] come after __init__
         super().setup_environment()
+        if self.root_device.type == "cpu":
+            return_freed_memory()
         if self._agreement is not None:
             self._agreement.close()
         # Before set-up: checkpoints are loaded into the module while it is still whole.
@@ -481,7 +483,9 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.config.after_fit != "auto":
             return self.config.after_fit == "whole"
         # Between CPUs: the run's own process group may have no backend for them
-        room = min(self.agreement.gather(int(0.8 * available_host_bytes()), "the end of a run")) // self.num_processes
+        room = int(0.8 * available_host_bytes()) // self.num_processes
+        own = own_room_bytes()
+        room = min(self.agreement.gather(room if own is None else min(room, own), "the end of a run"))
         module_bytes = self.engine.whole_bytes
         if module_bytes >= room:
             rank_zero_info(

@@ -1,0 +1,71 @@
+"""Runs in processes that may not take more memory than a part of the module."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.helpers.zoo import make_trainer
+
+WIDTH, LAYERS = 2048, 24
+WHOLE_BYTES = 4 * LAYERS * WIDTH**2
+STEPS = 2
+
+
+class Deep(L.LightningModule):
+    """``LAYERS`` equal units of ``WIDTH`` squared, built in ``configure_model``."""
+
+    def __init__(self, device: str, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.device_name, self.num_layers = device, layers
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        torch.manual_seed(3)
+        with torch.device(self.device_name):
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(self.num_layers))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        x = batch
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        loss = x.square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@contextmanager
+def room(nbytes: int | None) -> Iterator[None]:
+    """This process may take no more than ``nbytes`` beside what it has."""
+    gc.collect()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if nbytes is not None:
+        has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (has + nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def losses(strategy: str, device: str, nbytes: int | None, batch: int) -> list[float]:
+    """Of ``STEPS`` steps on ``batch`` rows per rank."""
+    loader: Any = DataLoader(torch.arange(4.0 * STEPS * WIDTH).view(-1, WIDTH).sin(), batch_size=batch)
+    # Threads, their heaps and libraries are there before the limit
+    make_trainer(strategy, max_steps=1, limit_val_batches=0).fit(Deep("cpu", layers=1), loader)
+    with room(nbytes):
+        module = Deep(device)
+        make_trainer(strategy, max_steps=STEPS, limit_val_batches=0).fit(module, loader)
+    return module.losses
