@@ -70,7 +70,8 @@ def test_freed_memory_goes_back() -> None:
         "libc.free(libc.malloc(30 << 20))\n"
         "held = []\n"
         "for i in range(32):\n"
-        "    block = libc.malloc(2 << 20); ctypes.memset(block, 1, 2 << 20); held.append((block, libc.malloc(200 << 10)))\n"
+        "    block, between = libc.malloc(2 << 20), libc.malloc(200 << 10)\n"
+        "    ctypes.memset(block, 1, 2 << 20); held.append((block, between))\n"
         "for block, _ in held: libc.free(block)\n"
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('RssAnon')))\n"
     )
