@@ -89,7 +89,7 @@ def test_a_checkpoint_fills_what_has_no_initializer(kind, form, ranks2, tmp_path
 @pytest.mark.rest
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_from_config_read_published_weights(kind, ranks, tmp_path):
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers.core_model_loading")  # transformers 4 cannot recompute its buffers
     torch.manual_seed(5)
     model = hugging_face(kind)
     model.save_pretrained(tmp_path, max_shard_size="8KB")
@@ -112,7 +112,7 @@ def _read_on_meta(*args):
 def test_models_from_config_initialize_themselves(kind, ranks2):
     """Spread and constants are those of ordinary construction, and so are buffers; transformers draws twice there, so
     the numbers are others."""
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers.core_model_loading")  # transformers 4 cannot recompute its buffers
     torch.manual_seed(0)
     ordinary = hugging_face(kind)
     buffers = {f"inner.{name}": b for name, b in ordinary.named_buffers()}

@@ -10,10 +10,13 @@ from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.private import transformers as private
 from lightning_zero.private.check import check
 
-pytest.importorskip("transformers.core_model_loading")
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.rest  # importing transformers takes seconds
 
 
 def test_the_table() -> None:
+    pytest.importorskip("transformers.core_model_loading")
     check(private.TRANSFORMERS)
 
 
@@ -24,6 +27,7 @@ def test_modules_of_others_are_left_alone() -> None:
 
 
 def test_experts_become_one_tensor_when_it_is_read() -> None:
+    pytest.importorskip("transformers.core_model_loading")
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"hidden_size": 4, "intermediate_size": 6, "num_attention_heads": 2, "num_key_value_heads": 2}
