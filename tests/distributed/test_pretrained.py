@@ -287,3 +287,19 @@ def _save(form: str, folder: str, path: str) -> None:
     trainer = make_trainer({"stage": 3, "checkpoint": form}, max_steps=1, limit_val_batches=0)
     trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(8, 1), batch_size=1))
     trainer.save_checkpoint(path)
+
+
+def _after_a_run(path: str) -> Any:
+    from tests.helpers.pretrained import Reads
+    from tests.helpers.zoo import make_trainer
+
+    module = Reads(Small, path, "on_fit_start")
+    trainer = make_trainer({"stage": 3, "after_fit": "sharded"}, max_steps=1, limit_val_batches=0)
+    trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(8, 1), batch_size=1))
+    return outcome(lightning_zero.load_pretrained, module.model, path)
+
+
+def test_between_runs_a_sharded_module_is_refused(ranks2, tmp_path):
+    for kind, text in ranks2(_after_a_run, write(tmp_path / "x.safetensors", STATE)):
+        assert kind == "ValueError"
+        assert "after_fit='whole'" in text
