@@ -213,7 +213,11 @@ def make_strategy(**settings: Any) -> DDPStrategy | str:
     settings.pop("_target_", None)
     if "stage" not in settings:
         return _lightning_strategy(str(_checked(LightningStrategy, settings, "strategy")["name"]))
-    return make_zero_strategy(make_zero_config(settings))
+    config = make_zero_config(settings)
+    try:
+        return make_zero_strategy(config)
+    except ValueError as error:  # a key of a DeepSpeed file
+        raise ConfigError(f"strategy: {error}") from error
 
 
 def _lightning_strategy(name: str) -> DDPStrategy | str:
