@@ -74,8 +74,8 @@ def _run(arguments: list[str]) -> None:
     _add_convert(commands.add_parser("convert", help=TOOLS["convert"], description=_convert.__doc__))
     _add_doctor(commands.add_parser("doctor", help=TOOLS["doctor"], description=_doctor.__doc__))
     _add_init(commands.add_parser("init", help=TOOLS["init"], description=_init.__doc__))
-    if arguments and (text := _not_a_command(arguments[0])):
-        parser.error(text)
+    if arguments and (wrong := _not_a_command(arguments[0])):
+        parser.error(wrong)
     parsed = parser.parse_args(arguments)  # or --help, --version, an error: no command was given
     parsed.run(parsed)
 
