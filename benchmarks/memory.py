@@ -141,25 +141,25 @@ def configure_model(self):
             self.model = GPT(...)  # or AutoModelForCausalLM.from_config(config)
 ```
 
-or, outside of the module, `with trainer.init_module(empty_init=True): module = MyModule()`. `fsdp2` then gives one shard
-unit after the other memory and values, and shards it before the next one begins; what belongs to the root (mostly the
-embedding and the head) stays whole until the end, as it does in each step. Values come from
+or, outside of the module, `with trainer.init_module(empty_init=True): module = MyModule()`. `fsdp2` then gives one
+shard unit after the other memory and values, and shards it before the next one begins; what belongs to the root (mostly
+the embedding and the head) stays whole until the end, as it does in each step. Values come from
 
-1. `ckpt_path` or [`load_pretrained`](checkpoints.md#published-weights), one tensor at a time, read by rank 0 and sent to
-   the others; nothing is initialized then;
+1. `ckpt_path` or [`load_pretrained`](checkpoints.md#published-weights), one tensor at a time, read by rank 0 and sent
+   to the others; nothing is initialized then;
 2. the class's own `reset_parameters`, in the order of construction. The numbers are those of ordinary construction
    under the same seed, bit for bit, where constructors draw them through `reset_parameters` too, as torch's do;
-3. in models of transformers `_init_weights` after that, buffers such as rotary frequencies included. Spread and constants
-   are those of ordinary construction; the random numbers are others, as transformers draws twice there, the whole
-   model each time.
+3. in models of transformers `_init_weights` after that, buffers such as rotary frequencies included. Spread and
+   constants are those of ordinary construction; the random numbers are others, as transformers draws twice there, the
+   whole model each time.
 
 A tied parameter keeps the value of the first module that holds it. What none of these fills (a bare `nn.Parameter`, a
 buffer or a plain tensor that a constructor computes) is named in an error, on every rank and before training. Modules
 that were built outside of `torch.device("meta")` keep their values. Initializers that write to units which are sharded
 already draw each rank's rows from that rank's random numbers: seed all ranks alike, as `seed_everything` does.
 
-At stages 1 and 2 of `deepspeed`, and where nothing is sharded (`validate` at stages 1 and 2), the module is filled whole.
-At stage 3 `deepspeed` shards each layer as `configure_model` builds it, without meta, and says so.
+At stages 1 and 2 of `deepspeed`, and where nothing is sharded (`validate` at stages 1 and 2), the module is filled
+whole. At stage 3 `deepspeed` shards each layer as `configure_model` builds it, without meta, and says so.
 
 ## Checked against what happens
 
