@@ -327,6 +327,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._saving.begin(self._agreement)
 
     def teardown(self) -> None:
+        self.requeue_again()
         try:
             self._saving.end(self._failed)
         finally:

@@ -44,7 +44,7 @@ class Saving:
     """Writes and reads the checkpoints of a strategy's runs.
 
     Args:
-        form: ``"file"``, ``"sharded"`` or ``"async"``, as in ``ZeroConfig.checkpoint``.
+        form: ``"file"``, ``"sharded"`` or ``"sharded-async"``, as in ``ZeroConfig.checkpoint``.
         timeout_seconds: For the agreements of saves in the background.
     """
 
@@ -53,6 +53,7 @@ class Saving:
         self.collecting = Collecting.NOTHING
         self._agreement: Agreement | None = None
         self._loaded: Loaded | None = None
+        self._resumed: Resume | None = None
         self._background: BackgroundSaver | None = None
 
     def refuse_plugin(self, checkpoint_io: Any) -> None:
@@ -67,8 +68,9 @@ class Saving:
 
     @property
     def agreement(self) -> Agreement:
-        """Of all ranks of the run."""
-        assert self._agreement is not None
+        """Of all ranks of the run; of this process alone, if the ranks were its children and have ended."""
+        if self._agreement is None:
+            self._agreement = Agreement(alone=True)
         return self._agreement
 
     def begin(self, agreement: Agreement) -> None:
@@ -100,6 +102,9 @@ class Saving:
     def end(self, run_failed: bool) -> None:
         """Waits for saves in the background. One that fails ends a run; beside another failure it is a warning."""
         self._forget_loaded()
+        if self._resumed is not None:
+            self._resumed.close()
+            self._resumed = None
         if self._background is not None:
             background, self._background = self._background, None
             try:
@@ -123,6 +128,11 @@ class Saving:
             raise TypeError(
                 "save_checkpoint(storage_options=...) is for CheckpointIO plugins, which"
                 f" checkpoint={self._form!r} has none of: use checkpoint='file', or leave it out."
+            )
+        if "optimizer_states" in checkpoint and self._agreement is None:
+            rank_zero_warn(
+                f"{path} has the weights, and training cannot continue from it: optimizers and progress ended with the"
+                " processes of the run. A ModelCheckpoint saves them inside the run."
             )
         with DisableTorchFunction():
             if "optimizer_states" in checkpoint:  # not save_weights_only
@@ -182,7 +192,8 @@ class Saving:
     def resume(self, trainer: Any) -> None:
         """Continues from the checkpoint that was loaded for this run, if there is one; before the first batch."""
         if self._loaded is not None:
-            Resume(self._loaded.content, self.agreement).apply(trainer)
+            self._resumed = Resume(self._loaded.content, self.agreement)
+            self._resumed.apply(trainer)
             self._forget_loaded()
 
     def _forget_loaded(self) -> None:

@@ -282,6 +282,8 @@ class DeepSpeedEngine(Engine):
 
     def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
         self._access.adopt()
+        for optimizer in self._optimizers:  # whatever becomes of the module: gradients end with the run
+            optimizer.__dict__.pop("zero_grad", None)
         if not whole:
             return
         with torch.no_grad(), DisableTorchFunction():
