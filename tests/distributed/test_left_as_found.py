@@ -108,7 +108,9 @@ def _requeues(ddp: bool, fails_at: int, folder: str) -> tuple[list[bool], bool]:
 
 @pytest.mark.parametrize("ddp", [False, True])
 @pytest.mark.parametrize("fails_at", [1, 99])
-def test_requeueing_by_lightning_is_off_for_the_run_alone(ranks1: Any, ddp: bool, fails_at: int, tmp_path: Path) -> None:
+def test_requeueing_by_lightning_is_off_for_the_run_alone(
+    ranks1: Any, ddp: bool, fails_at: int, tmp_path: Path
+) -> None:
     ((seen, after),) = ranks1(_requeues, ddp, fails_at, str(tmp_path))
     assert seen
     assert not any(seen)
