@@ -62,7 +62,7 @@ def _show(made: Plan, config: PlanConfig) -> None:
 
 
 def num_devices(value: Any, device: str) -> int:
-    """Processes per node from what ``Trainer(devices=...)`` takes."""
+    """Processes per node, from a value of ``Trainer(devices=...)``."""
     if isinstance(value, (list, tuple)):
         return len(value)
     text = str(value)
@@ -104,7 +104,7 @@ def _on_meta(cfg: DictConfig) -> Any:
 
 
 def _zero_config(cfg: DictConfig) -> ZeroConfig:
-    """Of the strategy as it is, where it is one of ours: a plan refuses the settings that a run refuses. The planner
+    """Of a strategy of ours as it is: a plan refuses the settings that a run refuses. The planner
     takes units and agreements from it, and its account is that of ``fully_shard``, whatever engine will run."""
     strategy = to_plain(cfg.get("strategy")) or {}
     return make_zero_config(strategy) if "min_unit_numel" in strategy else ZeroConfig()  # ddp

@@ -1,4 +1,4 @@
-"""Advice on errors of libraries whose text does not tell what to do."""
+"""Advice on errors of libraries whose text names no remedy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _IN_SHARDED_MODULES = {
     "mixed torch.Tensor and DTensor": "A sharded parameter met a plain tensor where it was not gathered",
     "Inplace update to inference tensor": "A view of a sharded parameter is read-only: write to the parameter itself",
 }
-"""Part of an error's text -> its cause; both go away where the whole module is gathered."""
+"""Part of an error's text -> its cause; gathering the whole module avoids both."""
 
 
 def advice_on(text: str, collecting_failed: bool, buffer_count: int | None) -> str:

@@ -33,7 +33,7 @@ class AfterRun(Enum):
 
 
 class Sharded(Protocol):
-    """What can make its module whole: an engine, or what ``configure_model`` has built sharded."""
+    """Makes its module whole: an engine, or the shards that ``configure_model`` has built."""
 
     def restore(self, whole: bool, optimizers: list[Optimizer]) -> None: ...
 
@@ -43,7 +43,7 @@ _LOST: WeakSet[nn.Module] = WeakSet()
 
 
 def leave(module: nn.Module, shards: Sharded, after: AfterRun) -> None:
-    """Notes what the next run of ``module`` will find."""
+    """Notes the state of ``module`` for its next run."""
     if after is AfterRun.LOST:
         _LOST.add(module)
     elif after is not AfterRun.WHOLE:
@@ -71,7 +71,7 @@ def where_memory_allows(
     engine: Engine, optimizers: Collection[Optimizer], num_processes: int, room_bytes: int
 ) -> tuple[AfterRun, str]:
     """``WHOLE`` if each of a host's ``num_processes`` can hold the whole module in ``room_bytes``, else ``SHARDED``;
-    beside it a sentence on what stays sharded. Optimizers' states become whole where they fit beside the module.
+    beside it a sentence on the parts that stay sharded. Optimizers' states become whole if they fit beside the module.
 
     ``room_bytes`` is the same on all ranks, so that all answer alike.
     """

@@ -1,4 +1,4 @@
-"""What a strategy's runs have beside their engine: what is lent to the module, files, compiled parts."""
+"""The parts of a run beside its engine: methods lent to the module, files, compiled ops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_zero.engines.precision import DtypePolicy
 
 
 class Place(NamedTuple):
-    """Where this rank runs, as its launcher says: srun and mpirun set none of torchrun's variables."""
+    """This rank's place, as its launcher says: srun and mpirun set none of torchrun's variables."""
 
     local_rank: int
     """Number among the ranks of its host."""
@@ -71,7 +71,7 @@ class EngineRun(ABC):
         agreement: Agreement,
         place: Place,
     ) -> None:
-        """Checks settings against the run and opens what ``engine`` needs, before anything is sharded (collective).
+        """Checks settings against the run and opens the engine's resources, before anything is sharded (collective).
 
         Raises:
             ValueError: On every rank.
@@ -98,5 +98,5 @@ class EngineRun(ABC):
         return None
 
     def end(self, after: AfterRun, wait_for_all: Callable[[str], object]) -> None:  # noqa: B027
-        """Gives back what was lent, and removes files where ``after`` says so. ``wait_for_all`` returns when every
-        rank has called it; its argument names the call in the error of a rank that waited in vain."""
+        """Takes back everything lent to the module, and removes files if ``after`` says so. ``wait_for_all`` returns
+        when every rank has called it; its argument names the call in the error of a rank that waited in vain."""

@@ -18,7 +18,7 @@ DeepSpeed reduces, gathers, offloads and swaps; users' own optimizers step on it
 number of them, any class, any schedule and any clipping do what they do under DDP. DeepSpeed's own clipping and loss
 scaling are off.
 
-[What DDP does that DeepSpeed alone does not]
+[Differences of DeepSpeed alone from DDP, and their repair]
 - *Unused parameters.* DeepSpeed has zeros or the step before's gradient there. Ranks agree (one small all-reduce) which
   parameters nobody used; these have no gradient and are not stepped. Where only some ranks used one, the others add
   zeros; stages 1 and 2 therefore reduce at the end of the backward, in fixed order.
@@ -62,7 +62,7 @@ from lightning_zero.private.torch import DisableTorchFunction
 
 
 class _Root(Root):
-    """What it returns is a list, because DeepSpeed looks into results of other kinds."""
+    """Returns a list, because DeepSpeed looks into results of other kinds."""
 
     def forward(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         return [super().forward(method, *args, **kwargs)]
@@ -246,7 +246,7 @@ class DeepSpeedEngine(Engine):
             return self._whole.optimizer_state(optimizer)
 
     def _state_dict_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What user code sees (collective)."""
+        """The whole parameters that user code sees (collective)."""
         return self.full(self.sharded_optimizer_state(optimizer))
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

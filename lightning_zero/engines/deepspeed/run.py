@@ -1,4 +1,4 @@
-"""What a run on the engine ``deepspeed`` has beside the engine: a file's optimizer, compiled parts, files.
+"""The parts of a run beside the engine ``deepspeed``: a file's optimizer, compiled ops, files.
 
 The order of its methods in a run is :class:`~lightning_zero.engines.run.EngineRun`'s.
 """
@@ -98,7 +98,7 @@ class DeepSpeedRun(EngineRun):
         return engine.view() if self._built is not None else nullcontext()
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raises ``ValueError`` where the module's own optimizers are not the file's."""
+        """Raises ``ValueError`` if the module's own optimizers are not the file's."""
         if self.config.raw is not None and self._supplied is None:
             check_optimizer(self.config.raw, optimizers)
 
@@ -106,7 +106,7 @@ class DeepSpeedRun(EngineRun):
 
     @contextmanager
     def building(self, module: nn.Module, trainer_facts: Mapping[str, Any], device: torch.device) -> Iterator[None]:
-        """At stage 3 what is built inside is sharded at once (collective)."""
+        """At stage 3 modules built inside are sharded at once (collective)."""
         config = self.config
         if config.auto or config.stage != 3:
             yield
@@ -193,7 +193,7 @@ class DeepSpeedRun(EngineRun):
         self.folder = open_folder(given, default, need, agreement, place.local_rank, place.node_rank, _say)
 
     def facts(self, module: nn.Module, trainer_facts: Mapping[str, Any], device_type: str) -> RunFacts:
-        """``told`` is what the Trainer was told, in the names of :class:`RunFacts`."""
+        """``trainer_facts`` are the Trainer's settings, in the names of :class:`RunFacts`."""
         sizes = [private.whole_numel(p) for p in module.parameters()]
         return RunFacts(
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
@@ -208,7 +208,7 @@ class DeepSpeedRun(EngineRun):
     def check_batches(
         self, module: nn.Module, trainer_facts: Mapping[str, Any], device: torch.device, loaders: Any
     ) -> None:
-        """Raises ``ValueError`` where the dataloaders' batch size is another than the file's."""
+        """Raises ``ValueError`` if the dataloaders' batch size is another than the file's."""
         if self.config.raw is None:
             return
         facts = self.facts(module, trainer_facts, device.type)
@@ -220,8 +220,8 @@ class DeepSpeedRun(EngineRun):
     # -- the end -------------------------------------------------------------------------------------------------
 
     def end(self, after: AfterRun, wait_for_all: Callable[[str], object]) -> None:
-        """Gives back what was lent and removes the files, unless a module still uses them: then the process does
-        at its end."""
+        """Takes back everything lent to the module and removes the files, unless a module still uses them: then the
+        process does at its end."""
         if self.folder is not None and after is AfterRun.WHOLE:
             wait_for_all("the end of a run with offload='nvme'")  # others may still read
         self._take_back()

@@ -1,4 +1,4 @@
-"""What a run on the engine ``fsdp2`` has beside the engine: next to nothing."""
+"""The parts of a run beside the engine ``fsdp2``: next to nothing."""
 
 from __future__ import annotations
 
