@@ -194,7 +194,7 @@ class DeepSpeedEngine(Engine):
                 " micro-batches accumulate: unfreeze it in on_train_epoch_start or another hook between two steps, or"
                 " use engine='fsdp2'."
             )
-        self._access.flush_grads()
+        self._access.flush_grads()  # before DeepSpeed adds to the pieces, or user code's writes to gradients are lost
         sync = self.reduces
         with DisableTorchFunction():
             with self._under_way.during(Phase.BACKWARD):
@@ -246,7 +246,7 @@ class DeepSpeedEngine(Engine):
             return self._whole.optimizer_state(optimizer)
 
     def _state_dict_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole parameters that user code sees (collective)."""
+        """The whole states that user code sees (collective)."""
         return self.full(self.sharded_optimizer_state(optimizer))
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -281,7 +281,7 @@ class DeepSpeedEngine(Engine):
         return account.state
 
     def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
-        self._access.adopt()
+        self._access.adopt()  # before masters are read: user code may have written to parameters since the last step
         for optimizer in self._optimizers:  # whatever becomes of the module: gradients end with the run
             optimizer.__dict__.pop("zero_grad", None)
         if not whole:

@@ -109,6 +109,8 @@ class Steps:
         elif here or any(p not in managed for p in parameters(optimizer)):
             result = self._call(step, lambda p: p not in managed or managed.piece(p).flat in here, **kwargs)
         with torch.no_grad():
+            # Published as soon as stepped, flats in files in the order of their numbers: at stages 1 and 2 publishing
+            # gathers, so all ranks come here in one order, and a flat's file is written back before the next is loaded.
             shards.publish(here)
             for i in in_files:
                 with shards.loaded(i, write=True):

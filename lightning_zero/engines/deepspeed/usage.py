@@ -69,7 +69,8 @@ class Usage:
         return self._config.find_unused_parameters and dist.get_world_size() > 1
 
     def complete(self, sync: bool) -> None:
-        """All gradients of this backward are there; some are not yet reduced."""
+        """All gradients of this backward are there; some are not yet reduced. Called before DeepSpeed ends its
+        backward, which reduces the last bucket: zeros that came later would be in no bucket on this rank."""
         managed = self._params.attached
         if self._fills and (sync or self._config.stage > 1):
             stage3 = self._params.stage3
