@@ -69,9 +69,7 @@ class Saving:
     @property
     def agreement(self) -> Agreement:
         """Of all ranks of the run; of this process alone, if the ranks were its children and have ended."""
-        if self._agreement is None:
-            self._agreement = Agreement(alone=True)
-        return self._agreement
+        return self._agreement if self._agreement is not None else Agreement(alone=True)
 
     def begin(self, agreement: Agreement) -> None:
         """A run begins; before set-up, because checkpoints are loaded into the module while it is still whole."""

@@ -92,6 +92,8 @@ _refusals: dict[tuple[str | None, str], str] = {}
 """Hydra job (``None`` outside of Hydra), port of ranks that were started from outside -> why no other run is possible
 with these ranks."""
 _reporter: failure.Reporter | None = None
+_runs_inside = 0
+"""Runs under way in this process, one inside the other."""
 
 
 class PopenLauncher(SubprocessScriptLauncher):
@@ -110,7 +112,7 @@ class PopenLauncher(SubprocessScriptLauncher):
         _end_session_of_an_earlier_job()
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        global _reporter
+        global _reporter, _runs_inside
         _end_session_of_an_earlier_job()
         _refuse_after_failure()
         check_world(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -119,6 +121,7 @@ class PopenLauncher(SubprocessScriptLauncher):
             failure.save_again(trainer)
         if _reporter is None and (ERROR_FILE in os.environ or self._starts_ranks):
             _reporter = failure.Reporter()
+        _runs_inside += 1
         try:
             self._find_ranks(function, args, kwargs)
             return function(*args, **kwargs)
@@ -127,7 +130,8 @@ class PopenLauncher(SubprocessScriptLauncher):
             raise
         finally:
             set_starting(False)
-            if (session := current()) is not None:
+            _runs_inside -= 1
+            if (session := current()) is not None and not _runs_inside:
                 session.stop_copying()
 
     @property
@@ -141,7 +145,8 @@ class PopenLauncher(SubprocessScriptLauncher):
         global _run
         _run += self.num_processes > 1
         if (session := current()) is not None:
-            session.copy_output()
+            if _runs_inside == 1:  # not a validation inside a fit, whose end is not the end of the fit's output
+                session.copy_output()
             set_starting(True)
             if session.how is not None:  # all have raised in the run before: have all caught it?
                 session.wait_until_ready(_run)
