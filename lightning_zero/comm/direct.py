@@ -93,6 +93,8 @@ Parts = Sequence[Tensor]
 
 def _send(parts: Parts, mine: Tensor, group: dist.ProcessGroup, tag: int, peers: Sequence[int]) -> dist.Work:
     """Sends ``mine`` to ``peers`` and receives theirs into ``parts``, through sockets."""
+    # Receives first: gloo starts a peer's send when its receiver is posted. Messages of one tag between two ranks are
+    # matched in the order of posting, so all ranks begin their exchanges in the same order.
     works: list[Any] = [dist.irecv(parts[peer], group=group, group_src=peer, tag=tag) for peer in peers]
     works += [dist.isend(mine, group=group, group_dst=peer, tag=tag) for peer in reversed(peers)]
     return Begun(work.wait() for work in works)
@@ -165,6 +167,7 @@ def _reduced(
     sent = _Sent(whole, group, pool, far) if far else None
     read = _Read(whole, group, pool, peer_memory) if peer_memory is not None and near else None
     yield
+    # From here on in the wait. `whole` is only read: peers, and sends under way, take their parts from it.
     so_far = whole.chunk(group.size())[group.rank()]
     for peer in _others(group):
         carrier = read if peer in near else sent
@@ -272,6 +275,7 @@ def all_reduce(
         return work
     everyones = message.new_empty(group.size(), message.numel())
     parts, works = everyones.unbind(), []
+    # A copy in memory of this call alone: peers may still read it when this rank has overwritten `message` and gone on.
     mine = parts[group.rank()].copy_(message)
     if far:
         works.append(_send(parts, mine, group, kind, far))
@@ -357,7 +361,7 @@ class ReduceScatter:
         numel = math.prod(size)
         if self._lent == numel * self._world_size:
             self._lent = None
-            return torch.empty(*size, dtype=dtype, device=device)
+            return torch.empty(*size, dtype=dtype, device=device)  # not of the pool: gradients outlive the next input
         self._lent = numel
         sent = self._pool.empty(numel, dtype)
         self._input = sent.data_ptr()

@@ -1,4 +1,4 @@
-"""What an engine owes the strategy, and the one table of what each engine can do."""
+"""The contract between an engine and the strategy, and the one table of each engine's capabilities."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
     "stage": {"fsdp2": (1, 2, 3), "deepspeed": (1, 2, 3)},
     "accelerator": {"fsdp2": ("cpu", "cuda", "xpu", "hpu"), "deepspeed": ("cpu", "cuda", "xpu", "hpu")},
 }
-"""What an engine cannot do stands here and nowhere else."""
+"""The only place for an engine's limits."""
 
 LIMITS: dict[str, dict[str, str]] = {
     "fsdp2": {
@@ -59,7 +59,7 @@ LIMITS: dict[str, dict[str, str]] = {
         ),
     },
 }
-"""Engine -> what of DDP's it refuses, with a ``ValueError``: why, upstream's place, and who does it."""
+"""Engine -> feature of DDP that it refuses with a ``ValueError`` -> reason, place in upstream's code, alternative."""
 
 
 class Root(nn.Module):
@@ -141,7 +141,7 @@ class Engine(ABC):
     """
 
     module: nn.Module
-    """What was handed to :meth:`shard`."""
+    """The argument of :meth:`shard`."""
     mesh: DeviceMesh
     """Of all ranks; shards lie along its axis "shard"."""
 
@@ -163,7 +163,7 @@ class Engine(ABC):
         self.cpu_adam = False
         """Whether DeepSpeed's CPU Adam can be used."""
         self.units_table = ""
-        """What is gathered together, as text."""
+        """A table of the units, as text."""
         self.reduces = True
         """Whether the backward of this micro-batch ends a window; not inside :meth:`no_sync`."""
         self._broadcasts_next = True
@@ -203,7 +203,7 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """``optimizer.step`` on what this rank holds."""
+        """``optimizer.step`` on this rank's shards."""
 
     @abstractmethod
     def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> AbstractContextManager[Any]:
@@ -217,11 +217,11 @@ class Engine(ABC):
 
     @abstractmethod
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        """Those of ``optimizer``, as plain tensors: this rank's shards, and what every rank holds whole."""
+        """Those of ``optimizer``, as plain tensors: this rank's shards, and the replicated ones."""
 
     @property
     def shards_device(self) -> torch.device:
-        """Where the gradients' shards lie, and their norms are joined."""
+        """The device of the gradients' shards, on which their norms are joined."""
         return self.device
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
@@ -308,11 +308,11 @@ class Engine(ABC):
 
     @abstractmethod
     def store_whole(self, whole: Mapping[Any, Tensor]) -> None:
-        """Rank 0's values of ``whole``, and of what is replicated, become everybody's, each rank keeping its share."""
+        """Broadcasts rank 0's values of ``whole`` and of replicated parameters; each rank keeps its share."""
 
     @abstractmethod
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
-        """What this rank holds right now, and where; not collective."""
+        """The tensors that this rank holds right now, and their places; not collective."""
 
     @property
     @abstractmethod

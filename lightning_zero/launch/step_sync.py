@@ -62,7 +62,7 @@ class StepSync(Callback):
         self._peer_memory: PeerMemory | None = None
         self._owns_peer_memory = False
         self._pending: tuple[Any, torch.Tensor, int] | None = None
-        self._signal: int | None = _early.pop() if _early else None
+        self._signal: int | None = None
         self._agreed: int = 0
         self._step = -1
         self._loop: Any = None
@@ -113,6 +113,8 @@ class StepSync(Callback):
                 self._handlers[signal.SIGINT] = signal.default_int_handler
                 self._saves = bool(saves_on_exception(trainer))
                 signal.signal(signal.SIGINT, self._on_interrupt)
+        while _early:  # after our handlers are there: none comes to the early one any more
+            self._signal = max(self._signal or 0, _early.pop())
 
     def _on_interrupt(self, number: int, frame: Any) -> None:
         """Ctrl-C."""
