@@ -280,6 +280,9 @@ class ZeroConfig:
     """What carries shards and gradients with ``fsdp2``: ``"torch"`` is ``fully_shard``'s own collectives and schedule,
     ``"direct"`` an exchange between CPU processes over gloo, which sends and holds less; ``"auto"`` is direct there,
     torch elsewhere."""
+    elementwise_optimizers: Sequence[str] | None = None
+    """Class names of optimizers other than PyTorch's own, ``["Lion"]``, whose update of an element depends on nothing
+    but that element's own values and gradients: they step on shards. All others step on whole tensors."""
     broadcast_buffers: bool = True
     """Rank 0's buffers become everybody's at each training forward, as under DDP."""
     after_fit: str = "auto"
@@ -323,6 +326,8 @@ class ZeroConfig:
         size = self.shard_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 2):
             raise ValueError(f"shard_size={size!r}: use a number of ranks, 2 or more, or None for all of them.")
+        declared = _as_names("elementwise_optimizers", self.elementwise_optimizers, "class names")
+        object.__setattr__(self, "elementwise_optimizers", declared or ())
         _boolean("find_unused_parameters", self.find_unused_parameters)
         _one_of("transport", self.transport, TRANSPORTS)
         _boolean("broadcast_buffers", self.broadcast_buffers)
@@ -582,11 +587,11 @@ def _given(config: Any) -> list[str]:
     return [f.name for f in fields(config) if getattr(config, f.name) != f.default]
 
 
-def _as_names(name: str, value: Any) -> tuple[str, ...] | None:
+def _as_names(name: str, value: Any, of: str = "class names or name patterns") -> tuple[str, ...] | None:
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(v, str) and v for v in value):
-        raise ValueError(f"{name}={value!r}: use a list of class names or name patterns, or None.")
+        raise ValueError(f"{name}={value!r}: use a list of {of}, or None.")
     return tuple(value)
 
 

@@ -7,11 +7,14 @@ offload in host memory while the mesh is of an accelerator; what is gathered of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from lightning_zero.comm import direct
@@ -58,6 +61,68 @@ def _gathered_between_hosts(tensor: DTensor, axis: int) -> Tensor:
     mine[: shard.shape[0]] = shard
     direct.all_gather(_bytes_of(parts), _bytes_of(mine), mesh.get_group(axis)).wait()
     return parts if parts.shape == tensor.shape else parts[: tensor.shape[0]].clone()
+
+
+PACKED_BYTES = 1 << 20
+"""Whole tensors below this travel together: each message costs more than they do."""
+BUCKET_BYTES = 32 << 20
+"""Of what travels together at a time, whole."""
+_ALIGNMENT = 16  # of a tensor inside a bucket, in bytes: a view in its dtype has to be possible
+
+
+@torch.no_grad()
+def gathered_each(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`gathered` of each (collective): small ones together, in buckets; large ones one at a time.
+
+    Of a mesh whose shards are whole, each is the shard itself, detached.
+    """
+    done: dict[int, Tensor] = {}
+    buckets: dict[tuple[DeviceMesh, int], list[DTensor]] = {}
+    for tensor in {id(t): t for t in tensors}.values():
+        axis = _sharded_axis(tensor) if isinstance(tensor, DTensor) else None
+        if axis is None or not isinstance(tensor, DTensor):
+            done[id(tensor)] = gathered(tensor)
+        elif tensor.device_mesh.size(axis) == 1 and not is_off_mesh(tensor):
+            done[id(tensor)] = local(tensor).detach()
+        elif tensor.nbytes >= PACKED_BYTES or not tensor.numel():
+            done[id(tensor)] = gathered(tensor)
+        else:
+            waiting = buckets.setdefault((tensor.device_mesh, axis), [])
+            waiting.append(tensor)
+            if sum(t.nbytes for t in waiting[-(BUCKET_BYTES // PACKED_BYTES) :]) >= BUCKET_BYTES:
+                done |= _gathered_together(waiting, axis)
+                waiting.clear()
+    for (_, axis), waiting in buckets.items():
+        if waiting:
+            done |= _gathered_together(waiting, axis)
+    return [done[id(tensor)] for tensor in tensors]
+
+
+def _gathered_together(tensors: Sequence[DTensor], axis: int) -> dict[int, Tensor]:
+    """The whole tensors by their ids, by one all-gather of bytes; every rank packs as many rows as the first has."""
+    mesh = tensors[0].device_mesh
+    ranks, device = mesh.size(axis), mesh_device(tensors[0])
+    rows = [-(-t.shape[0] // ranks) for t in tensors]
+    nbytes = [n * (t.numel() // t.shape[0]) * t.element_size() for n, t in zip(rows, tensors, strict=True)]
+    ends = list(accumulate(-(-n // _ALIGNMENT) * _ALIGNMENT for n in nbytes))
+    packed = torch.empty(ranks, ends[-1], dtype=torch.uint8, device=device)
+    mine = torch.empty(ends[-1], dtype=torch.uint8, device=device)
+    for t, n, size, end in zip(tensors, rows, nbytes, ends, strict=True):
+        start = end - -(-size // _ALIGNMENT) * _ALIGNMENT
+        shard = local(t)
+        mine[start : start + size].view(t.dtype).view(n, *t.shape[1:])[: shard.shape[0]] = shard
+    group = mesh.get_group(axis)
+    if device.type == "cpu":
+        direct.all_gather(packed.view(-1), mine, group).wait()
+    else:
+        dist.all_gather_into_tensor(packed.view(-1), mine, group=group)
+    done = {}
+    for t, n, size, end in zip(tensors, rows, nbytes, ends, strict=True):
+        start = end - -(-size // _ALIGNMENT) * _ALIGNMENT
+        whole = torch.empty(ranks * n, *t.shape[1:], dtype=t.dtype, device=device)
+        _bytes_of(whole).view(ranks, size).copy_(packed[:, start : start + size])
+        done[id(t)] = whole if whole.shape == t.shape else whole[: t.shape[0]].clone()
+    return done
 
 
 def _sharded_axis(tensor: DTensor) -> int | None:

@@ -149,6 +149,8 @@ class Engine(ABC):
         """Whether one :meth:`run` is one forward (else the user runs forwards and backwards inside it)."""
         self.offload_path: str | None = None
         """This run's folder on a fast disk, with nvme."""
+        self.states_whole_after_fit = True
+        """Whether optimizers have whole states beside whole parameters when the run ends."""
         self.cpu_adam = False
         """Whether DeepSpeed's CPU Adam can be used."""
         self.units_table = ""

@@ -3,38 +3,45 @@
 Users' optimizers always hold the module's own parameters, ``DTensor`` shards during a run. For the length of one step
 they are handed stand-ins:
 
-- an *element-wise* optimizer (SGD, Adam, AdamW, ...) updates every element from that element's own history, so it
-  steps on the local shards directly: no communication, no ``DTensor`` dispatch;
-- any other (Muon, Adafactor, LBFGS, LAMB, ...) looks across elements, so it steps on whole tensors: parameters,
-  gradients and states are gathered, every rank computes the same step, and the shards are stored again.
+- an *element-wise* optimizer (SGD, Adam, AdamW, ...; see :mod:`lightning_zero.engines.elementwise`) updates every
+  element from that element's own history, so it steps on the local shards directly: no communication, no ``DTensor``
+  dispatch;
+- any other (Muon, LBFGS, LAMB, GaLore, Lookahead, ...) may look across elements, so it steps on whole tensors:
+  parameters, gradients and states are gathered, every rank computes the same step, and the shards are stored again.
+  Its stand-ins are the same objects at every step, empty in between, so that whatever it keeps by parameter is found
+  again, and it is handed its closure, which it may call when and as often as it likes (LBFGS, SAM). They are filled
+  when the closure has run for the first time, or when anything is computed before that.
+
+Step hooks are user code like any other: they run outside all this, on the module's own parameters, as whole tensors.
 
 With CPU offload the shards lie in host memory, and so does the step of an element-wise optimizer: for its length Adam
 and AdamW get PyTorch's fused kernel, which reads and writes every element once, unless their user chose a kernel. The
 others' whole tensors are gathered on the device.
 
 Either way ``optimizer.state`` holds, between steps, one ``DTensor`` per state tensor that has its parameter's shape.
+What a user has put there (``load_state_dict``) is whole until the next step.
 """
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
-from lightning_zero.comm.shards import as_shard, gathered, local, shard_like
-
-KNOWN_ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in "SGD Adam AdamW NAdam RAdam Adamax Adadelta Adagrad RMSprop Rprop ASGD".split()
-)
+from lightning_zero.checkpoint.layout import map_tensors
+from lightning_zero.comm.shards import as_shard, gathered, gathered_each, local, mesh_device, rows_of, shard_like
+from lightning_zero.engines import torch_optim
+from lightning_zero.engines.elementwise import is_elementwise, is_known, keys_beside_elements
+from lightning_zero.engines.optimizer_family import exchange, family, states
 
 
 class ShardedStep:
@@ -43,29 +50,81 @@ class ShardedStep:
     Args:
         optimizer: Holds the module's own parameters.
         fuses: Whether its shards lie in host memory, so that Adam is fused there.
+        declared: ``ZeroConfig.elementwise_optimizers``.
+        before: Makes parameters and gradients true for user code and optimizers that look before the closure has run.
+        originals: Sharded parameter -> the user's, whose class and attributes an optimizer may ask for.
     """
 
-    def __init__(self, optimizer: Optimizer, fuses: bool = False) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        fuses: bool = False,
+        declared: Collection[str] = (),
+        before: Callable[[], None] = lambda: None,
+        originals: Mapping[Tensor, Tensor] | None = None,
+    ) -> None:
         self.optimizer = optimizer
         self.fuses = fuses
-        self.elementwise = is_elementwise(optimizer)
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-        """Whether the optimizer evaluates its closure itself, perhaps several times (LBFGS)."""
+        self.before = before
+        self._declared = declared
+        self._originals = originals or {}
+        self._wholes: dict[Tensor, nn.Parameter] = {}  # sharded parameter -> its stand-in, empty between steps
+        self._beside: frozenset[str] | None = None
+
+    @property
+    def elementwise(self) -> bool:
+        return is_elementwise(self.optimizer, self._declared)
+
+    @property
+    def beside(self) -> frozenset[str]:
+        """Keys of states that are no elements, of an element-wise optimizer."""
+        if self._beside is None:
+            self._beside = keys_beside_elements(self.optimizer)
+        return self._beside
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One ``optimizer.step``; ``closure`` is evaluated first, or by the optimizer where it insists (LBFGS)."""
-        if not self.needs_closure:
+        """One ``optimizer.step``. ``closure`` is evaluated first where the optimizer steps on shards, else it is the
+        optimizer's to call."""
+        # else hooks for all optimizers are also those of the inner ones
+        alone = is_known(self.optimizer) or len(family(self.optimizer)) == 1
+        before, after = torch_optim.step_hooks(self.optimizer, with_global=alone)
+        if not before and not after:
+            return self._step(closure, **kwargs)
+        args: tuple[Any, ...] = (self.optimizer,)
+        kwargs = {"closure": closure, **kwargs}
+        self.before()
+        for hook in before:
+            changed = hook(self.optimizer, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        with torch_optim.without_step_hooks(self.optimizer, with_global=alone):
+            result = self._step(*args[1:], **kwargs)
+        for hook in after:
+            hook(self.optimizer, args, kwargs)
+        return result
+
+    def _step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        takes_closure = "closure" in inspect.signature(type(self.optimizer).step).parameters
+        computes = is_known(self.optimizer) and type(self.optimizer) is not torch.optim.LBFGS
+        if self.elementwise or computes or not takes_closure or closure is None:
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            with self.stand_ins(), torch._C.DisableTorchFunction():
+            plain = self.elementwise or computes
+            quiet = torch._C.DisableTorchFunction() if plain else nullcontext()
+            with self.stand_ins(), quiet:
                 result = self.optimizer.step(**kwargs)
             return loss if result is None else result
-        assert closure is not None
-        with self.stand_ins() as swap:
-            return self.optimizer.step(closure=swap.around(closure), **kwargs)
+        with torch._C.DisableTorchFunction():
+            swap = _WholeSwap(self)
+        touch = _FirstTouch(swap)
+        try:
+            with touch.watching():
+                return self.optimizer.step(closure=swap.around(closure, touch), **kwargs)
+        finally:
+            with torch._C.DisableTorchFunction():
+                swap.undo()
 
     @contextmanager
     def stand_ins(self, on_shards: bool | None = None) -> Iterator[_Swap]:
@@ -76,85 +135,180 @@ class ShardedStep:
         """
         on_shards = self.elementwise if on_shards is None else on_shards
         with torch._C.DisableTorchFunction():  # our own work on shards needs no translation for user code
-            swap = _LocalSwap(self.optimizer) if on_shards else _WholeSwap(self.optimizer)
+            swap = (_LocalSwap if on_shards else _WholeSwap)(self)
         try:
+            with torch._C.DisableTorchFunction():
+                swap.fill()
             with _fused(self.optimizer) if self.fuses and on_shards else nullcontext():
                 yield swap
         finally:
             with torch._C.DisableTorchFunction():
                 swap.undo()
 
+    def whole_parameter(self, p: DTensor) -> nn.Parameter:
+        """The stand-in of ``p`` for whole steps, empty until it is filled; of the class of the user's parameter and
+        with its attributes."""
+        original = self._originals.get(p)
+        if p not in self._wholes:
+            kind = type(original) if isinstance(original, nn.Parameter) else nn.Parameter
+            data = torch.empty(0, dtype=p.dtype, device=mesh_device(p))
+            self._wholes[p] = torch.Tensor._make_subclass(kind, data, p.requires_grad)  # as nn.Parameter makes itself
+        stand_in = self._wholes[p]
+        vars(stand_in).update({**(vars(original) if original is not None else {}), **vars(p)})
+        return stand_in
+
+    # -- states as checkpoints have them -------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """``optimizer.state_dict()``, with this rank's shards where user code has no say in it (collective)."""
+        if not self._has_own_form:
+            return self.optimizer.state_dict()
+        with self.stand_ins(on_shards=False) as swap:
+            state = self.optimizer.state_dict()
+            held = {id(stand_in) for _, stand_in in swap.pairs}
+            return map_tensors(lambda path, t: t.detach() if id(t) in held else t, state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads whole tensors, of which each rank keeps its shards (collective).
+
+        Raises:
+            ValueError: If they are of another number of parameters.
+        """
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        saved = sum(len(group["params"]) for group in state.get("param_groups", ()))
+        if saved != len(params) and "param_groups" in state:
+            raise ValueError(
+                f"the checkpoint's {type(self.optimizer).__name__} state is of {saved} parameters, the optimizer has"
+                f" {len(params)}: resume with the module and configure_optimizers that saved it."
+            )
+        if self._has_own_form:
+            with self.stand_ins(on_shards=False):
+                self.optimizer.load_state_dict(map_tensors(lambda path, t: t.clone(), dict(state)))  # off the disk
+            return
+
+        def lay_out(index: int, key: str, value: Any) -> Any:
+            p = params[index]
+            if isinstance(p, DTensor) and isinstance(value, Tensor) and _is_of_shape(value, p.shape):
+                return shard_like(value, p)
+            return map_tensors(lambda path, t: t.clone(), value)
+
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            per_param = {
+                index: {key: lay_out(index, key, value) for key, value in values.items()}
+                for index, values in state["state"].items()
+            }
+            self.optimizer.load_state_dict({**state, "state": per_param})
+
+    @property
+    def _has_own_form(self) -> bool:
+        own = torch_optim.has_own_state_dict(self.optimizer)
+        return own or (not is_known(self.optimizer) and len(family(self.optimizer)) > 1)
+
 
 class _Swap(ABC):
     """Replaces the sharded parameters of an optimizer and their states, and brings both back."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.state: defaultdict[Tensor, Any] = optimizer.state  # what users see
-        sharded = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
-        self.pairs = [(p, self.stand_in(p)) for p in sharded]
-        self.hold({id(p): stand_in for p, stand_in in self.pairs})
-        own = set(sharded)
-        optimizer.state = defaultdict(dict, {key: value for key, value in self.state.items() if key not in own})
-        for p, stand_in in self.pairs:
-            if p in self.state:
-                optimizer.state[stand_in] = {k: self.enter(p, v) for k, v in self.state[p].items()}
+    def __init__(self, step: ShardedStep) -> None:
+        self.owner, self.optimizer = step, step.optimizer
+        self.knows_all = is_known(self.optimizer)
+        """Whether groups and state are all that there is."""
+        members = self._members()
+        lists = (group["params"] for member in members for group in member.param_groups)
+        sharded = {id(p): p for params in lists for p in params if isinstance(p, DTensor)}
+        self.pairs: list[tuple[DTensor, Tensor]] = [(p, self.stand_in(p)) for p in sharded.values()]
+        self.seen: dict[tuple[int, str], Any] = {}  # (id of a parameter's state, key) -> what users saw there
+        self._entries: list[dict[str, Any]] = []
+        self.filled = False
+        self.hold()
 
-    def hold(self, instead: dict[int, Tensor]) -> None:
-        """Exchanges parameters of the optimizer by identity, in place: LBFGS keeps the list itself."""
-        for group in self.optimizer.param_groups:
-            group["params"][:] = [instead.get(id(p), p) for p in group["params"]]
+    def _members(self) -> list[Optimizer]:
+        return [self.optimizer] if self.knows_all else family(self.optimizer)
+
+    def hold(self, with_states: bool = True) -> None:
+        """The optimizer has stand-ins."""
+        self._exchange([(p, stand_in) for p, stand_in in self.pairs], with_states)
+
+    def release(self, with_states: bool = True) -> None:
+        """The optimizer has the module's own parameters."""
+        self._exchange([(stand_in, p) for p, stand_in in self.pairs], with_states)
+
+    def _exchange(self, pairs: list[tuple[Any, Any]], with_states: bool) -> None:
+        members = self._members()  # anew: load_state_dict makes new groups and states
+        exchange(members, {id(old): new for old, new in pairs}, hidden=not self.knows_all)
+        for state in states(members) if with_states else ():
+            for old, new in pairs:
+                if old in state:
+                    state[new] = state.pop(old)
+
+    def saw(self, entry: dict[str, Any], key: str, value: Any) -> None:
+        self.seen[id(entry), key] = value
+        self._entries.append(entry)  # its id stays its own
+
+    def entries(self) -> Iterator[tuple[DTensor, Tensor, dict[str, Any]]]:
+        """``(parameter, stand-in, state)``, the states being those of stand-ins."""
+        for state in states(self._members()):
+            for p, stand_in in self.pairs:
+                entry = state.get(stand_in)
+                if isinstance(entry, dict):
+                    yield p, stand_in, entry
 
     def undo(self) -> None:
-        self.hold({id(stand_in): p for p, stand_in in self.pairs})
-        stepped, self.optimizer.state = self.optimizer.state, self.state
-        for p, stand_in in self.pairs:
-            self.store(p, stand_in)
-            stand_in.grad = None
-            new = stepped.pop(stand_in, None)
-            if new is not None:
-                seen = self.state[p]
-                for key, value in new.items():
-                    seen[key] = self.leave(p, value, seen.get(key))
-        self.state.update(stepped)
+        with torch.no_grad():
+            if self.filled:
+                for p, stand_in in self.pairs:
+                    self.store(p, stand_in)
+                for p, stand_in, entry in self.entries():
+                    for key, value in entry.items():
+                        entry[key] = self.leave(p, stand_in, key, value, self.seen.get((id(entry), key)))
+            self.release()
+            for _, stand_in in self.pairs:
+                self.end(stand_in)
 
-    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """``closure`` as the optimizer should call it while it holds stand-ins."""
-        raise AssertionError("an optimizer that insists on its closure is never element-wise")
+    @abstractmethod
+    def fill(self) -> None:
+        """Stand-ins, gradients and states have their values."""
 
     @abstractmethod
     def stand_in(self, p: DTensor) -> Tensor:
-        """What the optimizer holds instead of ``p``, with its gradient."""
+        """What the optimizer holds instead of ``p``."""
 
     @abstractmethod
     def store(self, p: DTensor, stand_in: Tensor) -> None:
-        """Writes the stand-in's values into ``p``."""
+        """Writes the values of the stand-in and its gradient into ``p``."""
 
     @abstractmethod
-    def enter(self, p: DTensor, value: Any) -> Any:
-        """A state value of ``p`` as the optimizer expects it beside the stand-in."""
+    def leave(self, p: DTensor, stand_in: Tensor, key: str, value: Any, seen: Any) -> Any:
+        """A state value as users see it beside ``p``; ``seen`` is what they saw before."""
 
-    @abstractmethod
-    def leave(self, p: DTensor, value: Any, seen: Any) -> Any:
-        """The way back; ``seen`` is what users saw under this key before the step."""
+    def end(self, stand_in: Tensor) -> None:
+        stand_in.grad = None
 
 
 class _LocalSwap(_Swap):
     """Stand-ins are the local shards themselves."""
 
     def stand_in(self, p: DTensor) -> Tensor:
-        shard = local(p)
-        shard.grad = None if p.grad is None else local(p.grad)
-        return shard
+        return local(p)
+
+    def fill(self) -> None:
+        self.filled = True
+        for p, stand_in in self.pairs:
+            stand_in.grad = None if p.grad is None else local(p.grad)
+        for p, _, entry in self.entries():
+            for key, value in entry.items():
+                if isinstance(value, DTensor):
+                    self.saw(entry, key, value)
+                    entry[key] = local(value)
+                elif isinstance(value, Tensor) and key not in self.owner.beside and _is_of_shape(value, p.shape):
+                    entry[key] = local(shard_like(value, p))  # whole: a user's
 
     def store(self, p: DTensor, stand_in: Tensor) -> None:
         pass  # stepped in place
 
-    def enter(self, p: DTensor, value: Any) -> Any:
-        return local(value) if isinstance(value, Tensor) else value
-
-    def leave(self, p: DTensor, value: Any, seen: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != local(p).shape:
+    def leave(self, p: DTensor, stand_in: Tensor, key: str, value: Any, seen: Any) -> Any:
+        if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.dim() == 0:
+            return value
+        if value.shape != stand_in.shape or key in self.owner.beside:
             return value
         if isinstance(seen, DTensor) and local(seen) is value:
             return seen
@@ -165,41 +319,160 @@ class _WholeSwap(_Swap):
     """Stand-ins are whole tensors, the same on every rank."""
 
     def stand_in(self, p: DTensor) -> Tensor:
-        full = gathered(p)
-        full.requires_grad_(p.requires_grad)
-        full.grad = None if p.grad is None else gathered(p.grad)
-        return full
+        return self.owner.whole_parameter(p)
+
+    def fill(self) -> None:
+        if self.filled:
+            return
+        self.filled = True
+        with torch.no_grad():
+            inside = [(entry, key, value) for _, _, entry in self.entries() for key, value in entry.items()]
+            for entry, key, value in inside:
+                if isinstance(value, DTensor):
+                    self.saw(entry, key, value)
+            with_grad = [(stand_in, p.grad) for p, stand_in in self.pairs if p.grad is not None]
+            sharded: list[Tensor] = [value for _, _, value in inside if isinstance(value, DTensor)]
+            wholes = iter(gathered_each([*(p for p, _ in self.pairs), *(grad for _, grad in with_grad), *sharded]))
+            for p, stand_in in self.pairs:
+                stand_in.data = next(wholes)
+                stand_in.requires_grad_(p.requires_grad)
+                stand_in.grad = None
+            for stand_in, _ in with_grad:
+                stand_in.grad = next(wholes)
+            for entry, key, value in inside:
+                entry[key] = (
+                    next(wholes) if isinstance(value, DTensor) else map_tensors(lambda path, t: gathered(t), value)
+                )
+            self._remember_grads()
+
+    def _remember_grads(self) -> None:
+        self._given = {id(s): (s.grad, s.grad._version) for _, s in self.pairs if s.grad is not None}
 
     def store(self, p: DTensor, stand_in: Tensor) -> None:
-        with torch.no_grad():
-            local(p).copy_(local(shard_like(stand_in, p)))
+        start, length = rows_of(p)
+        local(p).copy_(stand_in.detach().narrow(0, start, length))
+        grad = stand_in.grad
+        given, version = self._given.get(id(stand_in), (None, 0))
+        if grad is None or p.grad is None:
+            p.grad = None if grad is None else shard_like(grad.to(p.dtype), p)
+        elif grad is not given or grad._version != version:
+            local(p.grad).copy_(grad.detach().narrow(0, start, length))
 
-    def enter(self, p: DTensor, value: Any) -> Any:
-        return gathered(value) if isinstance(value, DTensor) else value
+    def leave(self, p: DTensor, stand_in: Tensor, key: str, value: Any, seen: Any) -> Any:
+        if not isinstance(value, Tensor) or not _is_of_shape(value, p.shape):
+            return value
+        if isinstance(seen, DTensor) and seen.dtype == value.dtype:
+            start, length = rows_of(seen)
+            local(seen).copy_(value.detach().narrow(0, start, length))
+            return seen
+        return shard_like(value, p)
 
-    def leave(self, p: DTensor, value: Any, seen: Any) -> Any:
-        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == p.shape:
-            sharded = shard_like(value, p)
-            if isinstance(seen, DTensor) and seen.dtype == sharded.dtype:
-                local(seen).copy_(local(sharded))
-                return seen
-            return sharded
-        return value
+    def end(self, stand_in: Tensor) -> None:
+        stand_in.grad = None
+        stand_in.data = torch.empty(0, dtype=stand_in.dtype, device=stand_in.device)
 
-    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def around(self, closure: Callable[[], Any], touch: _FirstTouch) -> Callable[[], Any]:
+        """``closure`` as the optimizer may call it while it holds stand-ins: user code finds its own parameters."""
+
         def evaluate() -> Any:
-            with torch._C.DisableTorchFunction():
-                for p, stand_in in self.pairs:
+            touch.end()
+            filled = self.filled
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                for p, stand_in in self.pairs if filled else ():
                     self.store(p, stand_in)
-                self.hold({id(stand_in): p for p, stand_in in self.pairs})
+                self.release(with_states=not filled)
             loss = closure()
-            with torch._C.DisableTorchFunction():
-                self.hold({id(p): stand_in for p, stand_in in self.pairs})
-                for p, stand_in in self.pairs:
-                    stand_in.grad = None if p.grad is None else gathered(p.grad)
-            return loss
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                self.hold(with_states=not filled)
+                if filled:
+                    self._refill()
+                else:
+                    self.fill()
+                return self._agreed(loss)
 
         return evaluate
+
+    def _refill(self) -> None:
+        """In place, because the optimizer may keep views of the stand-ins."""
+        with_grad = [(stand_in, p.grad) for p, stand_in in self.pairs if p.grad is not None]
+        wholes = iter(gathered_each([*(p for p, _ in self.pairs), *(grad for _, grad in with_grad)]))
+        for _, stand_in in self.pairs:
+            stand_in.data.copy_(next(wholes))
+            stand_in.grad = None
+        for stand_in, _ in with_grad:
+            stand_in.grad = next(wholes)
+        self._remember_grads()
+
+    def _agreed(self, loss: Any) -> Any:
+        """LBFGS decides by the loss how often it evaluates, which all ranks have to do alike: the mean of theirs."""
+        if not isinstance(self.optimizer, torch.optim.LBFGS) or loss is None or dist.get_world_size() == 1:
+            return loss
+        mean = torch.as_tensor(loss).detach().clone()
+        dist.all_reduce(mean)
+        return mean / dist.get_world_size()
+
+
+class _FirstTouch(TorchFunctionMode):
+    """Fills stand-ins when anything is computed before the closure has run.
+
+    Until then the optimizer holds empty tensors, so that a forward and backward have the memory to themselves.
+    """
+
+    def __init__(self, swap: _WholeSwap) -> None:
+        super().__init__()
+        self.swap = swap
+        self._depth = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.swap.filled and self._depth:
+            with torch._C.DisableTorchFunction():
+                self.swap.owner.before()
+                self.swap.fill()
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        self.__enter__()
+        self._depth = torch._C._len_torch_function_stack()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """User code runs without it. What an optimizer has entered above it stays, and so does this one below."""
+        if self._depth == torch._C._len_torch_function_stack():
+            self.__exit__(None, None, None)
+            self._depth = 0
+
+
+def _is_of_shape(value: Tensor, shape: torch.Size) -> bool:
+    """Whether each rank can keep its rows of ``value``: a plain whole tensor of its parameter's shape."""
+    plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+    return plain and value.dim() > 0 and value.shape == shape
+
+
+def hand_back(optimizer: Optimizer, originals: Mapping[Tensor, Tensor], whole: bool) -> None:
+    """The optimizer holds the module's own parameters again (collective).
+
+    Args:
+        whole: Beside ordinary tensors as states, on the CPU; else they stay shards until they are saved.
+    """
+    members = family(optimizer)
+    exchange(members, {id(sharded): original for sharded, original in originals.items()}, hidden=True)
+    for state in states(members):
+        for sharded, original in originals.items():
+            if sharded in state:
+                entry = state.pop(sharded)
+                state[original] = _whole_entry(entry) if whole else entry
+
+
+def _whole_entry(entry: Any) -> Any:
+    if not isinstance(entry, dict):
+        return entry
+    for key, value in entry.items():
+        entry[key] = map_tensors(lambda path, t: gathered(t).cpu() if isinstance(t, DTensor) else t, value)
+    return entry
 
 
 def fusible_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -236,56 +509,3 @@ def _fused(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for group in groups:
             group["fused"] = None
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether stepping on parts of a parameter equals stepping on the whole of it.
-
-    Known for PyTorch's own; others are tried out: three steps on small random parameters, whole and cut in two, must
-    agree to the last bit. An optimizer that cannot be tried counts as not element-wise, which is always right.
-    """
-    if type(optimizer) in KNOWN_ELEMENTWISE:
-        return True
-    if type(optimizer).__module__.startswith("torch.optim"):
-        return False
-    try:
-        return _tried_elementwise(optimizer)
-    except Exception:  # whatever a third-party constructor raises only means that it can't be tried
-        return False
-
-
-def keys_beside_elements(optimizer: Optimizer) -> frozenset[str]:
-    """State keys of an element-wise optimizer under which it keeps tensors of another shape than its parameter's, such
-    as a counter of shape ``(1,)``: beside a part of one element their shape does not tell. PyTorch's own have only
-    0-dim ones; others are tried out."""
-    if type(optimizer) in KNOWN_ELEMENTWISE:
-        return frozenset()
-    with torch._C.DisableTorchFunction():
-        p = torch.ones(5, requires_grad=True)
-        p.grad = torch.ones(5)
-        tried = _like(optimizer, [p])
-        tried.step()
-        return frozenset(key for key, v in tried.state[p].items() if isinstance(v, Tensor) and v.shape != p.shape)
-
-
-def _like(optimizer: Optimizer, tensors: list[Tensor]) -> Optimizer:
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    settings = {k: v for k, v in optimizer.defaults.items() if k in accepted}
-    return type(optimizer)(tensors, **settings)
-
-
-def _tried_elementwise(optimizer: Optimizer) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(6, 4, generator=generator), torch.randn(5, generator=generator)]
-    parts = [part.clone() for w in whole for part in w.chunk(2)]
-    with torch._C.DisableTorchFunction():
-        tried = [_like(optimizer, [t.requires_grad_() for t in tensors]) for tensors in (whole, parts)]
-        for _ in range(3):
-            grads = [torch.randn(w.shape, generator=generator) for w in whole]
-            for tensors, values in ((whole, grads), (parts, [part for g in grads for part in g.chunk(2)])):
-                for t, value in zip(tensors, values, strict=True):
-                    t.grad = value.clone()
-            for each in tried:
-                each.step()
-        rejoined = [torch.cat(parts[:2]), torch.cat(parts[2:])]
-        return all(torch.equal(a, b) for a, b in zip(whole, rejoined, strict=True))

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.optimizer_step import is_elementwise
+from lightning_zero.engines.elementwise import is_elementwise
 from lightning_zero.engines.units import UnitPlan, plan_units
 from lightning_zero.planner.memory import (
     KINDS,
@@ -116,7 +116,7 @@ class Study:
             raise ValueError(f"{type(module).__name__} has no trainable parameter, so there is nothing to plan.")
         self.optimizers = self._configure_optimizers(stored)
         self.optimizer_names = [type(o).__name__ for o in self.optimizers]
-        self.elementwise = [is_elementwise(o) for o in self.optimizers]
+        self.elementwise = [is_elementwise(o, config.elementwise_optimizers or ()) for o in self.optimizers]
         self.steps_whole = {
             p
             for optimizer, elementwise in zip(self.optimizers, self.elementwise, strict=True)

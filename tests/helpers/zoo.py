@@ -1531,3 +1531,8 @@ def _whole(value: Tensor) -> Tensor:
 
 def _odd_rank() -> bool:
     return int(os.environ["RANK"]) % 2 == 1
+
+
+from tests.helpers import optimizers  # noqa: E402  (its kinds are made of this module's)
+
+KINDS.update(optimizers.KINDS)

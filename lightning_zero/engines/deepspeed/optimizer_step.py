@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engines.deepspeed.private import Piece, Shards
-from lightning_zero.engines.optimizer_step import is_elementwise, keys_beside_elements
+from lightning_zero.engines.elementwise import is_elementwise, keys_beside_elements
 
 Only = Callable[[Tensor], bool]
 

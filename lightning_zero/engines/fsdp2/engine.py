@@ -79,7 +79,7 @@ from lightning_zero.engines.fsdp2.usage import Usage
 from lightning_zero.engines.fsdp2.view import WholeView
 from lightning_zero.engines.fsdp2.writes import Writes
 from lightning_zero.engines.model_state import ModelState
-from lightning_zero.engines.optimizer_step import ShardedStep
+from lightning_zero.engines.optimizer_step import ShardedStep, hand_back
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.units import plan_units
 
@@ -315,9 +315,17 @@ class Fsdp2Engine(Engine):
         if self._on_host and self.device.type != "cpu":  # the host's memory is another one than the device's
             torch.get_device_module(self.device).synchronize(self.device)
 
+    def _before_step(self) -> None:
+        """User code or an optimizer looks before the closure has run. Under manual optimization backward is over."""
+        if self.automatic:
+            self.reshard()
+        else:
+            self._evaluate(None)
+
     def _sharded_step(self, optimizer: Optimizer) -> ShardedStep:
         if optimizer not in self._steps:
-            self._steps[optimizer] = ShardedStep(optimizer, fuses=self._on_host)
+            declared, before = self.config.elementwise_optimizers or (), self._before_step
+            self._steps[optimizer] = ShardedStep(optimizer, self._on_host, declared, before, self._sharded.originals)
         return self._steps[optimizer]
 
     @contextmanager
@@ -346,7 +354,7 @@ class Fsdp2Engine(Engine):
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         with torch._C.DisableTorchFunction():
-            return optimizer.state_dict()
+            return self._sharded_step(optimizer).state_dict()
 
     def whole_parameters(self) -> dict[Tensor, nn.Parameter]:
         return {p: nn.Parameter(gathered(p), p.requires_grad) for p in self._sharded.originals}
@@ -365,8 +373,7 @@ class Fsdp2Engine(Engine):
             local(p).copy_(local(shard_like(w, p)))
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            whole_state.load_optimizer_state(optimizer, state)
+        self._sharded_step(optimizer).load_state_dict(state)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -387,7 +394,7 @@ class Fsdp2Engine(Engine):
             for unit in self._sharded.units:
                 private.undo(unit)
             for optimizer in optimizers:
-                whole_state.hand_back(optimizer, self._sharded)
+                hand_back(optimizer, self._sharded.originals, self.states_whole_after_fit)
 
 
 def choose_transport(config: ZeroConfig, device: torch.device, mesh: DeviceMesh) -> Transport:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors
-from lightning_zero.comm.shards import gathered, shard_like
-from lightning_zero.engines.base import require_same_parameters, undetached_state_dict
+from lightning_zero.comm.shards import gathered
+from lightning_zero.engines.base import undetached_state_dict
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.sharding import Sharded
 from lightning_zero.engines.model_state import ModelState, place_of, states_of
@@ -29,26 +29,6 @@ def make_whole(state: dict[str, Any]) -> None:
     for name, value in state.items():
         if isinstance(value, DTensor):
             state[name] = gathered(value)
-
-
-def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads a whole state, of which this rank keeps its shards."""
-    params = require_same_parameters(optimizer, state)
-
-    def lay_out(index: int, value: Any) -> Any:
-        p = params[index]
-
-        def one(path: Any, tensor: Tensor) -> Tensor:
-            if isinstance(p, DTensor) and tensor.dim() and tensor.shape == p.shape:
-                return shard_like(tensor, p)
-            return tensor.clone()  # off the disk
-
-        return map_tensors(one, value)
-
-    per_param = {
-        index: {key: lay_out(index, value) for key, value in values.items()} for index, values in state["state"].items()
-    }
-    optimizer.load_state_dict({**state, "state": per_param})
 
 
 def model_state(sharded: Sharded, optimizers: Iterable[Optimizer], device: torch.device, on_host: bool) -> ModelState:
@@ -86,16 +66,6 @@ def restore_parameters(sharded: Sharded) -> None:
                 original.requires_grad_(p.requires_grad)
                 for module, name in places:
                     setattr(module, name, original)
-
-
-def hand_back(optimizer: Optimizer, sharded: Sharded) -> None:
-    """The optimizer holds the module's own parameters again; its states stay shards until they are saved."""
-    originals = sharded.originals
-    for group in optimizer.param_groups:
-        group["params"] = [originals.get(p, p) for p in group["params"]]
-    for p, original in originals.items():
-        if p in optimizer.state:
-            optimizer.state[original] = optimizer.state.pop(p)
 
 
 def _unpadded(whole: Tensor) -> Tensor:

@@ -1,0 +1,71 @@
+"""The private names of ``torch.optim`` that this package uses, each with its reason."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim import optimizer as _optimizer
+
+StepHook = Callable[..., Any]
+
+
+def is_step_replaced(optimizer: Optimizer) -> bool:
+    """Whether the object's own ``step`` is another than its class's.
+
+    A learning rate scheduler puts a wrapper there, which only counts; it is told by ``_wrapped_by_lr_sched``.
+    """
+    step: Any = vars(optimizer).get("step")
+    function: Any = getattr(step, "__func__", step)
+    while getattr(function, "_wrapped_by_lr_sched", False):
+        function = function.__wrapped__
+    return function is not None and function is not type(optimizer).step
+
+
+def step_hooks(optimizer: Optimizer, with_global: bool = True) -> tuple[list[StepHook], list[StepHook]]:
+    """What runs before and after its ``step``: ``_optimizer_step_pre_hooks``, ``_optimizer_step_post_hooks`` and the
+    global ones. None where ``Optimizer.__init__`` never ran, whose ``_patch_step_function`` marks a step ``hooked``."""
+    if not getattr(type(optimizer).step, "hooked", False):
+        return [], []
+    before: Any = _optimizer._global_optimizer_pre_hooks if with_global else {}
+    after: Any = _optimizer._global_optimizer_post_hooks if with_global else {}
+    own_before = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+    own_after = getattr(optimizer, "_optimizer_step_post_hooks", {})
+    return [*before.values(), *own_before.values()], [*own_after.values(), *after.values()]
+
+
+@contextmanager
+def without_step_hooks(optimizer: Optimizer, with_global: bool = True) -> Iterator[None]:
+    """``step`` runs none of :func:`step_hooks` for a while."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    own = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
+    shared: list[Any] = (
+        [_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks] if with_global else []
+    )
+    kept = [dict(hooks) for hooks in shared]
+    for name in own:
+        setattr(optimizer, name, OrderedDict())
+    for hooks in shared:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for name, hooks in own.items():
+            setattr(optimizer, name, hooks)
+        for hooks, before in zip(shared, kept, strict=True):
+            hooks.update(before)
+
+
+def has_own_state_dict(optimizer: Optimizer) -> bool:
+    """Whether user code has a say in ``state_dict`` or ``load_state_dict``: an override, or hooks on either."""
+    own = type(optimizer)
+    if own.state_dict is not Optimizer.state_dict or own.load_state_dict is not Optimizer.load_state_dict:
+        return True
+    names = (
+        *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+        *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+    )
+    return any(getattr(optimizer, name, None) for name in names)

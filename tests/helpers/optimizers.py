@@ -1,0 +1,423 @@
+"""Optimizers as third parties write them, each with one habit that breaks whoever takes it for element-wise or for
+self-contained, and the kinds that train with them.
+
+Without the packages themselves: ``benchmarks/models.py`` has those. ``KINDS`` becomes part of the zoo's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from tests.helpers.zoo import ADAM, SUM_ORDER, Kind, Manual, Zoo
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Not element-wise, though a trial of a few steps on small tensors with default settings would say so
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Plain(Optimizer):
+    """Gradient descent with momentum, tensor by tensor; ``update`` is where the others differ."""
+
+    def __init__(self, params: Any, lr: float = 0.05, **defaults: Any) -> None:
+        super().__init__(params, {"lr": lr, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(self.update(p, p.grad, group, self.state[p]), alpha=-group["lr"])
+        return loss
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        if not state:
+            state["momentum"] = torch.zeros_like(p)
+        return state["momentum"].mul_(0.9).add_(grad)
+
+
+class LowRank(_Plain):
+    """As GaLore: element-wise unless a group says ``rank``, then gradients are projected onto singular vectors."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        if "rank" not in group or grad.dim() != 2:
+            return super().update(p, grad, group, state)
+        if "basis" not in state:
+            state["basis"] = torch.linalg.svd(grad, full_matrices=False)[0][:, : group["rank"]].contiguous()
+            state["momentum"] = torch.zeros_like(state["basis"].T @ grad)
+        return state["basis"] @ state["momentum"].mul_(0.9).add_(state["basis"].T @ grad)
+
+
+class DecayedRatio(_Plain):
+    """As timm's LAMB and LARS: a trust ratio, but only in groups with weight decay, and by default there is none."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        update = super().update(p, grad, group, state)
+        decay = group.get("weight_decay", 0.0)
+        return update if not decay else (update + decay * p) * (0.1 * p.norm() / (update.norm() + 1e-6))
+
+
+class LateNorm(_Plain):
+    """As AdaShift and AdaGC: the first steps differ from all others, which look at the whole tensor."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        update = super().update(p, grad, group, state)
+        state["step"] = state.get("step", 0) + 1
+        return update if state["step"] <= 4 else update / (1 + update.abs().max())
+
+
+class Blocks8Bit(_Plain):
+    """As bitsandbytes: momentum in 8 bits by blocks of 64 elements; small tensors take another path."""
+
+    SMALL, BLOCK = 32, 64
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        if p.numel() < self.SMALL:
+            return super().update(p, grad, group, state)
+        blocks = -(-p.numel() // self.BLOCK)
+        if not state:
+            state["state1"] = torch.zeros_like(p, dtype=torch.uint8)
+            state["absmax1"] = torch.zeros(blocks)
+        padded = torch.zeros(blocks * self.BLOCK)
+        padded[: p.numel()] = state["state1"].flatten().float() / 127.5 - 1
+        padded = (padded.view(blocks, -1) * state["absmax1"][:, None]).flatten()
+        padded[: p.numel()] = padded[: p.numel()] * 0.9 + grad.flatten()
+        state["absmax1"] = padded.view(blocks, -1).abs().amax(1)
+        scaled = padded.view(blocks, -1) / state["absmax1"][:, None].clamp_min(1e-12)
+        state["state1"].copy_(((scaled.flatten()[: p.numel()] + 1) * 127.5).round().view_as(p))
+        return padded[: p.numel()].view_as(p)
+
+
+class Preconditioned(_Plain):
+    """As SOAP and Shampoo: square matrices in a list inside the state, of the parameter's own shape where it is square
+    too."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        update = super().update(p, grad, group, state)
+        if grad.dim() != 2:
+            return update
+        if "factors" not in state:
+            state["factors"] = [torch.eye(n) for n in grad.shape]
+        left, right = state["factors"]
+        left.lerp_(grad @ grad.T, 0.1)
+        right.lerp_(grad.T @ grad, 0.1)
+        return left @ update @ right
+
+
+class HiddenLists(_Plain):
+    """Keeps slow weights and its parameters in lists of its own, and indices by parameter in a dict."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr)
+        self.all = [p for group in self.param_groups for p in group["params"]]
+        self.index = {p: i for i, p in enumerate(self.all)}
+        self.slow = [p.detach().clone() for p in self.all]
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        self.num_steps += 1
+        if self.num_steps % 3 == 0:
+            for p in self.param_groups[0]["params"]:
+                slow = self.slow[self.index[p]]
+                slow.add_(p - slow, alpha=0.5)
+            for p, slow in zip(self.all, self.slow, strict=True):
+                p.copy_(slow)
+        return loss
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Around another optimizer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Lookahead(Optimizer):
+    """As timm's: never calls ``Optimizer.__init__``, shares the inner one's groups, keeps slow weights in its state."""
+
+    def __init__(self, inner: Optimizer, alpha: float = 0.5, k: int = 3) -> None:
+        self._inner = inner
+        self._optimizer_step_pre_hooks: dict[int, Any] = {}
+        self._optimizer_step_post_hooks: dict[int, Any] = {}
+        self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, defaultdict(dict)
+        self.alpha, self.k, self.num_steps = alpha, k, 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = self._inner.step(closure)
+        self.num_steps += 1
+        if self.num_steps % self.k == 0:
+            for group in self._inner.param_groups:
+                for p in group["params"]:
+                    state = self._inner.state[p]
+                    slow = state.setdefault("slow", p.detach().clone())
+                    slow.add_(p - slow, alpha=self.alpha)
+                    p.copy_(slow)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._inner.state_dict(), "num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_steps = state.pop("num_steps")
+        self._inner.load_state_dict(state)
+        self.param_groups = self._inner.param_groups
+
+
+class LookaheadOwnState(Lookahead):
+    """As torch_optimizer's and pytorch_optimizer's: slow weights in a state of its own, set up in ``__init__``."""
+
+    def __init__(self, inner: Optimizer, alpha: float = 0.5, k: int = 3) -> None:
+        super().__init__(inner, alpha, k)
+        self.fast_state = inner.state
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["slow"] = p.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = self._inner.step(closure=closure)
+        self.num_steps += 1
+        if self.num_steps % self.k == 0:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["slow"].lerp_(p, self.alpha)
+                    p.data.copy_(self.state[p]["slow"])
+        return loss
+
+
+class SAM(Optimizer):
+    """Sharpness-aware minimization: climbs along the gradient it finds, calls the closure there, comes back and steps
+    (arXiv:2010.01412)."""
+
+    def __init__(self, params: Any, inner: type[Optimizer], rho: float = 0.05, **settings: Any) -> None:
+        super().__init__(params, {"rho": rho, **settings})
+        self.base_optimizer = inner(self.param_groups, **settings)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is None:
+            raise RuntimeError("SAM needs a closure")
+        with torch.enable_grad():
+            loss = closure()
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        for p in held:
+            self.state[p]["old"] = p.data.clone()
+            p.add_(p.grad * (self.param_groups[0]["rho"] / (norm + 1e-12)))
+        with torch.enable_grad():
+            closure()
+        for p in held:
+            p.data = self.state[p]["old"]
+        self.base_optimizer.step()
+        return loss
+
+
+class ClimbsFirst(SAM):
+    """As some SAMs: climbs along the gradient of the step before, ahead of its only call of the closure."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        assert closure is not None
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p in held:
+            self.state[p]["old"] = p.data.clone()
+            p.add_(p.grad, alpha=self.param_groups[0]["rho"])
+        with torch.enable_grad():
+            loss = closure()
+        for p in held:
+            p.data.copy_(self.state[p]["old"])
+        self.base_optimizer.step()
+        return loss
+
+
+class ScheduleFree(_Plain):
+    """As schedulefree's: parameters are one point of a line while training and another for evaluation, where its user
+    moves them by ``eval`` and ``train``."""
+
+    BETA = 0.9
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        if not state:
+            state["z"] = p.detach().clone()
+        state["z"].sub_(grad, alpha=group["lr"])
+        return (p - state["z"]) * (0.1 / group["lr"])
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        self._move(1 - 1 / self.BETA)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        self._move(1 - self.BETA)
+
+    def _move(self, weight: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "z" in self.state[p]:
+                    p.lerp_(end=self.state[p]["z"], weight=weight)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modules and callbacks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Configured(Zoo):
+    """``options["make"]``: module -> optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return self.options["make"](self)
+
+
+class ConfiguredByHand(Configured, Manual):
+    """The same under manual optimization."""
+
+
+def _grouped(cls: type[Optimizer], **matrices: Any) -> Callable[[nn.Module], Optimizer]:
+    """Matrices in one group with settings of their own, the rest in another."""
+
+    def make(module: nn.Module) -> Optimizer:
+        params = list(module.parameters())
+        rest = {"params": [p for p in params if p.dim() != 2]}
+        return cls([{"params": [p for p in params if p.dim() == 2], **matrices}, rest])  # type: ignore[call-arg]
+
+    return make
+
+
+def _hooked(own: bool) -> Callable[[nn.Module], Optimizer]:
+    """Clips in a pre-hook and renormalises rows in a post-hook: what the optimizer holds, or the module's."""
+
+    def make(module: nn.Module) -> Optimizer:
+        optimizer = AdamW(module.parameters(), lr=1e-2, eps=1e-4)
+
+        def held() -> list[Any]:
+            return optimizer.param_groups[0]["params"] if own else list(module.parameters())
+
+        def clip(*args: Any) -> None:
+            nn.utils.clip_grad_norm_(held(), 0.05)
+
+        @torch.no_grad()
+        def renormalise(*args: Any) -> None:
+            for p in held():
+                if p.dim() == 2:
+                    p.div_(p.norm().clamp_min(1.0))
+
+        optimizer.register_step_pre_hook(clip)
+        optimizer.register_step_post_hook(renormalise)
+        return optimizer
+
+    return make
+
+
+def _replaced_step(module: nn.Module) -> Optimizer:
+    """An AdamW whose own ``step`` somebody has wrapped."""
+    optimizer = AdamW(module.parameters(), lr=1e-2, eps=1e-4)
+    inner = optimizer.step
+
+    def step(closure: Any = None) -> Any:
+        loss = inner(closure)
+        with torch.no_grad():
+            for p in optimizer.param_groups[0]["params"]:
+                p.div_(p.abs().max().clamp_min(0.5))
+        return loss
+
+    optimizer.step = step  # type: ignore[method-assign]
+    return optimizer
+
+
+def _warm(module: Any) -> Optimizer:
+    """Starts from the states that a run on one process left."""
+    optimizer = Adam(module.parameters(), lr=1e-2, eps=1e-4)
+    generator = torch.Generator().manual_seed(5)
+    shapes = [p.shape for p in module.parameters()]
+    template = Adam([torch.zeros(shape, requires_grad=True) for shape in shapes], lr=1e-2, eps=1e-4)
+    for p in template.param_groups[0]["params"]:
+        p.grad = torch.randn(p.shape, generator=generator)
+    template.step()
+    optimizer.load_state_dict(template.state_dict())
+    return optimizer
+
+
+class LoadsStates(Callback):
+    """Loads the optimizer's states at the start, and in mid-run those of three batches ago."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        optimizer = trainer.optimizers[0]
+        optimizer.load_state_dict(optimizer.state_dict())
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        optimizer = trainer.optimizers[0]
+        if batch_idx == 1:
+            state = optimizer.state_dict()
+            copied = {i: {key: value.clone() for key, value in each.items()} for i, each in state["state"].items()}
+            self.states = {**state, "state": copied}
+        if batch_idx == 4:
+            optimizer.load_state_dict(self.states)
+
+
+class Evaluates(Callback):
+    """Moves schedule-free parameters around each validation."""
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        for optimizer in trainer.optimizers:
+            optimizer.eval()
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        for optimizer in trainer.optimizers:
+            optimizer.train()
+
+
+def _make(make: Callable[[Any], Optimizer], by_hand: bool = False) -> Callable[[], Any]:
+    return lambda: (ConfiguredByHand if by_hand else Configured)(make=make)
+
+
+def _with(make: Callable[[Any], Optimizer]) -> Callable[[], Any]:
+    return _make(lambda module: make(module.parameters()))
+
+
+KINDS: dict[str, Kind] = {
+    # not element-wise by settings in groups, later steps, blocks
+    "optimizer_low_rank_by_group": Kind(module=_make(_grouped(LowRank, rank=2)), tolerance=1e-4),
+    "optimizer_ratio_by_group": Kind(module=_make(_grouped(DecayedRatio, weight_decay=0.3))),
+    "optimizer_late_norm": Kind(module=_with(LateNorm)),
+    "optimizer_8_bit_blocks": Kind(
+        module=_with(lambda p: Blocks8Bit(p, lr=0.01)),
+        tolerance=1e-2,
+        reason=f"{SUM_ORDER}; 8 bits: a last-bit difference becomes 2^-8 of it",
+    ),
+    "optimizer_nested_states": Kind(module=_with(Preconditioned)),
+    "optimizer_hidden_lists": Kind(module=_with(HiddenLists)),
+    "optimizer_step_replaced": Kind(module=_make(_replaced_step), reason=ADAM),
+    # around another one
+    "lookahead": Kind(module=_with(lambda p: Lookahead(Adam(p, lr=1e-2, eps=1e-4))), reason=ADAM),
+    "lookahead_own_state": Kind(module=_with(lambda p: LookaheadOwnState(Adam(p, lr=1e-2, eps=1e-4))), reason=ADAM),
+    "sam": Kind(module=_with(lambda p: SAM(p, SGD, lr=0.05, momentum=0.9))),
+    "sam_climbs_first": Kind(module=_with(lambda p: ClimbsFirst(p, SGD, lr=0.05, momentum=0.9))),
+    # hooks
+    "step_hooks": Kind(module=_make(_hooked(own=True)), reason=ADAM),
+    "step_hooks_by_hand": Kind(module=_make(_hooked(own=True), by_hand=True), reason=ADAM),
+    "step_hooks_on_the_module": Kind(module=_make(_hooked(own=False), by_hand=True), reason=ADAM),
+    # states given by users
+    "states_loaded_in_configure_optimizers": Kind(module=_make(_warm), reason=ADAM),
+    "states_loaded_in_hooks": Kind(
+        module=_with(lambda p: Adam(p, lr=1e-2, eps=1e-4)), callbacks=lambda: [LoadsStates()], reason=ADAM
+    ),
+    "schedule_free": Kind(module=_with(ScheduleFree), callbacks=lambda: [Evaluates()], validates=True),
+    "lbfgs_strong_wolfe": Kind(
+        module=_with(lambda p: torch.optim.LBFGS(p, lr=0.3, max_iter=3, line_search_fn="strong_wolfe")),
+        tolerance=1e-3,
+        reason=f"{SUM_ORDER}; LBFGS divides differences of gradients by each other",
+    ),
+}
