@@ -206,8 +206,8 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._view.__enter__()
 
     def _whole_for_optimizers(self) -> AbstractContextManager[Any]:
-        """``configure_optimizers`` looks at whole parameters, those that were built sharded included."""
-        if self.engine is None or self._deepspeed is None or self._deepspeed.built is None:
+        """``configure_optimizers`` looks at whole parameters."""
+        if self.engine is None or (self._deepspeed is not None and self._deepspeed.built is None):
             return nullcontext()
         return self.engine.view()
 

@@ -319,11 +319,16 @@ class Engine(ABC):
     def known_parameters(self) -> Container[Tensor]:
         """Those that the module was set up with, whether sharded or kept whole."""
 
+    @property
+    def trained_later(self) -> Container[Tensor] | None:
+        """Of parameters that came after the set-up, those that would have to be known; ``None`` for all."""
+        return None
+
     def check_parameters(self) -> None:
         """Raises ``ValueError`` when the module's parameters are no longer those that were sharded."""
-        known = self.known_parameters
+        known, trained = self.known_parameters, self.trained_later
         for name, p in self.module.named_parameters():
-            if p not in known:
+            if p not in known and (trained is None or p in trained):
                 raise ValueError(
                     f"parameter {name!r} was replaced or added after the strategy set the module up, so it would"
                     " neither be sharded nor reduced: create it in __init__ or configure_model, or write into the"

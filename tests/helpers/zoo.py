@@ -1536,3 +1536,4 @@ def _odd_rank() -> bool:
 from tests.helpers import optimizers  # noqa: E402  (its kinds are made of this module's)
 
 KINDS.update(optimizers.KINDS)
+from tests.helpers import held  # noqa: E402, F401  (adds its kinds)

@@ -61,16 +61,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import broadcast_coalesced
-from lightning_zero.comm.shards import gathered, local, shard_like
+from lightning_zero.comm.shards import local, shard_like
+from lightning_zero.comm.shards import whole as whole_value
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.base import Engine
+from lightning_zero.engines.base import Engine, undetached_state_dict
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2 import whole as whole_state
 from lightning_zero.engines.fsdp2.cpu import Direct
+from lightning_zero.engines.fsdp2.identity import Identity, PlainCopies, Read, WholeStateDicts
 from lightning_zero.engines.fsdp2.sharding import (
-    carry_hooks_over,
     make_mesh,
     offload_policy,
+    refuse_script_modules,
+    refuse_sparse_gradients,
     root_owners,
     shard_units,
 )
@@ -117,6 +120,7 @@ class Fsdp2Engine(Engine):
         return self._sharded.root
 
     def shard(self, module: nn.Module) -> None:
+        refuse_script_modules(module)
         self.mesh = make_mesh(self.config, self.device)
         self.module = module
         # autocast keeps BatchNorm in fp32, and its kernels refuse low-precision weights beside fp32 statistics
@@ -124,25 +128,40 @@ class Fsdp2Engine(Engine):
         plan = plan_units(module, self.config.units, self.config.min_unit_numel, keep_whole)
         self.units_table = plan.table()
         self._transport = choose_transport(self.config, self.device, self.mesh)
+        self._copies = PlainCopies(module)
         self._sharded = shard_units(module, plan, self.mesh, self.config, self.dtypes, self.device)
         self._root: Any = self._sharded.root
         self._transport.install(self._sharded.units)
+        for unit in self._sharded.units:
+            private.give_class_back(unit)
         private.init_now(self._root)  # before start: shards move to where they stay
         self._groups = [group for unit in self._sharded.units for group in private.groups(unit)]
         self._root_groups = private.groups(self._root)
         self._transport.start(self._sharded.units, self._sharded.names)
-        carry_hooks_over(self._sharded)  # after start: it gathers
+        self._identity = Identity(self._groups, self._sharded.originals)  # after start: shards may alias copies
         for group in self._groups:
             private.before_reduce(group, self._before_reduce)
             private.before_backward(group, self._before_backward)
             private.without_translation(group)
         self._follow_forward()
+        self._copies.begin()
         self._writes = Writes(self._groups, self._transport)
         self._usage = Usage(self._transport, self._sharded.parameters, self._sharded.names)
 
     @property
     def known_parameters(self) -> Container[Tensor]:
-        return set(self._sharded.parameters)
+        return {*self._identity.shards, *self._sharded.replicated}
+
+    def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
+        if optimizers:
+            refuse_sparse_gradients(self.module)
+        self._identity.attach(optimizers)
+        self._stepped = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+    @property
+    def trained_later(self) -> Container[Tensor]:
+        """Parameters that came after the set-up are as under DDP, unless an optimizer holds them."""
+        return self._stepped
 
     @property
     def whole_bytes(self) -> int:
@@ -166,7 +185,7 @@ class Fsdp2Engine(Engine):
             self._handles.append(owner.register_forward_pre_hook(self._gather_root, prepend=True))
         for entry in (self.module, *self.module.children()):
             self._handles.append(entry.register_forward_hook(self._after_entry))
-        self._handles.append(self.module.register_state_dict_post_hook(lambda *args: self._after_state_dict(*args)))
+        self._states = WholeStateDicts(self.module, self._identity)
 
     def _before_unit(self, index: int, unit: Any, *unused: Any) -> None:
         if self._phase is Phase.WHOLE:
@@ -175,23 +194,19 @@ class Fsdp2Engine(Engine):
         self._transport.unit_begins(index, self._phase is Phase.BACKWARD)
         if torch.is_inference_mode_enabled():  # storage made here could never be trained on
             with torch.inference_mode(False):
-                unit.unshard()
+                private.unshard(unit)
 
     def _gather_root(self, *unused: Any) -> None:
         for group in self._root_groups if self._phase is not Phase.WHOLE else ():
             if not private.is_gathered(group):
                 with torch.inference_mode(False):
-                    self._root.unshard()
+                    private.unshard(self._root)
             elif not self.automatic:
                 private.follow_requires_grad(group)
 
     def _after_entry(self, *unused: Any) -> None:
         if self._phase is Phase.BETWEEN and not torch.is_grad_enabled():
             self.reshard()
-
-    def _after_state_dict(self, module: nn.Module, state: dict[str, Any], *unused: Any) -> None:
-        if self._phase is not Phase.DUMP:
-            whole_state.make_whole(state)
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():
@@ -218,12 +233,21 @@ class Fsdp2Engine(Engine):
         self._transport.released()
         if private.is_resharded(self._root, self._groups):
             return
+        for group in self._groups:
+            private.unpin(group)
         for unit in self._sharded.units:
-            unit.reshard()
+            private.reshard(unit)
         private.forget_forwards(self._root)
 
     def view(self) -> AbstractContextManager[Any]:
-        return WholeView(self._transport.user_writes, self._writes.data_taken)
+        return WholeView(self._transport.user_writes, self._writes.data_taken, self._identity.own, self._read)
+
+    def _read(self, shard: DTensor) -> Tensor:
+        """``shard`` whole, differentiably; inside a step also for ``torch.autograd.grad`` of parameters."""
+        original = self._sharded.originals.get(shard) if self._phase is Phase.STEP else None
+        if original is None or not (torch.is_grad_enabled() and shard.requires_grad):
+            return whole_value(shard)
+        return Read.apply(original, shard, lambda: self._phase is Phase.BACKWARD)
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -231,28 +255,33 @@ class Fsdp2Engine(Engine):
     def no_sync(self) -> Iterator[None]:
         self.reduces = False
         if self.config.stage == 1:
-            self._root.set_requires_gradient_sync(False)
+            private.set_requires_gradient_sync(self._sharded.units, False)
         try:
             yield
         finally:
             self.reduces = True
-            self._root.set_requires_gradient_sync(True)
+            private.set_requires_gradient_sync(self._sharded.units, True)
 
     def backward(self, run_backward: Callable[[], None]) -> None:
         asks = self.reduces and self.automatic and self.config.find_unused_parameters
         with torch._C.DisableTorchFunction():
             deferred = self._transport.backward_begins(self._usage.ran if asks else None)
             if deferred:
-                self._root.set_requires_gradient_sync(False)
+                private.set_requires_gradient_sync(self._sharded.units, False)
             self._reduced.clear()
             with self._in(Phase.BACKWARD):
                 run_backward()
             if deferred:
-                self._root.set_requires_gradient_sync(True)
+                private.set_requires_gradient_sync(self._sharded.units, True)
             self._after_backward(deferred)
 
-    def _before_backward(self) -> None:
-        """A group's part begins; maybe inside the forward, with a ``torch.autograd.grad`` of the user's own."""
+    def _before_backward(self, group: private.Group) -> None:
+        """A group's part begins; maybe inside the forward, with a ``torch.autograd.grad`` of the user's own.
+
+        What that has made may be differentiated again, after the group has run another time and no hook gathers it.
+        """
+        if self._phase is not Phase.BACKWARD:
+            private.pin(group)
         self._transport.close_forward(self._phase is Phase.BACKWARD)
 
     def _before_reduce(self, group: private.Group) -> bool:
@@ -338,9 +367,9 @@ class Fsdp2Engine(Engine):
             self._transport.shards_changed()
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        params = self._identity.held(optimizer)
         shards = [local(p.grad) for p in params if isinstance(p, DTensor) and p.grad is not None]
-        return shards, [p.grad for p in params if not isinstance(p, DTensor)]
+        return shards, [p.grad for p in params if not isinstance(p, DTensor) and p.grad is not None]
 
     @property
     def shards_device(self) -> torch.device:
@@ -349,15 +378,17 @@ class Fsdp2Engine(Engine):
     # -- whole state ---------------------------------------------------------------------------------------------
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        with self._in(Phase.DUMP), torch.no_grad(), torch._C.DisableTorchFunction():
-            return whole_state.sharded_state_dict(self.module)
+        with self._in(Phase.DUMP), self._states.raw(), torch.no_grad(), self.view():
+            state = undetached_state_dict(self.module)
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            return whole_state.detached_shards(state, self._identity.shards)
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         with torch._C.DisableTorchFunction():
             return self._sharded_step(optimizer).state_dict()
 
     def whole_parameters(self) -> dict[Tensor, nn.Parameter]:
-        return {p: nn.Parameter(gathered(p), p.requires_grad) for p in self._sharded.originals}
+        return self._identity.take_whole()
 
     @contextmanager
     def whole_on_module(self) -> Iterator[None]:
@@ -370,7 +401,17 @@ class Fsdp2Engine(Engine):
         broadcast_coalesced([*whole.values(), *self._sharded.replicated])
         self._wait_for_host_copies()
         for p, w in whole.items():
-            local(p).copy_(local(shard_like(w, p)))
+            shard = self._identity.shards[p]
+            local(shard).copy_(local(shard_like(w, shard)))
+
+    @contextmanager
+    def full_parameters(self, modify: bool = False) -> Iterator[None]:
+        try:
+            with super().full_parameters(modify):
+                yield
+        finally:
+            self._identity.give_whole_back()
+            self._writes.forget()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         self._sharded_step(optimizer).load_state_dict(state)
@@ -379,15 +420,18 @@ class Fsdp2Engine(Engine):
 
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
         with torch._C.DisableTorchFunction():
-            return whole_state.model_state(self._sharded, optimizers, self.device, self._on_host)
+            return whole_state.model_state(self._sharded, self._identity, optimizers, self.device, self._on_host)
 
     def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             self._drop_gathered()
             if not whole:  # maybe after an error: others need not come any more
+                self._identity.leave_sharded()
                 return
             self._transport.await_readers()
-            whole_state.restore_parameters(self._sharded)
+            self._identity.release(whole_state.gathered_for_good(self._groups))
+            self._copies.undo()
+            self._states.undo()
             for handle in self._handles:
                 handle.remove()
             self._transport.close()

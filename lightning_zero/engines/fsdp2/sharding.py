@@ -28,8 +28,8 @@ class Sharded:
     Attributes:
         plan: What is gathered together.
         root: Wraps the module; the root unit's hooks hang on it.
-        units: Each an ``nn.Module`` and an ``FSDPModule``; the root last.
-        originals: Sharded parameters -> the emptied ones that the user made.
+        units: The modules that are gathered together; the root last.
+        originals: Sharded parameters -> those that the user made.
         replicated: Parameters that every rank holds whole.
     """
 
@@ -83,6 +83,7 @@ def shard_units(
     policy = MixedPrecisionPolicy(
         param_dtype=dtypes.param_dtype, reduce_dtype=dtypes.reduce_dtype, cast_forward_inputs=False
     )
+    refuse_late_hooks(dict(module.named_parameters()))
     everything = set(module.parameters())
     for unit in plan.units:
         is_root = unit.module is module
@@ -114,18 +115,24 @@ def _start_from_rank_0(tensors: Sequence[Tensor], device: torch.device) -> None:
     broadcast_coalesced(tensors)
 
 
-def carry_hooks_over(sharded: Sharded) -> None:
-    """Hooks that the user registered on parameters see this rank's gradient before it is reduced, as under DDP."""
-    for unit, target in zip(sharded.plan.units, sharded.units, strict=True):
-        hooked = {name for name, p in unit.parameters.items() if p._backward_hooks}
-        refuse_late_hooks(unit.parameters)
-        if hooked:
-            target.unshard()  # makes the gathered parameters, which live as long as the engine
-            gathered_now = dict(sharded.module.named_parameters())
-            for name in hooked:
-                for hook in unit.parameters[name]._backward_hooks.values():  # type: ignore[union-attr]
-                    gathered_now[name].register_hook(hook)
-            target.reshard()
+def refuse_script_modules(module: nn.Module) -> None:
+    """Raises ``ValueError``: compiled code finds parameters where nothing can be gathered for it."""
+    for name, m in module.named_modules():
+        if isinstance(m, torch.jit.ScriptModule) and next(m.parameters(), None) is not None:
+            raise ValueError(
+                f"module {name!r} is of torch.jit ({type(m).__name__}), which takes no hooks, so its parameters cannot"
+                " be gathered: train the plain module, and script or trace it after the run (or use strategy='ddp')."
+            )
+
+
+def refuse_sparse_gradients(module: nn.Module) -> None:
+    """Raises ``ValueError``: a sparse gradient has no rows to share out."""
+    for name, m in module.named_modules():
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse and m.weight.requires_grad:
+            raise ValueError(
+                f"module {name!r} has sparse=True: sparse gradients cannot be reduced to shards. Use sparse=False, with"
+                " Adam instead of SparseAdam (it also moves rows that a batch leaves out), or strategy='ddp'."
+            )
 
 
 def root_owners(root: Root) -> set[nn.Module]:
