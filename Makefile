@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH := .venv-bench
+LOWEST := .venv-lowest
 STAMP := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test test-full lint parity checkpoints memory offload reliability bench clean
+.PHONY: help setup train test test-rest test-all test-lowest lint settings parity models checkpoints memory offload reliability bench clean
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -30,18 +31,42 @@ lint: setup ## Ruff and mypy, as CI runs them
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint ## Lint, types and a sample of every test (half an hour on two cores)
-	$(BIN)/python -m pytest -m "not full"
+test: lint ## Lint, types and the quick tests: every room and both engines (six minutes on two cores)
+	$(BIN)/python -m pytest -m "not rest and not full"
 
-test-full: lint ## The whole matrices too
+test-rest: setup ## What CI walks after `make test` (about forty minutes; compiles DeepSpeed's ops first)
+	$(BIN)/python -m pytest -m "rest and not full"
+
+test-all: lint ## Everything, the large matrices too (hours)
 	$(BIN)/python -m pytest -m "full or not full"
+
+# torch has no small CPU build of that version in every registry: then its CUDA libraries come along, 5 GB.
+test-lowest: ## Private names and a sample of parity with the lowest versions that pyproject.toml admits (5 GB)
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	sed -nE 's/^    "([a-z-]+)>=([0-9.]+),<.*/\1==\2/p' pyproject.toml > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python -m pip install --quiet -c constraints.txt "setuptools>=77" wheel
+	$(LOWEST)/bin/python -m pip install --quiet -r $(LOWEST)/lowest.txt $$(grep -E '^pytest' constraints.txt)
+	$(LOWEST)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(LOWEST)/bin/python -m pytest tests/unit/test_rooms.py tests/unit/test_private*.py tests/unit/test_*_private.py
+	$(LOWEST)/bin/python -m pytest tests/distributed/test_parity.py -m "not rest and not full" -k "2ranks and different"
 
 parity: setup ## Write docs/parity.md
 	$(BIN)/python benchmarks/parity.py > docs/parity.md.new && mv docs/parity.md.new docs/parity.md
 
+# Without their dependencies: some ask for torchvision, whose wheel on the package index is compiled for CUDA. Of that one
+# only the Python part is used, from a folder of its own, as transformers could not be imported beside it.
+models: setup ## Write the second table of docs/parity.md: public models and optimizers beside DDP
+	$(BIN)/python -m pip install --quiet -c constraints.txt $$($(BIN)/python benchmarks/models.py --requirements needed)
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt $$($(BIN)/python benchmarks/models.py --requirements models)
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt --upgrade --target $(VENV)/python-only torchvision
+	$(BIN)/python benchmarks/models.py
+
 checkpoints: setup ## Write the tables of docs/checkpoints.md (half an hour)
 	$(BIN)/python benchmarks/checkpoints.py memory
 	$(BIN)/python benchmarks/checkpoints.py moves
+
+settings: setup ## Write docs/settings.md
+	$(BIN)/python benchmarks/settings.py > docs/settings.md.new && mv docs/settings.md.new docs/settings.md
 
 memory: setup ## Write docs/memory.md
 	$(BIN)/python benchmarks/memory.py > docs/memory.md.new && mv docs/memory.md.new docs/memory.md
@@ -64,4 +89,4 @@ bench: ## Write docs/speed.md: every way to run the same step, side by side (thr
 	$(BENCH)/bin/python benchmarks/bench.py
 
 clean: ## Remove the environment and what runs have written
-	rm -rf $(VENV) $(BENCH) build dist *.egg-info outputs multirun lightning_logs
+	rm -rf $(VENV) $(BENCH) $(LOWEST) build dist *.egg-info outputs multirun lightning_logs

@@ -84,7 +84,7 @@ swapped, so it promises almost no saving where there is most of it, and stage 2'
 
 PyTorch's `fully_shard` keeps the fp32 shard beside the copy it has gathered, so inside a step a parameter costs the
 gathered copy (2 bytes mixed, 4 in fp32) and its share of 16. Between processes on CPUs in fp32, stages 1 and 2 keep the
-shard in the copy, which makes it what the paper says:
+shard in the gathered buffer (it aliases a part of it), which gives the paper's formulas:
 
 | | formula | N = 8, bytes per parameter | N = 64 |
 |---|---|---|---|
@@ -92,8 +92,8 @@ shard in the copy, which makes it what the paper says:
 
 - Without accumulation stage 1 is stage 2: each unit's gradients are shared out as soon as they are complete.
 - While accumulating, stage 1 holds whole gradients in the dtype they are reduced in, and no shards of them.
-- Between two steps every stage holds 16Ψ/N; where the shard lies in the copy, the copy stays: 4Ψ + 12Ψ/N. DDP holds
-  20Ψ: its reducer's buckets are a second copy of the gradients.
+- Between two steps every stage holds 16Ψ/N; where the shard aliases the gathered buffer, that stays: 4Ψ +
+  12Ψ/N. DDP holds 20Ψ: its reducer's buckets are a second copy of the gradients.
 - Lightning zeroes gradients after the next forward, so that one still sees the last step's.
 - A shard is `ceil(rows / N)` rows, padded; the plan counts padding, frozen and unused parameters, and what cannot be
   split and stays whole, parameter by parameter. Optimizer states are those that one step of your own optimizer makes.
@@ -116,9 +116,9 @@ of stage 3 is gathered once per micro-batch, every other unit twice.
 | stage 3 | 2AΨ | AΨ |
 
 Stages 1 and 2 gather A times instead of once if a hook of yours looks at the module between micro-batches, unless
-shards lie in their copies, which stay. Small messages (agreements between ranks, the buffers' broadcast) are counted as
-well, and so is what no wire carries because ranks on one host read each other's memory. An optimizer that looks across
-elements (Adafactor, Muon, LAMB) also gathers its parameters, gradients and states.
+shards alias their gathered buffers, which stay. Small messages (agreements between ranks, the buffers' broadcast)
+are counted as well, and so are bytes that ranks on one host read from each other's memory. An optimizer that looks
+across elements (Adafactor, Muon, LAMB) also gathers its parameters, gradients and states.
 
 ## Offload
 

@@ -20,6 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from models import PAGE, section_of  # the script beside this one, which writes the second table
+
 from tests.helpers import zoo
 from tests.helpers.ranks import RankError, RankPool, outcome
 from tests.helpers.zoo import KINDS
@@ -132,6 +134,7 @@ other numbers of ranks.
     for (tolerance, reason), names in reasons.items():
         who = "all others" if len(names) > 20 else ", ".join(n.replace("_", " ") for n in names)
         print(f"- {tolerance}: {reason} ({who}).")
+    print(f"\n{section_of(PAGE.read_text(encoding='utf-8'))}", end="")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """ZeRO stages 1, 2 and 3 for unchanged LightningModules: ``Trainer(strategy="zero3")``.
 
-Importing this package registers the strategy names; everything heavier is imported when it is first used.
+Importing this package registers the strategy names, before or after ``import lightning``; everything heavier is
+imported when it is first used.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.registry import register_strategies
+from lightning_zero.registry import register_when_imported
 
 if TYPE_CHECKING:
     from lightning_zero.checkpoint.store import load_checkpoint
@@ -35,7 +36,7 @@ _LAZY = {
     "plan": "lightning_zero.planner",
 }
 
-register_strategies()
+register_when_imported()
 
 
 def __getattr__(name: str) -> Any:

@@ -10,17 +10,18 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_zero.config import OffloadConfig
+from lightning_zero.config import OffloadConfig, ZeroConfig
 from lightning_zero.host import available_host_bytes
 from lightning_zero.planner import GIB, Plan, Planner, choose, device_memory_bytes, first_batch
+from lightning_zero.private.lightning import training_source
 from lightning_zero.strategy import ZeroStrategy
 
 HEADROOM = 0.1
 
 
-def make_strategy(**settings: Any) -> ZeroStrategy:
-    """The strategy of these settings: a :class:`ZeroStrategy`, or the one that plans if ``auto``."""
-    return (AutoStrategy if settings.get("auto") else ZeroStrategy)(**settings)
+def make_strategy(config: ZeroConfig) -> ZeroStrategy:
+    """The strategy of this config: a :class:`ZeroStrategy`, or the one that plans if ``config.auto``."""
+    return (AutoStrategy if config.auto else ZeroStrategy).from_config(config)
 
 
 class AutoStrategy(ZeroStrategy):
@@ -31,8 +32,8 @@ class AutoStrategy(ZeroStrategy):
 
     strategy_name = "zero_auto"
 
-    def __init__(self, *args: Any, auto: bool = True, **kwargs: Any) -> None:
-        super().__init__(*args, auto=auto, **kwargs)
+    def _take(self, config: ZeroConfig, **of_lightning: Any) -> None:
+        super()._take(config if config.auto else config.with_(auto=True), **of_lightning)
         self.plan: Plan | None = None
         """On rank 0, the plan of the last fit."""
         self._asked: OffloadConfig | None = None  # by the user; config holds what was picked for the last run
@@ -48,7 +49,7 @@ class AutoStrategy(ZeroStrategy):
         stage, offload, line, error = answer
         if error:
             raise ValueError(error)
-        moved = self._asked if self._asked.target != "none" else OffloadConfig(target=offload)
+        moved = self._asked if self._asked.target != "none" else OffloadConfig(target=offload)  # type: ignore[arg-type]
         self.config = self.config.with_(stage=stage, offload=moved)
         rank_zero_info(f"zero_auto takes {line}")
 
@@ -103,8 +104,8 @@ class AutoStrategy(ZeroStrategy):
 
 
 def _loader_of(trainer: Any) -> Any:
-    """The training dataloader, before the loop has set it up. Private: Lightning offers no way to see it that early."""
-    source = getattr(getattr(trainer.fit_loop, "_data_source", None), "instance", None)
+    """The training dataloader, before the loop has set it up."""
+    source = training_source(trainer)
     if source is None:
         return None
     if isinstance(source, LightningModule) or hasattr(source, "train_dataloader"):

@@ -11,22 +11,32 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args
 
-STAGES = (1, 2, 3)
-ENGINES = ("fsdp2", "deepspeed")
-OFFLOAD_TARGETS = ("none", "cpu", "nvme")
-CHECKPOINTS = ("file", "sharded", "sharded-async")
-AFTER_FIT = ("auto", "whole", "sharded")
-TRANSPORTS = ("auto", "direct", "torch")
-START_METHODS = ("auto", "popen", "spawn", "fork")
+Stage = Literal[1, 2, 3]
+EngineName = Literal["fsdp2", "deepspeed"]
+OffloadTarget = Literal["none", "cpu", "nvme"]
+CheckpointForm = Literal["file", "sharded", "sharded-async"]
+AfterFit = Literal["auto", "whole", "sharded"]
+TransportName = Literal["auto", "direct", "torch"]
+StartMethod = Literal["auto", "popen", "spawn", "fork"]
+
+STAGES: tuple[int, ...] = get_args(Stage)
+ENGINES: tuple[str, ...] = get_args(EngineName)
+OFFLOAD_TARGETS: tuple[str, ...] = get_args(OffloadTarget)
+CHECKPOINTS: tuple[str, ...] = get_args(CheckpointForm)
+AFTER_FIT: tuple[str, ...] = get_args(AfterFit)
+TRANSPORTS: tuple[str, ...] = get_args(TransportName)
+START_METHODS: tuple[str, ...] = get_args(StartMethod)
+
+_Section = TypeVar("_Section", "OffloadConfig", "DeepSpeedConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """Where optimizer states, master weights and (stage 3) parameters live between uses."""
 
-    target: str | None = "none"
+    target: OffloadTarget | None = "none"
     """``"none"`` (the accelerator), ``"cpu"`` (host memory) or ``"nvme"`` (files; DeepSpeed's stage 3); ``None`` is
     what ``deepspeed_config`` says, else none. A :class:`ZeroConfig` holds it resolved."""
     optimizer: bool | None = None
@@ -109,7 +119,7 @@ class DeepSpeedConfig:
     round_robin_gradients: bool | None = None
     """Stages 1 and 2: ranks take turns per parameter, so that copies to host memory go in parallel; ``None`` is
     no."""
-    communication_dtype: str | None = None
+    communication_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """``"fp32"``, ``"bf16"`` or ``"fp16"``: what gradients are reduced in; ``None`` is what the precision says."""
     hpz_partition_size: int | None = None
     """Stage 3, ZeRO++: so many ranks (those of a host) hold a second copy of the parameters, so that the backward
@@ -251,18 +261,18 @@ class ZeroConfig:
     """
 
     # Unset is None here; what is read afterwards is always a stage and an OffloadConfig.
-    stage: int = None  # type: ignore[assignment]
+    stage: Stage = None  # type: ignore[assignment]
     """ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also parameters. Unset: what ``deepspeed_config``
     says, else 3."""
-    engine: str = "fsdp2"
+    engine: EngineName = "fsdp2"
     """The runtime that does the sharding: ``"fsdp2"`` is ``torch.distributed.fsdp.fully_shard``, ``"deepspeed"`` is
     ``deepspeed.initialize``."""
     offload: OffloadConfig = None  # type: ignore[assignment]
-    """A target (``"none"``, ``"cpu"``, ``"nvme"``) or an :class:`OffloadConfig`. Unset: what ``deepspeed_config`` says,
-    else none."""
+    """A target (``"none"``, ``"cpu"``, ``"nvme"``), an :class:`OffloadConfig` or a mapping of its fields. Unset: what
+    ``deepspeed_config`` says, else none."""
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
-    """Settings that only the engine ``deepspeed`` has."""
-    deepspeed_config: str | Mapping[str, Any] | None = None
+    """Settings that only the engine ``deepspeed`` has: a :class:`DeepSpeedConfig` or a mapping of its fields."""
+    deepspeed_config: Mapping[str, Any] | str | os.PathLike[str] | None = None
     """A DeepSpeed config, as the path of a JSON file or a mapping, for the engine ``deepspeed``. It fills what is unset
     here and in the Trainer; where both say something else, that is an error. Read once; afterwards :attr:`raw`."""
     units: Sequence[str] | None = None
@@ -276,7 +286,7 @@ class ZeroConfig:
     shard_size: int | None = None
     """Ranks that share one copy of the model: shards lie inside groups of this many consecutive ranks (the GPUs of a
     host, say), and the groups are replicas of each other (HSDP). ``None`` shards over all ranks."""
-    transport: str = "auto"
+    transport: TransportName = "auto"
     """What carries shards and gradients with ``fsdp2``: ``"torch"`` is ``fully_shard``'s own collectives and schedule,
     ``"direct"`` an exchange between CPU processes over gloo, which sends and holds less; ``"auto"`` is direct there,
     torch elsewhere."""
@@ -285,10 +295,10 @@ class ZeroConfig:
     but that element's own values and gradients: they step on shards. All others step on whole tensors."""
     broadcast_buffers: bool = True
     """Rank 0's buffers become everybody's at each training forward, as under DDP."""
-    after_fit: str = "auto"
+    after_fit: AfterFit = "auto"
     """``"whole"`` gives every rank plain full parameters when the run ends, ``"sharded"`` leaves the shards,
     ``"auto"`` takes whole where host memory allows."""
-    checkpoint: str = "file"
+    checkpoint: CheckpointForm = "file"
     """``"file"`` writes what Lightning writes under DDP, ``"sharded"`` a directory that each rank writes its part of,
     ``"sharded-async"`` the same while training goes on. All are read whatever is set here."""
     process_group_backend: str | None = None
@@ -299,7 +309,7 @@ class ZeroConfig:
     """The plan picks the stage when a run is set up, whatever ``stage`` says; the name ``zero_auto``."""
     device_memory_gib: float | None = None
     """Memory of one device that ``auto`` plans for; ``None`` asks the devices."""
-    start_method: str = "auto"
+    start_method: StartMethod = "auto"
     """How the other ranks of a machine are started: ``"popen"`` executes the program again, ``"spawn"`` and ``"fork"``
     make processes that bring their results back; ``"auto"`` is popen for programs, fork in notebooks, spawn in pytest.
     Without effect under torchrun, srun and mpirun."""
@@ -314,8 +324,7 @@ class ZeroConfig:
         if isinstance(self.stage, bool) or not isinstance(self.stage, int):
             raise ValueError(f"stage={self.stage!r}: the ZeRO stage is a whole number; use 1, 2 or 3.")
         _one_of("stage", self.stage, STAGES)
-        if not isinstance(self.deepspeed, DeepSpeedConfig):
-            raise ValueError(f"deepspeed={self.deepspeed!r}: use a DeepSpeedConfig.")
+        object.__setattr__(self, "deepspeed", _as_deepspeed(self.deepspeed))
         if self.engine == "fsdp2":
             self._check_fsdp2()
         else:
@@ -470,10 +479,7 @@ class ZeroConfig:
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> ZeroConfig:
         """A config from keywords, naming the closest field when one is unknown."""
-        known = [f.name for f in fields(cls)]
-        for name in kwargs:
-            if name not in known:
-                raise ValueError(f"{name}={kwargs[name]!r} is not a setting of ZeroConfig.{_closest(name, known)}")
+        _known_only(cls, kwargs)
         return cls(**kwargs)
 
     def with_(self, **changes: Any) -> ZeroConfig:
@@ -518,8 +524,32 @@ def _as_offload(value: Any) -> OffloadConfig:
         return value
     if isinstance(value, str):
         _one_of("offload", value, OFFLOAD_TARGETS)
-        return OffloadConfig(target=value)
-    raise ValueError(f"offload={value!r}: use one of {', '.join(map(repr, OFFLOAD_TARGETS))} or an OffloadConfig.")
+        return OffloadConfig(target=value)  # type: ignore[arg-type]
+    if isinstance(value, Mapping):
+        return _section(OffloadConfig, "offload", value)
+    raise ValueError(
+        f"offload={value!r}: use one of {', '.join(map(repr, OFFLOAD_TARGETS))}, an OffloadConfig or a mapping."
+    )
+
+
+def _as_deepspeed(value: Any) -> DeepSpeedConfig:
+    if isinstance(value, DeepSpeedConfig):
+        return value
+    if isinstance(value, Mapping):
+        return _section(DeepSpeedConfig, "deepspeed", value)
+    raise ValueError(f"deepspeed={value!r}: use a DeepSpeedConfig or a mapping of its fields.")
+
+
+def _section(config: type[_Section], where: str, values: Mapping[str, Any]) -> _Section:
+    _known_only(config, values, f"{where}.")
+    return config(**values)
+
+
+def _known_only(config: type, values: Mapping[str, Any], where: str = "") -> None:
+    known = [f.name for f in fields(config)]
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(f"{where}{name}={value!r} is not a setting of {config.__name__}.{closest(name, known)}")
 
 
 def _merged(offload: OffloadConfig, raw: RawConfig) -> OffloadConfig:
@@ -612,11 +642,12 @@ def _count_or_none(name: str, value: Any, least: int = 1) -> None:
 
 def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
     if value not in allowed:
-        hint = _closest(value, allowed) if isinstance(value, str) else ""
+        hint = closest(value, allowed) if isinstance(value, str) else ""
         raise ValueError(f"{name}={value!r}: use one of {', '.join(map(repr, allowed))}.{hint}")
 
 
-def _closest(word: str, known: Sequence[Any]) -> str:
+def closest(word: str, known: Sequence[Any]) -> str:
+    """The end of an error: the known word that was probably meant, or all of them."""
     from difflib import get_close_matches
 
     match = get_close_matches(str(word), [str(k) for k in known], n=1)

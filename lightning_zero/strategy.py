@@ -7,18 +7,19 @@ BatchNorm, the compile allow-list), because to users it is DDP that stores every
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback
-from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -33,15 +34,45 @@ from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.resume import Resume, collect, follow, leave_finished_epoch
 from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
 from lightning_zero.comm.agree import Agreement
-from lightning_zero.config import ZeroConfig
+from lightning_zero.config import (
+    AfterFit,
+    CheckpointForm,
+    DeepSpeedConfig,
+    EngineName,
+    OffloadConfig,
+    OffloadTarget,
+    Stage,
+    StartMethod,
+    TransportName,
+    ZeroConfig,
+)
 from lightning_zero.engines.base import Engine, require
 from lightning_zero.engines.deepspeed.run import DeepSpeedRun, Place
-from lightning_zero.engines.optimizer_step import fusible_groups
+from lightning_zero.engines.elementwise import is_elementwise, is_known
+from lightning_zero.engines.fsdp2.private import FULLY_SHARD
+from lightning_zero.engines.optimizer_step import fusible_groups, refuse_sharding, whole_state_bytes
 from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision, adapt_precision
 from lightning_zero.host import available_host_bytes
 from lightning_zero.launch.launcher import Launched
 from lightning_zero.launch.step_sync import sync_steps
+from lightning_zero.private.check import check
+from lightning_zero.private.lightning import (
+    LIGHTNING,
+    TORCHMETRICS,
+    checkpoint_connector,
+    forget_optimizers,
+    given_checkpoint_io,
+    layer_sync,
+    set_device,
+    sync_module_states,
+    unwrapped,
+)
+from lightning_zero.private.torch import TORCH, DisableTorchFunction
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_NOTHING_SET = DeepSpeedConfig()
 _BETWEEN_MICRO_BATCHES = ("on_after_backward", "on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
 """Hooks that can look at the module after one micro-batch and before the next."""
 
@@ -56,38 +87,73 @@ class ZeroStrategy(Launched, DDPStrategy):
     """Trains any LightningModule under ZeRO stage 1, 2 or 3.
 
     Args:
+        stage, ..., rank_logs: The fields of :class:`~lightning_zero.config.ZeroConfig`, where each is explained.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for Lightning's own
             strategies; the Trainer sets them.
-        **settings: The fields of :class:`~lightning_zero.config.ZeroConfig`.
 
     Raises:
-        ValueError: For an unknown or impossible setting, naming it, its value and the repair.
+        ValueError: For an impossible setting, naming it, its value and the repair.
     """
 
     strategy_name = "zero"
 
+    # Spelled out, so that editors and LightningCLI complete and check them; a test keeps them equal to ZeroConfig.
     def __init__(
         self,
-        stage: int | None = None,
-        engine: str = "fsdp2",
+        stage: Stage | None = None,
+        engine: EngineName = "fsdp2",
         *,
-        accelerator: Any = None,
+        offload: OffloadTarget | OffloadConfig | None = None,
+        deepspeed: DeepSpeedConfig = _NOTHING_SET,
+        deepspeed_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        units: Sequence[str] | None = None,
+        min_unit_numel: int = 100_000,
+        find_unused_parameters: bool = True,
+        shard_size: int | None = None,
+        transport: TransportName = "auto",
+        elementwise_optimizers: Sequence[str] | None = None,
+        broadcast_buffers: bool = True,
+        after_fit: AfterFit = "auto",
+        checkpoint: CheckpointForm = "file",
+        process_group_backend: str | None = None,
+        timeout_seconds: float = 1800.0,
+        auto: bool = False,
+        device_memory_gib: float | None = None,
+        start_method: StartMethod = "auto",
+        rank_logs: str | None = None,
+        accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        **settings: Any,
     ) -> None:
-        self.config = ZeroConfig.from_kwargs(stage=stage, engine=engine, **settings)
-        self.start_method, self.rank_logs = self.config.start_method, self.config.rank_logs
-        super().__init__(
+        given = locals()
+        self._take(
+            ZeroConfig(**{f.name: given[f.name] for f in fields(ZeroConfig)}),
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-            process_group_backend=self.config.process_group_backend,
-            timeout=timedelta(seconds=self.config.timeout_seconds),
+        )
+
+    @classmethod
+    def from_config(cls, config: ZeroConfig, **of_lightning: Any) -> Self:
+        """The strategy of a config that is valid already; ``of_lightning`` is ``accelerator``, ..., as above."""
+        strategy = cls.__new__(cls)
+        strategy._take(config, **of_lightning)
+        return strategy
+
+    def _take(self, config: ZeroConfig, **of_lightning: Any) -> None:
+        """The one way in: what the constructor, the names, LightningCLI and Hydra end in."""
+        check_libraries(config.engine)
+        self.config = config
+        self.start_method, self.rank_logs = config.start_method, config.rank_logs
+        DDPStrategy.__init__(
+            self,
+            **of_lightning,
+            process_group_backend=config.process_group_backend,
+            timeout=timedelta(seconds=config.timeout_seconds),
         )
         self.engine: Engine | None = None
         """What shards the module; ``None`` outside a run."""
@@ -105,7 +171,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self._deepspeed is not None and self.config.stage == 3:
             # On the object only: Trainer.init_module warns of strategies whose class has it
             self.model_sharded_context = self._build_sharded  # type: ignore[method-assign]
-        self._refuse_plugin(checkpoint_io)
+        self._refuse_plugin(of_lightning.get("checkpoint_io"))
 
     # -- what Lightning asks of a strategy by its type ------------------------------------------------------------
 
@@ -178,22 +244,24 @@ class ZeroStrategy(Launched, DDPStrategy):
             _LEFT_SHARDED.pop(module).restore(True, [])
             self.engine = None
         self._resolve_stage(trainer)
-        if fitting and self._layer_sync:
-            module = self._layer_sync.apply(module)
+        if fitting and (sync := layer_sync(self)):
+            module = sync.apply(module)
         self.model = self.precision_plugin.convert_module(module)
         self._shards = fitting or self.config.stage == 3  # nothing to shard without gradients and optimizer states
         self.model_to_device()
         if fitting:
-            self._reset_optimizers_and_schedulers()
+            forget_optimizers(self)
         if self._shards:
             self._start_engine(trainer)
         else:
-            _sync_module_states(module)
+            sync_module_states(module)
         if fitting:
             with self._whole_for_optimizers():
                 self.setup_optimizers(trainer)
+            refuse_sharding([unwrapped(o) for o in self.optimizers])
             self._tell_what_is_fused()
-        optimizers = [getattr(o, "_optimizer", o) for o in self.optimizers] if fitting else []
+            self._tell_what_steps_whole()
+        optimizers = list(self.optimizers) if fitting else []
         if self._deepspeed is not None:
             self._deepspeed.check_optimizers(optimizers)
             self._deepspeed.built = None  # the engine has it
@@ -236,12 +304,26 @@ class ZeroStrategy(Launched, DDPStrategy):
     def _tell_what_is_fused(self) -> None:
         if self.config.engine != "fsdp2" or self.config.offload.target == "none":
             return
-        optimizers = [getattr(o, "_optimizer", o) for o in self.optimizers]
+        optimizers = list(self.optimizers)
         names = sorted({type(o).__name__ for o in optimizers if fusible_groups(o)})
         if names:
             rank_zero_info(
                 f"offload='cpu': {', '.join(names)} steps in host memory with PyTorch's fused kernel, as neither fused"
                 " nor foreach was chosen."
+            )
+
+    def _tell_what_steps_whole(self) -> None:
+        if self.world_size == 1:
+            return
+        declared = self.config.elementwise_optimizers or ()
+        unknown = [o for o in map(unwrapped, self.optimizers) if not is_known(o) and not is_elementwise(o, declared)]
+        names = sorted({type(o).__name__ for o in unknown})
+        if names:
+            rank_zero_info(
+                f"{', '.join(names)} steps on whole parameters, gradients and states, which every rank gathers for the"
+                " length of a step: PyTorch's own optimizers alone are known to step alike on shards. Where an"
+                " element's update depends on nothing but that element's own history,"
+                f" elementwise_optimizers={names} saves that memory."
             )
 
     def _resolve_stage(self, trainer: Any) -> None:
@@ -291,7 +373,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             loop.inference_mode = False
 
     def setup_environment(self) -> None:
-        self._refuse_plugin(self._checkpoint_io)  # the Trainer's plugins=[...] come after __init__
+        self._refuse_plugin(given_checkpoint_io(self))  # the Trainer's plugins=[...] come after __init__
         super().setup_environment()
         if self._agreement is not None:
             self._agreement.close()
@@ -325,7 +407,8 @@ class ZeroStrategy(Launched, DDPStrategy):
             raise
         module = self.lightning_module
         if module is not None and self.engine is None:
-            self.model = self._layer_sync.revert(module) if self._layer_sync else module
+            sync = layer_sync(self)
+            self.model = sync.revert(module) if sync else module
             module.cpu()
         self._end_deepspeed()
         assert self.cluster_environment is not None
@@ -355,7 +438,7 @@ class ZeroStrategy(Launched, DDPStrategy):
     def _end_engine(self, whole: bool) -> None:
         assert self.engine is not None
         assert self.lightning_module is not None
-        self.engine.restore(whole, [getattr(o, "_optimizer", o) for o in self.optimizers])
+        self.engine.restore(whole, list(self.optimizers))
         if not whole and self._failed and self.config.parameters_in_files:  # which end with a failed run
             _LOST.add(self.lightning_module)
         elif not whole:
@@ -367,19 +450,30 @@ class ZeroStrategy(Launched, DDPStrategy):
             self.precision_plugin.engine = None
 
     def _whole_after_fit(self) -> bool:
-        """Whether every process of a host can hold the whole module; all ranks answer alike."""
+        """Whether every process of a host can hold the whole module, and beside it the optimizers' states; all ranks
+        answer alike."""
+        assert self.engine is not None
         if self.config.after_fit != "auto":
             return self.config.after_fit == "whole"
-        assert self.engine is not None
-        need = self.engine.whole_bytes * self.num_processes
         # Between CPUs: the run's own process group may have no backend for them
-        fits = all(self.agreement.gather(need < 0.8 * available_host_bytes(), "the end of a run"))
-        if not fits:
+        room = min(self.agreement.gather(int(0.8 * available_host_bytes()), "the end of a run")) // self.num_processes
+        module_bytes = self.engine.whole_bytes
+        if module_bytes >= room:
             rank_zero_info(
-                f"after_fit='auto': the module stays sharded, its whole parameters ({need / 2**30:.1f} GiB for the"
-                " processes of one host) do not fit into host memory."
+                f"after_fit='auto': the module stays sharded, its whole parameters"
+                f" ({module_bytes * self.num_processes / 2**30:.1f} GiB for the processes of one host) do not fit into"
+                " host memory."
             )
-        return fits
+            return False
+        states_bytes = whole_state_bytes([unwrapped(o) for o in self.optimizers])
+        self.engine.states_whole_after_fit = module_bytes + states_bytes < room
+        if not self.engine.states_whole_after_fit:
+            rank_zero_info(
+                "after_fit='auto': the optimizers' states stay sharded, as whole ones"
+                f" ({states_bytes * self.num_processes / 2**30:.1f} GiB for the processes of one host) do not fit into"
+                " host memory beside the module."
+            )
+        return True
 
     def on_train_start(self) -> None:
         if self.engine is not None:
@@ -503,7 +597,7 @@ class ZeroStrategy(Launched, DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` with whole tensors, as DDP would have it (collective)."""
         engine = self.engine or self._ended
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        optimizer = unwrapped(optimizer)
         if engine is None:
             return super().optimizer_state(optimizer)
         if not self._dumping:
@@ -519,8 +613,14 @@ class ZeroStrategy(Launched, DDPStrategy):
             return
         assert self.lightning_module is not None
         leave_finished_epoch(self.lightning_module.trainer.fit_loop)
+        saved, now = len(checkpoint["optimizer_states"]), [type(unwrapped(o)).__name__ for o in self.optimizers]
+        if saved != len(now):
+            raise ValueError(
+                f"the checkpoint holds the states of {saved} optimizers, configure_optimizers returned {len(now)}"
+                f" ({', '.join(now)}): resume with the optimizers that saved it, or load the weights alone."
+            )
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self.engine.load_optimizer_state(getattr(optimizer, "_optimizer", optimizer), state)
+            self.engine.load_optimizer_state(unwrapped(optimizer), state)
 
     @contextmanager
     def full_parameters(self, module: nn.Module | None = None, modify: bool = False) -> Generator[None, None, None]:
@@ -553,11 +653,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         return self.config.checkpoint != "file"
 
     def _follow_dumps(self, trainer: Any) -> None:
-        """Tells Lightning's own collecting of a checkpoint from a user's call of the methods above.
-
-        Private: Lightning calls nothing of a strategy when it begins to collect.
-        """
-        connector = trainer._checkpoint_connector
+        """Tells Lightning's own collecting of a checkpoint from a user's call of the methods above."""
+        connector = checkpoint_connector(trainer)
         dump = type(connector).dump_checkpoint
 
         def dump_checkpoint(weights_only: bool | None = None) -> dict[str, Any]:
@@ -586,7 +683,7 @@ class ZeroStrategy(Launched, DDPStrategy):
                 "save_checkpoint(storage_options=...) is for CheckpointIO plugins, which"
                 f" checkpoint={self.config.checkpoint!r} has none of: use checkpoint='file', or leave it out."
             )
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if "optimizer_states" in checkpoint:  # not save_weights_only
                 checkpoint[EXTRA] = collect(self.lightning_module.trainer, self.agreement)
             if not self._saves_shards:
@@ -671,6 +768,15 @@ class ZeroStrategy(Launched, DDPStrategy):
         """Names are registered by ``lightning_zero.registry``, not by Lightning's scan of its own strategies."""
 
 
+def check_libraries(engine: str) -> None:
+    """Raises ``MovedError`` if a private part of a library that every run uses is not where it was tested.
+
+    DeepSpeed's and Hydra's are checked when they are first used: they take long to import, or may be missing.
+    """
+    for library in (TORCH, LIGHTNING, TORCHMETRICS, *([FULLY_SHARD] if engine == "fsdp2" else [])):
+        check(library)
+
+
 def _make_engine(config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> Engine:
     if config.engine == "deepspeed":
         from lightning_zero.engines.deepspeed.engine import DeepSpeedEngine
@@ -685,9 +791,8 @@ def all_but_tensors_to(module: nn.Module, device: torch.device) -> None:
     """What ``module.to(device)`` does beside moving parameters and buffers: Lightning's ``self.device`` says where
     steps are computed, and metrics keep their states there."""
     for each in module.modules():
-        if isinstance(each, _DeviceDtypeModuleMixin):
-            each._device = device  # private: the property has no setter
-        elif isinstance(each, Metric):
+        set_device(each, device)
+        if isinstance(each, Metric):
             each.to(device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -42,11 +43,29 @@ def nvme(deepspeed_ops: None) -> None:
         pytest.skip(why)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first test that needs the ops also waits for their building."""
     for item in items:
         if "deepspeed_ops" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.timeout(2 * BUILD_SECONDS))
+            item.add_marker(pytest.mark.timeout(2 * BUILD_SECONDS))  # the first one waits for their building
+            item.add_marker(pytest.mark.rest)
+    _leave_one_case(items)
+
+
+def _leave_one_case(items: list[pytest.Item]) -> None:
+    """Of each function marked ``sampled`` one case stays in ``make test``, the others move to ``make test-rest``.
+
+    The function's name says which one, so that stages and world sizes take turns from function to function, and a run
+    of one file selects the same cases as a run of all.
+    """
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not any(map(item.get_closest_marker, ("rest", "full"))):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in functions.items():
+        stays = zlib.crc32(name.encode()) % len(cases)
+        for case in cases[:stays] + cases[stays + 1 :]:
+            case.add_marker(pytest.mark.rest)
 
 
 @pytest.fixture(scope="session")

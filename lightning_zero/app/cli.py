@@ -10,15 +10,16 @@ import argparse
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import lightning_zero
+from lightning_zero.app.arguments import mistake
+from lightning_zero.checkpoint import FORMATS
 
 COMMANDS = {
     "fit": "train a LightningModule",
@@ -31,14 +32,26 @@ COMMANDS = {
 TOOLS = {
     "convert": "turn a checkpoint into another form",
     "doctor": "say what this machine has for training, and what is missing",
+    "init": "make a folder with a small project of your own, which trains at once",
 }
 """Commands with ordinary arguments."""
 _DRY_RUN = "LIGHTNING_ZERO_DRY_RUN"
 
 
 def main() -> None:
-    """Entry point; exits with 0, with 2 where the command line or the config is wrong, with 1 where the run failed."""
-    arguments = sys.argv[1:]
+    """Entry point; exits with 0, with 2 where the command line or the config is wrong, with 1 where the run failed.
+
+    Help, the version and mistakes on the command line need neither PyTorch nor Lightning, and do not import them.
+    """
+    try:
+        _run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # `... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter flushes when it ends
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _run(arguments: list[str]) -> None:
     if arguments and arguments[0] in COMMANDS:
         _run_hydra(arguments[0], arguments[1:])
         return
@@ -59,13 +72,12 @@ def main() -> None:
         commands.add_parser(name, help=text, add_help=False)
     _add_convert(commands.add_parser("convert", help=TOOLS["convert"], description=_convert.__doc__))
     _add_doctor(commands.add_parser("doctor", help=TOOLS["doctor"], description=_doctor.__doc__))
+    _add_init(commands.add_parser("init", help=TOOLS["init"], description=_init.__doc__))
     parsed = parser.parse_args(arguments)  # or --help, --version, an error: no command was given
     parsed.run(parsed)
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
-    from lightning_zero.checkpoint.layout import FORMATS
-
     parser.add_argument("source", help="a checkpoint: file, sharded folder, DeepSpeed's own folder, or fsspec URL")
     parser.add_argument("target", help="what to write; must not exist yet")
     parser.add_argument("--format", choices=FORMATS, help="default: the form that SOURCE does not have")
@@ -109,7 +121,24 @@ def _doctor(arguments: argparse.Namespace) -> None:
     sys.exit(run(arguments.timeout, arguments.json))
 
 
+def _add_init(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", help="what to make; must not exist yet, or be empty")
+    parser.set_defaults(run=_init)
+
+
+def _init(arguments: argparse.Namespace) -> None:
+    """Makes a small project: a module, its data, a Hydra app with a config of its own, a test, a batch script."""
+    from lightning_zero.app.project import make_project
+
+    try:
+        print(make_project(Path(arguments.folder)))
+    except OSError as error:
+        _exit_with(str(error))
+
+
 def _run_hydra(command: str, arguments: list[str]) -> None:
+    if wrong := mistake(arguments, own_flags=("--dry-run",) if command == "submit" else ()):
+        _exit_with(wrong)
     import hydra  # half a second that --help does not need
 
     from lightning_zero.launch import launcher
@@ -117,8 +146,8 @@ def _run_hydra(command: str, arguments: list[str]) -> None:
     typed, fell_back = sys.argv, "HYDRA_FULL_ERROR" not in os.environ
 
     @hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf", config_name="config")
-    def app(cfg: Any) -> None:
-        run_command(command, cfg)
+    def app(cfg: Any) -> float | None:
+        return run_command(command, cfg)
 
     if command == "submit" and "--dry-run" in arguments:
         arguments = [item for item in arguments if item != "--dry-run"]
@@ -137,23 +166,30 @@ def _run_hydra(command: str, arguments: list[str]) -> None:
             os.environ.pop("HYDRA_FULL_ERROR", None)
 
 
-def run_command(command: str, cfg: Any) -> None:
-    """Runs ``command`` (a name in :data:`COMMANDS`) as ``cfg`` says, inside a Hydra job."""
+def run_command(command: str, cfg: Any) -> float | None:
+    """Runs ``command`` (a name in :data:`COMMANDS`) as ``cfg`` says, inside a Hydra job.
+
+    Returns:
+        The metric ``optimized_metric``, for the sweeper; ``None`` where there is no such setting.
+    """
     from hydra.core.hydra_config import HydraConfig
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.pytorch import seed_everything
 
     from lightning_zero.app.hydra_config import ConfigError, check_launcher, make_object, make_trainer
 
+    # Modules in the folder where the command was typed, as with `python -m`; in other ranks and a sweep's workers, too
+    if (started_in := HydraConfig.get().runtime.cwd) not in sys.path:
+        sys.path.insert(0, started_in)
     if command == "plan":
         from lightning_zero.app.plan_command import run_plan
 
         run_plan(cfg)
-        return
+        return None
     run_folder = Path(HydraConfig.get().runtime.output_dir)
     if command == "submit":
         submit(cfg, run_folder)
-        return
+        return None
     check_launcher(cfg, "local")
     trainer = make_trainer(cfg, default_root_dir=str(run_folder))
     if cfg.profile:
@@ -171,10 +207,24 @@ def run_command(command: str, cfg: Any) -> None:
     with _ranks_end_with_us():
         results = _call(trainer, command, module, data, cfg.ckpt_path)
         if command == "predict":
+            import torch
+
             path = run_folder / f"predictions-rank{trainer.global_rank}.pt"
             torch.save(results, path)
             print(f"predictions: {path}", flush=True)
         rank_zero_only(print)(f"run folder: {run_folder}", flush=True)
+    return _optimized(cfg.optimized_metric, trainer)
+
+
+def _optimized(name: str | None, trainer: Any) -> float | None:
+    from lightning_zero.app.hydra_config import ConfigError
+
+    if name is None:
+        return None
+    if name not in trainer.callback_metrics:
+        known = ", ".join(sorted(trainer.callback_metrics)) or "nothing"
+        raise ConfigError(f"optimized_metric={name!r}: the module has not logged it; it has logged {known}.")
+    return float(trainer.callback_metrics[name])
 
 
 def submit(cfg: Any, run_folder: Path) -> None:
@@ -190,7 +240,9 @@ def submit(cfg: Any, run_folder: Path) -> None:
     for item in given:
         name, _, value = item.lstrip("+").partition("=")
         if name in fixed and value != str(fixed[name]):
-            raise ConfigError(f"{item}: the job has {name}={fixed[name]}; leave it to launcher.* alone.")
+            raise ConfigError(
+                f"{item}: the job has {name}={fixed[name]}; leave it out and write {_launchers(name, value, job)}."
+            )
     if job.gpus_per_node and not any(item.startswith("trainer=") for item in given):
         given.append("trainer=gpu")
     given = [item for item in given if item.lstrip("+").partition("=")[0] not in fixed]
@@ -211,6 +263,14 @@ def submit(cfg: Any, run_folder: Path) -> None:
     if done.returncode:
         raise ConfigError(f"sbatch refused {path}: {done.stderr.strip()}")
     print(done.stdout.strip(), flush=True)
+
+
+def _launchers(name: str, value: str, job: Any) -> str:
+    """The setting of the launcher that stands for one of the Trainer's."""
+    if name == "trainer.num_nodes":
+        return f"launcher.nodes={value}"
+    on_gpus = f"launcher.gpus_per_node={value}"
+    return on_gpus if job.gpus_per_node else f"launcher.tasks_per_node={value} (on GPUs {on_gpus})"
 
 
 def _hydra_flags(arguments: list[str]) -> list[str]:
@@ -284,12 +344,18 @@ def _user_errors_in_one_line(arguments: list[str]) -> Iterator[None]:
         _exit_with(_explain(error, arguments))
     except MisconfigurationException as error:
         _exit_with(str(error))
+    except Exception as error:
+        from lightning_zero.launch.tracebacks import is_told_by_its_message
+
+        if not is_told_by_its_message(error):
+            raise
+        _exit_with(str(error), 1)
 
 
-def _exit_with(message: str) -> None:
+def _exit_with(message: str, status: int = 2) -> None:
     sys.stderr.write(f"lightning-zero: error: {message.strip()}\n")
     sys.stderr.flush()
-    sys.exit(2)
+    sys.exit(status)
 
 
 def _explain(error: BaseException, arguments: list[str]) -> str:

@@ -37,6 +37,7 @@ dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world
 value = torch.full((1024,), rank + 1.0, device=device)
 dist.all_reduce(value)
 assert value.eq(3.0).all().item(), value
+print("works", flush=True)
 dist.destroy_process_group()
 """
 """One of two ranks: adds 1 and 2."""
@@ -48,8 +49,13 @@ from lightning_zero.comm.peer_memory import PeerMemory
 _, store, rank, seconds = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 limit = timedelta(seconds=seconds)
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
-if not PeerMemory(dist.group.WORLD, seconds).ranks:
-    sys.exit("the system forbids it (a container's seccomp profile, kernel.yama.ptrace_scope), so ranks use sockets")
+memory = PeerMemory(dist.group.WORLD, seconds)
+may = bool(memory.ranks)
+memory.close()
+forbidden = "the system forbids it (a container's seccomp profile, kernel.yama.ptrace_scope), so ranks use sockets"
+print("works" if may else forbidden, flush=True)
+dist.destroy_process_group()  # one that is left to the end of the interpreter may end it in std::terminate
+sys.exit(not may)
 """
 """One of two ranks: reads from the other's memory, as ranks on CPUs exchange shards."""
 
@@ -215,8 +221,10 @@ def _two_processes(script: str, backend: str, timeout_seconds: float) -> str:
                 process.kill()
                 process.wait()
     for process, output in zip(ranks, outputs, strict=True):
-        if process.returncode:
-            return f"no: {next(reversed(output.strip().splitlines()), f'exit code {process.returncode}')}"
+        lines = output.strip().splitlines()
+        if "works" in lines:  # however the process has ended afterwards
+            continue
+        return f"no: {next(reversed(lines), f'exit code {process.returncode}')}"
     return "works"
 
 

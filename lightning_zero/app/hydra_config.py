@@ -19,18 +19,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from lightning.pytorch import Trainer
+from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_zero.app.sweep import RunRecord, is_sweep
+from lightning_zero.app.sweep import RunRecord
 from lightning_zero.auto import make_strategy as make_zero_strategy
 from lightning_zero.config import PlanConfig, ZeroConfig
 from lightning_zero.launch.launcher import LaunchedDDP
 from lightning_zero.launch.slurm import SlurmJob, run_stamp
+from lightning_zero.private.lightning import start_method
 
 _OF_GROUPS = ("strategy", "callbacks")
 """Arguments of the Trainer that are groups of their own."""
@@ -127,13 +131,6 @@ class Launcher:
 
 
 @dataclasses.dataclass
-class HydraCallback:
-    """A callback of Hydra's own."""
-
-    _target_: str = "lightning_zero.app.sweep.CompareRuns"
-
-
-@dataclasses.dataclass
 class Job:
     """The top level of this project's own ``config.yaml``."""
 
@@ -144,7 +141,11 @@ class Job:
     strategy: Any = None
     trainer: Any = None
     callbacks: Any = None
+    logger: Any = None
     launcher: Any = None
+    task_name: str = "lightning_zero"
+    tags: list[str] = dataclasses.field(default_factory=list)
+    optimized_metric: str | None = None
     profile: bool = False
     plan: Any = dataclasses.field(default_factory=lambda: schema_of(PlanConfig))
 
@@ -166,7 +167,6 @@ def register_configs() -> None:
         "slurm": dataclasses.make_dataclass("Slurm", [], bases=(schema_of(SlurmJob), Launcher)),
     }
     OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True)
-    store.store(name="_compare_runs", node=HydraCallback, provider="lightning_zero")
     for name, schema in schemas.items():
         store.store(name=f"_{name}_schema", node=schema, provider="lightning_zero")
 
@@ -213,13 +213,13 @@ def make_strategy(**settings: Any) -> DDPStrategy | str:
     settings.pop("_target_", None)
     if "stage" not in settings:
         return _lightning_strategy(str(_checked(LightningStrategy, settings, "strategy")["name"]))
-    return make_zero_strategy(**_fields(make_zero_config(settings)))
+    return make_zero_strategy(make_zero_config(settings))
 
 
 def _lightning_strategy(name: str) -> DDPStrategy | str:
     """Lightning's strategy of that name; DDP, which starts processes as ours do, with our launching."""
     known = StrategyRegistry.get(name, None) if name in StrategyRegistry.available_strategies() else None
-    if type(known) is not DDPStrategy or known._start_method != "popen":
+    if type(known) is not DDPStrategy or start_method(known) != "popen":
         return name
     return LaunchedDDP(**StrategyRegistry[name]["init_params"])
 
@@ -229,13 +229,8 @@ def make_zero_config(settings: Mapping[str, Any] | DictConfig) -> ZeroConfig:
     values = to_plain(settings)
     values.pop("_target_", None)
     checked = _checked(schema_of(ZeroConfig), values, "strategy")
-    hints = get_type_hints(ZeroConfig)
     try:
-        for name, value in checked.items():
-            nested = [m for m in _members(hints[name]) if dataclasses.is_dataclass(m)]
-            if nested and isinstance(value, dict):
-                checked[name] = nested[0](**value)  # type: ignore[operator]
-        return ZeroConfig(**checked)
+        return ZeroConfig.from_kwargs(**checked)
     except ValueError as error:
         raise ConfigError(f"strategy: {error}") from error
 
@@ -249,11 +244,12 @@ def make_plan_config(cfg: DictConfig) -> PlanConfig:
 
 
 def make_trainer(cfg: DictConfig, **more: Any) -> Trainer:
-    """The Trainer of the groups ``trainer``, ``strategy`` and ``callbacks`` of ``cfg``.
+    """The Trainer of the groups ``trainer``, ``strategy``, ``callbacks`` and ``logger`` of ``cfg``.
 
     Args:
-        cfg: Any config with the node ``trainer`` and perhaps ``strategy`` and ``callbacks`` (a mapping from names to
-            ``_target_`` nodes).
+        cfg: Any config with the node ``trainer`` and perhaps ``strategy``, ``callbacks`` and ``logger`` (the last two
+            mappings from names to ``_target_`` nodes; ``logger=none`` is no logger, and what ``trainer.logger`` says
+            counts instead).
         more: Arguments of the Trainer that the config leaves at their default.
     """
     arguments = _checked(trainer_schema(), to_plain(cfg.trainer), "trainer")
@@ -267,17 +263,38 @@ def make_trainer(cfg: DictConfig, **more: Any) -> Trainer:
         ours = strategy.get("_target_", "").startswith("lightning_zero.")
         arguments["strategy"] = make_strategy(**strategy) if ours else _instantiate(strategy, "strategy")
     if cfg.get("callbacks"):
-        arguments["callbacks"] = [
-            _instantiate(node, f"callbacks.{name}")
-            for name, node in to_plain(cfg.callbacks).items()
-            if node is not None
-        ]
-    if is_sweep():
+        arguments["callbacks"] = _all_of(cfg, "callbacks")
+    if "logger" in cfg and arguments.get("logger") is None:
+        arguments["logger"] = _all_of(cfg, "logger") or False
+    arguments["callbacks"] = _without_switched_off(arguments)
+    if HydraConfig.initialized():
         arguments["callbacks"] = [*(arguments.get("callbacks") or []), RunRecord()]
     try:
         return Trainer(**arguments)
     except (ValueError, TypeError) as error:  # MisconfigurationException is neither: see cli
         raise ConfigError(f"trainer: {error}") from error
+
+
+def _without_switched_off(arguments: Mapping[str, Any]) -> list[Callback] | None:
+    """The callbacks that go with the switches of ``trainer``: Lightning refuses a progress bar beside
+    ``enable_progress_bar=false``, and the others likewise; says in one line which are left out."""
+    callbacks: list[Callback] | None = arguments.get("callbacks")
+    switches: dict[str, type[Callback]] = {
+        "enable_progress_bar": ProgressBar,
+        "enable_checkpointing": Checkpoint,
+        "logger": LearningRateMonitor,
+    }
+    off = {name: kind for name, kind in switches.items() if arguments.get(name) is False}
+    for name, kind in off.items():
+        if left_out := [type(each).__name__ for each in callbacks or [] if isinstance(each, kind)]:
+            rank_zero_info(f"trainer.{name}=false: left out {', '.join(left_out)} of callbacks.")
+    return callbacks and [each for each in callbacks if not isinstance(each, tuple(off.values()))]
+
+
+def _all_of(cfg: DictConfig, group: str) -> list[Any]:
+    """The objects of a group that maps names to ``_target_`` nodes."""
+    nodes = to_plain(cfg[group]) or {}
+    return [_instantiate(node, f"{group}.{name}") for name, node in nodes.items() if node is not None]
 
 
 def make_object(cfg: DictConfig, group: str) -> Any:
@@ -311,10 +328,6 @@ def make_slurm_job(cfg: DictConfig) -> SlurmJob:
         return SlurmJob(**_checked(schema_of(SlurmJob), settings, "launcher"))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _fields(config: ZeroConfig) -> dict[str, Any]:
-    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
 
 
 def to_plain(node: Any) -> Any:
@@ -352,9 +365,22 @@ def _instantiate(node: Any, where: str) -> Any:
         # Not found or called wrongly is the config's fault; what a constructor raises from within is shown in full.
         inside = error.__cause__
         if inside is None or isinstance(inside, (ImportError, TypeError, ValueError)):
-            raise ConfigError(f"{where}: {_without_key(error)}") from error
+            behind = _import_error(error)
+            said = f"{where}: {_without_key(error)}"
+            if behind is None or str(behind) in said:
+                raise ConfigError(said) from error
+            raise ConfigError(f"{said}\n{type(behind).__name__}: {behind}") from behind
         raise
 
 
+def _import_error(error: BaseException) -> BaseException | None:
+    """The innermost import error behind Hydra's ``Error locating target``, which says nothing of it itself."""
+    chain = [error]
+    while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(inner)
+    return next((e for e in reversed(chain) if isinstance(e, ImportError)), None)
+
+
 def _without_key(error: Exception) -> str:
-    return "\n".join(line for line in str(error).splitlines() if not line.startswith("full_key:"))
+    text = str(error).replace(", set env var HYDRA_FULL_ERROR=1 to see chained exception.", ":")
+    return "\n".join(line for line in text.splitlines() if not line.startswith("full_key:"))

@@ -1,7 +1,8 @@
 """What the jobs of a Hydra sweep came to, as one table.
 
 Each job leaves ``result.json`` in its folder, wherever and by whichever Hydra launcher it was run; when the sweep ends,
-the process that started it reads them all. The groups ``strategy=...`` bring :class:`CompareRuns` along.
+the process that started it reads them all. The command brings :class:`CompareRuns` along; an app of one's own asks for
+it in its defaults: ``override hydra/callbacks: compare_runs``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback as HydraCallback
+from hydra.types import RunMode
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 
@@ -23,9 +26,13 @@ COMPARISON = "comparison.txt"
 
 
 class RunRecord(Callback):
-    """Writes the final metrics, the number of steps and the seconds of a fit into the folder of its Hydra job."""
+    """Writes the final metrics, the number of steps and the seconds of a fit into the folder of its Hydra job.
+
+    They are those that the Trainer itself keeps, so they are there with any logger and with none.
+    """
 
     def __init__(self) -> None:
+        self._folder = Path(HydraConfig.get().runtime.output_dir)  # now: a spawned rank knows of no job
         self._since = 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -40,13 +47,7 @@ class RunRecord(Callback):
             "ranks": trainer.world_size,
             "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         }
-        folder = Path(HydraConfig.get().runtime.output_dir)
-        (folder / RESULT).write_text(json.dumps(record, indent=1), encoding="utf-8")
-
-
-def is_sweep() -> bool:
-    """Whether this process runs a job of a Hydra sweep."""
-    return HydraConfig.initialized() and str(HydraConfig.get().mode) == "RunMode.MULTIRUN"
+        (self._folder / RESULT).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 class CompareRuns(HydraCallback):
@@ -55,6 +56,17 @@ class CompareRuns(HydraCallback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self._folder = Path(str(config.hydra.sweep.dir)).resolve()
         atexit.register(self._report)  # Hydra does not tell its callbacks of the end when a job has failed
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """In whichever process ran the job: a job is finished when it has returned, whatever it did."""
+        if config.hydra.mode != RunMode.MULTIRUN or job_return.status != JobStatus.COMPLETED:
+            return
+        path = Path(config.hydra.runtime.output_dir) / RESULT
+        record = {**(_read(path) or {"metrics": {}}), "finished": True}
+        value = job_return.return_value
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            record["returned"] = float(value)
+        path.write_text(json.dumps(record, indent=1), encoding="utf-8")
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         atexit.unregister(self._report)
@@ -79,17 +91,18 @@ def compare(folder: Path) -> str:
     common = set.intersection(*map(set, overrides))
     records = [_read(job / RESULT) for job in jobs]
     names = list(dict.fromkeys(name for record in records if record for name in record["metrics"]))
+    if any(record and "returned" in record for record in records):
+        names.append("returned")
     rows = [["job", "overrides", "ranks", "steps", "seconds", *names]]
     for job, given, record in zip(jobs, overrides, records, strict=True):
         own = " ".join(item for item in given if item not in common) or "-"
-        if record is None:
+        if record is None or not record.get("finished"):
             rows.append([job.name, own, "did not finish", *[""] * (2 + len(names))])
             continue
-        values = [record["metrics"].get(name) for name in names]
-        rows.append(
-            [job.name, own, str(record["ranks"]), str(record["steps"]), f"{record['seconds']:.1f}"]
-            + ["" if value is None else f"{value:.6g}" for value in values]
-        )
+        facts = [str(record.get("ranks", "-")), str(record.get("steps", "-"))]
+        facts.append(f"{record['seconds']:.1f}" if "seconds" in record else "-")
+        values = [record.get("returned") if name == "returned" else record["metrics"].get(name) for name in names]
+        rows.append([job.name, own, *facts, *("" if value is None else f"{value:.6g}" for value in values)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

@@ -1,4 +1,4 @@
-"""Callbacks that show what a run does."""
+"""Callbacks that show a run's times, traffic and memory."""
 
 from lightning_zero.callbacks.chrome_trace import ChromeTrace
 from lightning_zero.callbacks.model_state_report import ModelStateReport

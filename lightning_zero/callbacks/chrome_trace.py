@@ -15,7 +15,7 @@ class ChromeTrace(Callback):
 
     Args:
         folder: Where to; ``None`` is the Trainer's ``default_root_dir``.
-        skip_steps: Optimizer steps before the first one recorded, so that what happens only once is left out.
+        skip_steps: Optimizer steps before the first one recorded, to leave out warm-up.
         num_steps: Optimizer steps recorded; a shorter run is written as far as it came.
     """
 

@@ -1,4 +1,4 @@
-"""What each rank really holds of the model's state, counted tensor by tensor.
+"""The model state on each rank, measured tensor by tensor.
 
 Counted at the end of training, between two steps: this is the state that stays. While computing, stages 1 and 2 gather
 the parameters (stage 1 also keeps whole gradients until the last micro-batch), stage 3 one unit at a time.
@@ -56,7 +56,7 @@ class ModelStateReport(Callback):
 
 
 def state_of_run(trainer: Trainer, module: LightningModule) -> ModelState:
-    """What this rank holds now, by its engine's account where there is one."""
+    """This rank's model state now, counted by its engine if there is one."""
     engine = getattr(trainer.strategy, "engine", None)
     return plain_state(module, trainer.optimizers) if engine is None else engine.model_state(trainer.optimizers)
 

@@ -17,7 +17,7 @@ class StepTime(Callback):
         self._since = 0.0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._step = -1  # what lies between two epochs (validation, checkpoints) is no step
+        self._step = -1  # time between two epochs (validation, checkpoints) belongs to no step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_step == self._step:

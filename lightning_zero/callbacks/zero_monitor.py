@@ -1,4 +1,4 @@
-"""What a run really stores, sends and waits for, on each rank, beside what the plan said.
+"""Measures the bytes and times of a run on each rank, and shows them beside the plan's.
 
 [Where a step's time goes] A *window* is one optimizer step with its micro-batches, from the end of one to the end of
 the next. On the CPU marks are readings of a clock, on CUDA they are events on the compute stream, read once they have
@@ -6,8 +6,8 @@ passed, at least one window later: the host never waits for the device.
 
     data            from the end of a batch's hooks to the start of the next batch's
     communication   exposed only, i.e. nothing was computed meanwhile.
-                    CPU: the time inside blocking collectives. CUDA: what the compute stream waits for in front of each
-                    unit's forward and backward, and between the last gradient and the end of the backward
+                    CPU: the time inside blocking collectives. CUDA: the compute stream's waits before each unit's
+                    forward and backward, and between the last gradient and the end of the backward
     optimizer       clipping and the step, their communication left out
     compute         the rest
 
@@ -17,7 +17,6 @@ wire by :class:`~lightning_zero.comm.meter.TrafficMeter`, in all of them.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -30,15 +29,15 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from lightning_zero.callbacks.model_state_report import state_of_run
 from lightning_zero.comm.meter import TrafficMeter
 from lightning_zero.engines.model_state import KINDS as STATES
 from lightning_zero.planner import Plan, Planner
+from lightning_zero.private.lightning import comm_hook, unwrapped
+from lightning_zero.private.torch import at_end_of_backward, pytree
 
 MIB = 2**20
 PARTS = ("compute", "communication", "optimizer", "data")
@@ -48,7 +47,7 @@ PARTS = ("compute", "communication", "optimizer", "data")
 
 
 class HostClock:
-    """Marks are seconds; what a CPU does is over when the next line runs."""
+    """Marks are seconds; a CPU has finished its work when the next line runs."""
 
     def mark(self) -> Any:
         return time.perf_counter()
@@ -88,7 +87,7 @@ class _Window:
     host_waits: float = 0.0
     """Seconds inside blocking collectives, on the CPU."""
     data_waits: float = 0.0
-    """Of them between two batches, where Lightning asks all ranks whether one was told to end."""
+    """Of them between two batches, in Lightning's collective on whether a rank was asked to end."""
     optimizer_waits: list[float] = field(default_factory=list)
     """Of them inside each optimizer's step."""
     samples: int = 0
@@ -107,9 +106,9 @@ class ZeroMonitor(Callback):
         predict: Make the plan (rank 0 prints it, its trace also counts the FLOPs); costs a second or so, once.
         peak_flops: Of one device, per second, for MFU; ``None`` looks the device up.
 
-    Validation, checkpoints and what lies between epochs belong to no window, and the first one is left out, in which
-    everything warms up and optimizers make their states. After the run ``rows`` holds one mapping per rank with
-    everything that was measured, ``plan`` the prediction.
+    Validation, checkpoints and the time between epochs belong to no window. The first window is left out: everything
+    warms up in it, and optimizers make their states. After the run ``rows`` holds one mapping per rank with all
+    measurements, ``plan`` the prediction.
     """
 
     def __init__(self, every_n_steps: int | None = None, predict: bool = True, peak_flops: float | None = None) -> None:
@@ -165,8 +164,7 @@ class ZeroMonitor(Callback):
                 if isinstance(unit, FSDPModule):
                     self._watch_unit(unit)
         for optimizer in trainer.optimizers:
-            inner = getattr(optimizer, "_optimizer", optimizer)
-            self._handles.append(inner.register_step_post_hook(self._after_optimizer))
+            self._handles.append(unwrapped(optimizer).register_step_post_hook(self._after_optimizer))
 
     def _unwatch(self) -> None:
         self.meter.remove()
@@ -204,7 +202,7 @@ class ZeroMonitor(Callback):
     # -- marks ---------------------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._window = self._batch_end = None  # what lies between epochs is no step
+        self._window = self._batch_end = None  # time between epochs belongs to no step
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._window = self._batch_end = None
@@ -239,7 +237,7 @@ class ZeroMonitor(Callback):
             def computed() -> None:  # queued first, so it runs before the engines' own last callbacks
                 self._backward_computed = (self._clock.mark(), self.meter.seconds)
 
-            loss.register_hook(lambda grad: Variable._execution_engine.queue_callback(computed))  # type: ignore[attr-defined]
+            loss.register_hook(lambda grad: at_end_of_backward(computed))
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._backward_computed is not None and self._window is not None:
@@ -369,8 +367,10 @@ class ZeroMonitor(Callback):
         if self.peak_flops is None and trainer.strategy.root_device.type == "cuda":
             mixed = {"bf16": torch.bfloat16, "16": torch.float16}
             dtype = next((d for name, d in mixed.items() if str(trainer.precision).startswith(name)), torch.float32)
-            with contextlib.suppress(Exception):  # an unknown chip
+            try:
                 self.peak_flops = float(get_available_flops(trainer.strategy.root_device, dtype) or 0) or None
+            except Exception as error:  # an unknown chip; a run must not end because its share of a peak is unknown
+                rank_zero_warn(f"ZeroMonitor: peak_flops is not known, {type(error).__name__}: {error}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.meter.calls:
@@ -434,7 +434,7 @@ def _let_ddp_communicate_from_python(model: DistributedDataParallel, trainer: Tr
     same from Python. A hook of the user's own is left alone (and counted if it uses ``torch.distributed``)."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    if getattr(trainer.strategy, "_ddp_comm_hook", None) is None:
+    if comm_hook(trainer.strategy) is None:
         model.register_comm_hook(None, allreduce_hook)
 
 

@@ -1,4 +1,4 @@
-"""One form into another, in one process, without an accelerator, one tensor at a time.
+"""Converts one form into another, in one process, without an accelerator, one tensor at a time.
 
 Tensors pass through files beside the target, mapped into memory, so that the kernel may drop their pages: converting
 needs room on the disk for the target twice, in memory for its largest tensor twice (as read, and in its place).
@@ -31,7 +31,7 @@ MAX_SHARD_SIZE = "5GB"
 
 
 def default_format(source: str, target: str) -> str:
-    """``safetensors`` where ``target`` is called so, else the form that ``source`` does not have."""
+    """``safetensors`` if ``target`` ends so, else the form that ``source`` does not have."""
     if target.endswith(".safetensors"):
         return "safetensors"
     return "file" if is_directory(source) else "sharded"
@@ -51,12 +51,12 @@ def convert(
     Args:
         source, target: Paths; ``source`` is a file, a sharded directory or DeepSpeed's own folder, of which weights and
             Adam's states are read; ``target`` must not exist yet.
-        form: One of :data:`~lightning_zero.checkpoint.layout.FORMATS`; by default :func:`default_format`.
+        form: One of :data:`~lightning_zero.checkpoint.FORMATS`; by default :func:`default_format`.
         weights_only: Unless ``False``, nothing beyond torch's allow-list is unpickled.
-        prefix: For safetensors: what to take off the parameters' names. By default the name of the module's only
-            child, as in a LightningModule that holds ``self.model``.
-        config: For safetensors: a ``config.json`` to put beside the weights, where the checkpoint has no
-            ``hf_config``.
+        prefix: For safetensors: removed from the front of the parameters' names. By default the name of the module's
+            only child, as in a LightningModule that holds ``self.model``.
+        config: For safetensors: a ``config.json`` to put beside the weights. By default it is made from the
+            checkpoint's ``hf_config``, if there is one.
 
     Raises:
         FileNotFoundError: If there is no ``source``.
@@ -141,7 +141,7 @@ def _mapped_copy(tensor: LazyTensor, path: Path) -> Tensor:
 
 
 def without_prefix(state: dict[str, Tensor], prefix: str | None) -> dict[str, Tensor]:
-    """``state`` with ``prefix`` taken off every name; by default the first component, where all names share it.
+    """``state`` with ``prefix`` removed from every name; by default the first component, if all names share it.
 
     Raises:
         CheckpointError: If a name does not begin with ``prefix``.

@@ -5,7 +5,7 @@
     x/
         latest                                      the name of the newest tag
         global_step5/                               a tag
-            (zero_pp_rank_0_)mp_rank_00_model_states.pt        buffers, names, shapes, what the caller added
+            (zero_pp_rank_0_)mp_rank_00_model_states.pt        buffers, names, shapes, the caller's own entries
             (bf16_)zero_pp_rank_*_mp_rank_00_optim_states.pt   flat master weights and optimizer states, one per rank
 
 Weights come from DeepSpeed's ``zero_to_fp32``, Adam's states from its conversion to the universal form. The files are
@@ -34,14 +34,14 @@ _OWN_KEYS = frozenset(
     " data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size"
     " mp_world_size ds_config ds_version universal_checkpoint_info autotp_config".split()
 )
-"""What DeepSpeed itself puts into a model file; the rest is the caller's."""
+"""Keys that DeepSpeed itself puts into a model file; the others are the caller's."""
 _LIGHTNINGS_PREFIX = "_forward_module."
-"""Before every name, where Lightning's strategy of 2.0 and older had wrapped the module."""
+"""Before every name, if Lightning's strategy of 2.0 or older had wrapped the module."""
 _STATES = ("exp_avg", "exp_avg_sq")
 
 
 def find(path: str) -> tuple[Path, str] | None:
-    """``(folder, tag)`` where ``path`` is such a folder, or a tag in one; ``None`` where it is something else."""
+    """``(folder, tag)`` if ``path`` is such a folder, or a tag in one; else ``None``."""
     folder = Path(path)
     if not folder.is_dir():
         return None
@@ -59,12 +59,12 @@ def read(path: str, weights_only: bool | None, scratch: Path) -> dict[str, Any]:
     """The checkpoint in Lightning's form: whole fp32 weights and, of Adam and its kin, whole optimizer states.
 
     Args:
-        path: For which :func:`find` answers.
-        weights_only: Has to be ``False``.
-        scratch: An empty folder; optimizer states lie there, mapped into memory.
+        path: One that :func:`find` recognizes.
+        weights_only: Must be ``False``.
+        scratch: An empty folder for optimizer states, which are mapped from there: keep it while they are used.
 
     Raises:
-        CheckpointError: If it cannot be read; what is wrong, and the repair.
+        CheckpointError: If it cannot be read; names the fault and the repair.
     """
     found = find(path)
     assert found is not None
@@ -108,7 +108,7 @@ def _read(folder: Path, tag: str, scratch: Path) -> dict[str, Any]:
 
 
 def _complete(weights: dict[str, Tensor], module: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``weights`` in the module's own order; what stage 1 forgets (frozen parameters) is whole in the model file."""
+    """``weights`` in the module's own order, with the frozen parameters, which stage 1 keeps only in the model file."""
     made = {}
     for name, tensor in module.items():
         if name in weights:
@@ -175,7 +175,7 @@ def _optimizer_state(
 
 
 def _step(base: Mapping[str, Any], group: Mapping[str, Any], flat: int) -> float:
-    """Adam's step count; where a swapped state lost it, the group's."""
+    """Adam's step count; the group's, if the state lost it when it was swapped."""
     step = base["state"][flat].get("step", group.get("step"))
     if step is None or not math.isfinite(float(step)):
         raise CheckpointError("the optimizer's step count is missing: convert with --format safetensors for weights.")

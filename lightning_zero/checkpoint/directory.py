@@ -14,6 +14,7 @@ import os
 import pickle
 import shutil
 import tempfile
+import time
 import uuid
 import warnings
 import zipfile
@@ -35,9 +36,7 @@ from torch.distributed.checkpoint import (
     LoadPlan,
     Metadata,
 )
-from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: what an index's entries are
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     MetadataIndex,
     StorageMeta,
@@ -48,10 +47,11 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from lightning_zero.checkpoint import file, layout
+from lightning_zero.checkpoint import file, layout, owner
 from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.errors import CheckpointError
+from lightning_zero.private.torch import PICKLED, MemoryFormats, StorageInfo
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
@@ -59,11 +59,16 @@ from lightning_zero.errors import CheckpointError
 def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
     """Writes ``checkpoint`` to the folder or fsspec URL ``path``, each rank its own shards (collective).
 
+    Rank 0's ``path`` counts for all: others may have computed another one, from a metric that was not synchronised.
+
+    Each block of work ends with an agreement, so a rank begins the next one only after all have finished this one: the
+    marker is written last, when every rank's data is on the disk.
+
     Raises:
-        CheckpointError: On every rank, if any cannot write; what ``path`` held before is untouched.
+        CheckpointError: On every rank, if any cannot write; an earlier checkpoint at ``path`` stays whole.
     """
+    path, data = agreement.gather((path, layout.DATA_PREFIX + uuid.uuid4().hex[:12]))[0]
     fs, target = fsspec.core.url_to_fs(path)
-    data = agreement.gather(layout.DATA_PREFIX + uuid.uuid4().hex[:12])[0]
     is_local = isinstance(fs, LocalFileSystem)
     with contextlib.ExitStack() as stack:
         temporary = "" if is_local else stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero-"))
@@ -72,11 +77,14 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
             with _agreeing(agreement, path):
                 if agreement.rank == 0:
                     prepare(path)
+                    remove_leftovers(path)
             with _agreeing(agreement, path):
                 folder.mkdir(parents=True, exist_ok=True)
+                if agreement.rank == 0 and is_local:
+                    stack.callback(os.close, owner.mark(folder))
             with _agreeing(agreement, path):
                 tensors, rest = split(checkpoint)
-                if agreement.rank:  # buffers and the like: rank 0's, as in one file
+                if agreement.rank:  # plain tensors (buffers) are equal on all ranks: rank 0 writes them, as in one file
                     tensors = {key: t for key, t in tensors.items() if isinstance(t, DTensor)}
                 write_tensors(tensors, folder, agreement)
                 if agreement.rank == 0:
@@ -91,13 +99,13 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
                 with contextlib.suppress(OSError):
                     fs.rmdir(target)  # if the save would have been its first
             raise
-    with _agreeing(agreement, path):
-        if agreement.rank == 0:
-            commit(path, data)
+        with _agreeing(agreement, path):
+            if agreement.rank == 0:
+                commit(path, data)
 
 
 def prepare(path: str) -> None:
-    """Makes the folder, where there is not something else under its name."""
+    """Makes the folder; raises if a file has its name."""
     fs, target = fsspec.core.url_to_fs(path)
     if isinstance(fs, LocalFileSystem) and os.path.islink(target):
         os.unlink(target)  # the link of an earlier save, never the checkpoint it points to
@@ -145,7 +153,7 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path, agreement: Agreement
 
 
 def commit(path: str, data: str) -> None:
-    """Declares the folder ``data`` inside ``path`` complete and deletes the others."""
+    """Declares the folder ``data`` inside ``path`` complete and deletes the others, unless a run still writes them."""
     fs, target = fsspec.core.url_to_fs(path)
     if isinstance(fs, LocalFileSystem):
         Index(Path(target) / data)  # finds files that other hosts have written to disks of their own
@@ -155,14 +163,52 @@ def commit(path: str, data: str) -> None:
         stream.write(layout.marker_text(data, index.read()).encode())
     if isinstance(fs, LocalFileSystem):
         file.sync_folder(Path(target).parent)
+        (Path(target) / data / owner.MARK).unlink(missing_ok=True)
     for other in fs.ls(target, detail=False):
         name = other.rstrip("/").rpartition("/")[2]
-        if name.startswith(layout.DATA_PREFIX) and name != data:
+        is_alive = isinstance(fs, LocalFileSystem) and _is_being_written(Path(target) / name)
+        if name.startswith(layout.DATA_PREFIX) and name != data and not is_alive:
             fs.rm(other, recursive=True)
 
 
+def remove_leftovers(path: str) -> None:
+    """Deletes unfinished data of killed saves in ``path`` and in the folders beside it: data that no marker declares
+    complete and whose mark names an owner that has ended."""
+    fs, target = fsspec.core.url_to_fs(path)
+    if not isinstance(fs, LocalFileSystem):  # there a save appears only once it is whole on this host
+        return
+    for mark in Path(target).absolute().parent.glob(f"*/{layout.DATA_PREFIX}*/{owner.MARK}"):
+        data, checkpoint = mark.parent, mark.parents[1]
+        with contextlib.suppress(OSError, ValueError, CheckpointError):  # others may be doing the same
+            if _is_being_written(data):
+                continue
+            marker = checkpoint / layout.MARKER
+            if marker.is_file() and layout.read_marker(marker.read_text(), str(checkpoint))[0] == data.name:
+                mark.unlink()  # the save was killed after the marker was written and before the mark was removed
+                continue
+            shutil.rmtree(data)
+            checkpoint.rmdir()  # unless it holds anything else
+
+
+def _is_being_written(data: Path) -> bool:
+    mark = data / owner.MARK
+    try:
+        if not owner.lives(mark):
+            return False
+        if owner.is_locked(mark):
+            return True
+    except (OSError, ValueError, KeyError, TypeError):  # no mark, or none of ours
+        return False
+    newest = max((entry.stat().st_mtime for entry in data.iterdir()), default=0.0)
+    return time.time() - newest < _STALE_SECONDS  # another host's, of which no lock is to be seen here
+
+
+_STALE_SECONDS = 24 * 3600.0
+"""A save that has written nothing for this long has ended."""
+
+
 def remove(path: Path) -> None:
-    """Deletes a sharded directory; killed half-way, what is left is no checkpoint."""
+    """Deletes a sharded directory, its marker first: if it is killed half-way, the rest is no checkpoint."""
     (path / layout.MARKER).unlink(missing_ok=True)
     file.sync_folder(path)
     shutil.rmtree(path)
@@ -191,7 +237,7 @@ def read(path: Path, weights_only: bool | None, part: int = 0, parts: int = 1) -
     Args:
         path: Local folder.
         weights_only: Unless ``False``, nothing beyond torch's allow-list is unpickled.
-        part, parts: Which share of the tensors to compare with their checksums (ranks share the work).
+        part, parts: The share of the tensors to compare with their checksums (ranks share the work).
 
     Raises:
         CheckpointError: For an incomplete, damaged or foreign folder, naming what is missing.
@@ -206,7 +252,8 @@ def read(path: Path, weights_only: bool | None, part: int = 0, parts: int = 1) -
     def fill(where: layout.Path, tensor: Tensor) -> Tensor:
         if tensor.is_meta and id(tensor) not in lazy:
             found = index.lazy(layout.tensor_key(where), tensor)
-            # These are copied at once; what callbacks and others keep must not depend on the disk.
+            # Weights and optimizer states are copied into the run at once and may stay lazy; callbacks and others may
+            # keep their tensors, which must not depend on the disk.
             lazy[id(tensor)] = found if where[0] in _COPIED_AT_ONCE else found.materialize()
         return lazy.get(id(tensor), tensor)
 
@@ -243,20 +290,18 @@ def complete_data(path: Path) -> Path:
 
 _ALLOWED = {
     ("torch.distributed.checkpoint.metadata", name)
-    for name in "Metadata TensorStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta"
-    " _MEM_FORMAT_ENCODING".split()
+    for name in "Metadata TensorStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta".split()
 } | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
+    *PICKLED,
 }
 _WITH_STATE = (
-    Metadata, TensorStorageMetadata, ChunkStorageMetadata, TensorProperties, MetadataIndex, StorageMeta, _StorageInfo
+    Metadata, TensorStorageMetadata, ChunkStorageMetadata, TensorProperties, MetadataIndex, StorageMeta, StorageInfo
 )  # fmt: skip
 
 
-class _IndexUnpickler(pickle._Unpickler):  # the one in Python: the one in C cannot be told what may get state
+class _IndexUnpickler(pickle._Unpickler):  # Python's, not C's: only there load_build can be overridden
     """Knows the classes an index of tensors consists of and no other, and gives state to their instances only: given
     to a class itself, state would change it for the whole process."""
 
@@ -271,7 +316,7 @@ class _IndexUnpickler(pickle._Unpickler):  # the one in Python: the one in C can
 
     def find_class(self, module: str, name: str) -> Any:
         if module.split(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
-            # where the checkpoint was, which nobody asks
+            # the path that the checkpoint was written to, which nothing uses
             return lambda *parts: "/".join(map(str, parts))
         if (module, name) == ("builtins", "getattr"):
             return _memory_format
@@ -285,9 +330,9 @@ class _IndexUnpickler(pickle._Unpickler):  # the one in Python: the one in C can
 
 def _memory_format(kind: Any, name: str) -> Any:
     """An enumeration's member is pickled as an attribute of its class by Python 3.11.0-3.11.3, else as its value."""
-    if kind is not _MEM_FORMAT_ENCODING:
+    if kind is not MemoryFormats:
         raise pickle.UnpicklingError("an attribute of anything else than a memory format does not belong there")
-    return _MEM_FORMAT_ENCODING[name]
+    return MemoryFormats[name]
 
 
 class Index(FileSystemReader):
@@ -316,10 +361,10 @@ class Index(FileSystemReader):
         return metadata
 
     def lazy(self, key: str, like: Tensor) -> LazyTensor:
-        """The tensor named ``key``, which ``like`` says the shape and dtype of.
+        """The tensor named ``key``, with the shape and dtype of ``like``.
 
         Raises:
-            CheckpointError: If the index does not know it so.
+            CheckpointError: If the index lacks it or a part of it, or has another shape or dtype.
         """
         entry = self.metadata.state_dict_metadata.get(key)
         if not isinstance(entry, TensorStorageMetadata):
@@ -393,7 +438,7 @@ class _Materializing(DefaultSavePlanner):
 
 
 class _Into(DefaultLoadPlanner):
-    """Puts what is read into one tensor."""
+    """Reads pieces directly into one tensor."""
 
     def __init__(self, rows: Tensor) -> None:
         super().__init__()

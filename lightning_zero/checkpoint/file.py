@@ -22,7 +22,8 @@ _PARTIAL = ".partial"
 
 
 def write(checkpoint: dict[str, Any], path: str) -> None:
-    """Writes ``checkpoint`` to the file or fsspec URL ``path``, which holds all of it or what it held before.
+    """Writes ``checkpoint`` to the file or fsspec URL ``path``, which then holds all of it, or after a failure its
+    earlier content.
 
     Raises:
         CheckpointError: If it cannot be written, naming ``path``; nothing is left beside it.
@@ -33,7 +34,7 @@ def write(checkpoint: dict[str, Any], path: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[IO[bytes]]:
-    """A stream whose content appears under ``path`` all at once, on leaving without an error.
+    """A stream whose content appears under ``path`` all at once, when the block ends without an error.
 
     Raises:
         CheckpointError: As :func:`write`.
@@ -55,7 +56,7 @@ def writing(path: str) -> Iterator[IO[bytes]]:
             with open(aside, "wb") as stream:
                 yield stream
                 stream.flush()
-                os.fsync(stream.fileno())
+                os.fsync(stream.fileno())  # before the rename, or a power failure could leave the name without content
             os.replace(aside, target)
             sync_folder(folder)
         finally:
@@ -97,7 +98,7 @@ def _writer() -> str:
 
 
 def remove_stale(folder: Path) -> None:
-    """Deletes what processes of this host that have died left half-written in ``folder``."""
+    """Deletes files in ``folder`` that processes of this host had not finished when they ended."""
     for leftover in folder.glob(f".*.{socket.gethostname()}-*{_PARTIAL}"):
         pid = leftover.name.removesuffix(_PARTIAL).rpartition("-")[2]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
@@ -119,7 +120,7 @@ def read(path: str, weights_only: bool | None, part: int = 0, parts: int = 1) ->
     Args:
         path: Local file.
         weights_only: Unless ``False``, nothing beyond torch's allow-list is unpickled.
-        part, parts: Which share of the records to compare with their checksums (ranks share the work).
+        part, parts: The share of the records to compare with their checksums (ranks share the work).
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -167,5 +168,5 @@ def _refused(path: str, error: pickle.UnpicklingError) -> str:
 
 def _line(error: BaseException) -> str:
     text = str(error)
-    found = text.find("GLOBAL ")  # what torch names in the middle of a page of advice
+    found = text.find("GLOBAL ")  # torch names the refused class in the middle of a page of advice
     return text[found:].split(" was not", 1)[0] if found >= 0 else text.split("\n", 1)[0][:200]

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, in memory and on disk.
+"""The parts of a checkpoint, in memory and on disk.
 
 *One file*: the dictionary that Lightning writes under DDP, by ``torch.save``.
 
@@ -7,12 +7,12 @@
     x.ckpt/
         checkpoint.json     the marker, written last: {"format": 1, "data": "data-1f0c…", "index_crc32": …}
         data-1f0c…/
-            rest.pt         the same dictionary with meta tensors where a tensor lies beside it; torch.save
+            rest.pt         the same dictionary, with a meta tensor in place of each one in *.distcp; torch.save
             *.distcp        the tensors, by torch.distributed.checkpoint; each rank its own shards
             .metadata       torch.distributed.checkpoint's index of them
 
-The marker names the data that is complete, so a save that is killed leaves the one before it. Both forms hold, beside
-Lightning's keys, one of our own: :data:`EXTRA`.
+The marker names the data folder that is complete, so a killed save leaves the earlier checkpoint valid. Beside
+Lightning's keys both forms hold one of our own: :data:`EXTRA`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ from torch import Tensor
 from lightning_zero.errors import CheckpointError
 
 EXTRA = "lightning_zero"
-"""Key of what Lightning does not keep: random states and loader states of every rank. Ignored by everyone else."""
+"""Key of the random states and loader states of every rank, which Lightning does not keep, and ignores."""
 MARKER = "checkpoint.json"
 REST = "rest.pt"
 DATA_PREFIX = "data-"
 FORMAT = 1
-FORMATS = ("file", "sharded", "safetensors")
-"""What ``lightning-zero convert`` writes."""
 SMALL_BYTES = 4096
 """Plain tensors below this stay in ``rest.pt``: an index entry would cost more than they do."""
 
@@ -45,7 +43,7 @@ Path = tuple[Any, ...]
 def map_tensors(fn: Callable[[Path, Tensor], Any], value: Any, path: Path = ()) -> Any:
     """``value`` with ``fn(path, tensor)`` in place of every tensor inside dicts, lists and tuples.
 
-    What holds no tensor that changes is returned as the very same object; containers keep their type and attributes.
+    A container in which no tensor changes is returned as the very same object; others keep their type and attributes.
     """
     if isinstance(value, Tensor):
         return fn(path, value)

@@ -1,7 +1,7 @@
-"""A tensor that lies on disk and looks like one in memory.
+"""A tensor on disk that looks like one in memory.
 
-Its values are read when an operation wants them, each time anew, and only the rows that are wanted: copying a
-:class:`LazyTensor` into a parameter holds one tensor in memory, narrowing it first holds one shard.
+Each operation reads the values again, and only the rows that it needs: copying a :class:`LazyTensor` into a parameter
+takes memory for one tensor, copying a narrowed one for one shard.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_zero.private.torch import disabled_torch_function, schema_of, wrapper_subclass
 
 Read = Callable[[int, int], Tensor]
 """``read(start, stop)``: rows ``start`` to ``stop`` of dim 0 as a new tensor on the CPU; (0, 0) for a 0-dim tensor."""
@@ -24,13 +26,11 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, read: Read, start: int = 0) -> LazyTensor:
-        tensor: Any = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu")
-        )  # type: ignore[attr-defined]
+        tensor: Any = wrapper_subclass(cls, torch.Size(shape), dtype, torch.device("cpu"))
         tensor._read, tensor._start = read, start
         return tensor
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     def materialize(self) -> Tensor:
         """The values, in a new plain tensor."""
@@ -52,7 +52,8 @@ class LazyTensor(Tensor):
         if func is torch.ops.aten.slice.Tensor and (rows := _rows(*args, **(kwargs or {}))) is not None:
             tensor, start, stop = rows
             return cls((stop - start, *tensor.shape[1:]), tensor.dtype, tensor._read, tensor._start + start)
-        if func._schema.is_mutable and _writes_to_lazy(func._schema, args, kwargs or {}):
+        schema = schema_of(func)
+        if schema.is_mutable and _writes_to_lazy(schema, args, kwargs or {}):
             raise RuntimeError(
                 f"{func} on a checkpoint's tensor, which is read from disk: put the changed tensor into the dictionary"
                 " instead, as checkpoint['state_dict'][name] = checkpoint['state_dict'][name] * 2."
@@ -72,7 +73,7 @@ def _writes_to_lazy(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 def _rows(
     tensor: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> tuple[LazyTensor, int, int] | None:
-    """What a slice means in rows, if it is one of neighbouring rows."""
+    """The tensor and its rows from start to stop, if the slice is one of consecutive rows; else ``None``."""
     if dim != 0 or step != 1:
         return None
     first, last, _ = slice(start, end).indices(tensor.shape[0])

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.loops.loop import _Loop
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.store import together
 from lightning_zero.comm.agree import Agreement
+from lightning_zero.private.lightning import combined_loader, data_fetcher, set_restarting
 
 # -- random states ---------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ def _is_stateful(loader: Any) -> bool:
 
 
 def _loaders(trainer: Any) -> list[Any]:
-    combined = trainer.fit_loop._combined_loader  # private; trainer.train_dataloader is the user's own nesting of them
+    combined = combined_loader(trainer)
     return [] if combined is None else list(combined.flattened)
 
 
@@ -168,7 +168,7 @@ class Resume:
         if self._same and num_done is None:
             self._set_rng(trainer)  # the new epoch draws its order from it
         self._move_on(trainer, loaders, num_done or 0)
-        fetcher = trainer.fit_loop._data_fetcher
+        fetcher = data_fetcher(trainer)
         if fetcher is not None:
             iter(fetcher)  # as Lightning begins an epoch: iterators made before know nothing of the above
         if self._same and num_done is not None:
@@ -201,12 +201,11 @@ def leave_finished_epoch(fit_loop: Any) -> None:
     """Lets a run with ``max_steps`` begin the next epoch after a checkpoint of an epoch's end.
 
     Lightning takes every resumed run with ``max_steps`` for one in mid-epoch (``_FitLoop.restarting``) and trains one
-    batch too many in the epoch that was done. Called between its restoring of the loops and its use of them; private,
-    because the property's own setter is what insists.
+    batch too many in the epoch that was done. Called between its restoring of the loops and its use of them.
     """
     epoch = fit_loop.epoch_progress.current
     if epoch.ready == epoch.started == epoch.processed:
-        _Loop.restarting.fset(fit_loop, False)  # type: ignore[attr-defined]
+        set_restarting(fit_loop, False)
 
 
 def _batches_done(trainer: Any) -> int | None:
@@ -221,6 +220,6 @@ def _batches_done(trainer: Any) -> int | None:
 
 def _cycle(trainer: Any, index: int, loader: Any) -> int:
     """After how many batches the ``index``-th loader begins anew beside longer ones."""
-    limit = (trainer.fit_loop._combined_loader.limits or [None] * (index + 1))[index]
+    limit = (combined_loader(trainer).limits or [None] * (index + 1))[index]
     length = len(loader) if limit is None else min(len(loader), limit)
     return max(1, int(length))

@@ -1,7 +1,7 @@
 """Saving and loading for all ranks together, on local paths and fsspec URLs.
 
-What can fail on one rank (a full disk, a damaged file) fails on every rank with the same message, before anything
-waits for anybody.
+An error that only one rank may meet (a full disk, a damaged file) is raised on every rank with the same message, before
+the next collective could wait for a rank that has failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 def together(agreement: Agreement, call: Callable[[], Result]) -> Result:
-    """``call()`` on this rank, unless it fails on any: then its error on every rank (collective)."""
+    """The result of ``call()`` on this rank; if it fails on any rank, its error is raised on all (collective)."""
     error: BaseException | None = None
     result: Any = None
     try:
@@ -46,7 +46,7 @@ def is_directory(path: str) -> bool:
 
 
 class Loaded:
-    """A checkpoint's content, and what has to stay on the disk while it is read."""
+    """A checkpoint's content, and the local copy that must stay on the disk while it is read."""
 
     def __init__(self, content: dict[str, Any], fetched: Path | None = None) -> None:
         self.content = content
@@ -96,7 +96,7 @@ def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> 
 
 
 def _read(path: str, weights_only: bool | None, part: int, parts: int) -> dict[str, Any]:
-    """What lies at the local ``path``; this rank compares checksums of the ``part``-th of ``parts`` shares."""
+    """The content of the local ``path``; this rank compares checksums of the ``part``-th of ``parts`` shares."""
     content: dict[str, Any] = (
         directory.read(Path(path), weights_only, part, parts)
         if os.path.isdir(path)
@@ -144,8 +144,9 @@ def remove(path: str) -> bool:
 class BackgroundSaver:
     """Writes sharded checkpoints from a copy while training goes on, one at a time and in order.
 
-    The copy, this rank's shards in host memory, is what ``save`` waits for. The thread talks to the other ranks'
-    threads through a :class:`Agreement` of its own. An error surfaces at the next call.
+    ``save`` waits only for the copy, this rank's shards in host memory. The thread agrees with the other ranks' threads
+    through an :class:`Agreement` of this object's own. The main thread uses it only after :meth:`wait`: two threads at
+    once would mix their messages up. An error is raised by the next call.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -157,17 +158,17 @@ class BackgroundSaver:
         """Begins to write; waits first for the save before.
 
         Raises:
-            CheckpointError: On every rank, what went wrong on any since the last call.
+            CheckpointError: On every rank, if an earlier save has failed on any since the last call.
         """
         together(self._agreement, self.wait)
-        # At once, so that what Lightning does next (link to it, look whether it exists) finds it.
+        # Not in the thread: Lightning may link to the folder, or check that it exists, as soon as this call returns.
         together(self._agreement, lambda: directory.prepare(path) if self._agreement.rank == 0 else None)
         staged = together(self._agreement, lambda: _copied(checkpoint))
         self._pending.append(self._thread.submit(directory.write, staged, path, self._agreement))
 
     def then(self, action: Callable[[], None]) -> None:
-        """Runs ``action`` once what was begun before is complete, and never if that failed: the old checkpoint goes
-        when the new one is there."""
+        """Runs ``action`` after all earlier saves are complete, and never if one failed: an old checkpoint is deleted
+        only when the new one is there."""
         before = list(self._pending)
 
         def run() -> None:
@@ -180,7 +181,7 @@ class BackgroundSaver:
         """Returns when nothing is being written.
 
         Raises:
-            CheckpointError: What went wrong since the last call.
+            CheckpointError: If a save has failed since the last call.
         """
         pending, self._pending = self._pending, []
         for future in pending:
@@ -196,7 +197,7 @@ class BackgroundSaver:
 
 
 def _copied(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """``checkpoint`` as it is now, whatever training does to what it refers to; a tied tensor stays one."""
+    """A copy of ``checkpoint`` that shares nothing with the training; a tied tensor stays one."""
     copies: dict[int, Tensor] = {}
 
     def staged(path: layout.Path, tensor: Tensor) -> Tensor:

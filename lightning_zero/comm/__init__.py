@@ -1,1 +1,1 @@
-"""What ranks say to each other: agreements, direct exchange, peer memory, shards, and what it all costs."""
+"""Communication between ranks: agreements, direct exchange, peer memory, shards, and the bytes they cost."""

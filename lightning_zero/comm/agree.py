@@ -70,11 +70,11 @@ def _nbytes(tensor: Tensor) -> int:
 class Agreement:
     """Agreements of all ranks on a gloo group of their own, so that none is ever mixed up with an engine's messages.
 
-    Making one is collective. All methods are, and return the same on every rank; on one rank they return at once.
+    The constructor is collective, and so are ``gather``, ``meet`` and ``agree``; on one rank these return at once.
 
     Args:
         timeout_seconds: How long a call waits for the other ranks before it raises.
-        alone: This process only, whatever others there are.
+        alone: This process agrees with itself, even inside a process group.
     """
 
     def __init__(self, timeout_seconds: float = 1800.0, alone: bool = False) -> None:
@@ -86,7 +86,7 @@ class Agreement:
     def close(self) -> None:
         """Gives the group back, if its process group still lives."""
         if self.group is not None and dist.is_initialized():
-            with contextlib.suppress(ValueError):  # it went with an earlier process group
+            with contextlib.suppress(ValueError):  # destroyed already, together with an earlier process group
                 dist.destroy_process_group(self.group)
         self.group = None
 
@@ -94,7 +94,7 @@ class Agreement:
         """Every rank's ``value`` (picklable, small), by rank.
 
         Raises:
-            RuntimeError: When a rank does not come within ``timeout_seconds``; names ``call``.
+            RuntimeError: When a rank does not make the call within ``timeout_seconds``; names ``call``.
         """
         if self.group is None:
             return [value]
@@ -113,7 +113,7 @@ class Agreement:
         """Waits until every rank makes ``call``.
 
         Raises:
-            RuntimeError: As :meth:`gather`; also when another rank is at another call.
+            RuntimeError: As :meth:`gather`; also when another rank makes a different call.
         """
         calls = self.gather(call, call)
         if len(set(calls)) > 1:
@@ -121,11 +121,13 @@ class Agreement:
             raise RuntimeError(f"ranks make different collective calls ({found}): make the same one on every rank.")
 
     def agree(self, error: BaseException | None) -> None:
-        """Raises on every rank if any rank has an ``error``: its own, or one that repeats the first other's message.
+        """Raises on every rank if any rank has an ``error``.
 
         Raises:
-            BaseException: ``error`` itself where there is one, elsewhere the closest of :data:`_REPEATABLE`.
+            BaseException: On a rank with an ``error``, that one. On the others the closest of :data:`_REPEATABLE`, with
+                the message of the first rank that has an error.
         """
+        # A number and a text, not the exception: one that cannot be pickled would fail on its own rank alone.
         message = None if error is None else (_repeatable(error), str(error))
         try:
             found = self.gather(message)
@@ -139,7 +141,7 @@ class Agreement:
 
 
 _REPEATABLE = (CheckpointError, FileNotFoundError, OSError, ValueError, RuntimeError)
-"""Errors that can be made again from their message."""
+"""Errors that can be made again from their message; a subclass stands before its base class."""
 
 
 def _repeatable(error: BaseException) -> int:

@@ -1,18 +1,18 @@
-"""What messages cost, in bytes per rank: arithmetic that the exchange, the meter and the plan share."""
+"""Bytes of messages per rank: arithmetic that the direct exchange, the meter and the plan share."""
 
 from __future__ import annotations
 
 ORDER_BYTES = 16
-"""What ranks say to each other of each unit that they run at stage 3 on the CPU: four integers."""
+"""The announcement of a unit at stage 3 between CPU processes: four integers."""
 CHANGED_BYTES = 4
-"""What ranks say before they gather copies that may still be what the shards are: whether one has changed."""
+"""The agreement on whether any rank has written to its shards since the last gather: one integer."""
 FEW_RANKS = 4
-"""Up to so many send each other directly what they must agree on: between 2 half the time of gloo's all-reduce, between
-4 as long."""
+"""Up to this many ranks, each sends its message to every other in an agreement. Between 2 ranks that takes half the
+time of gloo's all-reduce, between 4 the same time."""
 
 
 def agreement_bytes(nbytes: float, world_size: int) -> float:
-    """The size whose all-reduce sends as much as ranks that agree on ``nbytes``: few of them send all to each other."""
+    """The size of an all-reduce with the same traffic as an agreement on ``nbytes``."""
     return nbytes * world_size / 2 if world_size <= FEW_RANKS else nbytes
 
 

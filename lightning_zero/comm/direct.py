@@ -1,23 +1,23 @@
-"""Gathering and reducing shards by direct exchange between processes: what ``fully_shard`` calls on the CPU.
+"""Gathering and reducing shards by direct exchange between CPU processes, in place of gloo's collectives.
 
-gloo's own reduce-scatter sends what it reduces more than once and its all-gather needs room for its result twice. Here
-each rank sends every other rank exactly what that one needs, Ψ(N-1)/N elements in all, the least there is:
+gloo's own reduce-scatter sends some bytes more than once and its all-gather needs room for its result twice. Here each
+rank sends every other rank exactly the elements that it needs, Ψ(N-1)/N in all, the lower bound:
 
-    all_gather       my shard -> every other rank, received where it belongs
-    reduce_scatter   the part of rank j -> rank j, piece by piece; what arrives is added to my own part
-    all_reduce       of a few numbers: mine -> every other rank, reduced by each for itself
+    all_gather       my shard -> every other rank, received directly in its place in the output
+    reduce_scatter   the part of rank j -> rank j, piece by piece; each arriving piece is added to my own part
+    all_reduce       of a few numbers: mine -> every other rank; each rank reduces all of them itself
 
-Either has begun when the call returns, and is complete when the work that it returns has been waited for: what is
-computed in between overlaps with it. Ranks on one host read each other's memory (``peer_memory``), between hosts gloo's
-sockets carry the same bytes.
+A call begins an exchange and returns a work; the exchange is complete when ``wait()`` returns. Between hosts the bytes
+travel through gloo's sockets while the caller computes. Ranks on one host read each other's memory (``peer_memory``):
+the call offers this rank's tensors, and ``wait()`` reads the others'.
 
 [Plan of one reduction, N ranks]
-All sends are posted at once; gloo starts each when its receiver is ready, so ranks may come as late as they like.
-Rank r receives from r-1, r-2, ..., in pieces of :data:`PIECE_BYTES`, one arriving while the other is added; of a
-neighbour's memory it reads one, and adds it, and so on. The order of additions is fixed, so that results depend neither
-on timing nor on who is whose neighbour.
+All sends are posted at once; gloo starts each when its receiver is ready, however late that is. Rank r adds the parts
+of r-1, r-2, ... in this order. Through sockets they arrive in pieces of :data:`PIECE_BYTES`, one on its way while the
+one before is added; from peer memory pieces of :data:`NEAR_PIECE_BYTES` are read and added in turn. The order of
+additions is fixed, so results depend neither on timing nor on which ranks share a host.
 
-Accelerators keep their own collectives, and so do other backends than gloo.
+Accelerators keep their own collectives, and so do backends other than gloo.
 """
 
 from __future__ import annotations
@@ -37,22 +37,25 @@ from torch.profiler import record_function
 
 from lightning_zero.comm.costs import FEW_RANKS
 from lightning_zero.comm.peer_memory import PeerMemory
+from lightning_zero.errors import MovedError
+from lightning_zero.private.torch import TESTED
 
 PIECE_BYTES = 4 * 2**20
 """Small enough to add one while the next arrives, large enough that the number of messages does not matter."""
 NEAR_PIECE_BYTES = 2**19
-"""Of a neighbour's memory: small enough to be still in the cache when it is added."""
+"""A piece read from peer memory: small enough to be still in the cache when it is added."""
 SMALL_BYTES = 2**18
-"""Of a shard: below, what a message costs by itself counts for more than copying it once more."""
+"""Shards below this size share one message: one more copy costs less than a message of their own."""
 _GATHER, _REDUCTION, AGREEMENT = 7001, 7002, 7003
-"""Tags of messages: one may begin and end while the other is under way, and neither may meet the user's own."""
+"""Tags of messages. A gather may begin and end during a reduction on the same group, so each kind has a tag of its own,
+and none is a number that a user's own messages are likely to have."""
 
 
 @torch.no_grad()
 def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, tag: int = _GATHER) -> dist.Work:
     """``output``, N times the size of ``shard``, will hold every rank's shard in the order of ranks; 1D, contiguous.
 
-    ``shard`` may lie in ``output``, in its place.
+    ``shard`` may alias its own part of ``output``.
     """
     parts = output.chunk(group.size())
     _place(parts[group.rank()], shard)
@@ -67,14 +70,15 @@ def all_gather_each(
     pool: Pool,
     peer_memory: PeerMemory | None = None,
 ) -> dist.Work:
-    """:func:`all_gather` of every pair; ``peer_memory`` hold ``shards`` until they have settled."""
+    """:func:`all_gather` of every pair. Peers read ``shards`` in place: until ``peer_memory.await_readers()`` nobody
+    may write to them, even after the wait."""
     pairs = [(o.chunk(group.size()), s) for o, s in zip(outputs, shards, strict=True) if s.numel()]
     for parts, shard in pairs:
         _place(parts[group.rank()], shard)
     near, far = _near_and_far(group, peer_memory)
     works = _send_each(pairs, group, pool, far) if pairs and far else []
     if peer_memory is not None and pairs and near:
-        works.insert(0, _read(pairs, _GATHER, peer_memory))  # while the others' arrive
+        works.insert(0, _read(pairs, _GATHER, peer_memory))  # first, while the messages of other hosts arrive
     return Begun(work.wait() for work in works)
 
 
@@ -88,7 +92,7 @@ Parts = Sequence[Tensor]
 
 
 def _send(parts: Parts, mine: Tensor, group: dist.ProcessGroup, tag: int, peers: Sequence[int]) -> dist.Work:
-    """``mine`` to ``peers``, and theirs to ``parts``, through sockets."""
+    """Sends ``mine`` to ``peers`` and receives theirs into ``parts``, through sockets."""
     works: list[Any] = [dist.irecv(parts[peer], group=group, group_src=peer, tag=tag) for peer in peers]
     works += [dist.isend(mine, group=group, group_dst=peer, tag=tag) for peer in reversed(peers)]
     return Begun(work.wait() for work in works)
@@ -97,7 +101,7 @@ def _send(parts: Parts, mine: Tensor, group: dist.ProcessGroup, tag: int, peers:
 def _send_each(
     pairs: Sequence[tuple[Parts, Tensor]], group: dist.ProcessGroup, pool: Pool, peers: Sequence[int]
 ) -> list[dist.Work]:
-    """What is small goes in one message, and from there to where it belongs."""
+    """As :func:`_send`, for every pair; small shards share one message and are copied to their parts in the wait."""
     works = [_send(parts, shard, group, _GATHER, peers) for parts, shard in pairs if shard.nbytes >= SMALL_BYTES]
     small = [(parts, shard.view(torch.uint8)) for parts, shard in pairs if shard.nbytes < SMALL_BYTES]
     if not small:
@@ -117,7 +121,7 @@ def _send_each(
 
 
 def _read(pairs: Sequence[tuple[Parts, Tensor]], kind: int, peer_memory: PeerMemory) -> dist.Work:
-    """Each neighbour's tensor of each pair to its part, from where it lies."""
+    """Offers this rank's shards; the wait reads those of every peer on this host out of its memory into their parts."""
     offer = peer_memory.offer(kind, [mine for _, mine in pairs])
 
     def rest() -> Iterator[None]:
@@ -141,7 +145,8 @@ def reduce_scatter(
 ) -> dist.Work:
     """``output`` will be the sum over the ranks, or the mean, of part ``rank`` of their ``whole``; 1D, contiguous.
 
-    Neither is anybody else's until the wait, and ``peer_memory`` hold ``whole`` until they have settled.
+    The caller touches neither tensor before the wait. Peers read ``whole`` in place: until
+    ``peer_memory.await_readers()`` nobody may write to it, even after the wait.
     """
     rest = _reduced(output, whole, group, pool, peer_memory)
     next(rest)
@@ -151,7 +156,7 @@ def reduce_scatter(
 def _reduced(
     output: Tensor, whole: Tensor, group: dist.ProcessGroup, pool: Pool, peer_memory: PeerMemory | None
 ) -> Iterator[None]:
-    """Stops once, when everything is on its way."""
+    """Yields once, when all sends are posted and all offers made; the rest, for the wait, receives and adds."""
     if group.size() == 1 or not output.numel():
         output.copy_(whole)
         yield
@@ -173,7 +178,8 @@ def _reduced(
 
 
 class _Sent:
-    """Parts of ``whole`` to and from ``peers`` through sockets, a piece arriving while the one before it is added.
+    """Sends the parts of ``whole`` to ``peers`` and receives theirs, through sockets, into two slots in turn: one piece
+    arrives while the one before it is added.
 
     Attributes:
         numel: Of a piece.
@@ -197,7 +203,8 @@ class _Sent:
         return dist.irecv(self._slices[i], group=self._group, group_src=self._sources[i], tag=_REDUCTION)
 
     def pieces(self, peer: int) -> Iterator[Tensor]:
-        """What comes from ``peer``; each must be used before the next is asked for, peers in their order."""
+        """The pieces of ``peer``, which is the next of ``peers``. A piece is valid until the next one is requested:
+        then its slot receives another."""
         for i, source in enumerate(self._sources):
             if source == peer:
                 self._arriving[i].wait()
@@ -206,13 +213,13 @@ class _Sent:
                     self._arriving.append(self._receive(i + 2))
 
     def end(self) -> None:
-        """``whole`` has been sent."""
+        """Waits until ``whole`` has been sent: before, its memory must not change."""
         for send in self._sends:
             send.wait()
 
 
 class _Read:
-    """As :class:`_Sent`, with neighbours: their parts are read from where they lie."""
+    """As :class:`_Sent`, for peers on this host: their parts are read out of their memory, into one slot."""
 
     def __init__(self, whole: Tensor, group: dist.ProcessGroup, pool: Pool, peer_memory: PeerMemory) -> None:
         part = whole.chunk(group.size())[group.rank()]
@@ -233,7 +240,7 @@ class _Read:
 
 
 class Begun(dist.Work):
-    """An exchange that has begun; the rest of it happens when it is waited for."""
+    """An exchange that has begun; ``wait`` runs the rest of it, on the calling thread, and once only."""
 
     def __init__(self, rest: Iterator[Any], then: Callable[[], Any] | None = None) -> None:
         super().__init__()
@@ -251,7 +258,7 @@ class Begun(dist.Work):
 
 @torch.no_grad()
 def all_reduce(message: Tensor, op: Any, group: dist.ProcessGroup, peer_memory: PeerMemory | None = None) -> dist.Work:
-    """``message``, a few numbers that ranks must agree on, 1D, will be their sum or their maximum, as ``op`` says."""
+    """``message``, a few numbers, 1D, will be the sum or the maximum over the ranks, as ``op`` says."""
     near, far = _near_and_far(group, peer_memory)
     if group.size() > FEW_RANKS and far:
         work = dist.all_reduce(message, op, group=group, async_op=True)
@@ -275,22 +282,22 @@ def all_reduce(message: Tensor, op: Any, group: dist.ProcessGroup, peer_memory: 
 
 
 def _near_and_far(group: dist.ProcessGroup, peer_memory: PeerMemory | None) -> tuple[list[int], list[int]]:
-    """The other ranks, by what carries tensors between them and this one."""
+    """The other ranks: those whose memory this one reads, and those reached through sockets."""
     near = peer_memory.ranks if peer_memory is not None else ()
     others = _others(group)
     return [peer for peer in others if peer in near], [peer for peer in others if peer not in near]
 
 
 def _others(group: dist.ProcessGroup) -> list[int]:
-    """The other ranks, beginning with the one before this, so that no two ranks begin with the same."""
+    """The other ranks, beginning with the one before this, so that no two ranks begin with the same one."""
     return [(group.rank() - distance) % group.size() for distance in range(1, group.size())]
 
 
 class Pool:
     """Memory for messages, handed out again when the last tensor in it is gone; all of it is freed with the pool.
 
-    The general allocator would hand it out again as well, but between small and lasting tensors, where large blocks
-    that come and go leave gaps.
+    The general allocator would reuse it as well, but places it among small and lasting tensors, where large blocks that
+    come and go leave gaps.
     """
 
     def __init__(self) -> None:
@@ -326,31 +333,40 @@ class ReduceScatter:
 
     def __init__(self, pool: Pool, world_size: int, peer_memory: PeerMemory | None = None) -> None:
         self._pool, self._world_size, self._peer_memory = pool, world_size, peer_memory
-        self._lent: int | None = None  # elements of an input that has no output yet
+        self._input = 0  # address of the input allocated last
+        self._lent: int | None = None  # elements of an input whose output has not been allocated yet
         self._under_way: dist.Work | None = None
         self.may_wait = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is sent, which is gone afterwards, or for what stays as the gradients' storage.
+        """Memory for the reduction's input, from the pool, or for its output, which stays as the gradients' storage.
 
-        The two are told apart by size: an output is a rank's part of the input before it. Asked for in another order,
-        or after a backward that failed between the two, both come from the pool, which costs memory and breaks nothing.
+        Size tells the two apart: an output is a rank's part of the input allocated before it. After a backward that
+        failed between the two, both may come from the pool, which costs memory and breaks nothing. :meth:`__call__`
+        raises if torch allocates the output first.
         """
-        self.finish()
+        self.finish()  # one reduction at a time: the next call overwrites _under_way
         if self._peer_memory is not None:
-            self._peer_memory.look()  # what they have read may be lent again
+            self._peer_memory.look()  # offers that all peers have read let go of their memory, for the pool to reuse
         numel = math.prod(size)
         if self._lent == numel * self._world_size:
             self._lent = None
             return torch.empty(*size, dtype=dtype, device=device)
         self._lent = numel
-        return self._pool.empty(numel, dtype)
+        sent = self._pool.empty(numel, dtype)
+        self._input = sent.data_ptr()
+        return sent
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """:func:`reduce_scatter`, or its mean where ``op`` says so."""
         self._lent = None
+        if self._input not in (0, input_tensor.data_ptr()):
+            raise MovedError(
+                f"torch {torch.__version__} allocates a reduction's output before its input, so gradients would be kept"
+                f" in memory that is used again: use 'torch{TESTED}', which was tested."
+            )
         with record_function("exchange::reduce_scatter"):  # for traces: its messages have no name
             self._under_way = reduce_scatter(
                 output_tensor, input_tensor, group, self._pool, op == dist.ReduceOp.AVG, self._peer_memory

@@ -1,8 +1,8 @@
-"""Counts what goes over the wire: calls, bytes and waiting of every collective that Python starts.
+"""Counts traffic: calls, bytes and waiting time of every collective that Python starts.
 
-One table says which function moves how much; everything that counts traffic uses it. Bytes are what a rank sends and
-receives by :func:`lightning_zero.comm.costs.wire_bytes`, which is what rings and direct exchanges really send
-(gloo's own reduce-scatter may send more), and what ranks on one host may read from each other's memory instead.
+The tables below say how many bytes each function moves; everything that counts traffic uses them. Bytes sent and
+received follow from :func:`lightning_zero.comm.costs.wire_bytes`: rings and direct exchanges really send that many,
+gloo's own reduce-scatter may send more. Bytes that ranks on one host read from each other's memory count alike.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_zero.comm import direct
 from lightning_zero.comm.costs import agreement_bytes, wire_bytes
+from lightning_zero.errors import MovedError
+from lightning_zero.private.torch import TESTED
+from lightning_zero.private.torch import functional_collectives as functional
 
-# function -> collective, and the bytes of the whole tensor from (arguments, ranks)
+# (arguments by name, number of ranks) -> bytes of the whole tensor
 Size = Callable[[dict[str, Any], int], float]
 
 
@@ -66,7 +69,7 @@ _FUNCTIONAL: dict[str, tuple[str, tuple[str, ...], Size]] = {
     "reduce_scatter_single": ("reduce_scatter", ("self", "reduceOp", "scatter_dim", "group"), _of("self")),
     "all_reduce": ("all_reduce", ("self", "reduceOp", "group"), _of("self")),
 }
-"""What ``DTensor`` calls."""
+"""The functions that ``DTensor`` calls."""
 _DIRECT: dict[str, tuple[str, tuple[str, ...], Size]] = {
     "all_gather": ("all_gather", ("output", "shard", "group"), _of("output")),
     "all_gather_each": ("all_gather", ("outputs", "shards", "group"), _of("outputs")),
@@ -75,13 +78,18 @@ _DIRECT: dict[str, tuple[str, tuple[str, ...], Size]] = {
 }
 """Our own exchanges between processes on CPUs."""
 _ALIASES = {"output_tensor": "output", "input_tensor": "input"}
-"""Keywords that torch renamed; either is understood."""
+"""Keywords that torch renamed, old name -> new name; either is understood."""
+_RENAMED = (
+    ("all_gather_single", "all_gather_into_tensor", "all_gather_tensor"),
+    ("reduce_scatter_single", "reduce_scatter_tensor"),
+)
+"""Functions that torch renamed, keeping the old names for a while; one of them must be there."""
 
 
 class TrafficMeter:
     """While installed, counts every collective of this process by kind.
 
-    Calls inside calls count once. The numbers only grow; take differences.
+    A collective that calls another one counts once. The numbers only grow; take differences.
     """
 
     def __init__(self) -> None:
@@ -90,7 +98,7 @@ class TrafficMeter:
         """Collective -> bytes sent by this rank."""
         self.received: Counter[str] = Counter()
         self.seconds = 0.0
-        """This thread spent inside blocking collectives: on the CPU that is communication nothing hides."""
+        """Time inside blocking collectives: on the CPU this is exposed communication."""
         self._depth = threading.local()
         self._undo: list[tuple[Any, str, Any, Any]] = []
 
@@ -98,6 +106,7 @@ class TrafficMeter:
         """Puts the counting functions in place of torch's; safe to call again."""
         if self._undo:
             return
+        _check_names()
         for module in (dist, c10d):
             for name, (kind, parameters, size) in _EAGER.items():
                 self._replace(module, name, kind, parameters, size)
@@ -117,8 +126,9 @@ class TrafficMeter:
 
     def _replace(self, module: Any, name: str, kind: str, parameters: tuple[str, ...], size: Size) -> None:
         original = getattr(module, name, None)
-        if original is None:  # another version of torch
+        if original is None:  # torch has the other of two names: see _check_names
             return
+        # dist and c10d hold the same function, and get the same counting one.
         made = next((c for _, _, o, c in self._undo if o is original), None)
         counting = made or self._counting(original, kind, parameters, size)
         setattr(module, name, counting)
@@ -170,8 +180,20 @@ class TrafficMeter:
             direction["exchange"] += _nbytes(each.tensor)  # type: ignore[assignment]
 
 
+def _check_names() -> None:
+    """Raises if torch has neither name of a function: its traffic would be missing from sums that look right."""
+    for module, table in ((dist, _EAGER), (c10d, _EAGER), (functional, {**_FUNCTIONAL, "wait_tensor": None})):
+        for name in table:
+            names = next((pair for pair in _RENAMED if name in pair), (name,))
+            if not any(hasattr(module, each) for each in names):
+                raise MovedError(
+                    f"{module.__name__} has no {' and no '.join(names)} in torch {torch.__version__} (tested with"
+                    f" torch{TESTED}), so traffic cannot be counted: use 'torch{TESTED}', or leave ZeroMonitor out."
+                )
+
+
 def _group_of(given: Any) -> dist.ProcessGroup | None:
-    """What collectives take for a group; ``DTensor`` names an axis of its mesh."""
+    """The process group of a collective's ``group`` argument; ``DTensor`` gives a mesh and one of its axes."""
     if isinstance(given, DeviceMesh):
         return given.get_group()
     if isinstance(given, tuple) and given and isinstance(given[0], DeviceMesh):

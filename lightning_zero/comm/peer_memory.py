@@ -6,12 +6,14 @@ been read.
 
 [Plan of one exchange]
 
-    offer    every rank tells its neighbours where its tensors lie; what is small goes with the message
-    read     who has heard that copies what it needs to where it belongs, and says so
-    settle   until all have said so the tensors are held, and nobody may write to them
+    offer           each rank sends its peers the addresses of its tensors, or small tensors themselves
+    read            each peer copies the bytes it needs out of the owner's memory, and confirms
+    await_readers   the owner holds the tensors, and nobody writes to them, until all peers have confirmed
 
-Whether all of a host's ranks may read each other is tried once, when they meet. Where one may not (no Linux, or a
-container or a kernel's setting that forbids it) none does, and the caller's sockets carry everything.
+When the ranks of a host connect, each tries to read all others. If one of them may not (no Linux; a container or a
+kernel setting forbids it), none of that host does, and the caller uses sockets for everything.
+
+*Peers* are the other ranks of the group on the same host.
 """
 
 from __future__ import annotations
@@ -32,23 +34,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 SMALL_BYTES = 2048
-"""Of an offer's tensors together: what goes with its message costs no answer, and fits a socket's buffer many times."""
+"""Of all tensors of an offer together. Up to this size they travel in the message itself, without
+confirmation; a socket's buffer holds many such messages."""
 _HEADER = struct.Struct("=qQQ")
-"""Kind of an exchange (negative: it has been read), its number, and where a table of addresses lies."""
+"""Kind of an exchange (negated in a confirmation), its number, and the address of the table of addresses."""
 _CALL_BYTES, _CALL_PIECES = 2**30, 1024
-"""Of one call: the kernel takes up to 0x7ffff000 bytes and IOV_MAX pieces."""
+"""Limits of one call; the kernel's own are 0x7ffff000 bytes and IOV_MAX pieces."""
 _MEETING_SECONDS = 60.0
-"""All come at once, from one collective call."""
+"""For connecting. All ranks arrive together: they come from one collective call."""
 
 
 @dataclass
 class Offer:
-    """What this rank lets its neighbours read, in exchange for what they offer.
+    """This rank's tensors in one exchange, which its peers read.
 
     Attributes:
-        table: Where the tensors lie; empty where they went with the message.
-        readers: Neighbours that have not said they are done with them.
-        sources: Neighbours with whose tensors this rank is not done.
+        table: The addresses of the tensors; empty if the tensors travelled in the message.
+        readers: Peers that have not confirmed yet that they have read these tensors.
+        sources: Peers whose tensors this rank has not finished reading.
     """
 
     kind: int
@@ -61,7 +64,7 @@ class Offer:
 
 @dataclass
 class Source:
-    """What ``rank`` offers: in its memory, or here where it came with the message."""
+    """The tensors that ``rank`` offers: addresses in its memory, or in ``content`` if they came with the message."""
 
     rank: int
     pid: int
@@ -70,18 +73,19 @@ class Source:
 
 
 class PeerMemory:
-    """The other ranks of ``group`` on this host, if all of them may read each other's memory; making it is collective.
+    """The other ranks of ``group`` on this host, if all of them may read each other's memory. Its constructor is a
+    collective.
 
-    Exchanges of one kind begin in the same order on all ranks, with as many tensors of the same sizes (contiguous, on
-    the CPU); between kinds there is no order.
+    Exchanges of one kind begin in the same order on all ranks, with the same number of tensors of the same sizes
+    (contiguous, on the CPU); exchanges of different kinds may interleave.
 
     Args:
-        group: Of processes on CPUs; its ranks are meant wherever a rank is named.
+        group: Of processes on CPUs. All ranks in this class are ranks of this group.
         timeout_seconds: How long a call waits for another rank.
 
     Attributes:
-        ranks: Beginning with the one before this, so that no two begin with the same; none on a host where one may not
-            read another.
+        ranks: The peers, beginning with the rank before this one, so that no two ranks begin with the same peer. Empty
+            if reading is forbidden.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
@@ -89,7 +93,7 @@ class PeerMemory:
         self._timeout_seconds = timeout_seconds
         self._links = _meet(group, timeout_seconds)
         self._numbers: dict[int, int] = {}
-        self._offers: dict[tuple[int, int], Offer] = {}  # kind, number -> what is still held
+        self._offers: dict[tuple[int, int], Offer] = {}  # kind, number -> tensors that are still held
         self._heard: dict[tuple[int, int, int], tuple[int, bytes]] = {}  # rank, kind, number -> table, content
 
     @property
@@ -97,10 +101,10 @@ class PeerMemory:
         return self._links.keys()
 
     def offer(self, kind: int, tensors: Sequence[Tensor]) -> Offer:
-        """Begins an exchange; ``tensors`` must not be written to before :meth:`settle`.
+        """Begins an exchange; ``tensors`` must not be written to before :meth:`await_readers`.
 
         Raises:
-            RuntimeError: As all methods, when a neighbour has ended, or does not come within ``timeout_seconds``.
+            RuntimeError: As all methods: if a peer has ended, or does not answer within ``timeout_seconds``.
         """
         self._let_go(kind)
         number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
@@ -117,7 +121,7 @@ class PeerMemory:
         return offer
 
     def source(self, offer: Offer, rank: int) -> Source:
-        """What ``rank`` offers in the same exchange; waits until it does."""
+        """Waits for the offer of ``rank`` in the same exchange."""
         key = rank, offer.kind, offer.number
         while key not in self._heard:
             self._receive(rank)
@@ -131,38 +135,41 @@ class PeerMemory:
         return Source(rank, pid, list(table), content)
 
     def read(self, source: Source, into: Sequence[Tensor], start_bytes: int = 0) -> None:
-        """Copies of each tensor of ``source`` as much as ``into`` has room for, from ``start_bytes`` on."""
+        """Fills each tensor of ``into`` from the tensor of ``source`` at the same index, from ``start_bytes`` on."""
         pairs = zip(into, source.addresses, strict=True)
         self._copy(source.rank, source.pid, ((t.data_ptr(), at + start_bytes, t.nbytes) for t, at in pairs))
 
     def done(self, offer: Offer, source: Source) -> None:
-        """Nothing more is read of it in this exchange."""
+        """Confirms to the owner of ``source`` that this rank has read it."""
         offer.sources.remove(source.rank)
         if offer.table:
             self._send(source.rank, _HEADER.pack(-offer.kind, offer.number, 0))
 
     def look(self) -> None:
-        """Lets go of what all neighbours have read by now; does not wait."""
+        """Releases the tensors that all peers have read by now, without waiting."""
         for rank in self._links if self._offers else ():
             while self._receive(rank, socket.MSG_DONTWAIT):
                 pass
 
     def await_readers(self) -> None:
-        """Waits until neighbours have read what this rank offered, in all exchanges that it is done with itself: those
-        come to their end without it."""
+        """Waits until the peers have read this rank's tensors; the caller may write to them afterwards.
+
+        Exchanges in which this rank itself has not read everything yet are left out: waiting for them here could block
+        both sides."""
         for offer in list(self._offers.values()):
             if not offer.sources:
                 self._await(offer)
 
     def close(self) -> None:
-        """Settles; nobody is a neighbour any more."""
+        """Waits for the readers and disconnects; ``ranks`` is empty afterwards."""
         self.await_readers()
         for link in self._links.values():
             link.socket.close()
         self._links = {}
 
     def _let_go(self, kind: int) -> None:
-        """Few tensors are held; but nobody waits for one that is a little late with the latest."""
+        """Before the next offer of ``kind``: bounds the memory that is held. The latest offer may still be
+        read: nobody waits for a peer that is only a little late."""
         for offer in [o for o in self._offers.values() if o.kind == kind and not o.sources][:-1]:
             self._await(offer)
 
@@ -184,7 +191,7 @@ class PeerMemory:
             if flags and isinstance(error, BlockingIOError):
                 return False
             raise self._lost(rank, error) from error
-        if not message and flags:  # it may have come to the end of its run before others have
+        if not message and flags:  # a peer that ends its run earlier closes its end: no error while nobody waits for it
             return False
         if not message:
             raise self._lost(rank, "it closed its connection")
@@ -206,12 +213,12 @@ class PeerMemory:
     def _lost(self, rank: int, reason: object) -> RuntimeError:
         return RuntimeError(
             f"rank {dist.get_global_rank(self._group, rank)} has ended, or has not come within timeout_seconds="
-            f"{self._timeout_seconds:g} ({reason}): what it printed last says why."
+            f"{self._timeout_seconds:g} ({reason}): its last output says why."
         )
 
 
 def _batches(pieces: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """What one call can copy each: (to here, from there, bytes)."""
+    """Groups ``pieces`` (address here, address there, bytes) into batches within the limits of one call."""
     batch: list[tuple[int, int, int]] = []
     nbytes = 0
     for here, there, size in pieces:
@@ -227,7 +234,7 @@ def _batches(pieces: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int,
 
 
 def _read_memory(pid: int, batch: Sequence[tuple[int, int, int]]) -> int:
-    """``process_vm_readv(2)``: bytes copied, or -1 and errno."""
+    """``process_vm_readv(2)``: the bytes copied, or -1 with errno set."""
     vector = ctypes.c_size_t * (2 * len(batch))  # of struct iovec: address, size
     here = vector(*(word for to, _, size in batch for word in (to, size)))
     there = vector(*(word for _, at, size in batch for word in (at, size)))
@@ -242,7 +249,7 @@ def _libc() -> Any:
     return libc
 
 
-# -- meeting ---------------------------------------------------------------------------------------------------------
+# -- connecting --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -253,9 +260,9 @@ class _Link:
 
 @dataclass
 class _Card:
-    """What a rank says of itself."""
+    """A rank's introduction to the others."""
 
-    host: str  # the same where process ids and local sockets mean the same
+    host: str  # equal for ranks that share process ids and local sockets
     pid: int
     parent: int
     name: bytes  # of the socket that it listens on
@@ -264,7 +271,7 @@ class _Card:
 
 
 def _meet(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int, _Link]:
-    """Rank -> link. Whatever fails, all ranks make the same collective calls."""
+    """Rank -> link. All ranks make the same collective calls, even if something fails on one of them."""
     if group.size() == 1 or sys.platform != "linux":
         return {}
     rank, sample = group.rank(), ctypes.create_string_buffer(os.urandom(15))
@@ -277,7 +284,7 @@ def _meet(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int, _Link]:
         near = {other: card for other, card in enumerate(cards) if card.host == cards[rank].host}
         links: dict[int, _Link] = {}
         works = _connect(links, rank, near, listener)
-    everyones = _gather(works, group)  # until here the sample lives
+    everyones = _gather(works, group)  # the sample must live until all have read it: until here
     if not all(everyones[other] for other in near):
         for link in links.values():
             link.socket.close()
@@ -297,7 +304,7 @@ def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _host() -> str:
-    """This boot of this machine, as seen from this process's namespaces."""
+    """Identifies this boot of this machine and the namespaces of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return " ".join([boot.strip(), *(os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid"))])
@@ -306,7 +313,7 @@ def _host() -> str:
 
 
 def _connect(links: dict[int, _Link], rank: int, near: Mapping[int, _Card], listener: socket.socket) -> bool:
-    """Links every two ranks in ``near``; whether this one may read all others."""
+    """Connects every two ranks in ``near``. Returns whether this rank may read all others."""
     ranks = {card.pid: other for other, card in near.items()}
     try:
         _let_read(near.values())
@@ -320,22 +327,23 @@ def _connect(links: dict[int, _Link], rank: int, near: Mapping[int, _Card], list
             made, _ = listener.accept()
             made.settimeout(_MEETING_SECONDS)
             pid, _, _ = struct.unpack("3i", made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if pid in ranks:  # no other process's business
+            if pid in ranks:  # another process may know the name of the socket
                 links[ranks[pid]] = _Link(pid, made)
             else:
                 made.close()
         for link in links.values():
             link.socket.send(b"!")
         for link in links.values():
-            link.socket.recv(1)  # it lets itself be read from now on
+            link.socket.recv(1)  # the peer has called prctl: reading is allowed from now on
         return all(_may_read(near[other]) for other in links)
     except OSError:
         return False
 
 
 def _let_read(cards: Collection[_Card]) -> None:
-    """Where only its ancestors may trace a process (``kernel.yama.ptrace_scope`` is 1), lets those which descend from
-    the one that has started all of these do so as well."""
+    """Allows reading to all descendants of the process that started these ranks.
+
+    Needed where only ancestors may trace a process (``kernel.yama.ptrace_scope`` is 1)."""
     common = set.intersection(*({card.pid, card.parent} for card in cards))
     for pid in list(common)[:1]:
         _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)

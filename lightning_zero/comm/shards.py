@@ -1,8 +1,8 @@
-"""Shards as tensors: what a ``DTensor`` of ours is, and how whole values are made of it.
+"""Shards as ``DTensor``: their layout, and how they are gathered into whole tensors.
 
 A sharded parameter is a ``DTensor`` whose dim 0 is split along one axis of its mesh (``Shard(0)``: ``ceil(rows / N)``
-rows each, the last ranks fewer) and replicated along the others. Its local part lies on the mesh's device, or with CPU
-offload in host memory while the mesh is of an accelerator; what is gathered of it then lies on the accelerator.
+rows each, the last ranks fewer) and replicated along the others. Its shard lies on the mesh's device; with CPU offload
+it lies in host memory while the mesh is of an accelerator, and the gathered tensor lies on the accelerator.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from lightning_zero.comm import direct
+from lightning_zero.private.torch import DisableTorchFunction, local_tensor, set_local_tensor
 
 
 def whole(tensor: DTensor) -> Tensor:
@@ -28,7 +29,7 @@ def whole(tensor: DTensor) -> Tensor:
 
 
 def read_only(tensor: DTensor) -> Tensor:
-    """As :func:`whole`; where no gradient is wanted, torch raises on an in-place write to the result or its views."""
+    """As :func:`whole`; if no gradient is needed, torch raises on an in-place write to the result or its views."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         return whole(tensor)
     with torch.inference_mode():
@@ -50,9 +51,9 @@ def gathered(tensor: Tensor) -> Tensor:
 def _gathered_between_hosts(tensor: DTensor, axis: int) -> Tensor:
     """``full_tensor`` by direct exchange.
 
-    ``DTensor``'s own is what torch calls ALLGATHER_COALESCED, and both threads of a gloo group write the name of what
-    they did last to one string without a lock (``ProcessGroupGloo::runLoop``, torch 2.13). Names of up to 15 letters
-    fit into the string itself; longer ones are freed twice now and then, which crashes the process.
+    ``DTensor``'s own runs as ALLGATHER_COALESCED, and both threads of a gloo group write the name of their last
+    operation to one string without a lock (``ProcessGroupGloo::runLoop``, torch 2.13). Names of up to 15 letters fit
+    into the string itself; longer ones are now and then freed twice, which crashes the process.
     """
     mesh, shard = tensor.device_mesh, local(tensor)
     each = -(-tensor.shape[0] // mesh.size(axis))
@@ -126,14 +127,14 @@ def _gathered_together(tensors: Sequence[DTensor], axis: int) -> dict[int, Tenso
 
 
 def _sharded_axis(tensor: DTensor) -> int | None:
-    """The dimension of the mesh whose ranks share out ``tensor``'s rows; ``None`` where it is not replicated along all
-    others, as what the engine makes is."""
+    """The dimension of the mesh along which ``tensor``'s rows are split; ``None`` unless it is replicated along all
+    others, as every tensor of the engine is."""
     axes = [i for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return axes[0] if len(axes) == 1 and tensor.placements[axes[0]].is_shard(0) else None
 
 
 class _Up(torch.autograd.Function):
-    """A host tensor's copy on the device; the gradient comes down when it can be added to others."""
+    """A host tensor's copy on the device; its gradient is copied back to the host."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, device: torch.device) -> Tensor:
@@ -143,12 +144,13 @@ class _Up(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
-        _finish_copies(grad.device)  # of reduced gradients to the memory that this one is added to
+        # Autograd adds the result to .grad on the CPU, which must not overtake queued copies into that memory.
+        _finish_copies(grad.device)
         return grad.to(ctx.origin), None
 
 
 def on_mesh(tensor: DTensor) -> DTensor:
-    """``tensor`` with its shard on the device that its ranks exchange over: a copy if it lies in host memory."""
+    """``tensor`` with its shard on its mesh's device, where collectives run: a copy if the shard is in host memory."""
     return _brought_up(tensor) if is_off_mesh(tensor) else tensor
 
 
@@ -165,7 +167,7 @@ def is_off_mesh(tensor: Tensor) -> bool:
 
 
 def mesh_device(tensor: Tensor) -> torch.device:
-    """Where this rank finds what it gathers of ``tensor``."""
+    """The device on which this rank gathers ``tensor``."""
     if not is_off_mesh(tensor):
         return local(tensor).device
     kind = tensor.device_mesh.device_type  # type: ignore[attr-defined]
@@ -173,7 +175,8 @@ def mesh_device(tensor: Tensor) -> torch.device:
 
 
 def before_host_write(tensor: Tensor) -> None:
-    """Waits for copies out of a host shard that are queued on the device, because its values are about to change."""
+    """Waits for queued copies from a host shard to the device: call it before the shard's values change, or those
+    copies would read the new ones."""
     if is_off_mesh(tensor):
         _finish_copies(mesh_device(tensor))
 
@@ -185,9 +188,9 @@ def _finish_copies(device: torch.device) -> None:
 
 @torch.no_grad()
 def gathered_on_rank_0(tensor: Tensor) -> Tensor | None:
-    """As :func:`gathered` on rank 0; ``None`` on the others, which send their rows and hold nothing else (collective).
+    """As :func:`gathered` on rank 0; ``None`` on the others, which only send their rows (collective).
 
-    Straight from the shards into the result: an all-gather over gloo needs room for the result twice on every rank.
+    Rows are received directly in the result: an all-gather over gloo needs room for the result twice on every rank.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach() if dist.get_rank() == 0 else None
@@ -196,7 +199,7 @@ def gathered_on_rank_0(tensor: Tensor) -> Tensor | None:
     assert axis is not None
     assert coordinate is not None
     if any(at for i, at in enumerate(coordinate) if i != axis):
-        return None  # a replica; the shards of the first one are enough
+        return None  # a further replica; the shards of the first are sent
     group, each = mesh.get_group(axis), -(-tensor.shape[0] // mesh.size(axis))
     if coordinate[axis]:
         if shard.numel():
@@ -218,41 +221,40 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a ``DTensor``, sharing its memory; other tensors as they are.
-
-    ``_local_tensor`` is private; the public ``to_local()`` is recorded by autograd and ten times slower.
-    """
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    """This rank's shard of a ``DTensor``, sharing its memory; other tensors as they are."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def shard_like(value: Tensor, like: DTensor) -> DTensor:
-    """This rank's rows of ``value``, which all ranks have alike, laid out as ``like``; only they are copied."""
+def shard_like(value: Tensor, like: DTensor, dtype: torch.dtype | None = None) -> DTensor:
+    """This rank's rows of ``value``, which all ranks have alike, laid out as ``like`` and of its dtype, or another
+    one; only they are copied."""
     shard = local(like)
     value = value.detach()
     if value.shape != like.shape:
         value = value.expand(like.shape)
     start, length = rows_of(like)
-    mine = torch.empty_like(shard)
+    mine = torch.empty_like(shard, dtype=dtype or shard.dtype)
     if length:
         mine.copy_(value.narrow(0, start, length))
     return as_shard(mine, like)
 
 
 def as_shard(part: Tensor, like: DTensor) -> DTensor:
-    """``part`` itself as this rank's shard of a tensor laid out as ``like``, wherever it lies."""
+    """``part`` itself, not a copy, as this rank's shard of a tensor laid out as ``like``; it stays on its device."""
     if part.device.type == like.device_mesh.device_type:
         return DTensor.from_local(
             part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), DisableTorchFunction():
         sharded = torch.empty_like(like, dtype=part.dtype)  # from_local would move the part to the mesh's device
     assert isinstance(sharded, DTensor)
-    sharded._local_tensor = part
+    set_local_tensor(sharded, part)
     return sharded
 
 
 def rows_of(tensor: DTensor) -> tuple[int, int]:
-    """The first row of dim 0 that this rank holds, and how many: ``ceil(rows / N)`` each, the last ranks fewer."""
+    """The first row of dim 0 that this rank holds, and the number of its rows: ``ceil(rows / N)``, the last ranks
+    fewer."""
     start, length = 0, tensor.shape[0]
     for mesh_dim, placement in enumerate(tensor.placements):
         if placement.is_shard(0):

@@ -21,6 +21,7 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.gradients import clamp, scale_to_norm, sum_of_squares
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.precision import DtypePolicy
+from lightning_zero.private.torch import DisableTorchFunction, has_accumulation_hooks, own_parameters, version_of
 
 CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
     # setting -> engine -> the values it takes
@@ -47,6 +48,10 @@ LIMITS: dict[str, dict[str, str]] = {
             "masters and states are in memory one flat at a time"
             " (DeepSpeed issue 8461; deepspeed/runtime/swap_tensor/partitioned_optimizer_swapper.py); offload='cpu' and"
             " fsdp2 do it"
+        ),
+        "optimizers around another optimizer (Lookahead, SAM)": (
+            "states lie in flats, one optimizer's for each parameter"
+            " (deepspeed/runtime/zero/stage_1_and_2.py, initialize_optimizer_states); fsdp2 does it"
         ),
         "precision='64-true'": (
             "masters are fp32 (deepspeed/runtime/base_optimizer.py, _configure_master_weights); fsdp2 does it"
@@ -80,7 +85,7 @@ def require(setting: str, value: Any, engine: str) -> None:
 
 def refuse_late_hooks(parameters: Mapping[str, Any]) -> None:
     """Raises ``ValueError`` for a hook of the user's that needs complete whole gradients."""
-    late = [name for name, p in parameters.items() if getattr(p, "_post_accumulate_grad_hooks", None)]
+    late = [name for name, p in parameters.items() if has_accumulation_hooks(p)]
     if late:
         raise ValueError(
             f"parameter {late[0]!r} has a post-accumulate-grad hook, which would see a gradient that is never"
@@ -117,11 +122,11 @@ def register(module: nn.Module, instead: Mapping[Any, nn.Parameter]) -> Places:
     places = [
         (each, name, p)
         for each in module.modules()
-        for name, p in dict(each._parameters).items()
+        for name, p in dict(own_parameters(each)).items()
         if p is not None and p in instead
     ]
     for each, name, p in places:
-        each._parameters[name] = instead[p]
+        own_parameters(each)[name] = instead[p]
     return places
 
 
@@ -218,7 +223,7 @@ class Engine(ABC):
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Scales all gradients of ``optimizer`` so that their joint 2-norm is at most ``max_norm``; returns the norm
         before, 0-dim."""
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             shards, wholes = self.gradients(optimizer)
             home = self.shards_device
             squared = sum_of_squares(shards, home)
@@ -232,7 +237,7 @@ class Engine(ABC):
 
     def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
         """Limits every gradient element of ``optimizer`` to ``[-clip_value, clip_value]``."""
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             shards, wholes = self.gradients(optimizer)
             clamp([*shards, *wholes], clip_value)
 
@@ -263,27 +268,27 @@ class Engine(ABC):
                 done[id(tensor)] = placeholder(tensor) if value is None else value.cpu()
             return done[id(tensor)]
 
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             return map_tensors(one, state)
 
     @contextmanager
     def full_parameters(self, modify: bool = False) -> Iterator[None]:
         """The module holds whole plain parameters of its own dtype; with ``modify``, rank 0's become everybody's."""
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             self.reshard()
             whole = self.whole_parameters()
-            versions = {p: w._version for p, w in whole.items()}
+            versions = {p: version_of(w) for p, w in whole.items()}
             places = register(self.module, whole)
         try:
             with self.whole_on_module():
                 yield
         finally:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
+            with torch.no_grad(), DisableTorchFunction():
                 for module, name, p in places:
-                    module._parameters[name] = p
+                    own_parameters(module)[name] = p
                 if modify:
                     self.store_whole(whole)
-        if not modify and any(w._version != versions[p] for p, w in whole.items()):
+        if not modify and any(version_of(w) != versions[p] for p, w in whole.items()):
             raise RuntimeError(
                 "full_parameters(module): parameters were written to, and what was written is lost: use"
                 " full_parameters(module, modify=True)."

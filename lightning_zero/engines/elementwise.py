@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.engines import torch_optim
+from lightning_zero.private import torch_optim
+from lightning_zero.private.torch import DisableTorchFunction
 
 KNOWN_ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -56,7 +57,7 @@ def keys_beside_elements(optimizer: Optimizer) -> frozenset[str]:
     """
     if type(optimizer) in KNOWN_ELEMENTWISE:
         return frozenset()
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         p = torch.ones(5, requires_grad=True)
         p.grad = torch.ones(5)
         try:

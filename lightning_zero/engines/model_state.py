@@ -1,10 +1,10 @@
-"""What a rank holds of the model's state, counted tensor by tensor, and where it lies.
+"""Bytes of the model's state on a rank, counted tensor by tensor, by kind and place.
 
-[Kinds] *parameters* with their master weights and gathered copies, *gradients*, *optimizer* states.
+[Kinds] *parameters* with their master weights and gathered buffers, *gradients*, *optimizer* states.
 
 [Places] *device*, *host* memory, *disk*. On a CPU-only machine device and host are the same memory; there a tensor is
-counted where its owner would keep it on an accelerator: the shards of ``offload="cpu"`` on the host, gathered copies on
-the device.
+counted in the place that it would have with an accelerator: the shards of ``offload="cpu"`` on the host, gathered
+buffers on the device.
 
 *Whole* bytes are those of the tensor as DDP holds it on every rank, *here* those of this rank's part.
 """
@@ -45,11 +45,11 @@ class ModelState:
         self.add_bytes(kind, part.numel() * part.element_size(), place)
 
     def add_bytes(self, kind: str, nbytes: int, place: str) -> None:
-        """Counts what is only here: copies, files."""
+        """Counts bytes that this rank holds beside its parts: buffers, files."""
         self.here[kind][place] += nbytes
 
     def held(self, kind: str) -> int:
-        """Bytes of ``kind`` here, wherever they lie."""
+        """Bytes of ``kind`` on this rank, in all places."""
         return sum(self.here[kind].values())
 
     def at(self, place: str) -> int:
@@ -58,7 +58,7 @@ class ModelState:
 
 
 def plain_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> ModelState:
-    """Of a module that no engine has sharded, on one device."""
+    """The state of a module that no engine has sharded, on one device."""
     state = ModelState()
     for p in module.parameters():
         state.add("parameters", p, "device")
@@ -72,12 +72,12 @@ def plain_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> ModelStat
 def states_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
     """Every tensor in the optimizers' states, with the parameter it belongs to; shards where they are shards."""
     for optimizer in optimizers:
-        for p, state in getattr(optimizer, "_optimizer", optimizer).state.items():
+        for p, state in optimizer.state.items():
             yield from ((p, value) for value in state.values() if isinstance(value, Tensor))
 
 
 def place_of(tensor: Tensor, device: torch.device, shards_on_host: bool) -> str:
-    """Where ``tensor`` lies, on a machine without accelerator by ownership (see the module's text)."""
+    """The place of ``tensor``; on a CPU-only machine the one it would have with an accelerator (see the module)."""
     if device.type == "cpu":
         return "host" if shards_on_host and isinstance(tensor, DTensor) else "device"
     return "host" if local(tensor).device.type == "cpu" else "device"

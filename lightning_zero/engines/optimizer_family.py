@@ -7,6 +7,7 @@ own. Whoever hands an optimizer other tensors for a while has to exchange them i
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,6 +27,13 @@ def family(optimizer: Optimizer) -> list[Optimizer]:
             if name not in _PUBLIC:
                 members += [found for found in _optimizers(value, _DEPTH) if not any(found is m for m in members)]
     return members
+
+
+def own_methods(optimizer: Optimizer) -> list[str]:
+    """Public methods that its class adds to PyTorch's, such as ``eval`` and ``train`` of a schedule-free one."""
+    classes = [c for c in type(optimizer).__mro__ if issubclass(c, Optimizer) and c is not Optimizer]
+    found = {name for c in classes for name, value in vars(c).items() if inspect.isfunction(value)}
+    return sorted(name for name in found if not name.startswith("_") and not hasattr(Optimizer, name))
 
 
 def _optimizers(value: Any, depth: int) -> Iterator[Any]:

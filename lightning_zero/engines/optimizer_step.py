@@ -39,9 +39,10 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.shards import as_shard, gathered, gathered_each, local, mesh_device, rows_of, shard_like
-from lightning_zero.engines import torch_optim
 from lightning_zero.engines.elementwise import is_elementwise, is_known, keys_beside_elements
 from lightning_zero.engines.optimizer_family import exchange, family, states
+from lightning_zero.private import torch_optim
+from lightning_zero.private.torch import DisableTorchFunction, version_of
 
 
 class ShardedStep:
@@ -87,23 +88,7 @@ class ShardedStep:
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """One ``optimizer.step``. ``closure`` is evaluated first where the optimizer steps on shards, else it is the
         optimizer's to call."""
-        # else hooks for all optimizers are also those of the inner ones
-        alone = is_known(self.optimizer) or len(family(self.optimizer)) == 1
-        before, after = torch_optim.step_hooks(self.optimizer, with_global=alone)
-        if not before and not after:
-            return self._step(closure, **kwargs)
-        args: tuple[Any, ...] = (self.optimizer,)
-        kwargs = {"closure": closure, **kwargs}
-        self.before()
-        for hook in before:
-            changed = hook(self.optimizer, args, kwargs)
-            if changed is not None:
-                args, kwargs = changed
-        with torch_optim.without_step_hooks(self.optimizer, with_global=alone):
-            result = self._step(*args[1:], **kwargs)
-        for hook in after:
-            hook(self.optimizer, args, kwargs)
-        return result
+        return between_hooks(self.optimizer, self._step, self.before, closure, **kwargs)
 
     def _step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         takes_closure = "closure" in inspect.signature(type(self.optimizer).step).parameters
@@ -114,18 +99,18 @@ class ShardedStep:
                 with torch.enable_grad():
                     loss = closure()
             plain = self.elementwise or computes
-            quiet = torch._C.DisableTorchFunction() if plain else nullcontext()
+            quiet = DisableTorchFunction() if plain else nullcontext()
             with self.stand_ins(), quiet:
                 result = self.optimizer.step(**kwargs)
             return loss if result is None else result
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             swap = _WholeSwap(self)
         touch = _FirstTouch(swap)
         try:
             with touch.watching():
                 return self.optimizer.step(closure=swap.around(closure, touch), **kwargs)
         finally:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 swap.undo()
 
     @contextmanager
@@ -135,16 +120,17 @@ class ShardedStep:
         Args:
             on_shards: Local shards (``True``) or whole tensors (``False``); by default what the optimizer needs.
         """
-        on_shards = self.elementwise if on_shards is None else on_shards
-        with torch._C.DisableTorchFunction():  # our own work on shards needs no translation for user code
+        if on_shards is None:  # hooks that run inside, as under a loss scaler, look at whole tensors
+            on_shards = self.elementwise and not any(torch_optim.step_hooks(self.optimizer))
+        with DisableTorchFunction():  # our own work on shards needs no translation for user code
             swap = (_LocalSwap if on_shards else _WholeSwap)(self)
         try:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 swap.fill()
             with _fused(self.optimizer) if self.fuses and on_shards else nullcontext():
                 yield swap
         finally:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 swap.undo()
 
     def whole_parameter(self, p: DTensor) -> nn.Parameter:
@@ -154,7 +140,7 @@ class ShardedStep:
         if p not in self._wholes:
             kind = type(original) if isinstance(original, nn.Parameter) else nn.Parameter
             data = torch.empty(0, dtype=p.dtype, device=mesh_device(p))
-            self._wholes[p] = torch.Tensor._make_subclass(kind, data, p.requires_grad)  # as nn.Parameter makes itself
+            self._wholes[p] = torch_optim.make_parameter(kind, data, p.requires_grad)
         stand_in = self._wholes[p]
         vars(stand_in).update({**(vars(original) if original is not None else {}), **vars(p)})
         return stand_in
@@ -191,10 +177,10 @@ class ShardedStep:
         def lay_out(index: int, key: str, value: Any) -> Any:
             p = self.shards.get(params[index], params[index])
             if isinstance(p, DTensor) and isinstance(value, Tensor) and _is_of_shape(value, p.shape):
-                return shard_like(value, p)
+                return shard_like(value, p, value.dtype)
             return map_tensors(lambda path, t: t.clone(), value)
 
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             per_param = {
                 index: {key: lay_out(index, key, value) for key, value in values.items()}
                 for index, values in state["state"].items()
@@ -224,11 +210,65 @@ class ShardedStep:
         return own or (not is_known(self.optimizer) and len(family(self.optimizer)) > 1)
 
 
+def between_hooks(
+    optimizer: Optimizer, step: Callable[..., Any], before_any: Callable[[], None], closure: Any, **kwargs: Any
+) -> Any:
+    """``step(closure, **kwargs)`` between the step hooks of ``optimizer``, called as PyTorch calls them.
+
+    Args:
+        before_any: Called first where a hook runs before: makes parameters and gradients true for user code. (Hooks
+            that run after come after the step, which has done that.)
+    """
+    # else hooks for all optimizers are also those of the inner ones
+    alone = is_known(optimizer) or len(family(optimizer)) == 1
+    before, after = torch_optim.step_hooks(optimizer, with_global=alone)
+    if not before and not after:
+        return step(closure, **kwargs)
+    args: tuple[Any, ...] = (optimizer,)
+    kwargs = {"closure": closure, **kwargs}
+    if before:
+        before_any()
+    for hook in before:
+        changed = hook(optimizer, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
+    with torch_optim.without_step_hooks(optimizer, with_global=alone):
+        result = step(*args[1:], **kwargs)
+    for hook in after:
+        hook(optimizer, args, kwargs)
+    return result
+
+
+def refuse_sharding(optimizers: Collection[Optimizer]) -> None:
+    """Raises ``ValueError`` for an optimizer that shards its states itself."""
+    for optimizer in optimizers:
+        if any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(optimizer).__mro__):
+            inner = type(getattr(optimizer, "optim", optimizer)).__name__
+            raise ValueError(
+                f"ZeroRedundancyOptimizer shards the states of {inner} by itself, which every ZeRO stage does already:"
+                f" return the {inner} from configure_optimizers."
+            )
+
+
+def whole_state_bytes(optimizers: Collection[Optimizer]) -> int:
+    """What :func:`hand_back` would add on each rank."""
+    values = (
+        value
+        for optimizer in optimizers
+        for state in states(family(optimizer))
+        for entry in state.values()
+        if isinstance(entry, dict)
+        for value in entry.values()
+    )
+    return sum(v.numel() * v.element_size() for v in values if isinstance(v, DTensor))
+
+
 class _Swap(ABC):
     """Replaces the sharded parameters of an optimizer and their states, and brings both back."""
 
     def __init__(self, step: ShardedStep) -> None:
         self.owner, self.optimizer = step, step.optimizer
+        self.elementwise = step.elementwise
         self.knows_all = is_known(self.optimizer)
         """Whether groups and state are all that there is."""
         members = self._members()
@@ -317,7 +357,7 @@ class _LocalSwap(_Swap):
         self.filled = True
         for p, stand_in in self.pairs:
             stand_in.grad = None if p.grad is None else local(p.grad)
-        for p, _, entry in self.entries():
+        for p, _, entry in self.entries() if self.elementwise else ():  # else nobody steps
             for key, value in entry.items():
                 if isinstance(value, DTensor):
                     self.saw(entry, key, value)
@@ -330,6 +370,8 @@ class _LocalSwap(_Swap):
 
     def leave(self, p: DTensor, stand_in: Tensor, key: str, value: Any, seen: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.dim() == 0:
+            return value
+        if not self.elementwise:
             return value
         if value.shape != stand_in.shape or key in self.owner.beside:
             return value
@@ -369,7 +411,7 @@ class _WholeSwap(_Swap):
             self._remember_grads()
 
     def _remember_grads(self) -> None:
-        self._given = {id(s): (s.grad, s.grad._version) for _, s in self.pairs if s.grad is not None}
+        self._given = {id(s): (s.grad, version_of(s.grad)) for _, s in self.pairs if s.grad is not None}
 
     def store(self, p: DTensor, stand_in: Tensor) -> None:
         start, length = rows_of(p)
@@ -378,7 +420,7 @@ class _WholeSwap(_Swap):
         given, version = self._given.get(id(stand_in), (None, 0))
         if grad is None or p.grad is None:
             p.grad = None if grad is None else shard_like(grad.to(p.dtype), p)
-        elif grad is not given or grad._version != version:
+        elif grad is not given or version_of(grad) != version:
             local(p.grad).copy_(grad.detach().narrow(0, start, length))
 
     def leave(self, p: DTensor, stand_in: Tensor, key: str, value: Any, seen: Any) -> Any:
@@ -388,7 +430,7 @@ class _WholeSwap(_Swap):
             start, length = rows_of(seen)
             local(seen).copy_(value.detach().narrow(0, start, length))
             return seen
-        return shard_like(value, p)
+        return shard_like(value, p, value.dtype)
 
     def end(self, stand_in: Tensor) -> None:
         stand_in.grad = None
@@ -400,12 +442,12 @@ class _WholeSwap(_Swap):
         def evaluate() -> Any:
             touch.end()
             filled = self.filled
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with DisableTorchFunction(), torch.no_grad():
                 for p, stand_in in self.pairs if filled else ():
                     self.store(p, stand_in)
                 self.release(with_states=not filled)
             loss = closure()
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with DisableTorchFunction(), torch.no_grad():
                 self.hold(with_states=not filled)
                 if filled:
                     self._refill()
@@ -448,7 +490,7 @@ class _FirstTouch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.swap.filled and self._depth:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self.swap.owner.before()
                 self.swap.fill()
         return func(*args, **(kwargs or {}))
@@ -456,7 +498,7 @@ class _FirstTouch(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         self.__enter__()
-        self._depth = torch._C._len_torch_function_stack()
+        self._depth = torch_optim.num_function_modes()
         try:
             yield
         finally:
@@ -464,14 +506,15 @@ class _FirstTouch(TorchFunctionMode):
 
     def end(self) -> None:
         """User code runs without it. What an optimizer has entered above it stays, and so does this one below."""
-        if self._depth == torch._C._len_torch_function_stack():
+        if self._depth and self._depth == torch_optim.num_function_modes():
             self.__exit__(None, None, None)
             self._depth = 0
 
 
 def _is_of_shape(value: Tensor, shape: torch.Size) -> bool:
     """Whether each rank can keep its rows of ``value``: a plain whole tensor of its parameter's shape."""
-    plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+    # A subclass made of other tensors (DTensor, torchao's 8 bits) is no array of elements that rows could be cut from
+    plain = not hasattr(type(value), "__tensor_flatten__") and value.layout == torch.strided
     return plain and value.dim() > 0 and value.shape == shape
 
 

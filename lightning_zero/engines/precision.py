@@ -1,4 +1,4 @@
-"""What a precision means for parameters, reductions and master weights, and Lightning's plugins on shards.
+"""The dtypes of parameters, reductions and master weights at each precision, and Lightning's plugins on shards.
 
 | ``Trainer(precision=...)`` | stored (master) weights | gathered for compute | gradients reduced in | autocast |
 |---|---|---|---|---|
@@ -7,8 +7,8 @@
 | ``bf16-true`` / ``16-true`` | bf16 / fp16 | bf16 / fp16 | bf16 / fp16 | – |
 | ``bf16-mixed`` / ``16-mixed`` | fp32 | bf16 / fp16 | fp32 | bf16 / fp16 |
 
-Lightning picks its precision plugin by ``isinstance`` on its own strategies; :func:`adapt_precision` turns what it
-picked for us into the plugin of the same name that clips, unscales and steps on shards.
+Lightning picks its precision plugin by ``isinstance`` on its own strategies; :func:`adapt_precision` replaces the
+picked one by our counterpart, which clips, unscales and steps on shards.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_zero.private.lightning import after_closure
+from lightning_zero.private.torch import found_inf, loss_scale, set_found_inf, set_loss_scale_on
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -42,7 +45,7 @@ class DtypePolicy:
 
 
 class StepsOnShards(Protocol):
-    """What the plugins need of an engine."""
+    """The part of an engine that the plugins use."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any: ...
     def reshard(self) -> None: ...
@@ -62,13 +65,13 @@ class _OnShards(Precision):
     ) -> Any:
         if self.engine is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        return self.engine.step(optimizer, partial(self._wrap_closure, model, optimizer, closure), **kwargs)
+        return self.engine.step(optimizer, partial(self._run_closure, model, optimizer, closure), **kwargs)
 
-    def _wrap_closure(self, model: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
+    def _run_closure(self, model: Any, optimizer: Any, closure: Callable[[], Any]) -> Any:
         result = closure()
         if self.engine is not None:
             self.engine.reshard()  # a step that returned None has left its units gathered
-        self._after_closure(model, optimizer)
+        after_closure(self, model, optimizer)
         return result
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -118,7 +121,7 @@ class ZeroMixedPrecision(_OnShards, MixedPrecision):
         skip = result is None and model.automatic_optimization  # no backward ran, nothing to unscale
         if not skip:
             self.unscale(optimizer)
-        self._after_closure(model, optimizer)
+        after_closure(self, model, optimizer)
         if skip:
             return result
         with self.engine.stand_ins(optimizer):
@@ -127,33 +130,32 @@ class ZeroMixedPrecision(_OnShards, MixedPrecision):
         return result
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divides the local gradients by the loss scale and lets all ranks know of an overflow on any."""
+        """Divides the local gradients by the loss scale; all ranks learn of an overflow on any rank."""
         assert self.scaler is not None
         assert self.engine is not None
         with self.engine.stand_ins(optimizer, on_shards=True):
             self.scaler.unscale_(optimizer)
-        # Private: GradScaler offers no way to add other ranks' findings (FSDP1's ShardedGradScaler does the same).
-        state = self.scaler._per_optimizer_states[id(optimizer)]
-        for found_inf in state["found_inf_per_device"].values():
-            self.engine.any_rank(found_inf)
-        scale = self.scaler._scale
+        found = found_inf(self.scaler, optimizer)
+        for flag in found.values():
+            self.engine.any_rank(flag)
+        scale = loss_scale(self.scaler)
         if scale is not None and scale.device.type == "cpu":
-            # The scaler would copy them without waiting, and the CPU would read too early.
-            state["found_inf_per_device"] = {
-                device: found_inf.to(scale.device) for device, found_inf in state["found_inf_per_device"].items()
-            }
+            # The scaler would copy the flags to the host without waiting, and the CPU would read them too early.
+            on_host = {device: flag.to(scale.device) for device, flag in found.items()}
+            set_found_inf(self.scaler, optimizer, on_host)
 
     def scale_on_host(self) -> None:
-        """With gradients in host memory: the loss scale lies there too, so that unscaling never waits for the device.
+        """Puts the loss scale into host memory, for gradients that are there: unscaling never waits for the device.
 
-        Private: the scale is else made where the first loss lies. Its copies from the device to the host are not waited
-        for before the CPU's kernels read them; the other way the stream keeps the order.
+        By default the scaler makes it on the first loss's device, and copies it to the host without waiting: the CPU's
+        kernels could read it too early. Copies from the host to the device are ordered by the stream.
         """
-        if self.scaler is not None and self.scaler._scale is None:
-            self.scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        if self.scaler is not None and loss_scale(self.scaler) is None:
+            set_loss_scale_on(self.scaler, torch.device("cpu"))
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: Lightning would file the scaler under our class's name, where DDP does not look for it."""
+        """Empty: Lightning would store the scaler under our class's name, which DDP does not know. See
+        :meth:`on_save_checkpoint`."""
         return {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Which modules are gathered together: the shard units of a module, chosen from the module itself.
 
 A *unit* is a module whose parameters are gathered by one collective before its ``forward`` and reduced by one after
-its backward. What no unit takes belongs to the *root* unit, which is gathered for the whole step. Parameters that
+its backward. Parameters outside all units belong to the *root* unit, which is gathered for the whole step. Those that
 ``fully_shard`` cannot split (0-dim, empty, non-contiguous, of another dtype than their unit's) are *replicated*:
 whole on every rank, their gradients averaged as under DDP.
 """
@@ -27,7 +27,7 @@ class Unit:
     """One group of parameters that travel together."""
 
     name: str
-    """Name of the module in the LightningModule; ``"(root)"`` for what no other unit takes."""
+    """Name of the module in the LightningModule; ``"(root)"`` for the unit of all other parameters."""
     module: nn.Module
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     """Sharded parameters by full name."""
@@ -43,7 +43,7 @@ class Unit:
 
 @dataclass
 class UnitPlan:
-    """Every parameter of a module has exactly one place: a unit of ``units`` or ``replicated``."""
+    """Every parameter of a module stands exactly once: in a unit of ``units`` or in ``replicated``."""
 
     units: list[Unit]
     """Inner units before the ones around them; the root last, present even when it holds nothing."""
@@ -109,7 +109,7 @@ def plan_units(
 
 
 def _automatic(module: nn.Module, min_unit_numel: int) -> Iterator[nn.Module]:
-    """Repeated blocks: what Hugging Face models name in ``_no_split_modules``, and the children of lists."""
+    """Repeated blocks: classes that Hugging Face models list in ``_no_split_modules``, and the children of lists."""
     no_split = {name for m in module.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
     seen: set[nn.Module] = set()
 
@@ -143,7 +143,8 @@ def _has_stack(module: nn.Module) -> bool:
 
 
 def _has_own_methods(module: nn.Module) -> bool:
-    """Whether the class offers public methods beside ``forward``: it may then be used around the unit's hooks."""
+    """Whether the class has public methods beside ``forward``: called directly, they bypass the unit's hooks, and its
+    parameters would not be gathered."""
     for cls in type(module).__mro__:
         if cls.__module__.split(".")[0] == "torch":
             return False
@@ -174,7 +175,7 @@ def _matching(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """A wildcard stays within one level, as in file names: ``blocks.*`` is the blocks, not what is inside them."""
+    """A wildcard stays within one level, as in file names: ``blocks.*`` is the blocks, not the modules inside them."""
     levels, wanted = name.split("."), pattern.split(".")
     return len(levels) == len(wanted) and all(map(fnmatchcase, levels, wanted))
 
@@ -207,7 +208,8 @@ def _owners(module: nn.Module, chosen: set[nn.Module]) -> dict[nn.Parameter, set
 
 
 def _shares_parameters(unit: nn.Module, owners: dict[nn.Parameter, set[nn.Module | None]]) -> bool:
-    """A tied parameter belongs to the lowest unit around all its users, so users below that are no units."""
+    """Whether ``unit`` is one of several units that use a tied parameter: it then cannot be a unit, and the parameter
+    belongs to the innermost unit around all its users."""
     return any(len(users) > 1 and unit in users for users in owners.values())
 
 

@@ -1,1 +1,1 @@
-"""Who starts the ranks, what they agree on between steps, and how a run that was ended goes on."""
+"""Starting and ending ranks, their agreement between steps, and restarting a run that was ended."""

@@ -1,4 +1,4 @@
-"""What the outside launchers (torchrun, srun, mpirun) say about a run's ranks, checked against the Trainer."""
+"""The ranks that an outside launcher (torchrun, srun, mpirun) has started, checked against the Trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "HYDRA_JOB
 
 
 class MpiEnvironment(ClusterEnvironment):
-    """Ranks started by ``mpirun`` (Open MPI, MPICH, Intel MPI), read from what it sets; ``mpi4py`` is not needed."""
+    """Ranks started by ``mpirun`` (Open MPI, MPICH, Intel MPI), read from its variables; ``mpi4py`` is not needed."""
 
     def __init__(self) -> None:
         names = _mpi_names()
@@ -84,14 +84,14 @@ def adapt_environment(environment: ClusterEnvironment | None) -> ClusterEnvironm
 
 
 def check_world(environment: Any, devices: int, num_nodes: int) -> None:
-    """Raises unless the ranks that exist are those that the Trainer counts on.
+    """Raises unless as many ranks exist as the Trainer expects.
 
     Raises:
-        ValueError: Naming who started how many ranks, and what to change.
+        ValueError: Naming the launcher, the number of ranks it has started, and the setting to change.
     """
+    wanted = devices * num_nodes
     if not environment.creates_processes_externally:
         return
-    wanted = devices * num_nodes
     if isinstance(environment, SLURMEnvironment):
         _check_slurm(devices, num_nodes)
         return
@@ -102,6 +102,7 @@ def check_world(environment: Any, devices: int, num_nodes: int) -> None:
         found, per_node = environment.world_size(), environment._local_size
         who, options = "mpirun", f"-n {wanted} with {devices} on each host"
     else:
+        _check_variables(wanted, devices, environment)
         return
     if found != wanted or per_node != devices:
         raise ValueError(
@@ -109,6 +110,20 @@ def check_world(environment: Any, devices: int, num_nodes: int) -> None:
             f" num_nodes={num_nodes}: use devices={per_node} and num_nodes={max(found // per_node, 1)}, or {who}"
             f" {options}."
         )
+
+
+def _check_variables(wanted: int, devices: int, environment: Any) -> None:
+    """Ranks that were started by hand, by variables alone."""
+    rank = environment.node_rank() * devices + environment.local_rank()
+    for name, expected in (("WORLD_SIZE", wanted), ("RANK", rank)):
+        found = os.environ.get(name)
+        if found is not None and found != str(expected):
+            here = f"LOCAL_RANK={environment.local_rank()} and NODE_RANK={environment.node_rank()}"
+            raise ValueError(
+                f"{name}={found} in the environment, but devices={devices} on {wanted // devices} nodes with {here}"
+                f" make {name}={expected}: correct or unset it. With LOCAL_RANK unset as well, the ranks of this"
+                " machine are started for you."
+            )
 
 
 def _check_slurm(devices: int, num_nodes: int) -> None:

@@ -2,8 +2,8 @@
 
 A rank must not parse the command line again: under ``--multirun`` that is a sweep, and even without, clocks, files and
 random resolvers would answer differently. So it gets the job's own config, through ``--experimental-rerun``, Hydra's
-option for running a pickled job again. Hydra tells a job its folder and its overrides, not its config; that is read
-from the frame of ``hydra.core.utils.run_job``, and ``tests/integration/test_multirun.py`` tells when it moves.
+option for running a pickled job again. Hydra tells a job its folder and its overrides, not its config:
+``private.hydra`` reads it from the frame of Hydra's own function.
 """
 
 from __future__ import annotations
@@ -12,64 +12,51 @@ import contextlib
 import copy
 import pickle
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
+
+from lightning_zero.private.hydra import running_job
 
 _FOREIGN_MAINS = ("joblib", "submitit", "multiprocessing", "ray")
 """Packages whose worker processes run a job that another program has defined."""
 
 
-def job_command(command: list[str], folder: Path) -> list[str]:
-    """``command`` with arguments that make it run the current job, whose config is written into ``folder``."""
+def job_command(command: list[str], folder: Path, words: Sequence[str] = ()) -> list[str]:
+    """``command`` with arguments that make it run the current job, whose config is written into ``folder``; ``words``
+    stand before Hydra's own arguments."""
     from hydra.core.hydra_config import HydraConfig
 
-    frame = _job_frame()
-    if frame is None:  # the job has started a thread for its run: nearest is to compose the config again
+    job = running_job()
+    if job is None:  # the job has started a thread for its run: nearest is to compose the config again
         hydra = HydraConfig.get()
         return [
             *command,
-            *_leading_words(),
+            *words,
             *hydra.overrides.task,
             f"hydra.run.dir='{hydra.runtime.output_dir}'",
             "hydra.output_subdir=null",
             "hydra.mode=RUN",
         ]
-    config = _for_another_process(frame.f_locals["task_cfg"], frame.f_locals["config"].hydra)
+    config = _for_another_process(job.task, job.config.hydra)
     path = folder / "job.pickle"
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name.split(".")[0] in _FOREIGN_MAINS:
         import cloudpickle  # brought along by the launcher that has started this process
 
-        path.write_bytes(cloudpickle.dumps((frame.f_locals["task_function"], config)))
+        path.write_bytes(cloudpickle.dumps((job.function, config)))
         return [sys.executable, "-m", __name__, str(path)]
     path.write_bytes(_pickled(config))
-    return [*command, *_leading_words(), "--experimental-rerun", str(path)]
-
-
-def _leading_words() -> list[str]:
-    from lightning_zero.launch import launcher
-
-    return launcher.program_arguments
-
-
-def _job_frame() -> FrameType | None:
-    """The innermost call of Hydra's ``run_job`` that this thread is in."""
-    from hydra.core.utils import run_job
-
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not run_job.__code__:
-        frame = frame.f_back
-    return frame
+    return [*command, *words, "--experimental-rerun", str(path)]
 
 
 def _for_another_process(task: Any, hydra: Any) -> Any:
-    """A copy whose interpolations have been answered here, and whose logging goes to the console alone."""
+    """A copy whose interpolations are resolved in this process, and whose logging goes to the console alone."""
     from omegaconf import OmegaConf, open_dict, read_write
     from omegaconf.errors import OmegaConfBaseException
 
     with contextlib.suppress(OmegaConfBaseException):
-        OmegaConf.to_container(task, resolve=True)  # what is asked for the first time now, rank 0 will find answered
+        OmegaConf.to_container(task, resolve=True)  # resolvers that cache answer rank 0 later as they answer here
     config = copy.deepcopy(task)
     with open_dict(config):
         config.hydra = copy.deepcopy(hydra)

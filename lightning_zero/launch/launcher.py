@@ -9,8 +9,8 @@
 - *spawn*, *fork*: all ranks are children of this process, which gets weights, metrics and predictions back. For
   programs that cannot be executed again: a notebook, pytest, ``python -c``.
 
-[Session] What *popen* started, from the first run of a script (or of a Hydra job) to its end: a process group, child
-processes, variables in the environment, a temporary folder. ``end_session`` takes all of it back.
+The ranks of *popen* are a :mod:`~lightning_zero.launch.session`; runs that fail are the subject of
+:mod:`~lightning_zero.launch.failure`.
 """
 
 from __future__ import annotations
@@ -18,46 +18,54 @@ from __future__ import annotations
 import atexit
 import contextlib
 import inspect
-import json
 import os
+import pickle
 import shutil
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.util import get_temp_dir
-from pathlib import Path
 from typing import Any
 
+import fsspec
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot, _MultiProcessingLauncher
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.rendezvous import rendezvous
 
-from lightning_zero.launch import restart, supervisor
+from lightning_zero.launch import failure, rendezvous, restart, supervisor, tracebacks
 from lightning_zero.launch.environment import adapt_environment, check_world
+from lightning_zero.launch.interrupt import leave_at_once, set_starting
+from lightning_zero.launch.session import (
+    ERROR_FILE,
+    GRACE_SECONDS,
+    RankLost,
+    current,
+    end_session,
+    hydra_output_dir,
+    ready_file,
+    start_session,
+)
 from lightning_zero.launch.step_sync import listen_early, sync_steps
-
-_CHILD = "LIGHTNING_ZERO_ERROR_FILE"
-"""Set in ranks that a supervisor started: where they write what made them fail."""
-_READY = ".ready"
-_GRACE_SECONDS = {"clean": 60.0, "failed": 3.0, "preempted": 20.0}
-"""How long rank 0's end leaves the others to end by themselves."""
-_START_LIMIT = timedelta(seconds=300)
-"""The least time that ranks have to find each other: importing on a busy file system takes minutes."""
-_SET_FOR_RANKS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+from lightning_zero.private.check import check
+from lightning_zero.private.lightning import (
+    LIGHTNING,
+    Collector,
+    GlobalStateSnapshot,
+    Launcher,
+    SubprocessScriptLauncher,
+    backend_of,
+    choose_port_again,
+    set_launcher,
+    set_num_threads_if_needed,
+    timeout_of,
+)
+from lightning_zero.private.torch import abort_process_groups
 
 program_arguments: list[str] = []
 """What stands on the command line before Hydra's own arguments, if this program has such words."""
@@ -80,151 +88,13 @@ def choose_start_method(method: str) -> str:
 # -- popen -----------------------------------------------------------------------------------------------------------
 
 
-class _Session:
-    """The ranks that this process, rank 0 of its machine, has started."""
-
-    def __init__(self, environment: Any, num_processes: int, num_nodes: int, log_folder: str | None) -> None:
-        self.job = _hydra_output_dir()
-        self.owner = os.getpid()
-        self._before = {name: os.environ.get(name) for name in _SET_FOR_RANKS}
-        os.environ.update(
-            MASTER_ADDR=environment.main_address,
-            MASTER_PORT=str(environment.main_port),
-            NODE_RANK=str(environment.node_rank()),
-            LOCAL_RANK="0",
-            WORLD_SIZE=str(num_processes * num_nodes),
-        )
-        self._folder = tempfile.mkdtemp(prefix="lightning_zero-")
-        self._logs = log_folder or (os.path.join(self.job, "ranks") if self.job else None)
-        self._answers: list[dict[str, Any]] = []
-        self._has_ended = threading.Event()
-        self._copies: list[_Copy] = []
-        self._errors: list[str] = []
-        first = environment.node_rank() * num_processes
-        try:
-            self._supervisor = self._start(num_processes, first)
-        except BaseException:
-            self._give_back()
-            raise
-        atexit.register(self._at_exit)
-
-    def _start(self, num_processes: int, first: int) -> subprocess.Popen[bytes]:
-        command, more_env = _program(Path(self._folder))
-        if self._logs:
-            Path(self._logs).mkdir(parents=True, exist_ok=True)
-            self._copies = [_Copy(name, os.path.join(self._logs, f"rank{first}.log")) for name in ("stdout", "stderr")]
-        ranks = []
-        for local_rank in range(1, num_processes):
-            rank = first + local_rank
-            errors = os.path.join(self._folder, f"error{rank}.json")
-            self._errors.append(errors)
-            env = {**os.environ, **more_env, "LOCAL_RANK": str(local_rank), _CHILD: errors}
-            log = os.path.join(self._logs, f"rank{rank}.log") if self._logs else None
-            spec = {"rank": rank, "command": command, "env": env, "log": log, "errors": errors}
-            ranks.append({**spec, "ready": str(Path(errors).with_suffix(_READY))})
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        stdout = os.dup(1)
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", supervisor.__file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=[stdout],
-                start_new_session=True,  # Ctrl-C is rank 0's alone
-            )
-        finally:
-            os.close(stdout)
-        plan = {"ranks": ranks, "cwd": os.getcwd(), "folder": self._folder, "stdout": stdout, "scratch": get_temp_dir()}
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(plan).encode() + b"\n")
-        process.stdin.flush()
-        threading.Thread(target=self._listen, args=(process,), daemon=True, name="lightning-zero-supervisor").start()
-        return process
-
-    def _listen(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            self._answers.append(json.loads(line))
-        self._has_ended.set()
-
-    def wait_until_ready(self) -> None:
-        """Until the other ranks have reached their own fit; one that fails before that is known at once."""
-        deadline = time.monotonic() + _START_LIMIT.total_seconds()
-        waiting = list(self._errors)
-        while waiting := [path for path in waiting if not Path(path).with_suffix(_READY).exists()]:
-            late = time.monotonic() > deadline
-            if late or any("failed" in answer for answer in self._answers):
-                failure = end_session("failed").get("failed") or {}
-                if late:
-                    raise TimeoutError(f"{len(waiting)} ranks did not come to their fit in {_START_LIMIT}.")
-                raise RuntimeError(
-                    f"rank {failure.get('rank')} {failure.get('what')} before the run began:\n{failure.get('text')}"
-                )
-            time.sleep(0.02)
-
-    def end(self, how: str, failed_at: float | None = None) -> dict[str, Any]:
-        """Ends the other ranks, gives the environment back, and says how they ended."""
-        atexit.unregister(self._at_exit)
-        if how == "clean" and dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
-        seconds = _GRACE_SECONDS[how]
-        request = {"do": "wait" if how == "clean" else "stop", "seconds": seconds, "failed_at": failed_at}
-        assert self._supervisor.stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            self._supervisor.stdin.write(json.dumps(request).encode() + b"\n")
-            self._supervisor.stdin.close()
-        self._has_ended.wait(seconds + supervisor.BLAME_SECONDS + 10.0)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._supervisor.wait(5.0)
-        if self._supervisor.poll() is None:
-            self._supervisor.kill()
-        assert self._supervisor.stdout is not None
-        self._supervisor.stdout.close()
-        self._give_back()
-        return next((answer for answer in reversed(self._answers) if "ended" in answer), {})
-
-    def _give_back(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)  # normally the supervisor's last act
-        for copy in self._copies:
-            copy.close()
-        for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-    def _at_exit(self) -> None:
-        if os.getpid() != self.owner:  # a forked data loader worker
-            return
-        # Set by the interpreter when it is about to end with an uncaught exception, after a run that was fine
-        failed = hasattr(sys, "last_type")
-        answer = end_session("failed" if failed else "clean")
-        if answer.get("failed") or answer.get("late"):
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+_refusals: dict[tuple[str | None, str], str] = {}
+"""Hydra job (``None`` outside of Hydra), port of ranks that were started from outside -> why no other run is possible
+with these ranks."""
+_reporter: failure.Reporter | None = None
 
 
-_session: _Session | None = None
-
-
-def end_session(how: str = "clean", failed_at: float | None = None) -> dict[str, Any]:
-    """Ends what *popen* started in this process, if anything: processes, process group, variables, files.
-
-    Args:
-        how: ``"clean"`` waits for the other ranks to finish the program, ``"failed"`` ends them.
-        failed_at: Seconds since the epoch at which this rank failed, to find out whether another did before.
-
-    Returns:
-        The supervisor's last words: ``ended`` (exit code by rank), ``failed`` (the rank that failed first), ``late``.
-    """
-    global _session
-    session, _session = _session, None
-    return session.end(how, failed_at) if session is not None and session.owner == os.getpid() else {}
-
-
-class PopenLauncher(_SubprocessScriptLauncher):
+class PopenLauncher(SubprocessScriptLauncher):
     """Starts the other ranks by executing the program again, unless they were started from outside.
 
     Args:
@@ -235,33 +105,97 @@ class PopenLauncher(_SubprocessScriptLauncher):
 
     def __init__(self, strategy: Any, log_folder: str | None = None) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        self._strategy = strategy
         self._log_folder = log_folder
         _end_session_of_an_earlier_job()
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        global _reporter
         _end_session_of_an_earlier_job()
+        _refuse_after_failure()
         check_world(self.cluster_environment, self.num_processes, self.num_nodes)
-        if not self.cluster_environment.creates_processes_externally and self.num_processes > 1:
-            global _session
+        args, kwargs = _continued(function, args, kwargs, trainer)
+        if trainer is not None:
+            failure.save_again(trainer)
+        if _reporter is None and (ERROR_FILE in os.environ or self._starts_ranks):
+            _reporter = failure.Reporter()
+        try:
+            self._find_ranks(function, args, kwargs)
+            return function(*args, **kwargs)
+        except BaseException as error:
+            self._end_after(error, trainer)
+            raise
+        finally:
+            set_starting(False)
+
+    @property
+    def _starts_ranks(self) -> bool:
+        return current() is not None or (
+            not self.cluster_environment.creates_processes_externally and self.num_processes > 1
+        )
+
+    def _find_ranks(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Returns when the other ranks of this machine, if they are ours to start, have come to the same run."""
+        global _run
+        _run += self.num_processes > 1
+        if (session := current()) is not None:
+            set_starting(True)
+            if session.how is not None:  # all have raised in the run before: have all caught it?
+                session.wait_until_ready(_run)
+                session.how = None
+        elif self._starts_ranks:
+            _run = 1
             _drop_process_group()
-            _session = _Session(self.cluster_environment, self.num_processes, self.num_nodes, self._log_folder)
-            _session.wait_until_ready()
-        elif errors := os.environ.get(_CHILD):
-            Path(errors).with_suffix(_READY).write_text(get_temp_dir(), encoding="utf-8")
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+            check_checkpoint(function, args, kwargs)
+            session = start_session(
+                *(self.cluster_environment, self.num_processes, self.num_nodes, self._log_folder, program_arguments)
+            )
+            session.wait_until_ready(_run)
+        elif errors := os.environ.get(ERROR_FILE):
+            ready_file(errors, _run).write_text(get_temp_dir(), encoding="utf-8")
+        set_num_threads_if_needed(num_processes=self.num_processes)
         if dist.is_available():
             atexit.unregister(destroy_process_group)
             atexit.register(destroy_process_group)
-        args, kwargs = _continued(function, args, kwargs, trainer)
-        try:
-            return function(*args, **kwargs)
-        except BaseException as error:
-            _write_error(error)
-            _end_after(error)
-            raise
+
+    def _end_after(self, error: BaseException, trainer: Any) -> None:
+        """``error`` has come out of a run; see :mod:`~lightning_zero.launch.failure`."""
+        if isinstance(error, SystemExit):
+            if error.code == supervisor.PREEMPTED_EXIT_CODE:
+                end_session("preempted")
+            else:
+                _end_other_ranks(error)
+            return
+        if self._starts_ranks and current() is None:  # no rank was started, so there is nothing to end or agree on
+            _note(error, "the run did not begin", is_effect=isinstance(error, RankLost))
+            return
+        path = os.environ.get(ERROR_FILE)
+        if path and not isinstance(error, KeyboardInterrupt):
+            failure.write(path, error)
+        failed_at = time.time()
+        session = current()
+        is_over = session.lacks_a_rank if session is not None else lambda: False
+        if session is not None:
+            session.log(tracebacks.whole(error))
+        why, tells = failure.all_raised(error, self._strategy, trainer, is_over)
+        if path and (why is None or not isinstance(error, KeyboardInterrupt)):
+            failure.write(path, error, alike=why is None, alone=why is not None, at=failed_at)
+        if why is None:
+            if session is not None:
+                session.how = "failed"
+            _note(error, "all ranks failed alike, rank 0 with" if self.num_processes > 1 else "the run failed with")
+            return
+        _refusals[_these_ranks()] = f"{tracebacks.summary(error)}, {why}"
+        if trainer is not None:
+            failure.skip_saves(trainer, why, tells)
+        _end_other_ranks(error, failed_at)
 
     def kill(self, signum: int) -> None:
         """The supervisor ends the other ranks; signals that this rank receives are not theirs."""
+
+
+_run = 0
+"""Number of the run in this process since its ranks were started, the same on all ranks."""
 
 
 def _continued(function: Callable[..., Any], args: Any, kwargs: Any, trainer: Any) -> tuple[Any, Any]:
@@ -274,31 +208,75 @@ def _continued(function: Callable[..., Any], args: Any, kwargs: Any, trainer: An
     return bound.args, bound.kwargs
 
 
+def check_checkpoint(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Before any rank is started: the checkpoint that a run is to begin from is there.
+
+    Raises:
+        FileNotFoundError: Naming it.
+    """
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    path = bound.arguments.get("ckpt_path")
+    if path is None or str(path) in _LIGHTNINGS_OWN or str(path).startswith("registry"):
+        return
+    fs, target = fsspec.core.url_to_fs(os.fspath(path))
+    if not fs.exists(target):
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+
+
+_LIGHTNINGS_OWN = ("best", "last", "hpc")
+"""Words for ``ckpt_path`` that are no paths."""
+
+
 def _end_session_of_an_earlier_job() -> None:
     """In a sweep that runs in this process, each job has ranks of its own."""
-    if _session is not None and _session.job != _hydra_output_dir():
-        answer = end_session()
-        if answer.get("failed"):
+    session = current()
+    if session is not None and session.job != hydra_output_dir():
+        answer = end_session(session.how or "clean")
+        if answer.get("failed") and session.how is None:
             raise RuntimeError(f"rank {answer['failed']['rank']} of an earlier job {answer['failed']['what']}.")
 
 
-def _end_after(error: BaseException) -> None:
-    if _session is None:
-        return
-    preempted = isinstance(error, SystemExit) and error.code == supervisor.PREEMPTED_EXIT_CODE
-    answer = end_session("preempted" if preempted else "failed", failed_at=None if preempted else time.time())
-    if (failure := answer.get("failed")) and hasattr(error, "add_note"):
-        error.add_note(f"lightning_zero: rank {failure['rank']} failed before this one:\n{failure['text']}".rstrip())
+def _these_ranks() -> tuple[str | None, str]:
+    from_outside = current() is None and "LOCAL_RANK" in os.environ
+    return hydra_output_dir(), os.environ.get("MASTER_PORT", "") if from_outside else ""
 
 
-def _write_error(error: BaseException) -> None:
-    """For the supervisor, which cannot know why a rank ended."""
-    path = os.environ.get(_CHILD)
-    if not path or isinstance(error, (SystemExit, KeyboardInterrupt)):
+def _refuse_after_failure() -> None:
+    """Ranks that ended are not started again: they would execute this script from its top, and train what it trained
+    first beside what rank 0 trains now."""
+    cause = _refusals.get(_these_ranks())
+    if cause is not None:
+        error = RuntimeError(
+            f"another run in this script is not possible after one that failed on some ranks only ({cause}): the ranks"
+            " are no longer at the same place. Repair the cause and start the script again."
+        )
+        _note(error, "this run did not begin")
+        raise error
+
+
+def _end_other_ranks(error: BaseException, failed_at: float | None = None) -> None:
+    session = current()
+    if session is None:
+        _note(error, "this rank failed with")
         return
-    summary = traceback.format_exception_only(type(error), error)[-1].strip()
-    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-        json.dump({"at": time.time(), "summary": summary, "traceback": traceback.format_exc()}, file)
+    first = session.first_rank
+    how = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    answer = end_session(how, failed_at=None if how == "interrupted" else failed_at)
+    if how == "interrupted":
+        leave_at_once()
+    found = answer.get("failed") or session.failed_rank
+    if not found:
+        _note(error, f"rank {first} failed with")
+        return
+    _refusals[_these_ranks()] = f"rank {found['rank']} {found['what']}"
+    _note(error, f"rank {first} has ended because of that", is_effect=True)
+    if hasattr(error, "add_note"):
+        error.add_note(f"lightning_zero: rank {found['rank']} {found['what']} before this.")
+
+
+def _note(error: BaseException, headline: str, is_effect: bool = False) -> None:
+    if _reporter is not None:
+        _reporter.note(error, headline, is_effect)
 
 
 def destroy_process_group() -> None:
@@ -311,82 +289,15 @@ def _drop_process_group() -> None:
     """What a failed job of a sweep has left in this process; its other ranks are gone."""
     if dist.is_initialized():
         if dist.is_nccl_available() and "nccl" in dist.get_backend_config():
-            dist.distributed_c10d._abort_process_group()  # to destroy it would wait for them
+            abort_process_groups()  # to destroy it would wait for them
         else:
             dist.destroy_process_group()
-
-
-class _Copy:
-    """Copies what Python writes to ``sys.<name>`` into a file as well."""
-
-    def __init__(self, name: str, path: str) -> None:
-        self._name, self._stream = name, getattr(sys, name)
-        self._file = open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115
-        setattr(sys, name, self)
-
-    def write(self, text: str) -> Any:
-        if not self._file.closed:
-            self._file.write(text)
-        return self._stream.write(text)
-
-    def flush(self) -> None:
-        if not self._file.closed:
-            self._file.flush()
-        self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def close(self) -> None:
-        if getattr(sys, self._name) is self:
-            setattr(sys, self._name, self._stream)
-        self._file.close()
-
-
-# -- what the other ranks execute --------------------------------------------------------------------------------------
-
-
-def _program(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """The command of a rank and what it needs in its environment beside this process' own."""
-    main: Any = sys.modules["__main__"]
-    if main.__spec__ is None:
-        command, env = [sys.executable, os.path.abspath(main.__file__)], {}
-    else:  # found on a path of which the first entry was the working directory when the program began
-        command = [sys.executable, "-m", main.__spec__.name]
-        env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    if _hydra_output_dir() is None:
-        return command + sys.argv[1:], env
-    from lightning_zero.launch.hydra_job import job_command  # hydra is there: a job of it is running
-
-    return job_command(command, folder), env
-
-
-def _hydra_output_dir() -> str | None:
-    """The folder of the Hydra job that is running, or ``None``; Hydra is not imported for the question."""
-    module = sys.modules.get("hydra.core.hydra_config")
-    if module is None or not module.HydraConfig.initialized():
-        return None
-    return str(module.HydraConfig.get().runtime.output_dir)
 
 
 # -- spawn and fork --------------------------------------------------------------------------------------------------
 
 
-class _Collector(_MultiProcessingLauncher):
-    """Lightning's way of bringing results back, without the empty folder that it leaves behind."""
-
-    folder = ""
-
-    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
-        default = tempfile.tempdir
-        tempfile.tempdir = self.folder
-        try:  # a whole state_dict is collective for shards: all ranks come here
-            return super()._collect_rank_zero_results(trainer, results)
-        finally:
-            tempfile.tempdir = default
-
-
-class ProcessesLauncher(_Launcher):
+class ProcessesLauncher(Launcher):
     """All ranks of a machine are children of this process, which gets back what they have made.
 
     Beyond Lightning's own: predictions of all ranks come back, not only rank 0's; nothing is left in the environment
@@ -396,7 +307,7 @@ class ProcessesLauncher(_Launcher):
     def __init__(self, strategy: Any, start_method: Any) -> None:
         self._strategy = strategy
         self._start_method = start_method
-        self._collector = _Collector(strategy, start_method)
+        self._collector = Collector(strategy, start_method)
         self._folder = ""
         self._already_fit = False
         self.procs: list[Any] = []
@@ -418,17 +329,24 @@ class ProcessesLauncher(_Launcher):
         check_world(environment, self._strategy.num_processes, getattr(self._strategy, "num_nodes", 1))
         if environment.creates_processes_externally:
             return function(*args, **kwargs)
+        check_checkpoint(function, args, kwargs)
+        if trainer is not None:
+            failure.save_again(trainer)
         before = dict(os.environ)
         self._folder = self._collector.folder = tempfile.mkdtemp(prefix="lightning_zero-")
         try:
             os.environ["MASTER_PORT"] = str(environment.main_port)
             return self._launch(function, args, kwargs, trainer)
+        except BaseException:
+            if trainer is not None:
+                failure.skip_saves(trainer, "the state of the training was theirs and has gone with them")
+            raise
         finally:
             self.kill_all()
             shutil.rmtree(self._folder, ignore_errors=True)
             os.environ.clear()
             os.environ.update(before)
-            environment._main_port = -1  # the next run chooses another free one
+            choose_port_again(environment)
 
     def _launch(self, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Any) -> Any:
         if self._already_fit and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
@@ -441,17 +359,17 @@ class ProcessesLauncher(_Launcher):
                 "start_method='fork': CUDA was used in this process before, so forked ones cannot use it. Restart the"
                 " notebook and touch no CUDA tensor before fit, or use start_method='spawn'."
             )
-        snapshot = _GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
-        context: Any = mp.start_processes(
-            self._rank,  # type: ignore[arg-type]
-            args=(trainer, function, args, kwargs, snapshot),
-            nprocs=self._strategy.num_processes,
-            start_method=self._start_method,
-            join=False,
-        )
+        snapshot = GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
+        call, what = self._rank, (trainer, function, args, kwargs, snapshot)
+        try:
+            context = self._start(call, what)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            if self._start_method == "fork":
+                raise
+            context = self._start(*_by_value(call, what, error))
         self.procs = context.processes
         try:
-            while not context.join(grace_period=_GRACE_SECONDS["failed"]):
+            while not context.join(grace_period=GRACE_SECONDS["failed"]):
                 pass
         finally:
             for path in context.error_files:
@@ -461,10 +379,15 @@ class ProcessesLauncher(_Launcher):
         if trainer is None:
             return ranks[0]["results"]
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
-        self._collector._recover_results_in_main_process(ranks[0]["output"], trainer)
+        self._collector.recover(ranks[0]["output"], trainer)
         if trainer.state.fn == TrainerFn.PREDICTING:
             return whole_predictions([rank["results"] for rank in ranks], ranks[0]["loaders"])
         return ranks[0]["results"]
+
+    def _start(self, call: Any, args: tuple[Any, ...]) -> Any:
+        return mp.start_processes(
+            call, args=args, nprocs=self._strategy.num_processes, start_method=self._start_method, join=False
+        )
 
     def _rank(
         self, process_idx: int, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any, snapshot: Any
@@ -477,7 +400,11 @@ class ProcessesLauncher(_Launcher):
             results.append(function(*a, **k))
             return results[0]
 
-        self._collector._wrapping_function(process_idx, trainer, call, args, kwargs, box, snapshot)
+        try:
+            self._collector.run_rank(process_idx, trainer, call, args, kwargs, box, snapshot)
+        except BaseException:
+            destroy_process_group()  # one that is left to the end of the interpreter may end it in std::terminate
+            raise
         predicts = trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
         loaders = trainer.predict_loop.num_dataloaders if predicts else 0
         self._write(f"rank{process_idx}", {"output": box.value, "results": results[0], "loaders": loaders})
@@ -494,6 +421,31 @@ class ProcessesLauncher(_Launcher):
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def _by_value(call: Any, args: tuple[Any, ...], error: BaseException) -> tuple[Any, tuple[Any, ...]]:
+    """``call`` and ``args`` for a spawned process, which imports what it is given by name: not possible for a class
+    inside a function (as in a test), which cloudpickle sends itself.
+
+    Raises:
+        TypeError: Naming what cannot be sent, and what to do.
+    """
+    try:
+        import cloudpickle  # comes with other packages, and only such classes need it
+
+        return _run_pickled, (cloudpickle.dumps((call, args)),)
+    except Exception as second:
+        reason = error if isinstance(second, ModuleNotFoundError) else second
+        raise TypeError(
+            f"start_method='spawn' cannot send the run to other processes ({reason}). Under pytest ranks are spawned:"
+            " move the classes that the test uses (module, data, callbacks) out of the function to the top of the file,"
+            " or pip install cloudpickle, or use ZeroStrategy(start_method='fork'), which sends nothing."
+        ) from error
+
+
+def _run_pickled(process_idx: int, pickled: bytes) -> None:
+    call, args = pickle.loads(pickled)
+    call(process_idx, *args)
 
 
 class _Box:
@@ -536,20 +488,18 @@ class Launched:
         self.cluster_environment_ = adapt_environment(environment)
 
     def setup_distributed(self) -> None:
-        """As DDP's, but ranks that are still importing are waited for longer than a collective may take."""
+        """As DDP's, but ranks that are still importing are waited for, by name and for as long as a start takes."""
         self.set_world_ranks()  # type: ignore[attr-defined]
         if not dist.is_initialized() and self.world_size > 1:  # type: ignore[attr-defined]
             environment = self.cluster_environment
             os.environ["MASTER_ADDR"] = environment.main_address
             os.environ["MASTER_PORT"] = str(environment.main_port)
-            limit: timedelta = self._timeout or default_pg_timeout  # type: ignore[attr-defined]
+            limit: timedelta = timeout_of(self) or default_pg_timeout  # type: ignore[arg-type]
             rank, size = self.global_rank, self.world_size  # type: ignore[attr-defined]
-            backend = self._get_process_group_backend()  # type: ignore[attr-defined]
+            backend = backend_of(self)
             rank_zero_info(f"Initializing distributed: {size} ranks, backend {backend}")
-            store, *_ = next(rendezvous("env://", rank, size, timeout=max(limit, _START_LIMIT)))
-            # torchrun keeps its store over a restart, with the addresses of the ranks that have died
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            store = dist.PrefixStore(f"lightning_zero/attempt_{attempt}", store)
+            expected = f"devices={self.num_processes}, num_nodes={self.num_nodes}"  # type: ignore[attr-defined]
+            store = rendezvous.meet(environment.main_address, environment.main_port, rank, size, expected)
             dist.init_process_group(
                 backend,
                 store=store,
@@ -561,12 +511,13 @@ class Launched:
         super().setup_distributed()  # type: ignore[misc]
 
     def _configure_launcher(self) -> None:
+        check(LIGHTNING)
         listen_early()
         method = choose_start_method(self.start_method)
         if method == "popen" or self.cluster_environment.creates_processes_externally:
-            self._launcher: Any = PopenLauncher(self, self.rank_logs)
+            set_launcher(self, PopenLauncher(self, self.rank_logs))
         else:
-            self._launcher = ProcessesLauncher(self, start_method=method)  # type: ignore[arg-type]
+            set_launcher(self, ProcessesLauncher(self, start_method=method))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]

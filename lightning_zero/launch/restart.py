@@ -1,8 +1,8 @@
-"""Where a run that its batch system starts again finds its newest checkpoint.
+"""The restart note, in which a run that its batch system starts again finds its newest checkpoint.
 
-A requeued SLURM job and a restarted group of torchrun are new processes whose Hydra folder carries a new date. What
-stays the same is the job's name for itself and the folder it was started in, so that is where its newest checkpoints
-are noted: ``.lightning_zero/<name>.json``, written by global rank 0, removed when the run is done.
+A requeued SLURM job and a restarted group of torchrun are new processes, and their Hydra folder carries a new date. The
+name of the job and the folder it was started in stay the same, so its newest checkpoints are noted there, in
+``.lightning_zero/<name>.json``. Global rank 0 alone writes the note, and removes it when the run is done.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import fsspec
 from lightning_zero.checkpoint.layout import MARKER
 
 FOLDER = ".lightning_zero"
+PREEMPTED = "preempted.ckpt"
+"""File name of the checkpoint that a run stores when it is asked to end."""
 _KEPT = 20
-"""Checkpoints that are remembered; old ones may have been deleted by their callback."""
+"""Checkpoints in a note. Several, because a callback may have deleted the newest ones."""
 
 
 def run_name() -> str | None:
-    """What the batch system calls this run, the same after each restart; ``None`` where nobody would restart it."""
+    """The batch system's name for this run, the same after each restart; ``None`` if nothing would restart it."""
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env:
         if int(env.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0 and ":" not in env.get("PET_NNODES", ""):
@@ -40,7 +42,7 @@ def run_name() -> str | None:
 
 
 def _parent() -> str:
-    """The agent that started this rank, told apart from later processes with its number."""
+    """The process id and start time of the agent that started this rank: ids are used again, the pair is not."""
     pid = os.getppid()
     try:
         with open(f"/proc/{pid}/stat") as line:
@@ -55,7 +57,7 @@ def _file() -> Path | None:
 
 
 def _start_folder() -> Path:
-    """Where the run was started: Hydra may have moved it elsewhere."""
+    """The folder in which the run was started; Hydra may have changed the working folder since."""
     module = sys.modules.get("hydra.core.hydra_config")
     if module is not None and module.HydraConfig.initialized():
         return Path(module.HydraConfig.get().runtime.cwd)
@@ -71,7 +73,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def note(checkpoint: Mapping[str, Any], filepath: Any) -> None:
-    """Remembers that ``checkpoint`` was stored at ``filepath``, if a fit can go on from it."""
+    """Notes that ``checkpoint`` was stored at ``filepath``, if a fit can resume from it (it has optimizer states)."""
     path = _file()
     if path is None or "optimizer_states" not in checkpoint:
         return
@@ -81,11 +83,11 @@ def note(checkpoint: Mapping[str, Any], filepath: Any) -> None:
     path.parent.mkdir(exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text(json.dumps({"checkpoints": [*others, entry][-_KEPT:]}, indent=1), encoding="utf-8")
-    os.replace(new, path)  # whole or not at all
+    os.replace(new, path)  # a kill leaves the old note or the new one, never half of one
 
 
 def find() -> str | None:
-    """The newest checkpoint of an earlier life of this run that is there and whole."""
+    """The newest noted checkpoint that still exists and is complete."""
     path = _file()
     if path is None:
         return None
@@ -94,15 +96,20 @@ def find() -> str | None:
 
 
 def _is_whole(path: str) -> bool:
-    """A file appears all at once, a sharded folder with its marker."""
+    """A file is complete when it exists (it is renamed into place), a sharded folder when it has its marker."""
     fs, target = fsspec.core.url_to_fs(path)
     return bool(fs.isfile(target) or fs.isfile(f"{target}/{MARKER}"))
 
 
 def forget() -> None:
-    """The run is done: a later one has nothing to continue."""
+    """Removes the note of a run that is done, and the checkpoints that interruptions stored."""
     path = _file()
     if path is not None:
+        for entry in _read(path):
+            if os.path.basename(entry["path"]) == PREEMPTED:
+                with contextlib.suppress(OSError):
+                    fs, target = fsspec.core.url_to_fs(entry["path"])
+                    fs.rm(target, recursive=True)
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             path.parent.rmdir()  # unless other runs have notes there

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 REQUEUE_SIGNAL = "USR1"
-"""What SLURM sends before the time limit; ranks then finish their step, store a checkpoint and requeue the job."""
+"""SLURM sends it before the time limit; ranks then finish their step, store a checkpoint and requeue the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """What a job asks SLURM for (``launcher=slurm``).
+    """The resources and options of a job (``launcher=slurm``).
 
     Raises:
-        ValueError: naming the setting, the value found and the repair.
+        ValueError: Naming the setting, the value found and the repair.
     """
 
     nodes: int = 1
@@ -25,15 +25,15 @@ class SlurmJob:
     gpus_per_node: int = 0
     """GPUs of each host, one task each; becomes ``trainer.devices``. 0 trains on CPUs."""
     tasks_per_node: int | None = None
-    """Processes per host on CPUs; with GPUs there is one for each."""
+    """Processes per host on CPUs; with GPUs there is one process per GPU."""
     cpus_per_task: int = 1
     """Cores for each process, its data loader workers included."""
     time_minutes: int = 60
-    """Time limit of one life of the job; it is requeued at the end of it."""
+    """Time limit of the job; at its end the job is requeued with the same limit."""
     signal_seconds: int = 120
-    """How long before the limit ranks are told to save; SLURM may be up to a minute early."""
+    """Seconds before the limit at which ranks get the signal to save; SLURM may send it up to a minute early."""
     requeue: bool = True
-    """Whether SLURM may start the job again, after a node's failure or pre-emption as well."""
+    """Whether SLURM may start the job again, also after a node's failure or pre-emption."""
     job_name: str = "lightning_zero"
     partition: str | None = None
     account: str | None = None
@@ -65,16 +65,16 @@ class SlurmJob:
 
     @property
     def devices(self) -> int:
-        """Processes per host, which is what ``trainer.devices`` has to be."""
+        """Processes per host; ``trainer.devices`` must equal it."""
         return self.gpus_per_node or self.tasks_per_node or 1
 
     def script(self, command: Sequence[str], folder: Path, start_folder: Path) -> str:
         """The batch script.
 
         Args:
-            command: What each task runs.
-            folder: The run's folder, where logs go.
-            start_folder: Where the tasks start.
+            command: The command of each task.
+            folder: The run's folder, for the logs.
+            start_folder: Working folder of the tasks.
         """
         options = {
             "job-name": self.job_name,
@@ -107,7 +107,7 @@ def run_stamp(now: str) -> str:
     """The part of a run folder's name that all ranks of a run must agree on without talking to each other.
 
     Args:
-        now: What a single process would take, a date and a time.
+        now: A date and a time, the stamp of a single process.
     """
     env = os.environ
     if "SLURM_JOB_ID" in env and "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:

@@ -1,13 +1,15 @@
-"""What ranks must agree on between steps: that all go on, and that all end.
+"""The step sync: ranks agree between steps that all go on, or that all end.
 
-Before each training batch (and each validation) every rank says in one small message on the host where it stands and
-whether it was asked to end. If they stand at different places, a dataloader has run dry early on some, and all raise
-the same error instead of waiting for each other. If any was asked to end (SIGTERM, or SIGUSR1 under SLURM), all finish
-this step, store a checkpoint, and exit; nothing but setting a flag ever happens inside a signal handler.
+Before each training batch, around each validation and at an epoch's end every rank sends one small message on the host:
+its place in the loop and whether it was asked to end. If places differ, a dataloader has run dry early on some ranks,
+and all raise the same error instead of waiting for each other. If any rank was asked to end (SIGTERM, or SIGUSR1 under
+SLURM), all finish this step, store a checkpoint, and exit; the signal handler itself only sets a flag. Ctrl-C is raised
+at once as usual, unless a callback saves on exceptions: then all ranks raise it after this step, and save.
 
-The message travels while Lightning is on its way from the batch to the step, if no code of the user's runs there; on an
-accelerator while the forward is queued. It replaces Lightning's own broadcast before each batch, which waits for the
-device.
+A training batch's message travels while Lightning goes from the batch to the step; on an accelerator while the forward
+is queued. On the CPU the rank waits for it at once if code of the user's runs in between: that code may start a
+collective, which a rank at another place would not join. The message replaces Lightning's own broadcast before each
+batch, which waits for the device.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,16 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback
-from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_zero.comm import direct
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.launch import restart
+from lightning_zero.launch.failure import AgreedInterrupt, saves_on_exception
+from lightning_zero.launch.interrupt import keep_forks, set_starting
 from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
+from lightning_zero.private.lightning import HandlersCompose, answer_sigterm_by, timeout_of, without_sigterm_broadcast
+from lightning_zero.private.torch import DisableTorchFunction
 
 _PLACES = {
     1: "begins training batch {}",
@@ -45,7 +50,11 @@ _SHIFT = 40
 
 
 class StepSync(Callback):
-    """See the module's text. The strategies of this package bring it along; it holds no state of the training."""
+    """See the module's docstring. The strategies of this package add it; it holds no state of the training.
+
+    At most one message is under way: :meth:`_say` first hears the one before, so a rank's n-th message always meets the
+    n-th message of the others.
+    """
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
@@ -56,8 +65,12 @@ class StepSync(Callback):
         self._agreed: int = 0
         self._step = -1
         self._loop: Any = None
+        self._broadcast_again: Callable[[], None] | None = None
         self._hears_at_once = False
         self._handlers: dict[int, Any] = {}
+        self._interrupted = False
+        self._saves = False
+        self._begun = False
 
     # -- beginning and end ---------------------------------------------------------------------------------------
 
@@ -75,40 +88,62 @@ class StepSync(Callback):
         advance = loop.advance
 
         def watched(data_fetcher: Any) -> None:
+            if not self._begun:
+                self._begun = True
+                set_starting(False)
             self._end_if_agreed(trainer)
             advance(data_fetcher)
 
         loop.advance = watched
-        loop._broadcast_sigterm_tensor = lambda: None
+        self._broadcast_again = without_sigterm_broadcast(loop)
         if trainer.world_size > 1:
-            # Not the engine's: where ranks stand at different places, messages must not be mixed up.
-            timeout = self._strategy._timeout or timedelta(minutes=30)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            # A group of its own: ranks at different places of the loop would mix these messages up with the engine's.
+            limit = timeout_of(self._strategy) or timedelta(minutes=30)
+            self._group = dist.new_group(backend="gloo", timeout=limit)
             if self._strategy.root_device.type == "cpu":
-                self._peer_memory = PeerMemory(self._group, timeout.total_seconds())
+                self._peer_memory = PeerMemory(self._group, limit.total_seconds())
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, *([signal.SIGUSR1] if _slurm_job() else [])):
                 self._handlers[number] = signal.getsignal(number)
-                signal.signal(number, self._on_signal)
+                signal.signal(number, self.on_signal)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                self._handlers[signal.SIGINT] = signal.default_int_handler
+                self._saves = bool(saves_on_exception(trainer))
+                signal.signal(signal.SIGINT, self._on_interrupt)
 
-    def _on_signal(self, number: int, frame: Any) -> None:
+    def _on_interrupt(self, number: int, frame: Any) -> None:
+        """Ctrl-C."""
+        again, self._interrupted = self._interrupted, True
+        if self._saves and self._begun and not again:
+            self._signal = max(self._signal or 0, number)
+            text = b"lightning_zero: Ctrl-C: ending after this step, for a checkpoint; a second one ends at once\n"
+            os.write(1, text)  # not print, which the signal may have interrupted
+            return
+        raise KeyboardInterrupt
+
+    def on_signal(self, number: int, frame: Any) -> None:
+        own = _users_own(self._handlers.get(number)) or _users_own(signal.getsignal(number))
+        if number == signal.SIGTERM and not self._begun and not own:
+            signal.signal(number, signal.SIG_DFL)  # there is nothing to save yet, and the first step may be far away
+            os.kill(os.getpid(), number)
         self._signal = max(self._signal or 0, number)
         for handler in _users_own(self._handlers.get(number)):
             handler(number, frame)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._on_signal:
+            if signal.getsignal(number) in (self.on_signal, self._on_interrupt):
                 signal.signal(number, handler)
         self._handlers.clear()
         if self._loop is not None:
-            with suppress(AttributeError):
-                del self._loop.advance, self._loop._broadcast_sigterm_tensor
+            vars(self._loop).pop("advance", None)
+        if self._broadcast_again is not None:
+            self._broadcast_again()
         if self._peer_memory is not None:
             self._peer_memory.close()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
-        self._loop = self._group = self._peer_memory = self._pending = None
+        self._loop = self._broadcast_again = self._group = self._peer_memory = self._pending = None
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.is_global_zero:
@@ -155,17 +190,17 @@ class StepSync(Callback):
             return
         self.hear()
         here = (place << _SHIFT) + max(index, 0)
-        with torch._C.DisableTorchFunction():  # the view has no business here
-            message = torch.tensor([here, -here, asked])
+        with DisableTorchFunction():  # a plain tensor: the engine's view must not see it
+            message = torch.tensor([here, -here, asked])  # the maximum of -here is minus the least place
             work = direct.all_reduce(message, dist.ReduceOp.MAX, self._group, self._peer_memory)
         self._pending = (work, message, here)
 
     def hear(self) -> None:
-        """Waits for what the others said, if it is not known yet; raises on all ranks where they disagree."""
+        """Waits for the message under way, if there is one; raises on all ranks if their places differ."""
         if self._pending is None:
             return
         (work, message, here), self._pending = self._pending, None
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             work.wait()
             furthest, nearest, asked = message.tolist()  # on the host: no device waits
         if furthest != -nearest:
@@ -190,15 +225,21 @@ class StepSync(Callback):
     # -- ending on request ---------------------------------------------------------------------------------------
 
     def _end_if_agreed(self, trainer: Any) -> None:
-        """Called between two batches; between two micro-batches of one step nothing could be stored."""
+        """Called before each batch; acts only between two steps, because a checkpoint holds no gradients accumulated by
+        a part of a step's micro-batches."""
+        # Python drops a KeyboardInterrupt that the handler raised inside a destructor or a callback from C++.
+        if self._interrupted and not self._saves:
+            raise KeyboardInterrupt
         stepped, self._step = trainer.global_step != self._step, trainer.global_step
         if not self._agreed or not (stepped or trainer.fit_loop.epoch_loop.batch_idx < 0):
             return
         number = signal.Signals(self._agreed)
+        if number == signal.SIGINT:
+            raise AgreedInterrupt
         requeue = number == signal.SIGUSR1
         rank_zero_only(_tell)(f"{number.name} received: ending after step {trainer.global_step}")
         if trainer.checkpoint_callbacks or _slurm_job():
-            path = _checkpoint_folder(trainer) / "preempted.ckpt"
+            path = _checkpoint_folder(trainer) / restart.PREEMPTED
             trainer.save_checkpoint(path)
             rank_zero_only(_tell)(f"checkpoint of step {trainer.global_step}: {path}")
         if requeue and trainer.is_global_zero:
@@ -211,7 +252,8 @@ _early: list[int] = []
 
 
 def listen_early() -> None:
-    """From now on SIGUSR1 under SLURM does not kill a rank whose training has not begun; it will requeue then."""
+    """From now on SIGUSR1 under SLURM does not kill a rank during set-up; it is kept for the step sync, which saves and
+    requeues after the first step."""
     in_main = threading.current_thread() is threading.main_thread()
     if _slurm_job() and in_main and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, lambda number, frame: _early.append(number))
@@ -222,13 +264,18 @@ def sync_steps(trainer: Any, strategy: Any) -> StepSync:
 
     ``strategy`` lets it :meth:`~StepSync.hear` before the first collective of a step.
     """
+    for old in [callback for callback in trainer.callbacks if isinstance(callback, StepSync)]:
+        old.teardown(trainer, None, "")  # Lightning does not call it after a run that raised
     trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, StepSync)]
     trainer.callbacks.insert(0, watching := StepSync(strategy))
+    keep_forks(bool(saves_on_exception(trainer)))
+    answer_sigterm_by(trainer, watching.on_signal)
     return watching
 
 
 def _users_code_precedes_step(trainer: Any, watching: StepSync) -> bool:
-    """Whether code of the user's runs between a batch's begin and its step: it may read parameters, a collective."""
+    """Whether code of the user's runs between a batch's begin and its step: it may read parameters, which is
+    collective."""
     others = [callback for callback in trainer.callbacks if callback is not watching]
     hooks = [(other, "on_train_batch_start") for other in others]
     hooks += [(trainer.lightning_module, name) for name in ("on_train_batch_start", "optimizer_step")]
@@ -236,8 +283,8 @@ def _users_code_precedes_step(trainer: Any, watching: StepSync) -> bool:
 
 
 def _users_own(handler: Any) -> list[Any]:
-    """Of the handlers that were there before, those that are not Lightning's."""
-    handlers = handler.signal_handlers if isinstance(handler, _HandlersCompose) else [handler]
+    """The handlers in ``handler`` that are not Lightning's."""
+    handlers = handler.signal_handlers if isinstance(handler, HandlersCompose) else [handler]
     return [h for h in handlers if callable(h) and "lightning" not in (getattr(h, "__module__", "") or "")]
 
 

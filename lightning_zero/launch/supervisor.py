@@ -1,27 +1,32 @@
-"""The process that starts, watches and ends the other ranks of one machine.
+"""The supervisor: a process that starts, watches and ends the other ranks of one machine.
 
-Rank 0 runs this file by its path (not as part of the package, whose imports take seconds) and talks to it in lines of
-JSON. It exists because nobody else can do this in every case: rank 0 may be killed, or stopped, or hang inside a
-collective, where no Python code of its own runs any more.
+Rank 0 runs this file by its path, not as part of the package, whose imports take seconds: import nothing here but the
+standard library. The two exchange lines of JSON. Rank 0 cannot do this work itself: it may be killed, or stopped, or
+hang inside a collective, and then none of its Python code runs any more.
 
-    rank 0 says       a plan (first line), then ``{"do": "wait" | "stop", ...}``; end of file: rank 0 is gone
-    this one says     ``{"started": [pid, ...]}``, ``{"failed": {...}}`` once at most, ``{"ended": {rank: code}}`` last
+    rank 0 sends      a plan (first line), then one ``{"do": "wait" | "stop", ...}``; end of file: rank 0 is gone
+    supervisor sends  ``{"started": [pid, ...]}``, ``{"signal": n}`` for each SIGINT and SIGTERM of rank 0,
+                      ``{"exited": rank}`` for one that ended by an error that all raised, ``{"failed": {...}}``
+                      for the first other failure before the request, ``{"ended": {rank: code}, ...}`` last
 
-The plan: ``ranks`` (of each ``rank``, ``command``, ``env``, the paths ``log``, ``errors``, ``ready``), ``cwd``,
-``folder`` (the run's own, removed at the end), ``scratch`` (rank 0's, removed if it was killed), ``stdout`` (the number
-of an open file for ranks without a log).
+The plan: ``ranks`` (of each ``rank``, ``command``, ``env``, the paths ``log``, ``errors``, ``ready``), ``rank0`` (the
+number of the rank that is called rank 0 here, the first of its machine), ``cwd``, ``folder`` (the run's own, removed at
+the end), ``scratch`` (rank 0's, removed if it was killed), ``stdout`` (the number of an open file for ranks without a
+log), ``signals`` (the number of an open file with the signals that rank 0 receives, or ``None``).
 
-Each rank is the leader of its own session, so that what it started ends with it.
+Each rank leads a session of its own, so that a kill of its group also ends the processes that it has started.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -31,16 +36,20 @@ from typing import Any
 PREEMPTED_EXIT_CODE = 143
 """128 + SIGTERM: the rank ended because it was asked to, after saving."""
 REACTION_SECONDS = 8.0
-"""After another rank has failed: how long rank 0 has to raise by itself before it is killed."""
+"""Time for rank 0 to raise after another rank has failed; then rank 0 is killed."""
 BLAME_SECONDS = 2.0
-"""After rank 0 has failed: how long to look for a rank that failed before it."""
+"""Time to look for a rank that failed before rank 0 did."""
+ALONE_SECONDS = 5.0
+"""Time for a rank to end after it raised an error that not all ranks raised; then it is killed."""
 POLL_SECONDS = 0.05
+MEMORY_SECONDS = 0.5
+"""Between two readings of the ranks' memory."""
 LOG_TAIL_BYTES = 6000
 STOPPED = "does not answer, it is stopped (SIGSTOP)"
 
 
 class Supervisor:
-    """Life of the ranks of one run, from their start until none is left."""
+    """Starts the ranks of one run, and stays until all of them have ended."""
 
     def __init__(self, plan: dict[str, Any], messages: Iterator[str | None]) -> None:
         self.plan = plan
@@ -51,6 +60,8 @@ class Supervisor:
         self.failure: dict[str, Any] | None = None
         self._stopping = False
         self._killed_rank0 = False
+        self.memory = Memory()
+        self._fate = Fate(self.rank0)
 
     def start(self) -> None:
         for spec in self.plan["ranks"]:
@@ -70,9 +81,12 @@ class Supervisor:
         _say({"started": [process.pid for process in self.ranks.values()]})
 
     def watch(self) -> None:
-        """Until rank 0 asks for the end, is gone, or has not reacted to another rank's failure."""
+        """Watches until rank 0 requests the end, is gone, or has not reacted to another rank's failure."""
         deadline = None
         for message in self.messages:
+            self._hear_signals()
+            self.memory.look([self.rank0, *(process.pid for process in self.ranks.values())])
+            self._end_the_lonely()
             self._reap()
             if self.failure and deadline is None:
                 self._report()
@@ -87,12 +101,36 @@ class Supervisor:
                     return
             elif message == "":
                 if self.failure is None and len(self.codes) < len(self.ranks):
-                    _tell(f"rank 0 (process {self.rank0}) ended unexpectedly: ending the other ranks.")
+                    how = self._fate.words()
+                    how += self.memory.about(self.rank0) if SIGKILL in how else ""
+                    first = self.plan["rank0"]
+                    _tell(f"rank {first} (process {self.rank0}) {how}. It ended unexpectedly: ending the others.")
                 self._end(0.0)
                 return
             else:
                 self._on_request(json.loads(message))
                 return
+
+    def _hear_signals(self) -> None:
+        """Passes rank 0's signals back to it: its interpreter writes their numbers to the file in C, at once, even
+        while its Python code is blocked."""
+        if self.plan.get("signals") is None:
+            return
+        with contextlib.suppress(OSError):
+            for number in os.read(self.plan["signals"], 64):
+                if number in (signal.SIGINT, signal.SIGTERM):
+                    _say({"signal": number})
+
+    def _end_the_lonely(self) -> None:
+        """Kills a rank that raised an error alone and lives on because its script caught it: the others would wait for
+        it in their next collective."""
+        for spec in self.plan["ranks"]:
+            rank = spec["rank"]
+            if rank in self.codes or not (error := _error_of(spec, before=time.time() - ALONE_SECONDS)):
+                continue
+            if error.get("alone"):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.ranks[rank].pid, signal.SIGKILL)
 
     def _on_request(self, request: dict[str, Any]) -> None:
         if request["do"] == "stop":
@@ -102,7 +140,7 @@ class Supervisor:
         self._end(request["seconds"])
 
     def _find_earlier_failure(self, failed_at: float) -> None:
-        """Rank 0 has failed; was it only because another rank was gone before?"""
+        """Looks for a rank whose failure came before rank 0's and may be its cause, to report that one."""
         deadline = time.monotonic() + BLAME_SECONDS
         while time.monotonic() < deadline and self.failure is None and len(self.codes) < len(self.ranks):
             if any(_error_of(spec, before=failed_at) for spec in self.plan["ranks"]):
@@ -110,16 +148,16 @@ class Supervisor:
             self._reap()
             time.sleep(POLL_SECONDS)
         for spec in self.plan["ranks"]:
-            if error := _error_of(spec, before=failed_at):
+            if (error := _error_of(spec, before=failed_at)) and not error.get("alike"):
                 self.failure = self._describe(spec, f"failed: {error['summary']}", error["traceback"])
         for spec in self.plan["ranks"]:
-            if _is_stopped(self.ranks[spec["rank"]].pid):  # whoever else has failed has waited for this one
+            if _is_stopped(self.ranks[spec["rank"]].pid):  # the cause: the ranks that failed were waiting for this one
                 self.failure = self._describe(spec, STOPPED, "")
         if self.failure:
             self._report()
 
     def _end(self, seconds: float) -> None:
-        """Gives the ranks ``seconds`` to end by themselves, then ends what is left."""
+        """Gives the ranks ``seconds`` to end by themselves, then kills them and the processes they have started."""
         deadline = time.monotonic() + seconds
         while len(self.codes) < len(self.ranks) and time.monotonic() < deadline:
             self._reap()
@@ -131,7 +169,7 @@ class Supervisor:
         late = [rank for rank in self.ranks if rank not in self.codes]
         for rank, process in self.ranks.items():
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what an ended rank has left behind
+                os.killpg(process.pid, signal.SIGKILL)  # also processes that an ended rank has left behind
             if rank in late:
                 self.codes[rank] = process.wait()
         if late and seconds and not self._stopping:
@@ -157,9 +195,16 @@ class Supervisor:
             if code in (0, PREEMPTED_EXIT_CODE) or self.failure:
                 continue
             error = _error_of(spec)
-            what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-            text = error["traceback"] if error else _tail(spec["log"])
-            self.failure = self._describe(spec, what, text)
+            if error and error.get("alike"):  # rank 0 has raised it too, and shows it
+                _say({"exited": rank})
+            elif error:
+                self.failure = self._describe(spec, f"failed: {error['summary']}", error["traceback"])
+            elif code == -signal.SIGKILL:
+                about = self.memory.about(self.ranks[rank].pid)
+                self.failure = self._describe(spec, f"was {SIGKILL}{about}", _tail(spec["log"]))
+            else:
+                what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+                self.failure = self._describe(spec, what, _tail(spec["log"]))
 
     def _describe(self, spec: dict[str, Any], what: str, text: str) -> dict[str, Any]:
         return {"rank": spec["rank"], "what": what, "text": text, "log": spec["log"]}
@@ -177,8 +222,115 @@ class Supervisor:
             self._killed_rank0 = True
 
 
+SIGKILL = "killed by SIGKILL, probably out of memory"
+
+
+class Memory:
+    """The memory that each rank last held, for the report on a rank that was killed."""
+
+    def __init__(self) -> None:
+        self.last: dict[int, int] = {}
+        """Process -> its resident memory at the last reading, KiB."""
+        self._kills = _oom_kills()
+        self._next = 0.0
+
+    def look(self, pids: list[int]) -> None:
+        """Reads the memory of ``pids``, at most every :data:`MEMORY_SECONDS`."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + MEMORY_SECONDS
+        for pid in pids:
+            if held := _field(f"/proc/{pid}/status", "VmRSS:"):
+                self.last[pid] = held
+
+    def about(self, pid: int) -> str:
+        """The facts about the end of ``pid``, as a text that follows :data:`SIGKILL`."""
+        said = []
+        if pid in self.last:
+            said.append(f"it last held {_gib(self.last[pid])}")
+        total, free = _field("/proc/meminfo", "MemTotal:"), _field("/proc/meminfo", "MemAvailable:")
+        if total and free:
+            said.append(f"{_gib(free)} of the host's {_gib(total)} are available now")
+        kills = _oom_kills()
+        if kills is not None and self._kills is not None:
+            new = kills - self._kills
+            said.append(f"the kernel counted {new} kill{'' if new == 1 else 's'} for lack of memory since the start")
+        return f" ({', '.join(said)})" if said else ""
+
+
+def _gib(kib: int) -> str:
+    return f"{kib / 2**20:.2f} GiB"
+
+
+def _field(path: str, name: str) -> int | None:
+    try:
+        with open(path) as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith(name))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+
+
+def _oom_kills() -> int | None:
+    """Kills for lack of memory in this control group (a container, a SLURM job), or on the whole host if the group has
+    no count."""
+    folders = ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"]
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as lines:
+        for line in lines:
+            number, controllers, path = line.strip().split(":", 2)
+            if number == "0":
+                folders[:0] = [f"/sys/fs/cgroup{path}", f"/sys/fs/cgroup/unified{path}"]
+            elif controllers == "memory":
+                folders.insert(0, f"/sys/fs/cgroup/memory{path}")
+    for folder in folders:
+        for name in ("memory.events", "memory.oom_control"):  # cgroup v2, v1
+            if (found := _field(f"{folder}/{name}", "oom_kill ")) is not None:
+                return found
+    return _field("/proc/vmstat", "oom_kill ")
+
+
+class Fate:
+    """Finds out how rank 0 ended, which is no child of this process, so that it cannot wait for its exit code."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._handle = -1
+        with contextlib.suppress(OSError, AttributeError):  # Linux
+            self._handle = os.pidfd_open(pid)
+
+    def words(self) -> str:
+        """How it ended; if the kernel does not say, the likeliest way."""
+        with contextlib.suppress(OSError):
+            select.select([self._handle], [], [], 1.0) if self._handle >= 0 else time.sleep(POLL_SECONDS)
+        status = self._from_handle()
+        status = self._from_parent() if status is None else status
+        if status is None:
+            return f"ended without a word, as if {SIGKILL}"
+        if number := status & 0x7F:
+            return f"was {SIGKILL}" if number == signal.SIGKILL else f"was killed by {signal.Signals(number).name}"
+        return f"ended with exit code {status >> 8}"
+
+    def _from_handle(self) -> int | None:
+        """Linux 6.15 and later: ``PIDFD_GET_INFO`` of ``PIDFD_INFO_EXIT``, ``struct pidfd_info`` of <linux/pidfd.h>."""
+        info = bytearray(struct.pack("=QQ11Ii", 1 << 3, 0, *[0] * 12))
+        try:
+            fcntl.ioctl(self._handle, (3 << 30) | (len(info) << 16) | (0xFF << 8) | 11, info)
+        except (OSError, ValueError):
+            return None
+        mask, *_, code = struct.unpack("=QQ11Ii", info)
+        return int(code) if mask & (1 << 3) else None
+
+    def _from_parent(self) -> int | None:
+        """Only while it is a zombie: until its parent has read the exit code."""
+        try:
+            with open(f"/proc/{self._pid}/stat") as line:
+                fields = line.read().rsplit(")", 1)[1].split()
+            return (int(fields[49]) or None) if fields[0] == "Z" else None
+        except (OSError, IndexError, ValueError):
+            return None
+
+
 def _messages() -> Iterator[str | None]:
-    """Lines from rank 0; ``None`` for each pause without one, ``""`` once when there will be no more."""
+    """Lines from rank 0; ``None`` after each :data:`POLL_SECONDS` without one, ``""`` once at the end of file."""
     buffer = b""
     while True:
         ready, _, _ = select.select([0], [], [], POLL_SECONDS)
@@ -206,7 +358,7 @@ def _tell(text: str) -> None:
 
 
 def _error_of(spec: dict[str, Any], before: float = float("inf")) -> dict[str, Any] | None:
-    """What the rank wrote about its own failure, if that was before ``before`` (seconds since the epoch)."""
+    """The rank's own report of its failure, if it is from before ``before`` (seconds since the epoch)."""
     try:
         with open(spec["errors"], encoding="utf-8") as lines:
             error: dict[str, Any] = json.load(lines)
@@ -235,7 +387,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _die_with_parent() -> None:
-    """Linux: a rank is killed when the supervisor is gone, whatever ended that."""
+    """Linux: the kernel kills a rank when the supervisor has ended, for whatever reason."""
     with contextlib.suppress(Exception):
         import ctypes
 
@@ -243,9 +395,10 @@ def _die_with_parent() -> None:
 
 
 def main() -> None:
-    """Reads the plan, runs it, and is gone when the last rank is."""
+    """Reads the plan, starts the ranks, and returns when the last of them has ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)  # rank 0 decides; a handler, unlike SIG_IGN, is not inherited
+        # Rank 0 decides what a signal means. No SIG_IGN, which the ranks would inherit, unlike a handler.
+        signal.signal(number, lambda *_: None)
     messages = _messages()
     plan = next(message for message in messages if message is not None)
     if not plan:

@@ -1,4 +1,4 @@
-"""What each ZeRO stage stores and sends: arithmetic only, in bytes, for one rank.
+"""The bytes that one rank stores and sends at each ZeRO stage: arithmetic only.
 
 The paper is Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
 (arXiv:1910.02054); offload is ZeRO-Offload (arXiv:2101.06840) and ZeRO-Infinity (arXiv:2104.07857). Two layers:
@@ -9,9 +9,9 @@ The paper is Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Trainin
 
 [Tensors of one unit on one rank, N ranks]
 - *shard*: ``ceil(rows / N)`` rows of every parameter, padded, in its own dtype. Always there.
-- *gathered copy*: N padded shards in the compute dtype. At stages 1 and 2 between CPU processes, and at any stage of a
-  process alone, where that is the shard's own dtype, the shard is a part of it and it is always there.
-- *gather buffer*: one flat copy of the same size, alive until it was copied out; in a forward until the next unit's.
+- *gathered buffer*: N padded shards in the compute dtype. At stages 1 and 2 between CPU processes, and at any stage of
+  a process alone, the shard aliases it if the dtypes are equal; it is then always there.
+- *gather buffer*: one flat message of the same size, alive until it is copied out; in a forward until the next unit's.
 - *whole gradient*: in the compute dtype, from autograd until the unit is reduced.
 - *reduce buffer*: N padded shards in the reduce dtype, alive until the next unit's reduction.
 - *gradient shard*: padded, in the parameter's dtype.
@@ -29,7 +29,7 @@ from lightning_zero.comm.costs import CHANGED_BYTES, ORDER_BYTES, agreement_byte
 STAGES = (0, 1, 2, 3)
 """0 is DDP."""
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "buffers", "activations")
-"""What a rank's memory is made of, in the order in which it is drawn."""
+"""The kinds of bytes in a rank's memory, in the order in which charts stack them."""
 
 
 # -- formulas --------------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def paper_bytes_fp32(stage: int, num_parameters: float, world_size: int) -> floa
 
 
 def popular_bytes(stage: int, num_parameters: float, world_size: int) -> float:
-    """What circulates instead: "12 + 4/N", "8 + 8/N", "16/N" bytes per parameter.
+    """The formulas that circulate instead: "12 + 4/N", "8 + 8/N", "16/N" bytes per parameter.
 
     All agree with the paper at N = 1; for more ranks only stage 3's holds. Stage 1's swaps the coefficients of 4 + 12/N
     and stage 2's is the fp32 formula of stage 1.
@@ -71,10 +71,10 @@ def fsdp2_bytes(
 ) -> float:
     """Model states per rank inside a step under ``fully_shard`` with Adam; the gathered units of stage 3 left out.
 
-    ``fully_shard`` keeps the fp32 shard beside the gathered copy, so a parameter costs p + 4/N bytes where the paper
+    ``fully_shard`` keeps the fp32 shard beside the gathered buffer, so a parameter costs p + 4/N bytes, while the paper
     (section 5) counts p: bf16-mixed with fp32 reduction has p = 2 and accumulates in 4 bytes, fp32 has 4 and 4.
-    Between steps every stage holds 16Ψ/N. Between CPU processes in fp32 stages 1 and 2 keep the shard in the copy, so
-    that a step takes what the paper counts, and there (4 + 12/N)Ψ is left between steps.
+    Between steps every stage holds 16Ψ/N. Between CPU processes in fp32 at stages 1 and 2 the shard aliases the
+    gathered buffer, so a step takes the paper's bytes, and (4 + 12/N)Ψ is left between steps.
 
     Args:
         stage: 1, 2 or 3.
@@ -187,7 +187,7 @@ class UnitSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A module as its engine sees it: the units, the root last, and what stays whole on every rank."""
+    """A module as its engine sees it: the units, the root last, and the parameters that are whole on every rank."""
 
     units: tuple[UnitSize, ...]
     replicated: tuple[ParameterSize, ...] = ()
@@ -250,7 +250,7 @@ def _gradients(unit: UnitSize, index: int) -> list[Moment]:
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """What a rank holds between the last backward and the optimizer's step, tensor by tensor."""
+    """Bytes on a rank between the last backward and the optimizer's step, tensor by tensor."""
 
     parameters: float
     gradients: float
@@ -303,7 +303,8 @@ class StepRules:
     gathers_in_place_from: int | None = None
     """Bytes of a shard: on the CPU larger ones arrive where they stay, smaller ones share a message."""
     keeps_shards_in_copies: bool = False
-    """Stages 1 and 2 between CPU processes, and any stage of a process alone, unless shards are offloaded."""
+    """Shards alias their gathered buffers, which stay: at stages 1 and 2 between CPU processes, and at any stage of a
+    process alone, unless shards are offloaded."""
     agrees_per_unit: bool = False
     """Stage 3 on the CPU agrees before each gather which unit is next."""
     agrees_on_unused: bool = True
@@ -360,7 +361,7 @@ def simulate(layout: Layout, moments: Sequence[Moment], rules: StepRules, optimi
 
 
 class _Account(ABC):
-    """Bytes alive by kind, their peak, and what was sent."""
+    """Bytes alive by kind, their peak, and the bytes sent."""
 
     def __init__(self, layout: Layout, rules: StepRules) -> None:
         self.layout, self.rules = layout, rules
@@ -472,7 +473,7 @@ class _FullyShard(_Account):
         inputs = self.gather_inputs(size)
         if self.rules.gathers_in_place_from is not None:
             self.add("gathered", self.copy_bytes(size))
-            self.add("buffers", inputs + self.message_bytes(size))  # what is sent must stay until it has arrived
+            self.add("buffers", inputs + self.message_bytes(size))  # a sent tensor must stay until it has arrived
         else:
             self.add("buffers", inputs + self.message_bytes(size))
             self.drop("buffers", inputs)
@@ -485,14 +486,14 @@ class _FullyShard(_Account):
         return size.gathered_bytes(self.n) - kept
 
     def message_bytes(self, size: UnitSize) -> float:
-        """Of what arrives elsewhere than where it stays."""
+        """Of messages that are received in one place and copied to another."""
         if self.n == 1:
             return 0.0
         small = self.rules.gathers_in_place_from
         return size.gathered_bytes(self.n) if small is None else size.packed_bytes(self.n, small)
 
     def gather_inputs(self, size: UnitSize) -> float:
-        """What is made of the shards before they are joined: cast, brought up from the host."""
+        """Of temporaries made from shards before they are joined: casts, copies brought up from the host."""
         return size.cast_bytes(self.n) + (size.upload_bytes(self.n) if self.rules.from_host else 0)
 
     def finish_gather(self, unit: int, forward: bool) -> None:
@@ -707,7 +708,7 @@ def _whole_bytes(parameters: Iterable[ParameterSize]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadBytes:
-    """What moves off the device, per rank."""
+    """Bytes kept off the device and copied to and from it, per rank."""
 
     host: float = 0.0
     disk: float = 0.0

@@ -1,4 +1,4 @@
-"""What a plan says: a row for each way to train."""
+"""A plan's content: a row for each way to train."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Row:
     stage: int
     offload: str
     engine: str | None
-    """What runs it here; ``None`` is arithmetic only."""
+    """The engine that runs it here; ``None``: none does, the row is arithmetic only."""
     parameters: float
     gradients: float
     optimizer: float
-    """These three between two steps, as the tensors count; :attr:`at_peak` is what is alive inside one."""
+    """These three between two steps, as the tensors count; :attr:`at_peak` counts the bytes alive inside one."""
     gathered_unit: float
     """The largest unit while it is whole."""
     activations: float

@@ -90,19 +90,59 @@ def plot(plan: Any, path: str) -> None:
         raise ValueError(f"plan.plot={path!r} needs matplotlib: pip install 'lightning-zero[plot]'.") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
-    figure, axes = pyplot.subplots(figsize=(max(6.0, 1.1 * len(plan.rows) + 2), 4.5))
-    bottoms = [0.0] * len(plan.rows)
-    for kind in KINDS:
-        heights = [r.at_peak[kind] / GIB for r in plan.rows]
-        axes.bar([r.name for r in plan.rows], heights, bottom=bottoms, label=kind)
-        bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
+    figure, axes = pyplot.subplots(figsize=(9.0, 1.2 + 0.5 * len(plan.rows)), layout="constrained")
+    colors = dict(zip(KINDS, pyplot.colormaps["tab10"].colors, strict=False))  # type: ignore[attr-defined]
+    limit = _limit(plan)
+    for place, row in enumerate(plan.rows):
+        for offset, parts, checkpointed in ((-0.2, row.at_peak, False), (0.2, row.at_peak_checkpointed, True)):
+            picked = row.name == plan.choice and plan.checkpointing == checkpointed
+            y, left = place + offset, 0.0
+            for kind in KINDS:
+                style = {"color": colors[kind], "hatch": "///" if checkpointed else None, "edgecolor": "white"}
+                axes.barh(y, parts[kind] / GIB, height=0.36, left=left, linewidth=0, **style)
+                left += parts[kind] / GIB
+            if picked:
+                axes.barh(y, min(left, limit), height=0.36, fill=False, edgecolor="black", linewidth=1.8)
+            text = f"{gib(left * GIB)}{' <- take' if picked else ''}"
+            if left > limit:  # the bar is cut off, and says how long it is
+                box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+                axes.text(limit * 0.99, y, f"{text} >", ha="right", va="center", fontsize=7, bbox=box)
+            else:
+                weight = "bold" if picked else "normal"
+                axes.text(left + limit * 0.006, y, text, va="center", fontsize=7, fontweight=weight)
     if plan.device_bytes is not None:
-        axes.axhline(plan.device_bytes / GIB, color="black", linestyle="--", label="device")
-    axes.set_ylabel("GiB per rank at the peak of a step")
-    axes.set_title(f"{plan.module}, {plan.num_parameters / 1e9:.3g} B parameters, {plan.world_size} ranks")
-    axes.tick_params(axis="x", rotation=30)
-    axes.legend(fontsize="small")
-    figure.tight_layout()
+        axes.axvline(plan.device_bytes / GIB, color="black", linestyle="--")
+        axes.axvline(plan.usable_bytes / GIB, color="black", linestyle=":")
+    axes.set_xlim(0, limit * 1.001)
+    axes.set_yticks(range(len(plan.rows)), [row.name for row in plan.rows])
+    for label, row in zip(axes.get_yticklabels(), plan.rows, strict=True):
+        label.set_fontweight("bold" if row.name == plan.choice else "normal")
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB per rank at the peak of a step")
+    axes.set_title(f"{plan.module}, {plan.num_parameters / 1e9:.3g} B parameters, {plan.world_size} rank(s)")
+    shown: list[Any] = [Patch(color=colors[kind], label=kind) for kind in KINDS]
+    shown.append(Patch(facecolor="white", edgecolor="grey", hatch="///", label="with recomputation"))
+    if plan.device_bytes is not None:
+        shown.append(Line2D([], [], color="black", linestyle="--", label=f"device, {gib(plan.device_bytes)} GiB"))
+        shown.append(Line2D([], [], color="black", linestyle=":", label=f"usable, {gib(plan.usable_bytes)} GiB"))
+    figure.legend(handles=shown, fontsize="small", loc="outside lower center", ncols=4)
     figure.savefig(path, format="png", dpi=120)
     pyplot.close(figure)
+
+
+def _limit(plan: Any) -> float:
+    """GiB that the chart's scale ends at: whatever may be taken is seen whole, and what is far beyond is cut off."""
+    peaks = [(row.peak_checkpointed / GIB, row.stage) for row in plan.rows]
+    peaks += [(row.peak / GIB, row.stage) for row in plan.rows]
+    longest = max(peak for peak, _ in peaks)
+    if plan.device_bytes is not None:
+        seen = 2.2 * plan.device_bytes / GIB
+        if plan.choice is not None:
+            row = plan.row(plan.choice)
+            seen = max(seen, 1.3 * (row.peak_checkpointed if plan.checkpointing else row.peak) / GIB)
+    else:
+        seen = 1.3 * max((peak for peak, stage in peaks if stage == 3), default=longest)
+    return 1.1 * longest if longest < 1.5 * seen else seen

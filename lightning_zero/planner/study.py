@@ -14,9 +14,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.elementwise import is_elementwise
@@ -40,6 +38,8 @@ from lightning_zero.planner.memory import (
 from lightning_zero.planner.rows import Row
 from lightning_zero.planner.silent import DefaultDtype, SilentTrainer, fake_loss, no_step, quiet, training_step
 from lightning_zero.planner.tracing import LiveBytes, NotTraceable, Trace, fake_batch, shadow, trace
+from lightning_zero.private.lightning import MockOptimizer
+from lightning_zero.private.torch import BatchNorm, FakeTensorMode, pytree
 
 OFFLOADS: dict[str, dict[int, str]] = {
     "none": {1: "fsdp2", 2: "fsdp2", 3: "fsdp2"},
@@ -147,7 +147,7 @@ class Study:
         return self.dtypes.stored if self.dtypes.stored is not None and t.is_floating_point() else t.dtype
 
     def _plan_units(self, copied: nn.Module) -> UnitPlan:
-        whole = (nn.modules.batchnorm._BatchNorm,) if self.dtypes.compute is not None else ()
+        whole = (BatchNorm,) if self.dtypes.compute is not None else ()
         return plan_units(copied, self.config.units, self.config.min_unit_numel, whole)
 
     def _layout(self, stored: nn.Module, used: set[str], states: Mapping[str, tuple[float, float]]) -> Layout:
@@ -244,11 +244,9 @@ class Study:
     def _attach(self, copied: Any, step: bool) -> None:
         """Gives the copy a Trainer that logs nothing, and optimizers whose steps do nothing."""
         trainer = SilentTrainer(self.max_steps)
-        copied._trainer = None
         copied.trainer = trainer
         strategy: Any = trainer.strategy
-        strategy._lightning_module = copied
-        strategy.model = copied
+        strategy.connect(copied)
         if not step and not copied.automatic_optimization:
             optimizers = self._set_up_optimizers(copied)
             names = {p: name for name, p in copied.named_parameters()}
@@ -266,7 +264,7 @@ class Study:
         trainer.state.fn = TrainerFn.FITTING
         with quiet(), self.mode:
             trainer.strategy.setup_optimizers(trainer)
-        return [o for o in trainer.strategy.optimizers if type(o).__name__ != "_MockOptimizer"]  # Lightning's for None
+        return [o for o in trainer.strategy.optimizers if not isinstance(o, MockOptimizer)]
 
     def _configure_optimizers(self, copied: Any) -> list[Optimizer]:
         self._attach(copied, step=True)

@@ -1,12 +1,12 @@
-"""One micro-batch of a module under fake tensors: which units run when, and what is alive meanwhile.
+"""One micro-batch of a module under fake tensors: the order in which units run, and the bytes alive meanwhile.
 
 Nothing is computed and nothing is stored: a :func:`shadow` of the module has the structure, the code and the ties of
 the original and fake parameters; the user's module is never touched. A :class:`LiveBytes` sees every operator, so every
 storage that autograd keeps is counted, with the memory of the kernels that the traced device would run.
 
-A stack of equal blocks is traced by its first and its last block. Those between are *replayed*: what the first kept
-after its forward, and the moments of the last one's backward, are entered into the account instead of being run. Blocks
-are equal when class, shapes, dtypes, plain attributes and inputs are; an index (``layer_idx``) may differ.
+A stack of equal blocks is traced by its first and its last block. Those between are *replayed*: they are not run, the
+account gets the bytes that the first kept after its forward and the moments of the last one's backward. Blocks are
+equal when class, shapes, dtypes, plain attributes and inputs are; an index (``layer_idx``) may differ.
 """
 
 from __future__ import annotations
@@ -23,18 +23,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.engines.units import UnitPlan
 from lightning_zero.planner.memory import Moment
+from lightning_zero.private.lightning import pretend_device, trainer_of
+from lightning_zero.private.torch import (
+    ITEM,
+    FakeTensorMode,
+    TorchDispatchMode,
+    module_tables,
+    overload_packet,
+    pytree,
+    saves_elsewhere,
+)
 
 _POSITION = re.compile(r"(^|_)(idx|index|id|number|num|i)$")
 """Attributes that tell equal blocks apart without changing what they do."""
-_ITEM = torch.ops.aten._local_scalar_dense.default
 _EQUAL = torch.ops.aten.equal.default
 _NONZERO = torch.ops.aten.nonzero.default
 _MASKED_SELECT = torch.ops.aten.masked_select.default
@@ -43,7 +49,7 @@ _INDEX = torch.ops.aten.index.Tensor
 
 @dataclass
 class Trace:
-    """What a micro-batch does."""
+    """The record of one micro-batch."""
 
     moments: list[Moment] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
@@ -54,7 +60,7 @@ class Trace:
 
 
 class NotTraceable(Exception):
-    """The micro-batch needs what fake tensors have not: values."""
+    """The micro-batch needs values, which fake tensors do not have."""
 
 
 # -- a module of fake tensors ----------------------------------------------------------------------------------------
@@ -75,7 +81,7 @@ def shadow(
     Raises:
         NotTraceable: When the module cannot be copied.
     """
-    # memo: what deepcopy finds there it does not copy
+    # deepcopy takes an object that it finds in memo from there, instead of copying it
     memo: dict[int, Any] = {}
 
     def fake(name: str, tensor: Tensor) -> Tensor:
@@ -88,7 +94,7 @@ def shadow(
         for name, b in module.named_buffers():
             memo[id(b)] = fake(name, b)
     for m in module.modules():
-        trainer = m.__dict__.get("_trainer")
+        trainer = trainer_of(m)
         if trainer is not None:
             memo[id(trainer)] = None
     try:
@@ -97,11 +103,11 @@ def shadow(
         raise NotTraceable(f"{type(module).__name__} cannot be copied: {_first_line(error)}") from error
     with mode:
         for m in copied.modules():
+            tables = module_tables(m)
             for key, value in list(vars(m).items()):
-                if key not in ("_parameters", "_buffers", "_modules"):
+                if not any(value is table for table in tables):
                     m.__dict__[key] = _faked(value, device)
-            if "_device" in m.__dict__:  # Lightning's and torchmetrics' idea of where they are
-                m.__dict__["_device"] = device
+            pretend_device(m, device)
     return copied
 
 
@@ -142,13 +148,13 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0.0
         self.flops = 0.0
         self.truth = truth
-        """What a comparison answers when code asks for its value."""
+        """The value of every comparison whose value the code asks for."""
         self._weights: dict[int, tuple[weakref.ref[Any], float]] = {}
         for tensor in known:
             self._watch(tensor.untyped_storage(), 0.0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _ITEM:
+        if func is ITEM:
             dtype = args[0].dtype
             return self.truth if dtype == torch.bool else (1.0 if dtype.is_floating_point else 1)
         if func is _EQUAL:
@@ -163,8 +169,8 @@ class LiveBytes(TorchDispatchMode):
             self._see(out)
             return out
         out = func(*args, **(kwargs or {}))
-        if func._overloadpacket in flop_registry:
-            self.flops += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
+        if (packet := overload_packet(func)) in flop_registry:
+            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
         self._see(out)
         return out
 
@@ -464,13 +470,13 @@ class _Tracer:
         first, last = self.leaders.get(unit, (-1, -1))
         flat, _ = pytree.tree_flatten((args, kwargs))
         equal = unit not in (first, last) and first in self.records
-        if equal and torch.is_grad_enabled() and not _saved_elsewhere():
+        if equal and torch.is_grad_enabled() and not saves_elsewhere():
             record = self.records[first]
             if record.spec is not None and record.signature == _signature(flat):
                 self.trace.num_replayed += 1
                 return self._replayed(unit, record, flat)
         run = original
-        if _saved_elsewhere():  # the user's own checkpointing around the block: nothing is kept as it would be
+        if saves_elsewhere():  # the user's own checkpointing around the block: nothing is kept as it would be
             return run(*args, **kwargs)
         if self.checkpointing and torch.is_grad_enabled():
             run = partial(checkpoint, original, use_reentrant=False, preserve_rng_state=False)
@@ -522,12 +528,6 @@ class _Tracer:
             peak = 0.0
         self.tracker.peak = live + record.backward[-1].peak_bytes
         self.tracker.flops += record.backward_flops
-
-
-def _saved_elsewhere() -> bool:
-    """Whether hooks of somebody else's decide what autograd saves. Private: PyTorch has no public way to ask."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(True) is not None
 
 
 def _saved_storages(found: set[int]) -> Any:

@@ -44,8 +44,13 @@ class CausalLM(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.learning_rate = learning_rate
-        from transformers import AutoConfig, AutoModelForCausalLM
-
+        try:
+            from transformers import AutoConfig, AutoModelForCausalLM
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"{type(self).__name__}(name={name!r}) needs transformers, which is in the extra `examples`:"
+                " pip install 'lightning-zero[examples]' (or pip install transformers tokenizers)."
+            ) from error
         overrides = dict(config or {})
         self.model: Any = None
         if pretrained:

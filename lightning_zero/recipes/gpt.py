@@ -93,7 +93,9 @@ class GPT(LightningModule):
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.val_perplexity.update(self(batch[:, :-1]), batch[:, 1:])
+        logits, targets = self(batch[:, :-1]), batch[:, 1:]
+        self.val_perplexity.update(logits, targets)
+        self.log("val_loss", F.cross_entropy(logits.flatten(0, 1), targets.flatten()), sync_dist=True)
         self.log("val_perplexity", self.val_perplexity, prog_bar=True)
 
     def test_step(self, batch: Tensor, batch_idx: int) -> None:

@@ -1,4 +1,4 @@
-"""What a language model learned, told at the end of a fit."""
+"""Results of a language model, printed at the end of a fit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TextReport(Callback):
     :class:`~lightning_zero.recipes.text.PythonTopics`.
 
     Args:
-        prompt: What the sample begins with.
+        prompt: The sample's first characters.
         num_tokens: How many tokens follow it; 0 for no sample.
     """
 

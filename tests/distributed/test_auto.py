@@ -14,6 +14,8 @@ from lightning_zero.planner import GIB
 from tests.helpers import account, zoo
 from tests.helpers.ranks import outcome
 
+pytestmark = pytest.mark.sampled
+
 OPTIONS: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 4, "accumulate_grad_batches": 2}
 
 

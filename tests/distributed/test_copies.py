@@ -21,6 +21,8 @@ from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
 from lightning_zero.engines.precision import DtypePolicy
 from tests.helpers import pretend
 
+pytestmark = pytest.mark.sampled
+
 MIXED = DtypePolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PLAIN = DtypePolicy()
 ROWS = 5

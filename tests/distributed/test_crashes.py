@@ -22,8 +22,11 @@ import lightning_zero
 from lightning_zero.errors import CheckpointError
 from tests.helpers.ranks import RankPool
 
+pytestmark = pytest.mark.rest
+
 NUM_KILLS = 12
 """For each of three forms; runs are forks of one process that has everything imported: about a second each."""
+START_SECONDS = 100.0
 WORLD_SIZE = 2
 WIDTH = 384
 
@@ -92,16 +95,15 @@ def _start(form: str, path: str, resume: str | None) -> list[int]:
     return pids
 
 
-def _wait_for(path: Path, pids: list[int], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not path.exists():
+def _wait_for_saves(count: int, path: str, pids: list[int]) -> None:
+    """Until the run has begun, and ``count`` saves are done."""
+    end = time.monotonic() + START_SECONDS
+    while not (Path(f"{path}.started").exists() and _steps_said_saved(path) >= count):
         for pid in pids:
             if os.waitpid(pid, os.WNOHANG)[0]:
-                pytest.fail(
-                    f"a rank ended by itself:\n{Path(str(path).replace('.started', '.log')).read_text()[-3000:]}"
-                )
-        assert time.monotonic() < end, "the run did not start in time"
-        time.sleep(0.01)
+                pytest.fail(f"a rank ended by itself:\n{Path(f'{path}.log').read_text()[-3000:]}")
+        assert time.monotonic() < end, "the run did not come so far"
+        time.sleep(0.002)
 
 
 def _steps_said_saved(path: str) -> int:
@@ -130,12 +132,11 @@ def _kill_again_and_again(form: str, folder: str) -> None:
     generator = random.Random(form)
     reached = 0
     for _ in range(NUM_KILLS):
-        started = Path(f"{path}.started")
-        started.unlink(missing_ok=True)
+        Path(f"{path}.started").unlink(missing_ok=True)
         pids = _start(form, path, path if reached else None)
         try:
-            _wait_for(started, pids, 60.0)
-            time.sleep(generator.uniform(0.0, 0.5))
+            _wait_for_saves(_steps_said_saved(path) + generator.randrange(4), path, pids)
+            time.sleep(generator.uniform(0.0, 0.02))  # anywhere within the next save
         finally:
             for pid in generator.sample(pids, WORLD_SIZE):
                 with contextlib.suppress(ProcessLookupError):

@@ -20,6 +20,7 @@ from tests.helpers.ranks import outcome
 from tests.helpers.zoo import WIDTH, Zoo, make_trainer
 
 pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.sampled
 SLOW = 180.0
 """Seconds; a run takes about two on a quiet machine."""
 STAGE3 = {"engine": "deepspeed", "stage": 3, "after_fit": "whole"}

@@ -17,6 +17,7 @@ from lightning_zero.engines.deepspeed import private
 from lightning_zero.errors import CheckpointError
 
 pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.sampled
 STEPS = 3
 
 

@@ -14,6 +14,7 @@ from lightning_zero import DeepSpeedConfig
 from tests.helpers import zoo
 
 pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.sampled
 SLOW = 180.0
 """Seconds; a run takes about two on a quiet machine."""
 FEATURES: list[tuple[int, dict[str, Any]]] = [

@@ -22,6 +22,8 @@ from tests.helpers import zoo
 from tests.helpers.ranks import outcome
 from tests.helpers.zoo import Zoo, make_trainer
 
+pytestmark = pytest.mark.sampled
+
 SLOW = 180.0
 """Seconds; one run takes about one on a quiet machine."""
 
@@ -111,7 +113,7 @@ def test_what_a_backward_does_not_use_keeps_its_gradient(kind: str, world_size: 
     names, settings = zip(*_strategies().items(), strict=True)
     found = ranks(_train, kind, [zoo.UNUSED, *settings], world_size=world_size, timeout_seconds=SLOW)
     for expected, *results in found:
-        off = {name: zoo._largest(result, expected) for name, result in zip(names, results, strict=True)}
+        off = {name: zoo.largest_difference(result, expected) for name, result in zip(names, results, strict=True)}
         assert {name: difference for name, difference in off.items() if difference[0] > 1e-5} == {}
 
 
@@ -150,7 +152,7 @@ def test_what_is_unfrozen_trains_as_under_fsdp2(stage: int, ranks2) -> None:
     expected = ranks2(_fine_tune, {"stage": stage})
     results = ranks2(_fine_tune, {"engine": "deepspeed", "stage": stage}, timeout_seconds=SLOW)
     for result, reference in zip(results, expected, strict=True):
-        assert zoo._largest(result, reference)[0] < 1e-5
+        assert zoo.largest_difference(result, reference)[0] < 1e-5
         assert torch.equal(result["gain"], results[0]["gain"])
 
 
@@ -231,7 +233,7 @@ def test_stage_3_reduces_what_some_ranks_use_in_one_bucket(ranks2) -> None:
     for result, reference in zip(
         ranks2(_shift, {"engine": "deepspeed", "stage": 3}, timeout_seconds=SLOW), expected, strict=True
     ):
-        assert zoo._largest(result, reference)[0] < 1e-5
+        assert zoo.largest_difference(result, reference)[0] < 1e-5
 
 
 def test_stage_3_refuses_buckets_that_differ(ranks2) -> None:

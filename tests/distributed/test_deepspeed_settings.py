@@ -16,6 +16,7 @@ import lightning_zero
 from tests.helpers.ranks import outcome, run_ranks
 
 pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.sampled
 
 FILE = {
     "train_batch_size": 16,
@@ -102,6 +103,7 @@ def _fit_without_compiler(cache: str) -> None:
     _fit({"engine": "deepspeed", "stage": 2}, OwnOptimizer)
 
 
+@pytest.mark.rest
 @pytest.mark.timeout(400)
 def test_a_run_without_offload_compiles_nothing(tmp_path: Path) -> None:
     run_ranks(_fit_without_compiler, 2, str(tmp_path), timeout_seconds=350)  # fresh: nothing was loaded before
@@ -145,7 +147,7 @@ def test_without_a_compiler(ranks2: Any, tmp_path: Path) -> None:
             {},
             ["fp16.enabled=True", "bf16"],
         ),
-        (
+        pytest.param(
             {
                 "stage": 3,
                 "offload": lightning_zero.OffloadConfig(target="nvme", path="/nowhere"),
@@ -154,6 +156,7 @@ def test_without_a_compiler(ranks2: Any, tmp_path: Path) -> None:
             OwnOptimizer,
             {},
             ["offload.path='/nowhere'", "no folder"],
+            marks=pytest.mark.rest,  # compiles
         ),
     ],
     ids=["batch_size", "accumulation", "clipping_is_left_open", "own_optimizer", "fp16", "path"],
@@ -195,6 +198,7 @@ def _fit_partly(ratio: float) -> Any:
     return seen, _fit({"engine": "deepspeed", "stage": 3, "offload": offload}, Looks)
 
 
+@pytest.mark.usefixtures("deepspeed_ops")
 @pytest.mark.timeout(1200)
 def test_a_part_of_the_optimizer_states_is_offloaded(ranks2: Any) -> None:
     """On a CPU both parts lie in the same memory, so what can be told is that there are parts, and DDP's weights."""
@@ -293,6 +297,7 @@ def test_the_launcher_says_which_ranks_share_a_host(ranks2: Any) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("nvme")
 @pytest.mark.timeout(1200)
 def test_nvme_files_are_there_during_a_run_and_gone_afterwards(ranks2: Any, tmp_path: Path) -> None:
     for seen in ranks2(_offloads, str(tmp_path), timeout_seconds=1100):

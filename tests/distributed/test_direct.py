@@ -19,6 +19,8 @@ from lightning_zero.comm.peer_memory import PeerMemory
 from tests.helpers.peer_memory import NEIGHBOURS, on_hosts_of
 from tests.helpers.ranks import RankError
 
+pytestmark = pytest.mark.sampled
+
 CARRIERS = [
     pytest.param(0, id="sockets"),
     pytest.param(2, id="both", marks=NEIGHBOURS),  # two ranks to a host
@@ -91,7 +93,7 @@ def _exchange(numel: int, dtype: torch.dtype, late: int | None, near: PeerMemory
         if late == rank:
             time.sleep(0.2)
         gathering.wait()
-        near.reshard()
+        near.await_readers()
         for shard in shards:
             shard.zero_()  # nobody needs it any more
 

@@ -21,6 +21,8 @@ from tests.helpers import moves, zoo
 from tests.helpers.ranks import outcome
 from tests.helpers.zoo import KINDS, make_trainer
 
+pytestmark = pytest.mark.sampled
+
 OFTEN = (
     ("adam", 3),
     ("clip_by_norm", 3),

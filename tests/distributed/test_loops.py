@@ -25,6 +25,8 @@ from tests.helpers import zoo
 from tests.helpers.ranks import outcome
 from tests.helpers.zoo import KINDS, Zoo, make_module, make_trainer
 
+pytestmark = pytest.mark.sampled
+
 STAGES = (1, 2, 3)
 TOLERANCE = 1e-5  # the order of sums over ranks, as in test_parity
 
@@ -436,7 +438,7 @@ def _values_at_each_forward(strategy: Any) -> dict[str, Any]:
 
     class Looks(zoo.Bare):
         def on_train_start(self) -> None:
-            seen["start"] = {n: zoo._whole(p) for n, p in self.named_parameters()}
+            seen["start"] = {n: zoo.whole(p) for n, p in self.named_parameters()}
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             seen["buffers"].append({n: b.detach().clone() for n, b in self.named_buffers()})

@@ -24,6 +24,8 @@ from lightning_zero.engines.fsdp2.cpu import Direct
 from tests.helpers import zoo
 from tests.helpers.peer_memory import NEIGHBOURS, on_hosts_of
 
+pytestmark = pytest.mark.sampled
+
 STEPS, MICRO_BATCHES, BLOCKS = 4, 3, 3
 
 

@@ -8,8 +8,10 @@ it may round differently. What a failure localises: one kind under every stage t
 from __future__ import annotations
 
 import tempfile
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_zero import OffloadConfig, strategy
+from lightning_zero.engines import optimizer_step
 from lightning_zero.engines.model_state import KINDS, PLACES
 from tests.helpers import account, whereabouts, zoo
 from tests.helpers.ranks import outcome
+
+pytestmark = pytest.mark.sampled
 
 EXACT = (
     "sgd_momentum",
@@ -119,15 +124,13 @@ def test_checkpoints_cross_over(ranks2, checkpoint):
 
 def _train_by_way_of_copies(kind: str, settings: dict[str, Any]) -> zoo.Result:
     """What is read of a shard is a copy, as it is where the mesh is of another device."""
-    from contextlib import ExitStack
-    from unittest import mock
-
     from lightning_zero.comm import shards
     from lightning_zero.engines.fsdp2 import view
 
     with ExitStack() as stack:
-        for module in (shards, view):
-            stack.enter_context(mock.patch.object(module, "is_off_mesh", lambda t: isinstance(t, DTensor)))
+        for module in (shards, view, optimizer_step):
+            if hasattr(module, "is_off_mesh"):
+                stack.enter_context(mock.patch.object(module, "is_off_mesh", lambda t: isinstance(t, DTensor)))
             stack.enter_context(mock.patch.object(module, "mesh_device", return_value=torch.device("cpu")))
         return zoo.train(kind, settings)
 
@@ -142,19 +145,20 @@ def test_gradients_flow_through_copies_of_shards(ranks2, kind):
 def _groups_during_steps(kind: str) -> tuple[list[Any], list[Any], list[str]]:
     """What ``fused`` is while the optimizer steps and afterwards, and what was said about it."""
     seen: list[Any] = []
+    stand_ins = optimizer_step.ShardedStep.stand_ins
 
-    class Watch(zoo.Callback):
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            for optimizer in trainer.optimizers:
-                optimizer.register_step_pre_hook(
-                    lambda o, *unused: seen.append([group.get("fused") for group in o.param_groups])
-                )
+    @contextmanager
+    def watched(step: Any, *args: Any) -> Any:
+        with stand_ins(step, *args) as swap:
+            seen.append([group.get("fused") for group in step.optimizer.param_groups])
+            yield swap
 
     said: list[str] = []
     original, strategy.rank_zero_info = strategy.rank_zero_info, said.append
     try:
-        trainer = zoo.make_trainer({"stage": 3, "offload": "cpu", **zoo.BLOCKS}, max_steps=2, callbacks=[Watch()])
-        trainer.fit(zoo.make_module(kind), DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
+        with mock.patch.object(optimizer_step.ShardedStep, "stand_ins", watched):
+            trainer = zoo.make_trainer({"stage": 3, "offload": "cpu", **zoo.BLOCKS}, max_steps=2)
+            trainer.fit(zoo.make_module(kind), DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
     finally:
         strategy.rank_zero_info = original
     after = [group.get("fused") for optimizer in trainer.optimizers for group in optimizer.param_groups]

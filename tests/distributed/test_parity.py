@@ -8,6 +8,7 @@ units; ``different`` seeds fail alone when rank 0's values did not reach the oth
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +16,14 @@ import pytest
 import torch
 
 from tests.helpers import zoo
+from tests.helpers.batches import Batches, Run, reference
 from tests.helpers.ranks import RankError, outcome
 from tests.helpers.zoo import KINDS
 
 LAYOUTS: dict[str, dict[str, Any]] = {"blocks": zoo.BLOCKS, "whole": zoo.WHOLE}
 ROTATION = (1, 3, 4)
-TIMEOUT_SECONDS = 45.0
-"""One run takes well under 2 s."""
+QUICK_WORLD_SIZES = (2, 2, 3, 2, 2, 4, 2, 1)
+"""Eight, so that each of them meets each stage."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +34,51 @@ class Case:
     layout: str
     seeds: str
     """``"same"`` on all ranks, or ``"different"`` (rank 0 wins)."""
+    engine: str = "fsdp2"
 
     def __str__(self) -> str:
-        return f"{self.kind}-zero{self.stage}-{self.world_size}ranks-{self.layout}-{self.seeds}"
+        name = f"{self.kind}-zero{self.stage}-{self.world_size}ranks-{self.layout}-{self.seeds}"
+        return name if self.engine == "fsdp2" else f"{name}-{self.engine}"
+
+    @property
+    def refusal(self) -> str | None:
+        """The pattern of the error that every rank owes."""
+        kind = KINDS[self.kind]
+        if self.world_size == 1:
+            return None
+        if self.engine == "deepspeed":
+            return kind.unsupported_deepspeed.get(self.stage) or kind.raises
+        return (kind.unsupported_units.get(self.stage) if self.layout == "blocks" else None) or kind.raises
+
+    @property
+    def run(self) -> Run:
+        layout = LAYOUTS[self.layout] if self.engine == "fsdp2" else {}
+        settings = {"engine": self.engine, "stage": self.stage, **layout}
+        refused, different = self.refusal is not None, self.seeds == "different"
+        return Run(self.kind, tuple(settings.items()), self.world_size, different, refused)
+
+    @property
+    def reference(self) -> Run:
+        return reference(self.kind, self.world_size, self.seeds == "different")
+
+
+def _quick() -> set[Case]:
+    """Every kind once, stages and world sizes in turn; every sixth through DeepSpeed, too."""
+    cases = set()
+    for index, kind in enumerate(KINDS):
+        world_size = QUICK_WORLD_SIZES[index % len(QUICK_WORLD_SIZES)]
+        cases.add(Case(kind, 1 + index % 3, world_size, "whole" if index % 5 == 4 else "blocks", "different"))
+        if index % 6 == 0:
+            cases.add(Case(kind, 1 + (index // 6) % 3, 2, "blocks", "different", "deepspeed"))
+    return cases
 
 
 def _sample() -> set[Case]:
     """Every kind at 2 ranks under stage 3 and in turn 1 or 2, and every third kind once at 1, 3 or 4.
 
     At 2 ranks stages 1 and 3 start from different seeds in blocks, stage 2 from the same as one unit; the rotation
-    walks so that every pair of world size, stage and layout meets several kinds. ``make test-full``
-    walks the rest.
+    walks so that every pair of world size, stage and layout meets several kinds. Through DeepSpeed, every fifth kind at
+    2 ranks, its stage in turn, and a few at 3 ranks. ``make test-all`` walks the rest.
     """
     cases = set()
     for index, kind in enumerate(KINDS):
@@ -52,11 +88,15 @@ def _sample() -> set[Case]:
         if not left_out:
             world_size, stage = ROTATION[turn % 3], 1 + (turn // 3 + turn) % 3
             cases.add(Case(kind, stage, world_size, "whole" if turn % 4 == 3 else "blocks", "different"))
+        if index % 5 == 0:
+            cases.add(Case(kind, 1 + (index // 5) % 3, 2, "blocks", "different", "deepspeed"))
+        if index % 15 == 7:
+            cases.add(Case(kind, 1 + (index // 15) % 3, 3, "blocks", "different", "deepspeed"))
     return cases
 
 
 def _cases() -> list[Any]:
-    sample = _sample()
+    quick, sample = _quick(), _sample()
     cases = [
         Case(kind, stage, world_size, layout, seeds)
         for kind in KINDS
@@ -64,83 +104,43 @@ def _cases() -> list[Any]:
         for seeds in ("same", "different")
         for stage in (1, 2, 3)
         for layout in LAYOUTS
-        if not (world_size == 1 and seeds == "different" and Case(kind, stage, 1, layout, seeds) not in sample)
     ]
-    return [pytest.param(case, id=str(case), marks=() if case in sample else pytest.mark.full) for case in cases]
+    cases += [
+        Case(kind, stage, world_size, "blocks", "different", "deepspeed")
+        for kind in KINDS
+        for world_size in (2, 3, 1)
+        for stage in (1, 2, 3)
+    ]
+    # One rank cannot start from different seeds; the samples write it so all the same.
+    cases = [c for c in cases if c.world_size > 1 or c.seeds == "same" or c.engine != "fsdp2" or c in quick | sample]
+    return [pytest.param(case, id=str(case), marks=_level(case, quick, sample)) for case in cases]
+
+
+def _level(case: Case, quick: set[Case], sample: set[Case]) -> Any:
+    if case in quick:
+        return ()
+    return pytest.mark.rest if case in sample else pytest.mark.full
 
 
 @pytest.fixture(scope="module")
-def references(ranks):
-    """``(kind, world size, seeds)`` -> every rank's result under DDP, computed when first asked for."""
-    known: dict[tuple[str, int, str], list[zoo.Result]] = {}
-
-    def get(case: Case) -> list[zoo.Result]:
-        # Without random numbers in training, DDP ends in the same place from either seeding: rank 0 wins there too.
-        seeds = case.seeds if KINDS[case.kind].random else "different"
-        key = (case.kind, case.world_size, seeds)
-        if key not in known:
-            strategy = KINDS[case.kind].reference
-            known[key] = ranks(zoo.train, case.kind, strategy, seeds == "different", world_size=case.world_size)
-        return known[key]
-
-    return get
+def batches(ranks, request) -> Batches:
+    """Trains what the selected cases need, many kinds per job."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items if item.module is request.module]
+    cases = [call.params["case"] for call in calls if call is not None and "case" in call.params]
+    return Batches(ranks, [run for case in cases for run in (case.run, *([] if case.refusal else [case.reference]))])
 
 
+@pytest.mark.timeout(600)  # a job of many kinds, and where it fails one of this kind alone
 @pytest.mark.parametrize("case", _cases())
-def test_training_equals_ddp(case: Case, ranks, references) -> None:
+def test_training_equals_ddp(case: Case, batches: Batches) -> None:
+    """Through DeepSpeed also: no gradient is clipped unasked, and accumulation scales once."""
     kind = KINDS[case.kind]
-    strategy = {"stage": case.stage, **LAYOUTS[case.layout]}
-    arguments = (case.kind, strategy, case.seeds == "different")
-    in_blocks = kind.unsupported_units.get(case.stage) if case.layout == "blocks" else None
-    refusal = in_blocks or kind.raises
-    if refusal is not None and case.world_size > 1:
-        answers = ranks(outcome, zoo.train, *arguments, world_size=case.world_size, timeout_seconds=TIMEOUT_SECONDS)
-        for name, text in answers:
+    if case.refusal is not None:
+        for name, text in batches[case.run]:
             assert name != "ok"
-            assert re.search(refusal, text), text
+            assert re.search(case.refusal, text), text
         return
-    results = ranks(zoo.train, *arguments, world_size=case.world_size, timeout_seconds=TIMEOUT_SECONDS)
-    difference = zoo.difference(results, references(case))
-    assert difference.largest <= kind.tolerance, (difference, kind.reason)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_both_transports_train_alike(stage: int, ranks2) -> None:
-    """Two addends have one order of addition, so at 2 ranks the results are equal to the last bit; with more, gloo
-    adds in another order than direct exchange does."""
-    direct, torchs = (
-        ranks2(zoo.train, "adam", {"stage": stage, "transport": transport, **zoo.BLOCKS}, True)
-        for transport in ("direct", "torch")
-    )
-    assert zoo.difference(direct, torchs).largest == 0.0
-
-
-def _deepspeed_cases() -> list[Any]:
-    """Every fifth kind at 2 ranks, its stage in turn, and a few at 3 ranks; all other cases are ``full``."""
-    cases = []
-    for index, kind in enumerate(KINDS):
-        for world_size in (2, 3, 1):
-            for stage in (1, 2, 3):
-                case = Case(kind, stage, world_size, "blocks", "different")
-                sampled = world_size == 2 and index % 5 == 0 and stage == 1 + (index // 5) % 3
-                sampled |= world_size == 3 and index % 15 == 7 and stage == 1 + (index // 15) % 3
-                cases.append(pytest.param(case, id=f"{case}-deepspeed", marks=() if sampled else pytest.mark.full))
-    return cases
-
-
-@pytest.mark.parametrize("case", _deepspeed_cases())
-def test_deepspeed_equals_ddp(case: Case, ranks, references) -> None:
-    """As above, through ``deepspeed.initialize``: no gradient is clipped unasked, and accumulation scales once."""
-    kind = KINDS[case.kind]
-    arguments = (case.kind, {"engine": "deepspeed", "stage": case.stage}, True)
-    refusal = kind.unsupported_deepspeed.get(case.stage) or kind.raises
-    if refusal is not None and case.world_size > 1:
-        for name, text in ranks(outcome, zoo.train, *arguments, world_size=case.world_size, timeout_seconds=120.0):
-            assert name != "ok"
-            assert re.search(refusal, text), text
-        return
-    results = ranks(zoo.train, *arguments, world_size=case.world_size, timeout_seconds=120.0)
-    difference = zoo.difference(results, references(case))
+    difference = zoo.difference(batches[case.run], batches[case.reference])
     assert difference.largest <= kind.tolerance, (difference, kind.reason)
 
 
@@ -152,16 +152,20 @@ def test_ddp_refuses_what_the_table_says_lightning_refuses(ranks2) -> None:
                 assert re.search(kind.raises, text), text
 
 
-def test_registered_names_are_the_stages(ranks2, references) -> None:
+def test_registered_names_are_the_stages(batches: Batches) -> None:
     """``strategy="zero3"`` is what users write; the matrix above uses keywords."""
-    reference = references(Case("sgd_momentum", 1, 2, "whole", "same"))
+    expected = batches[reference("sgd_momentum", 2)]
     for name in ("zero1", "zero2", "zero3"):
-        result = ranks2(zoo.train, "sgd_momentum", name)
-        assert zoo.difference(result, reference).largest <= KINDS["sgd_momentum"].tolerance, name
+        result = batches[Run("sgd_momentum", name, 2)]
+        assert zoo.difference(result, expected).largest <= KINDS["sgd_momentum"].tolerance, name
 
 
-def test_sample_covers_every_pair() -> None:
-    sample = _sample()
+@pytest.mark.parametrize("cases", [_quick, _sample])
+def test_samples_cover_every_pair(cases: Callable[[], set[Case]]) -> None:
+    sample = cases()
+    for stage in (1, 2, 3):
+        assert any(c.engine == "deepspeed" and c.stage == stage for c in sample), stage
+    sample = {c for c in sample if c.engine == "fsdp2"}
     for world_size in (1, 2, 3, 4):
         for stage in (1, 2, 3):
             assert any(c.world_size == world_size and c.stage == stage for c in sample), (world_size, stage)
@@ -170,12 +174,12 @@ def test_sample_covers_every_pair() -> None:
     assert {c.kind for c in sample} == set(KINDS)
 
 
-def test_training_moves_every_reference(ranks1, references) -> None:
+def test_training_moves_every_reference(ranks1, batches: Batches) -> None:
     """A kind whose weights never move would agree with anything."""
-    names = [name for name, kind in KINDS.items() if kind.raises is None]
-    before = ranks1(_initial_weights, names)[0]
-    for name in names:
-        after = references(Case(name, 1, 2, "blocks", "different"))[0]
+    cases = {case.kind: case for case in _quick() if case.engine == "fsdp2" and KINDS[case.kind].raises is None}
+    before = ranks1(_initial_weights, list(cases))[0]
+    for name, case in cases.items():
+        after = batches[case.reference][0]
         assert len(after.losses) >= 6, name
         moved = [
             key for key, value in before[name].items() if value.numel() and not torch.equal(value, after.weights[key])
@@ -183,12 +187,12 @@ def test_training_moves_every_reference(ranks1, references) -> None:
         assert len(moved) >= len(before[name]) / 3, (name, moved)
 
 
-def test_another_strategy_would_be_told_apart(ranks2, references) -> None:
+def test_another_strategy_would_be_told_apart(ranks2, batches: Batches) -> None:
     """The comparison fails for a run whose ranks do not exchange gradients, and for one with another seed."""
-    reference = references(Case("sgd_momentum", 1, 2, "blocks", "different"))
+    expected = batches[reference("sgd_momentum", 2)]
     alone = ranks2(_train_without_exchange)
-    assert zoo.difference(alone, reference).losses > 1e-3
-    assert zoo.difference(alone, reference).weights > 1e-3
+    assert zoo.difference(alone, expected).losses > 1e-3
+    assert zoo.difference(alone, expected).weights > 1e-3
 
 
 def test_difference_reports_what_is_wrong() -> None:
@@ -244,3 +248,14 @@ def _raise_on_rank_1(strategy: dict[str, Any]) -> None:
 
     loader = DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH)
     zoo.make_trainer(strategy).fit(_RaisesOnRank1(), loader)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_both_transports_train_alike(stage: int, ranks2) -> None:
+    """Two addends have one order of addition, so at 2 ranks the results are equal to the last bit; with more, gloo
+    adds in another order than direct exchange does."""
+    direct, torchs = (
+        ranks2(zoo.train, "adam", {"stage": stage, "transport": transport, **zoo.BLOCKS}, True)
+        for transport in ("direct", "torch")
+    )
+    assert zoo.difference(direct, torchs).largest == 0.0

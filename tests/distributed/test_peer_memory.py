@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -24,7 +25,7 @@ from tests.helpers import zoo
 from tests.helpers.peer_memory import NEIGHBOURS
 from tests.helpers.ranks import RankError
 
-pytestmark = NEIGHBOURS
+pytestmark = [NEIGHBOURS, pytest.mark.sampled]
 KIND = 1
 LARGE = SMALL_BYTES  # elements of 4 bytes: too many to go with a message
 
@@ -78,6 +79,7 @@ _VISITOR = """
 import socket, sys
 visiting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 visiting.connect(chr(0) + sys.argv[1])
+print(flush=True)
 sys.stdin.read()
 """
 
@@ -87,9 +89,10 @@ def _visited() -> list[int]:
 
     def visited(links: Any, rank: int, near: Any, listener: Any) -> bool:
         name = listener.getsockname().decode().removeprefix("\0")
-        visitor = subprocess.Popen([sys.executable, "-c", _VISITOR, name], stdin=subprocess.PIPE)
-        time.sleep(0.5)  # it stands in front of the others
-        assert visitor.stdin is not None
+        command = [sys.executable, "-c", _VISITOR, name]
+        visitor = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert visitor.stdout is not None
+        visitor.stdout.readline()  # it stands in front of the others
         try:
             return connects(links, rank, near, listener)
         finally:
@@ -107,45 +110,57 @@ def test_other_processes_are_turned_away(ranks2):
 # -- exchanging ------------------------------------------------------------------------------------------------------
 
 
-def _held() -> float:
-    """Rank 0 offers and lets go of its tensor; rank 1 reads late."""
-    near = _meet()
-    rank = dist.get_rank()
-    offer = near.offer(KIND, [torch.full((LARGE,), rank + 1.0)])
+def _store() -> dist.Store:
+    """What the ranks of a job share besides their group, to say what they are about to do."""
+    return dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+def _held() -> tuple[bool, bool]:
+    """Both let go of what they offer, and rank 1 reads when rank 0 has nothing left to do but wait for it."""
+    near, store, rank = _meet(), _store(), dist.get_rank()
+    mine = torch.full((LARGE,), rank + 1.0)
+    kept = weakref.ref(mine)
+    offer = near.offer(KIND, [mine])
+    del mine
     found = torch.empty(LARGE)
     if rank == 1:
-        time.sleep(0.5)
+        store.wait(["rank 0 waits"])
     source = near.source(offer, 1 - rank)
     near.read(source, [found])
+    if rank == 1:
+        store.set("rank 1 has read", "")
     near.done(offer, source)
-    begun = time.monotonic()
+    del offer
     torch.full((LARGE,), 9.0)  # would lie where the other was
+    if rank == 0:
+        store.set("rank 0 waits", "")
     near.await_readers()
     assert torch.equal(found, torch.full((LARGE,), 2.0 - rank))
-    assert not near._offers
-    return time.monotonic() - begun
+    return store.check(["rank 1 has read"]), kept() is None
 
 
 def test_what_is_offered_is_held_until_it_is_read(ranks2):
-    waited, late = ranks2(_held)
-    assert waited > 0.3 > late
+    assert ranks2(_held) == [(True, True), (True, True)]
 
 
 def _ahead() -> int:
-    """Rank 0 has offered many times before rank 1 reads once."""
+    """Rank 0 has offered many times before rank 1 reads once. Returns how many tensors are still held."""
     near = _meet()
     rank, kinds = dist.get_rank(), (1, 2, 3)
     offers = [near.offer(kind, [torch.full((numel,), 10.0 * kind + rank)]) for numel in (1, LARGE) for kind in kinds]
+    held = [weakref.ref(tensor) for offer in offers for tensor in offer.tensors]
     dist.barrier()
-    for offer in reversed(offers):  # in any order
+    while offers:  # in any order
+        offer = offers.pop()
         found = torch.empty_like(offer.tensors[0])
         source = near.source(offer, 1 - rank)
         near.read(source, [found])
         near.done(offer, source)
         assert torch.equal(found, torch.full_like(found, 10.0 * offer.kind + 1 - rank))
+    del offer
     dist.barrier()
     near.look()  # all have answered by now
-    return len(near._offers)
+    return sum(tensor() is not None for tensor in held)
 
 
 def test_exchanges_end_in_any_order(ranks2):

@@ -15,6 +15,8 @@ import pytest
 
 from tests.helpers import account, zoo
 
+pytestmark = pytest.mark.sampled
+
 STAGES = (1, 2, 3)
 ALWAYS = (
     "adam",
@@ -28,7 +30,7 @@ ALWAYS = (
     "accumulation_and_clip",
     "gan",
 )
-"""A kind for each way in which a rank's bytes are not Ψ/N; the others are walked by ``make test-full``."""
+"""A kind for each way in which a rank's bytes are not Ψ/N; the others are walked by ``make test-all``."""
 NOT_COMPARED = {
     "step_returns_none": "Lightning refuses it at more than one rank",
     "lbfgs": "its state is a list of vectors as long as the module, which grows for history_size steps",
@@ -91,6 +93,7 @@ def _traffic_agrees(measured: dict[str, float], planned: Any) -> None:
     assert planned.sent_total == pytest.approx(found, rel=0.01, abs=80), planned.name
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("kind", "world_size", "options"),
     [

@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader
 from lightning_zero.comm.shards import local
 from tests.helpers import zoo
 
+pytestmark = pytest.mark.sampled
+
 TOLERANCE = {
     "32-true": 1e-5,
     "64-true": 1e-5,

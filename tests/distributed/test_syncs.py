@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader
 
 from tests.helpers import zoo
 
+pytestmark = pytest.mark.sampled
+
 _TO_PYTHON = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy", "nonzero")
 _BETWEEN_HOSTS = ("_ranks_ran_different_units", "_agree_on_unused")
 """Functions that compare what the hosts have agreed on."""

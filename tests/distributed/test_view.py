@@ -26,6 +26,8 @@ from lightning_zero.comm.shards import gathered, local
 from lightning_zero.engines.fsdp2.view import WholeView
 from tests.helpers import zoo
 
+pytestmark = pytest.mark.sampled
+
 OTHER = torch.arange(15.0).view(5, 3) / 7
 
 READS: dict[str, Callable[[Tensor], Any]] = {

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers import zoo
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+pytestmark = pytest.mark.rest
 
 
 def _fit(name: str, strategy: Any, precision: str) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from tests.gpu.test_cuda import _fit
 from tests.helpers import zoo
 
 pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+pytestmark = pytest.mark.rest
 NUM_RANKS = min(torch.cuda.device_count(), 4) or 1
 
 

@@ -21,7 +21,7 @@ from lightning_zero.callbacks import ChromeTrace
 from lightning_zero.comm.shards import local
 from tests.helpers import account, zoo
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+pytestmark = pytest.mark.rest
 NUM_RANKS = min(torch.cuda.device_count(), 4) or 1
 KINDS = (
     "adam",

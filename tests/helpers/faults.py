@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,17 +36,22 @@ class Fault:
     """Whether the end may take ``timeout_seconds`` longer."""
 
 
+OUT_OF_MEMORY = "killed by SIGKILL, probably out of memory (it last held"
 FAULTS = {
     "exception-0": Fault("exception on rank 0", 0, ("LookupError: rank 0 is not well", "Traceback")),
     "exception-1": Fault("exception on rank 1", 1, ("rank 1 (process", "LookupError: rank 1 is not well", "Traceback")),
-    "kill-0": Fault("kill -9 of rank 0", 0, ("rank 0 (process", "ended unexpectedly")),
-    "kill-1": Fault("kill -9 of rank 1", 1, ("rank 1 (process", "was killed by SIGKILL")),
+    "kill-0": Fault(
+        "kill -9 of rank 0",
+        0,
+        ("rank 0 (process", OUT_OF_MEMORY, "ended unexpectedly"),
+    ),
+    "kill-1": Fault("kill -9 of rank 1", 1, ("rank 1 (process", OUT_OF_MEMORY)),
     "stop-0": Fault("rank 0 stops answering (SIGSTOP)", 0, ("rank 0 (process", "is stopped"), hangs=True),
     "stop-1": Fault("rank 1 stops answering (SIGSTOP)", 1, ("rank 1 (process", "is stopped"), hangs=True),
     "dry-0": Fault("data loader of rank 0 runs dry early", 0, ("rank 0 ends its epoch after 3 training batches",)),
     "dry-1": Fault("data loader of rank 1 runs dry early", 1, ("rank 1 ends its epoch after 3 training batches",)),
     "memory-1": Fault("out of memory on rank 1", 1, ("rank 1 (process", "allocate memory", "Traceback")),
-    "interrupt": Fault("Ctrl-C", 0, ("KeyboardInterrupt",)),
+    "interrupt": Fault("Ctrl-C", 0, ("Detected KeyboardInterrupt",)),
 }
 
 
@@ -84,17 +90,14 @@ def break_run(name: str, folder: Path, limit_seconds: float = 150.0) -> Outcome:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=hear_interrupts,
         )
         try:
-            _wait_for(lambda: (folder / "fault").exists() or process.poll() is not None, limit_seconds)
+            wait_for(lambda: (folder / "fault").exists() or process.poll() is not None, limit_seconds)
             if name == "interrupt":
                 os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-                try:
-                    process.wait(15.0)
-                except subprocess.TimeoutExpired:  # raised inside a callback from C++, Python drops it
-                    os.killpg(process.pid, signal.SIGINT)
             code = process.wait(limit_seconds)
-            _wait_for(lambda: not marked_processes(folder), 30.0)
+            _wait_at_most(lambda: not marked_processes(folder), 60.0)
             ended = time.time()
             left = marked_processes(folder)
         finally:
@@ -103,10 +106,15 @@ def break_run(name: str, folder: Path, limit_seconds: float = 150.0) -> Outcome:
     text = (folder / "output.txt").read_text(errors="replace")
     began = float((folder / "fault").read_text()) if (folder / "fault").exists() else ended
     outcome = Outcome(code, ended - began, text, [f"process {pid}" for pid in left])
-    _wait_for(lambda: not _files_left(folder, temporary), 5.0)  # a killed process closes its sockets last
+    _wait_at_most(lambda: not _files_left(folder, temporary), 60.0)  # a killed process closes its sockets last
     outcome.left_behind += _files_left(folder, temporary)
     outcome.checkpoint_step = _newest_step(folder)
     return outcome
+
+
+def hear_interrupts() -> None:
+    """In a new process: a shell without a terminal starts what it starts in the background deaf to Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _files_left(folder: Path, temporary: Path) -> list[str]:
@@ -132,7 +140,13 @@ def _newest_step(folder: Path) -> int:
     return int(state["global_step"])
 
 
-def _wait_for(condition: Any, limit_seconds: float) -> None:
+def wait_for(condition: Callable[[], bool], limit_seconds: float = 100.0) -> None:
+    """Until ``condition`` holds; the limit is for a machine that is busy with other things."""
+    _wait_at_most(condition, limit_seconds)
+    assert condition(), f"not within {limit_seconds} s"
+
+
+def _wait_at_most(condition: Callable[[], bool], limit_seconds: float) -> None:
     deadline = time.monotonic() + limit_seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -8,7 +8,6 @@ What is private here is PyTorch's and only tests depend on it.
 
 from __future__ import annotations
 
-import contextlib
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from lightning_zero.comm.shards import local
 from lightning_zero.config import OffloadConfig
 from lightning_zero.engines.fsdp2 import engine as fsdp2
 
@@ -119,6 +119,5 @@ class Copies(TorchDispatchMode):
 
 def where(tensor: Tensor) -> str:
     """``"device"`` or ``"host"``, of this rank's part."""
-    with contextlib.suppress(AttributeError):
-        tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    tensor = local(tensor)
     return "device" if tensor.device.type == NAME else "host"

@@ -113,7 +113,10 @@ class RankPool:
             for rank, worker in enumerate(workers):
                 worker.start({**_torchrun_env(rank, world_size, store.port), **(env or {})}, job)
             results = _collect(workers, timeout_seconds, getattr(fn, "__qualname__", str(fn)))
-        except BaseException:  # KeyboardInterrupt and pytest-timeout included: no rank may be left in a collective
+        except BaseException as error:  # KeyboardInterrupt and pytest-timeout included: no rank is left in a collective
+            if not isinstance(error, RankError):  # a job's own limit shows where each rank is; so does the test's
+                for rank, worker in enumerate(workers):
+                    print(f"----- rank {rank} of {world_size} -----\n{worker.stacks()}", file=sys.stderr)
             for worker in workers:
                 worker.kill()
             raise

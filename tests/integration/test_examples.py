@@ -7,7 +7,7 @@ import pytest
 from tests.integration.commands import ROOT, run
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.rest), "zero3"])
 def test_quickstart(strategy, tmp_path):
     done = run(str(ROOT / "examples" / "quickstart.py"), strategy, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
@@ -15,12 +15,14 @@ def test_quickstart(strategy, tmp_path):
     assert float(done.stdout.split("accuracy ")[1].split(",")[0]) > 0.9
 
 
+@pytest.mark.rest
 def test_gan(tmp_path):
     done = run(str(ROOT / "examples" / "gan.py"), "zero2", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert 0.5 < float(done.stdout.split("mean radius ")[1].split()[0]) < 1.5
 
 
+@pytest.mark.rest
 def test_gpt2_under_stage_2(tmp_path):
     pytest.importorskip("transformers", reason="pip install lightning-zero[examples]")
     done = run(
@@ -33,6 +35,7 @@ def test_gpt2_under_stage_2(tmp_path):
     assert "share of DDP's" in done.stdout
 
 
+@pytest.mark.rest
 def test_own_hydra_app(tmp_path):
     app = str(ROOT / "examples" / "hydra_app" / "app.py")
     done = run(app, "strategy=zero2", "trainer.devices=2", cwd=tmp_path)

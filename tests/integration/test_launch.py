@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.launch.environment import MpiEnvironment, check_world
-from lightning_zero.launch.launcher import LaunchedDDP, whole_predictions
+from lightning_zero.launch.launcher import LaunchedDDP, choose_start_method, whole_predictions
 from tests.integration.commands import ROOT
 
 HERE = Path(__file__).resolve().parent
@@ -98,6 +98,7 @@ def expected() -> list[float]:
     return losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("method", "after_fit"),
     [
@@ -129,19 +130,43 @@ def test_results_come_back_whole(method, after_fit, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir() if not p.name.startswith("torchinductor")] == []
 
 
+@pytest.mark.parametrize("has_cloudpickle", [True, False])
+def test_a_class_inside_a_test_can_be_spawned(has_cloudpickle, monkeypatch):
+    """No other process can import it."""
+
+    class Local(Regression):
+        def training_step(self, batch, batch_idx):
+            return 2 * super().training_step(batch, batch_idx)
+
+    module = Local()
+    before = module.net[0].weight.detach().clone()
+    t = trainer(ZeroStrategy(stage=3, units=["Linear"]))
+    if has_cloudpickle:
+        pytest.importorskip("cloudpickle")
+        t.fit(module, DataLoader(data(), batch_size=4))
+        assert (module.net[0].weight != before).any()
+        return
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(TypeError, match=r"cannot send the run.*Local.*top of the file, or pip install cloudpickle"):
+        t.fit(module, DataLoader(data(), batch_size=4))
+
+
+@pytest.mark.rest
 def test_auto_is_spawn_in_pytest_and_popen_in_a_program(tmp_path, expected):
-    assert trainer("zero3").strategy.launcher._start_method == "spawn"
+    assert choose_start_method("auto") == "spawn"
     (tmp_path / "train.py").write_text(PROGRAM)
     done = _run([sys.executable, "train.py"], tmp_path)
     assert losses_of(done) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.rest
 def test_torchrun(tmp_path, expected):
     (tmp_path / "train.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
     assert losses_of(_run(command, tmp_path)) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (Debian: openmpi-bin)")
 def test_mpirun(tmp_path, expected):
     (tmp_path / "train.py").write_text(PROGRAM)
@@ -150,6 +175,7 @@ def test_mpirun(tmp_path, expected):
     assert losses_of(_run(command, tmp_path)) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.rest
 def test_too_many_devices_for_torchrun_is_said(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "train.py"]

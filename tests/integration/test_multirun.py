@@ -14,6 +14,7 @@ from tests.integration.test_cli import MODULE
 FOUR = "strategy=ddp,zero1,zero2,zero3"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("strategies", ["strategy=ddp,zero3", pytest.param(FOUR, marks=pytest.mark.full)])
 def test_a_sweep_of_two_ranks_each_runs_every_job_once(strategies, tmp_path):
     done = run(
@@ -33,6 +34,7 @@ def test_a_sweep_of_two_ranks_each_runs_every_job_once(strategies, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # the order of fp32 sums differs
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("launcher", ["joblib", pytest.param("submitit_local", marks=pytest.mark.full)])
 def test_jobs_in_workers_of_another_launcher(launcher, tmp_path):
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher", reason="not installed")
@@ -74,6 +76,7 @@ def _assert_jobs(sweep: Path, count: int) -> None:
         assert len(list((sweep / job).rglob(".hydra"))) == 1
 
 
+@pytest.mark.rest
 def test_a_failing_job_does_not_stop_the_others_and_fails_the_sweep(tmp_path):
     done = run(
         *MODULE,
@@ -138,6 +141,7 @@ main()
 """
 
 
+@pytest.mark.rest
 def test_another_process_gets_the_jobs_own_answers(tmp_path):
     """Clocks, the number within the sweep, enum members: what a second look at the command line would get wrong."""
     (tmp_path / "app.py").write_text(ENUM_APP)

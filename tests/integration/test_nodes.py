@@ -52,6 +52,7 @@ def hosts() -> Iterator[list[str]]:
             _ip("netns", "del", name)
 
 
+@pytest.mark.rest
 def test_two_hosts_give_the_losses_of_one(hosts, tmp_path: Path, expected) -> None:  # noqa: F811
     (tmp_path / "train.py").write_text(PROGRAM)
     processes = []

@@ -11,17 +11,14 @@ from tests.integration.commands import SMALL, run, run_imported
 
 MODULE = "-m", "lightning_zero"
 USED = """
-import atexit, resource, time
-atexit.register(
-    lambda: print(f"\\nused {time.process_time()} s, {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss} KiB")
-)
+import atexit, resource
+atexit.register(lambda: print(f"\\nused {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss} KiB"))
 """
 SHAPES = [s for s in SMALL if not s.startswith("trainer")]
 
 
 def test_plan_of_the_main_job_as_table_and_json(tmp_path):
-    done = run(
-        *MODULE,
+    done = run_imported(
         "plan",
         "trainer.devices=8",
         "trainer.num_nodes=4",
@@ -42,11 +39,10 @@ def test_plan_of_the_main_job_as_table_and_json(tmp_path):
     assert "Initializing distributed" not in done.stdout
 
 
-def test_plan_of_70_billion_parameters_takes_seconds_and_little_memory(tmp_path):
-    """Five times the processor time of the imports, about 20 s here, and 2 GB, as the command itself counts them:
-    neither a slower machine nor other work on it may fail this."""
+@pytest.mark.rest
+def test_plan_of_70_billion_parameters_takes_little_memory(tmp_path):
+    """2 GB, as the command itself counts them."""
     pytest.importorskip("transformers", reason="the extra `examples` is not installed")
-    imports = run("-c", f"import hydra, lightning.pytorch, transformers.models.llama\n{USED}", cwd=tmp_path)
     done = run(
         *("-c", f"import runpy\n{USED}\nrunpy.run_module('lightning_zero', run_name='__main__', alter_sys=True)"),
         "plan",
@@ -65,17 +61,12 @@ def test_plan_of_70_billion_parameters_takes_seconds_and_little_memory(tmp_path)
     made = json.loads((tmp_path / "plan.json").read_text())
     assert made["num_parameters"] == 70_553_706_496
     assert (made["choice"], made["checkpointing"]) == ("zero3", True)
-    (least, _), (seconds, peak_bytes) = _used(imports.stdout), _used(done.stdout)
-    print(f"{seconds:.1f} s of processor time, {least:.1f} s to import; {peak_bytes / 2**30:.2f} GiB")
-    assert seconds < 5 * least
-    assert peak_bytes < 2e9
+    used = re.search(r"^used (\d+) KiB$", done.stdout, re.MULTILINE)
+    assert used is not None
+    assert int(used.group(1)) * 1024 < 2e9
 
 
-def _used(output: str) -> tuple[float, float]:
-    seconds, kib = re.search(r"^used (\S+) s, (\d+) KiB$", output, re.MULTILINE).groups()  # type: ignore[union-attr]
-    return float(seconds), float(kib) * 1024
-
-
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -95,6 +86,7 @@ def test_bad_input_is_one_message(overrides, message, tmp_path):
     assert "Traceback" not in done.stdout
 
 
+@pytest.mark.rest
 def test_zero_auto_and_profile_from_the_command_line(tmp_path):
     done = run(
         *MODULE,

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lightning_zero.launch import restart
 from tests.helpers import requeued
 from tests.integration.commands import ROOT
@@ -45,6 +47,7 @@ def _torchrun(folder: Path, ranks: int, dies: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.rest
 def test_restarts_go_on_from_the_newest_checkpoint(tmp_path):
     code, output = _torchrun(tmp_path, 2, "0:12 1:17")
     assert code != 0, output

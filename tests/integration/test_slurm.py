@@ -39,6 +39,7 @@ def uninterrupted(folder, steps):
     return {entry["step"]: entry["loss"] for entry in requeued.read_losses(losses)}
 
 
+@pytest.mark.rest
 @needs_slurm
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("by_signal", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -58,6 +59,7 @@ def test_a_requeued_job_continues_exactly(by_signal, slurm, tmp_path):
     assert ("SIGUSR1 received" in job.log) == by_signal
 
 
+@pytest.mark.rest
 @needs_slurm
 def test_submit_writes_and_submits_a_script_that_trains(slurm, tmp_path):
     done = run(
@@ -80,8 +82,7 @@ def test_submit_writes_and_submits_a_script_that_trains(slurm, tmp_path):
 
 
 def test_dry_run_only_writes(tmp_path):
-    done = run(
-        *MODULE,
+    done = run_imported(
         *("submit", "--dry-run", "launcher=slurm", "launcher.nodes=4", "launcher.gpus_per_node=8"),
         *("launcher.time_minutes=240", "strategy=zero3", "data.batch_size=4", 'launcher.extra=["--constraint=h100"]'),
         *("launcher.setup=[module load cuda]", "hydra.run.dir=job"),
@@ -108,6 +109,7 @@ def test_dry_run_only_writes(tmp_path):
     assert subprocess.run(["bash", "-n", str(tmp_path / "job" / "job.sbatch")], check=False).returncode == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

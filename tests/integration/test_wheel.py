@@ -22,6 +22,7 @@ def wheel(tmp_path_factory):
     return path
 
 
+@pytest.mark.rest
 def test_wheel_holds_every_group_file(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"lightning_zero/conf/{p.relative_to(ROOT / 'conf')}" for p in (ROOT / "conf").rglob("*.yaml")}
@@ -30,8 +31,13 @@ def test_wheel_holds_every_group_file(wheel):
     modules = {str(p.relative_to(ROOT)) for p in (ROOT / "lightning_zero").rglob("*.py")}
     assert modules <= names
     assert "lightning_zero/py.typed" in names
+    template = ROOT / "lightning_zero" / "app" / "template"
+    files = {str(p.relative_to(ROOT)) for p in template.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    assert len(files) > 7
+    assert files <= names
 
 
+@pytest.mark.rest
 def test_own_app_runs_from_the_installed_wheel(wheel, tmp_path):
     site = tmp_path / "site"
     options = "--no-deps", "--no-index", "--disable-pip-version-check", "-q", "--target"

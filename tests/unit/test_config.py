@@ -40,13 +40,17 @@ def test_every_stage_is_accepted(stage: int) -> None:
         ({"engine": None}, ["engine=None"]),
         ({"offload": "disk"}, ["offload='disk'", "'none'", "'cpu'", "'nvme'"]),
         ({"offload": True}, ["offload=True", "'cpu'", "OffloadConfig"]),
-        ({"offload": {"target": "cpu"}}, ["offload={'target': 'cpu'}", "OffloadConfig"]),
+        ({"offload": {"targt": "cpu"}}, ["offload.targt='cpu'", "Did you mean 'target'"]),
+        ({"offload": {"target": "disk"}}, ["offload.target='disk'"]),
+        ({"offload": 3}, ["offload=3", "OffloadConfig"]),
         ({"offload": "nvme"}, ["offload='nvme'", "engine='fsdp2'", "zero3_nvme"]),
         ({"offload": OffloadConfig(target="cpu", parameters=False)}, ["offload.parameters=False", "deepspeed"]),
         ({"offload": OffloadConfig(target="cpu", optimizer=False)}, ["offload.optimizer=False", "deepspeed"]),
         ({"offload": OffloadConfig(target="cpu", ratio=0.5)}, ["offload.ratio=0.5", "engine='deepspeed'"]),
         ({"deepspeed": DeepSpeedConfig(overlap_comm=True)}, ["deepspeed.overlap_comm=True", "engine='deepspeed'"]),
-        ({"deepspeed": {"overlap_comm": True}}, ["deepspeed={", "DeepSpeedConfig"]),
+        ({"deepspeed": {"overlap_comm": True}}, ["deepspeed.overlap_comm=True", "engine='deepspeed'"]),
+        ({"deepspeed": {"overlap_com": True}}, ["deepspeed.overlap_com=True", "Did you mean 'overlap_comm'"]),
+        ({"deepspeed": 3}, ["deepspeed=3", "DeepSpeedConfig"]),
         ({"deepspeed_config": {}}, ["deepspeed_config", "engine='fsdp2'", "engine='deepspeed'"]),
         ({"engine": "deepspeed", "deepspeed_config": "/nowhere.json"}, ["'/nowhere.json'", "No such file"]),
         ({"engine": "deepspeed", "deepspeed_config": 3}, ["deepspeed_config=3", "mapping"]),
@@ -144,6 +148,12 @@ def test_every_setting_of_deepspeed_says_at_which_stage_it_counts() -> None:
             else:
                 accepted.append(stage)
         assert accepted in ([1, 2, 3], [1, 2], [3]), f.name
+
+
+def test_sections_may_be_mappings() -> None:
+    given = ZeroConfig(engine="deepspeed", offload={"target": "cpu", "ratio": 0.5}, deepspeed={"overlap_comm": True})  # type: ignore[arg-type]
+    made = OffloadConfig(target="cpu", ratio=0.5), DeepSpeedConfig(overlap_comm=True)
+    assert given == ZeroConfig(engine="deepspeed", offload=made[0], deepspeed=made[1])
 
 
 def test_what_moves() -> None:

@@ -1,13 +1,115 @@
-"""Tells when a private part of DeepSpeed that we touch has moved: each is used here as the engine uses it."""
+"""Tells when a private part of DeepSpeed that we touch has moved: each is used here as the engine uses it.
+
+One process is a world of one: DeepSpeed cuts, gathers and reduces all the same. What lies in files is used by
+``tests/distributed/test_offload.py``; here its names are only looked for, as everybody's by ``test_the_table``.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from lightning_zero.engines.deepspeed import private
+from lightning_zero.engines.deepspeed.optimizer_step import Joined
+from lightning_zero.errors import MovedError
+from lightning_zero.private.check import Library, Needed, check
 
-deepspeed = pytest.importorskip("deepspeed")
+pytest.importorskip("deepspeed")
+
+CPU = torch.device("cpu")
+STAGES = (1, 2, 3)
+
+
+def config(stage: int, **zero: Any) -> dict[str, Any]:
+    settings = {"stage": stage, "contiguous_gradients": False, **zero}
+    if stage == 3:
+        settings["stage3_param_persistence_threshold"] = 0
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": settings,
+    }
+
+
+def plain_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+@contextlib.contextmanager
+def running(stage: int, model: nn.Module | None = None, **zero: Any) -> Iterator[tuple[nn.Module, Any, Any]]:
+    """``(module, DeepSpeed's engine, Shards)``, put together as ``DeepSpeedEngine.attach`` does."""
+    model = plain_model() if model is None else model
+    attributes = {id(p): private.own_attributes(p) for p in model.parameters()}
+    deepspeed = private.prepare(CPU)
+    private.count_modules_from_zero()
+    private.count_parameters_from_zero()
+    params = [p for p in model.parameters() if p.dim()]
+    with private.partial_offload(Joined):
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=Joined([params]),
+            model_parameters=params,
+            config=config(stage, **zero),
+            dist_init_required=False,
+        )
+    if stage == 3:
+        private.without_view(engine, lambda: False)
+    try:
+        yield model, engine, (private.Shards3 if stage == 3 else private.Shards12)(engine)
+    finally:
+        private.end(engine, model, attributes)
+
+
+def backward(stage: int, engine: Any, shards: Any, before_end: Any = lambda: None) -> None:
+    shards.before_backward(set())
+    if stage < 3:
+        shards.before_reductions()
+    engine.set_gradient_accumulation_boundary(stage < 3)
+    loss = engine(torch.ones(1, 4)).square().sum()
+    private.backward(engine, loss.backward, before_end)
+    shards.after_backward(stage < 3)
+
+
+def expected_grads(factor: float = 1.0) -> list[torch.Tensor]:
+    model = plain_model()
+    model(torch.ones(1, 4)).square().sum().backward()
+    return [factor * p.grad for p in model.parameters()]  # type: ignore[operator]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _world_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    with private.environment(CPU):
+        yield
+
+
+def test_the_table() -> None:
+    check(private.DEEPSPEED)
+
+
+def test_starting_checks_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = Library("deepspeed", ">=0.19.8,<0.20", (Needed("deepspeed.runtime.engine:DeepSpeedEngine.gone"),))
+    monkeypatch.setattr(private, "DEEPSPEED", gone)
+    with pytest.raises(MovedError, match=r"DeepSpeedEngine\.gone is gone"):
+        private.prepare(CPU)
 
 
 def test_the_accelerator_is_the_runs() -> None:
@@ -20,4 +122,232 @@ def test_the_accelerator_is_the_runs() -> None:
             assert get_accelerator().device_name() == kind
             assert get_accelerator().communication_backend_name() == {"cpu": "gloo", "cuda": "nccl"}[kind]
     finally:
-        private.use_accelerator(torch.device("cpu"))
+        private.use_accelerator(CPU)
+
+
+def test_environment_is_for_the_start() -> None:
+    before = dict(os.environ)
+    with private.environment(CPU):
+        assert os.environ["DS_ACCELERATOR"] == "cpu"
+    assert os.environ == before
+
+
+def test_each_process_group_gets_a_backend_of_its_own() -> None:
+    from deepspeed import comm
+
+    private.prepare(CPU)
+    first = comm.comm.cdb
+    private.prepare(CPU)
+    assert comm.comm.cdb is first
+    first._lightning_zero_world = None  # as if that group had ended
+    private.prepare(CPU)
+    assert comm.comm.cdb is not first
+    assert comm.get_world_size() == 1
+    assert comm.comm.cdb.shm_comm_op is None  # not compiled
+
+
+def test_numbers_begin_anew() -> None:
+    for _ in range(2):
+        with running(3) as (model, _, _):
+            assert [private.number_of(p) for p in model.parameters()] == [0, 1, 2, 3]
+            assert sorted(private.number_of(m) for m in model.modules()) == [0, 1, 2]
+
+
+def test_partial_offload_is_admitted_for_a_while() -> None:
+    from deepspeed.runtime.zero import stage3
+
+    before = stage3.DeepSpeedCPUAdam
+    with private.partial_offload(Joined):
+        assert stage3.DeepSpeedCPUAdam is Joined
+    assert stage3.DeepSpeedCPUAdam is before
+
+
+def test_built_sharded() -> None:
+    """Inside, layers are sharded at their end; parameters that cannot lie in a flat stay."""
+    private.prepare(CPU)
+    private.count_parameters_from_zero()
+
+    class WithScalar(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scalar = nn.Parameter(torch.tensor(2.0))
+            self.linear = nn.Linear(4, 3)
+
+    with private.sharding(config(3)):
+        model = WithScalar()
+    weight = model.linear.weight
+    weight.mine = 1  # type: ignore[attr-defined]
+    assert not private.is_managed(model.scalar)
+    assert private.is_managed(weight)
+    assert private.is_partitioned(weight)
+    assert (private.whole_shape(weight), private.whole_numel(weight)) == ((3, 4), 12)
+    assert (private.whole_shape(model.scalar), private.whole_numel(model.scalar)) == ((), 1)
+    assert private.own_attributes(weight) == {"mine"}
+    cut = private.cut_of(weight)
+    assert cut is not None
+    assert cut.numel() == 12
+    value = torch.arange(12.0).reshape(3, 4)
+    private.store(weight, value)
+    assert private.is_partitioned(weight)
+    assert torch.equal(private.gathered_copy(weight), value)
+    weight.data = weight.data.double()  # as module.to() does to what is there
+    private.keep_dtype(weight)
+    cut = private.cut_of(weight)
+    assert cut is not None
+    assert cut.dtype == torch.float64
+    private.shard_again([weight], config(3))
+    assert private.is_partitioned(weight)
+    private.make_whole(weight)
+    assert not private.is_managed(weight)
+    assert torch.equal(weight, value.double())
+    assert vars(weight) == {"mine": 1}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("offload", [False, True])
+def test_backwards(stage: int, offload: bool) -> None:
+    """Gradients are this rank's parts, replaced or added to; late ones are zeros and reduced with the others."""
+    zero: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    with running(stage, **zero) as (model, engine, shards):
+        params = list(model.parameters())
+        ends = []
+        backward(stage, engine, shards, lambda: ends.append(1))
+        for p, expected in zip(params, expected_grads(), strict=True):
+            torch.testing.assert_close(shards.grad(p), expected.flatten())
+        assert sum(t.numel() for t in shards.grad_buffers()) >= 12 + 3 + 6 + 2
+        shards.before_backward(set(params))  # the second adds
+        if stage < 3:
+            shards.before_reductions()
+        engine.set_gradient_accumulation_boundary(stage < 3)
+        private.backward(engine, engine(torch.ones(1, 4)).square().sum().backward, lambda: None)
+        shards.after_backward(stage < 3)
+        for p, expected in zip(params, expected_grads(2.0), strict=True):
+            torch.testing.assert_close(shards.grad(p), expected.flatten())
+        shards.before_backward(set())
+        if stage < 3:
+            shards.before_reductions()
+        first = model[0](torch.ones(1, 4)).sum()  # type: ignore[operator]
+        private.backward(engine, first.backward, lambda: shards.add_late(params[2:]))
+        shards.after_backward(stage < 3)
+        assert all(not shards.grad(p).any() for p in params[2:])
+        assert all(shards.grad(p).any() for p in params[:2])
+        assert ends == [1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_masters_and_weights(stage: int) -> None:
+    with running(stage) as (model, _, shards):
+        for p, expected in zip(model.parameters(), plain_model().parameters(), strict=True):
+            piece = shards.pieces[p]
+            assert shards.numel(piece.flat) == shards.master(piece.flat).numel()
+            assert not shards.is_swapped(piece.flat)
+            assert torch.equal(piece.of(shards.master(piece.flat)), expected.flatten())
+            assert torch.equal(piece.of_whole(expected), expected.flatten())
+            assert torch.equal(shards.whole(p), expected)
+            with torch.no_grad(), shards.loaded(piece.flat, write=True):
+                piece.of(shards.master(piece.flat)).fill_(7.0)
+            shards.publish([piece.flat])
+            assert torch.equal(shards.whole(p), torch.full_like(expected, 7.0))
+            with torch.no_grad():
+                if stage == 3:
+                    private.store(p, torch.full_like(expected, 8.0))
+                else:
+                    p.fill_(8.0)
+            shards.adopt(p)
+            assert piece.of(shards.master(piece.flat)).unique().tolist() == [8.0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_reductions_wait_for_the_end(stage: int) -> None:
+    """Gradients lie whole on the parameters until then; after an error there is nothing to reduce."""
+    with running(stage) as (model, engine, shards):
+        params = list(model.parameters())
+        with private.reduced_at_end(engine, params):
+            loss = engine(torch.ones(1, 4)).square().sum()
+            engine.set_gradient_accumulation_boundary(stage < 3)
+            private.backward(engine, loss.backward, lambda: None)
+            assert all(p.grad is not None for p in params)
+        with contextlib.suppress(ZeroDivisionError), private.reduced_at_end(engine, params):
+            private.backward(engine, engine(torch.ones(1, 4)).square().sum().backward, lambda: None)
+            raise ZeroDivisionError
+        assert all(p.grad is None for p in params)
+        if stage < 3:
+            shards.after_backward(True)
+
+
+def test_stage_3_says_what_it_reduces_and_gathers() -> None:
+    with running(3) as (model, engine, shards):
+        reduced: list[int] = []
+        gathered: list[nn.Module] = []
+        private.before_buckets(engine, reduced.extend)
+        private.before_gathers(engine, gathered.append)
+        backward(3, engine, shards)
+        assert sorted(reduced) == [0, 1, 2, 3]
+        assert gathered == [model[0], model[1]]  # type: ignore[index]
+
+
+def test_stage_3_gathers_what_is_used_outside_its_module() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            private.fetch(self.inner.weight)
+            assert not private.is_partitioned(self.inner.weight)
+            return x @ self.inner.weight.T
+
+    with running(3, Around()) as (model, engine, shards):
+        weight = model.inner.weight  # type: ignore[union-attr]
+        x = torch.ones(1, 4)
+        shards.before_backward(set())
+        private.backward(engine, engine(x).sum().backward, lambda: shards.add_late([model.inner.bias]))  # type: ignore[union-attr]
+        shards.after_backward(False)
+        assert shards.grad(weight).tolist() == [1.0] * 12
+        shards.reshard()
+        assert private.is_partitioned(weight)
+        private.keep(weight)
+        assert not private.is_partitioned(weight)
+        shards.reshard()
+        assert private.is_partitioned(weight)
+
+
+def test_while_the_module_is_whole_nothing_is_gathered() -> None:
+    whole = [True]
+    with running(3) as (_, engine, _):
+        private.without_view(engine, lambda: whole[0])
+        with pytest.raises(RuntimeError):
+            engine(torch.ones(1, 4))  # what is registered, partitioned as it is
+        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+        FWD_MODULE_STACK.clear()
+        whole[0] = False
+        engine(torch.ones(1, 4))
+
+
+def test_odd_parameters_are_passed_over() -> None:
+    """A parameter that DeepSpeed was not given is none of its modules', for as long as it lives."""
+    model = plain_model()
+    with running(3, model) as (_, engine, shards):
+        model.scalar = nn.Parameter(torch.tensor(2.0))
+        backward(3, engine, shards)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_at_the_end_nothing_of_it_is_left(stage: int) -> None:
+    model = plain_model()
+    plain = plain_model()
+    for p in model.parameters():
+        p.mine = 1  # type: ignore[attr-defined]
+    with running(stage, model) as (_, engine, shards):
+        backward(stage, engine, shards)
+        values = {p: shards.whole(p).clone() for p in model.parameters()}
+    for p, value in values.items():
+        p.grad, p.data = None, value
+    assert all(vars(p) == {"mine": 1} for p in model.parameters())
+    assert all(set(vars(m)) == set(vars(o)) for m, o in zip(model.modules(), plain.modules(), strict=True))
+    assert all(
+        type(m._parameters) is type(o._parameters) for m, o in zip(model.modules(), plain.modules(), strict=True)
+    )
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert torch.equal(model(torch.ones(1, 4)), plain(torch.ones(1, 4)))

@@ -6,7 +6,9 @@ run is a test of all its operators; a tensor in the wrong memory is named. ``tes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
 from lightning_zero.engines.fsdp2.view import WholeView
 from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision
 from tests.helpers import pretend, zoo
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import RankPool
 
 MIXED = DtypePolicy(torch.bfloat16, torch.float32)
 RANKS = 2
@@ -120,8 +122,15 @@ def _padded(engine: Fsdp2Engine, names: Any) -> list[Tensor]:
 
 
 @pytest.fixture(scope="module")
-def steps() -> Any:
-    return run_ranks(_steps, 1)[0]
+def rank() -> Iterator[Any]:
+    """A process for the pretended device, which PyTorch cannot forget again."""
+    with RankPool() as pool:
+        yield partial(pool.run, world_size=1)
+
+
+@pytest.fixture(scope="module")
+def steps(rank) -> Any:
+    return rank(_steps)[0]
 
 
 STAGES = [(stage, mixed) for stage in (1, 2, 3) for mixed in (False, True)]
@@ -225,8 +234,8 @@ def _planned() -> list[tuple[float, float]]:
     return pairs
 
 
-def test_the_plan_counts_the_copies():
-    for measured, planned in run_ranks(_planned, 1)[0]:
+def test_the_plan_counts_the_copies(rank):
+    for measured, planned in rank(_planned)[0]:
         assert planned == measured > 0
 
 
@@ -267,8 +276,8 @@ def _reads_and_writes() -> dict[str, Any]:
     return found
 
 
-def test_reads_lie_on_the_device_and_writes_reach_the_host():
-    found = run_ranks(_reads_and_writes, 1)[0]
+def test_reads_lie_on_the_device_and_writes_reach_the_host(rank):
+    found = rank(_reads_and_writes)[0]
     assert found.pop("device") == (pretend.NAME,) * 3
     assert found.pop("full_parameters") == {"device"}
     assert all(places == {"host"} for places in found.values()), found
@@ -295,28 +304,5 @@ def _scaled() -> dict[str, Any]:
         }
 
 
-def test_the_loss_scale_is_kept_where_the_gradients_are():
-    assert run_ranks(_scaled, 1)[0] == {"loss": "device", "scale": "host", "found_inf": {"host"}}
-
-
-def _transports() -> list[str]:
-    """What the engine says or takes on an accelerator for each transport."""
-    found = []
-    with pretend.accelerator(RANKS) as device:
-        for transport in ("auto", "torch", "direct"):
-            with device:
-                module = Module()
-            engine = Fsdp2Engine(ZeroConfig(stage=2, transport=transport), device, DtypePolicy())
-            try:
-                engine.shard(module)
-            except ValueError as error:
-                found.append(str(error))
-            else:
-                found.append(type(engine._transport).__name__)
-    return found
-
-
-def test_direct_exchange_is_for_cpus():
-    auto, torchs, direct = run_ranks(_transports, 1)[0]
-    assert auto == torchs == "Transport"
-    assert all(word in direct for word in ("transport='direct'", "'pretend'", "transport='auto'"))
+def test_the_loss_scale_is_kept_where_the_gradients_are(rank):
+    assert rank(_scaled)[0] == {"loss": "device", "scale": "host", "found_inf": {"host"}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Sequence
 from typing import Any, Literal, Optional, Union
 
@@ -21,6 +22,8 @@ from lightning_zero.app.hydra_config import (
 )
 from lightning_zero.config import DeepSpeedConfig, OffloadConfig, ZeroConfig
 from lightning_zero.launch.launcher import LaunchedDDP
+from lightning_zero.registry import NAMES
+from tests.helpers.ranks import ROOT
 
 
 def test_schema_has_the_fields_and_defaults_of_the_config():
@@ -138,3 +141,23 @@ def test_trainer_takes_every_argument_of_lightnings():
 def test_hints_name_the_override_that_works(override, text):
     said = hint(override)
     assert said is None if text is None else text in said
+
+
+def test_every_name_is_a_choice_of_the_command_line_and_stands_in_the_readme():
+    """README's table, the registry and ``conf/strategy`` are one list, and a name means the same in each."""
+    chosen = {path.stem for path in (ROOT / "conf" / "strategy").glob("*.yaml")}
+    assert chosen == {*NAMES, "ddp", "zero_default"}
+    for name, settings in NAMES.items():
+        assert _composed(f"strategy={name}") == ZeroConfig.from_kwargs(**settings), name
+    section = (ROOT / "README.md").read_text().split("\n## Names\n")[1].split("\n## ")[0]
+    named = set(re.findall(r"`(?:strategy=)?(zero\w+|ddp)`", section))
+    assert "any of these six names with `_deepspeed`" in section
+    six = {f"zero{stage}{offload}" for stage in (1, 2, 3) for offload in ("", "_offload")}
+    assert named | {f"{name}_deepspeed" for name in six} == chosen
+
+
+def test_settings_on_top_of_a_name():
+    over = "strategy.units=[Block]", "strategy/offload=cpu"
+    assert _composed("strategy=zero2_deepspeed", over[1]) == ZeroConfig.from_kwargs(**NAMES["zero2_offload_deepspeed"])
+    assert _composed("strategy=zero3_offload", over[0]) == ZeroConfig(stage=3, offload="cpu", units=["Block"])
+    assert _composed("strategy=zero3_offload", "strategy/engine=deepspeed").engine == "deepspeed"

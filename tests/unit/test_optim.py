@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.optim import Optimizer
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import AdamW, Optimizer
 
-from lightning_zero.engines.optimizer_step import KNOWN_ELEMENTWISE, is_elementwise
-from tests.helpers import zoo
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.elementwise import KNOWN_ELEMENTWISE, is_elementwise, is_known, keys_beside_elements
+from lightning_zero.engines.optimizer_family import exchange, family
+from lightning_zero.engines.optimizer_step import refuse_sharding
+from tests.helpers import optimizers, zoo
 
 
 def _params() -> list[torch.nn.Parameter]:
@@ -16,10 +20,27 @@ def _params() -> list[torch.nn.Parameter]:
 
 @pytest.mark.parametrize("optimizer", sorted(KNOWN_ELEMENTWISE, key=lambda c: c.__name__))
 def test_what_is_known_holds_when_tried(optimizer):
-    """The list is not taken on trust: each class, disguised as a third party's, passes the trial."""
-    disguised = type(optimizer.__name__, (optimizer,), {"__module__": "third_party"})
-    assert is_elementwise(disguised(_params(), lr=0.01))
+    """The list is not taken on trust: ten steps on whole tensors and on their halves agree to the last bit."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(6, 4, generator=generator), torch.randn(5, generator=generator)]
+    halves = [part.clone() for w in whole for part in w.chunk(2)]
+    tried = [optimizer([t.requires_grad_() for t in tensors], lr=0.01) for tensors in (whole, halves)]
+    for _ in range(10):
+        grads = [torch.randn(w.shape, generator=generator) for w in whole]
+        for tensors, values in ((whole, grads), (halves, [part for g in grads for part in g.chunk(2)])):
+            for t, value in zip(tensors, values, strict=True):
+                t.grad = value.clone()
+        for each in tried:
+            each.step()
+    for w, parts in zip(whole, (halves[:2], halves[2:]), strict=True):
+        assert torch.equal(w, torch.cat(parts))
+
+
+@pytest.mark.parametrize("optimizer", sorted(KNOWN_ELEMENTWISE, key=lambda c: c.__name__))
+def test_only_the_class_itself_is_known(optimizer):
     assert is_elementwise(optimizer(_params(), lr=0.01))
+    subclass = type(optimizer.__name__, (optimizer,), {})
+    assert not is_elementwise(subclass(_params(), lr=0.01))
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS"])
@@ -27,12 +48,27 @@ def test_those_that_look_across_elements_do_not(name):
     assert not is_elementwise(getattr(torch.optim, name)(_params(), lr=0.01))
 
 
-def test_third_parties_are_tried():
-    assert is_elementwise(zoo.Lion(_params()))
-    assert not is_elementwise(zoo.Lamb(_params()))
+def test_others_are_element_wise_only_if_declared():
+    lion = zoo.Lion(_params())
+    assert not is_elementwise(lion)
+    assert is_elementwise(lion, ("Lion",))
+    assert is_elementwise(lion, ("tests.helpers.zoo.Lion",))
+    assert not is_elementwise(lion, ("Lamb",))
+    assert not is_elementwise(torch.optim.Muon(_params(), lr=0.01), ("Lion",))
 
 
-def test_what_cannot_be_tried_is_taken_for_not_elementwise():
+def test_a_replaced_step_is_not_known_but_a_schedulers_is():
+    scheduled = AdamW(_params())
+    torch.optim.lr_scheduler.StepLR(scheduled, 1)
+    assert "step" in vars(scheduled)
+    assert is_known(scheduled)
+    replaced = AdamW(_params())
+    inner = replaced.step
+    replaced.step = lambda closure=None: inner(closure)  # type: ignore[method-assign]
+    assert not is_elementwise(replaced)
+
+
+def test_a_declared_one_that_cannot_be_tried_is_refused_by_name():
     class Peculiar(Optimizer):
         def __init__(self, params, secret):
             super().__init__(params, {})
@@ -40,4 +76,39 @@ def test_what_cannot_be_tried_is_taken_for_not_elementwise():
         def step(self, closure=None):
             pass
 
-    assert not is_elementwise(Peculiar(_params(), secret=1))
+    with pytest.raises(ValueError, match=r"elementwise_optimizers=\['Peculiar'\].*leave it out"):
+        keys_beside_elements(Peculiar(_params(), secret=1))
+
+
+def test_the_setting_takes_names():
+    assert ZeroConfig().elementwise_optimizers == ()
+    assert ZeroConfig(elementwise_optimizers=["Lion"]).elementwise_optimizers == ("Lion",)
+    with pytest.raises(ValueError, match=r"elementwise_optimizers='Lion'.*class names"):
+        ZeroConfig(elementwise_optimizers="Lion")
+
+
+def test_a_family_is_all_optimizers_inside():
+    inner = torch.optim.SGD(_params(), lr=0.1)
+    outer = optimizers.Lookahead(inner)
+    around = optimizers.Lookahead(outer)
+    assert family(around) == [around, outer, inner]
+
+
+def test_exchange_finds_parameters_in_attributes():
+    """Left in a list or a dict, the sharded one would be read for the whole one in the step."""
+    optimizer = optimizers.HiddenLists(_params())
+    (p,) = optimizer.all
+    other = torch.nn.Parameter(torch.zeros(4, 3))
+    exchange([optimizer], {id(p): other}, hidden=True)
+    assert optimizer.all[0] is other
+    assert optimizer.param_groups[0]["params"][0] is other
+    assert optimizer.index == {other: 0}
+    exchange([optimizer], {id(other): p}, hidden=True)
+    assert optimizer.index == {p: 0}
+
+
+def test_an_optimizer_that_shards_by_itself_is_refused_by_name():
+    own = object.__new__(ZeroRedundancyOptimizer)
+    own.optim = torch.optim.Adam(_params())  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="ZeroRedundancyOptimizer shards the states of Adam"):
+        refuse_sharding([own])

@@ -16,23 +16,24 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "config": (),
     "errors": (),
     "host": (),
-    "comm": ("errors",),
-    "checkpoint": ("errors", "host", "comm"),
-    "engines": ("config", "errors", "host", "comm", "checkpoint"),
-    "engines.fsdp2": ("config", "errors", "host", "comm", "checkpoint", "engines"),
-    "engines.deepspeed": ("config", "errors", "host", "comm", "checkpoint", "engines"),
-    "launch": ("errors", "host", "comm", "checkpoint"),
+    "private": ("errors",),
+    "comm": ("errors", "private"),
+    "checkpoint": ("errors", "host", "private", "comm"),
+    "engines": ("config", "errors", "host", "private", "comm", "checkpoint"),
+    "engines.fsdp2": ("config", "errors", "host", "private", "comm", "checkpoint", "engines"),
+    "engines.deepspeed": ("config", "errors", "host", "private", "comm", "checkpoint", "engines"),
+    "launch": ("errors", "host", "private", "comm", "checkpoint"),
     "strategy": (
-        *("config", "errors", "host", "comm", "checkpoint"),
+        *("config", "errors", "host", "private", "comm", "checkpoint"),
         *("engines", "engines.fsdp2", "engines.deepspeed", "launch"),
     ),
-    "planner": ("config", "errors", "host", "comm", "checkpoint", "engines", "strategy"),
-    "callbacks": ("comm", "engines", "planner"),
-    "auto": ("config", "host", "planner", "strategy"),
-    "registry": ("auto",),
+    "planner": ("config", "errors", "host", "private", "comm", "checkpoint", "engines", "strategy"),
+    "callbacks": ("private", "comm", "engines", "planner"),
+    "auto": ("config", "host", "private", "planner", "strategy"),
+    "registry": ("config", "auto"),
     "recipes": (),
     "app": (
-        *("config", "errors", "host", "checkpoint", "engines.deepspeed", "launch", "strategy"),
+        *("config", "errors", "host", "private", "checkpoint", "engines.deepspeed", "launch", "strategy"),
         *("planner", "callbacks", "auto", "registry"),
     ),
 }
@@ -44,10 +45,10 @@ FRONT = ("", "__main__", "conf", "hydra_config")
 LIBRARIES: dict[str, tuple[str, ...]] = {
     # library -> the rooms and modules that may import it
     "lightning": (
-        *("engines.precision", "engines.deepspeed.run", "checkpoint.resume"),
+        *("private.lightning", "engines.precision", "engines.deepspeed.run", "checkpoint.resume"),
         *("launch", "strategy", "planner", "callbacks", "auto", "registry", "recipes", "app"),
     ),
-    "hydra": ("app", "launch.hydra_job", "launch.restart"),
+    "hydra": ("private.hydra", "app", "launch.hydra_job", "launch.restart"),
     "deepspeed": ("engines.deepspeed", "checkpoint.deepspeed"),
 }
 ALIASES = {
@@ -56,8 +57,10 @@ ALIASES = {
     "pytorch_lightning": "lightning",
     "torchmetrics": "lightning",
     "omegaconf": "hydra",
+    f"{PACKAGE}.private.lightning": "lightning",  # the private parts of a library are for the same rooms
+    f"{PACKAGE}.private.hydra": "hydra",
 }
-STANDARD_LIBRARY_ONLY = ("config", "errors", "host", "launch.supervisor")
+STANDARD_LIBRARY_ONLY = ("config", "errors", "host", "private.check", "launch.supervisor")
 INSIDE_FUNCTIONS = ("deepspeed",)
 """Libraries that take seconds to import, or are not installed everywhere."""
 
@@ -67,6 +70,8 @@ def _files(root: Path = ROOT) -> dict[str, Path]:
     files = {}
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root).with_suffix("")
+        if "template" in relative.parts:  # what `lightning-zero init` copies is the user's
+            continue
         parts = relative.parts[:-1] if relative.name == "__init__" else relative.parts
         files[".".join(parts)] = path
     return files
@@ -181,11 +186,17 @@ def test_no_circles() -> None:
         visit(module, ())
 
 
+def _library(name: str) -> str:
+    if name.startswith(f"{PACKAGE}.private."):
+        return ALIASES.get(".".join(name.split(".")[:3]), PACKAGE)
+    top = name.split(".")[0]
+    return ALIASES.get(top, top)
+
+
 @pytest.mark.parametrize("module", FILES)
 def test_libraries_stay_in_their_rooms(module: str) -> None:
     for name, line, in_function in _imports_of(module):
-        top = name.split(".")[0]
-        library = ALIASES.get(top, top)
+        library = _library(name)
         where = f"{module}:{line} imports {name}"
         if library in LIBRARIES:
             assert any(_within(module, place) for place in LIBRARIES[library]), f"{where}: {LIBRARIES[library]} only"
@@ -230,6 +241,8 @@ def test_the_reader_of_imports_sees_every_spelling() -> None:
     assert _own("lightning_zero.config.ZeroConfig") == "config"
     assert _own("lightning_zero.config") == "config"
     assert _own("lightning.pytorch") is None
+    assert _library("lightning_zero.private.lightning.Launcher") == "lightning"
+    assert _library("lightning_zero.private.torch") == PACKAGE
     assert _room("callbacks.anything") == "callbacks"
     assert _room("engines.fsdp2.private") == "engines.fsdp2"
     assert _room("engines.units") == "engines"

@@ -52,9 +52,9 @@ def test_the_end_of_a_fit_needs_no_backend_for_host_memory(monkeypatch: pytest.M
     strategy = _on_cuda()
     monkeypatch.setattr(ZeroStrategy, "world_size", 2)
     strategy.engine = SimpleNamespace(whole_bytes=1)  # type: ignore[assignment]
-    for answers in ([True, True], [True, False]):
-        strategy._agreement = SimpleNamespace(gather=lambda *_, answers=answers: answers)  # type: ignore[assignment]
-        assert strategy._whole_after_fit() is all(answers)
+    for room, fits in (([2**40, 2**40], True), ([2**40, 0], False)):
+        strategy._agreement = SimpleNamespace(gather=lambda *_, room=room: room)  # type: ignore[assignment]
+        assert strategy._whole_after_fit() is fits
 
 
 @pytest.mark.parametrize("engine", ENGINES)

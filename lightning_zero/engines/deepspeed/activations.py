@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils import _pytree as pytree  # what torch itself takes arguments apart with; no public name yet
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.units import ROOT, plan_units
+from lightning_zero.private.torch import pytree
 
 
 class Recomputed:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.view import ShardView
+from lightning_zero.private.torch import DisableTorchFunction
 
 
 class Build:
@@ -71,7 +72,7 @@ class Build:
     def restore(self, whole: bool, optimizers: Iterable[Any] = ()) -> None:
         """The module is an ordinary one again; for a run that ended before its engine started (collective)."""
         if whole:
-            with torch.no_grad(), torch._C.DisableTorchFunction():
+            with torch.no_grad(), DisableTorchFunction():
                 for p in self.module.parameters():
                     private.make_whole(p)
 
@@ -98,14 +99,14 @@ class _Parts:
         raise AssertionError("outside a step")
 
     def whole(self, p: Any) -> Tensor:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             return private.gathered_copy(p)
 
     def shape_of(self, p: Any) -> torch.Size:
         return private.whole_shape(p)
 
     def written(self, p: Any, value: Tensor | None) -> None:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             if private.is_partitioned(p):
                 assert value is not None
                 private.store(p, value)
@@ -116,7 +117,7 @@ class _Parts:
         return None
 
     def set_grad(self, p: Any, value: Tensor | None) -> None:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             p.grad = value
 
     def user_backward(self, run: Callable[[], None]) -> None:
@@ -137,7 +138,7 @@ class _BuildView(ShardView):
 
 def _lazily(p: Any) -> Tensor:
     def read(start: int, stop: int) -> Tensor:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             return private.gathered_copy(p)[start:stop].cpu()
 
     return LazyTensor(private.whole_shape(p), p.dtype, read)

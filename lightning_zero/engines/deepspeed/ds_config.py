@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from lightning_zero.config import RawConfig, ZeroConfig
+from lightning_zero.private.torch import own_parameters
 
 AUTO = "auto"
 MAX_BUCKET_NUMEL = 200_000_000
@@ -102,10 +103,10 @@ def gathered_together(module: nn.Module) -> int:
     those that belong to no layer, which stay from their use in a step to the end of its backward."""
 
     def with_those_around(inner: nn.Module) -> int:
-        return len(inner._parameters) + max(map(with_those_around, inner.children()), default=0)
+        return len(own_parameters(inner)) + max(map(with_those_around, inner.children()), default=0)
 
     lists = (nn.ParameterList, nn.ParameterDict)
-    bare = sum(len(m._parameters) for m in module.modules() if m is module or isinstance(m, lists))
+    bare = sum(len(own_parameters(m)) for m in module.modules() if m is module or isinstance(m, lists))
     return with_those_around(module) + bare
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
-import json
 import os
 import shutil
 import socket
@@ -19,10 +17,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from lightning_zero.checkpoint import owner
 from lightning_zero.comm.agree import Agreement
 
 PREFIX = "lightning_zero-"
-MARK = "owner.json"
 
 
 class SwapFolder:
@@ -98,9 +96,9 @@ def swap_bytes(
 
 def remove_leftovers(base: Path, say: Callable[[str], None]) -> None:
     """Deletes the folders of this host's runs that are no more."""
-    for mark in sorted(base.glob(f"{PREFIX}*/{MARK}")):
+    for mark in sorted(base.glob(f"{PREFIX}*/{owner.MARK}")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not ours, or already going
-            if not _lives(json.loads(mark.read_text(encoding="utf-8")), _is_locked(mark)):
+            if not owner.lives(mark):
                 say(f"offload: {mark.parent}, which a run left behind that was killed, is removed.")
                 shutil.rmtree(mark.parent, ignore_errors=True)
 
@@ -120,7 +118,7 @@ def _make(given: str | None, default: str, need_bytes: float, say: Callable[[str
     remove_leftovers(base, say)
     try:
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{host}-{os.getpid()}-", dir=base))
-        lock = _mark(folder)
+        lock = owner.mark(folder)
     except OSError as error:
         raise ValueError(
             f"{name} cannot be written to on {host} ({error.strerror}): change its permissions or set another one."
@@ -135,65 +133,3 @@ def _make(given: str | None, default: str, need_bytes: float, say: Callable[[str
         )
     say(f"offload: files go to {folder} and are removed at the end.")
     return str(folder), lock
-
-
-def _mark(folder: Path) -> int:
-    """Writes the mark of this process; the descriptor that holds it locked. Nobody ever sees it unlocked."""
-    new = folder / f"{MARK}.new"
-    lock = os.open(new, os.O_RDWR | os.O_CREAT, 0o644)
-    os.write(lock, json.dumps(_identity(os.getpid())).encode())
-    with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    new.rename(folder / MARK)
-    return lock
-
-
-def _identity(pid: int) -> dict[str, str | int]:
-    """What tells one process from all others, also after its number is used again."""
-    return {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "began": _began(pid), "numbers": _numbers()}
-
-
-def _lives(mark: dict[str, str | int], locked: bool | None) -> bool:
-    """Whether the owner may still be there; one on another host always may, and one whose number says nothing here
-    (another container) where locks don't work (``None``)."""
-    if locked or mark["host"] != socket.gethostname():
-        return True
-    if locked is None and mark["boot"] == _boot() and mark.get("numbers") != _numbers():
-        return True
-    there = _identity(int(mark["pid"]))
-    return all(mark[name] == there[name] for name in ("boot", "pid", "began"))
-
-
-def _is_locked(mark: Path) -> bool | None:
-    """Whether a living process holds ``mark``, in whatever container; ``None`` where that cannot be told."""
-    with mark.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back when the file is closed
-        except BlockingIOError:
-            return True
-        except OSError:
-            return None
-    return False
-
-
-def _numbers() -> str:
-    """The namespace in which process numbers mean something."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _began(pid: int) -> str:
-    """When the process began, in the kernel's ticks; empty if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""

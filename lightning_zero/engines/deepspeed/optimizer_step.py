@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engines.deepspeed.private import Piece, Shards
-from lightning_zero.engines.elementwise import is_elementwise, keys_beside_elements
+from lightning_zero.engines.elementwise import is_elementwise, is_known, keys_beside_elements
+from lightning_zero.engines.optimizer_family import exchange
+from lightning_zero.private.torch import DisableTorchFunction
 
 Only = Callable[[Tensor], bool]
 
@@ -110,15 +112,25 @@ class Managed:
 class PieceStep:
     """Steps one optimizer; see the module's text."""
 
-    def __init__(self, optimizer: Optimizer, managed: Managed) -> None:
+    def __init__(self, optimizer: Optimizer, managed: Managed, declared: Collection[str] = ()) -> None:
         self.optimizer, self.managed = optimizer, managed
-        self.elementwise = is_elementwise(optimizer)
+        self.elementwise = is_elementwise(optimizer, declared)
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
         self.states: dict[Tensor, dict[str, Any]] = {}
         self.beside = keys_beside_elements(optimizer) if self.elementwise else frozenset()
-        in_constructor = [p for p in optimizer.state if p in managed]  # by Adagrad
-        self.put_states({p: optimizer.state.pop(p) for p in in_constructor})
+        self.calls_closure = self.needs_closure or (
+            closure is not None and not self.elementwise and not is_known(optimizer)
+        )
+        """Whether it is handed its closure, because it may call that itself."""
+        self.holds_stand_ins = False
+        self.take_given()
+
+    def take_given(self) -> None:
+        """States that stand beside the parameters themselves: made in a constructor (Adagrad), or loaded by a user."""
+        given = [p for p in self.optimizer.state if p in self.managed]
+        if given:
+            self.put_states({p: self.optimizer.state.pop(p) for p in given}, casts=True)
 
     def put_states(self, whole: Mapping[Tensor, Mapping[str, Any]], casts: bool = False) -> None:
         """:meth:`put_state` of several parameters, wherever their flats lie."""
@@ -176,12 +188,16 @@ class PieceStep:
             only: Which of its parameters it holds; others are left out altogether.
         """
         on_shards = self.elementwise if on_shards is None else on_shards
-        with torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
+            self.take_given()
+        with DisableTorchFunction():
             swap = (_Pieces if on_shards else _Wholes)(self, only)
+        self.holds_stand_ins = True
         try:
             yield swap
         finally:
-            with torch._C.DisableTorchFunction():
+            self.holds_stand_ins = False
+            with DisableTorchFunction():
                 swap.undo()
 
 
@@ -263,6 +279,7 @@ class _Swap:
             if only is not None:
                 kept = [t for t, p in zip(kept, group["params"], strict=True) if only(p)]
             group["params"][:] = kept
+        self._exchange(instead)  # and where it keeps them beside its groups
         if only is not None:  # so that what a group counts is counted once
             self.optimizer.param_groups = [group for group in self.groups if group["params"]]
         self.optimizer.state = defaultdict(dict, self.state)
@@ -272,6 +289,7 @@ class _Swap:
                 self.optimizer.state[stand_in] = entering
 
     def undo(self) -> None:
+        self._exchange({id(stand_in): p for p, stand_in in self.pairs})
         for group, before in zip(self.groups, self.lists, strict=True):
             group["params"][:] = before
         self.optimizer.param_groups = self.groups
@@ -296,8 +314,7 @@ class _Swap:
             stand_in.grad = self.grad(p, stand_in) if p in self.managed.with_grad else None
 
     def _exchange(self, instead: dict[int, Tensor]) -> None:
-        for group in self.groups:  # in place: LBFGS keeps the list itself
-            group["params"][:] = [instead.get(id(p), p) for p in group["params"]]
+        exchange([self.optimizer], instead, hidden=not is_known(self.optimizer))
 
     def stand_in(self, p: Tensor) -> Tensor:
         raise NotImplementedError

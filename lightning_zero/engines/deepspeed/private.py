@@ -1,4 +1,4 @@
-"""Every private part of DeepSpeed that is touched, for 0.19.
+"""Every private part of DeepSpeed that is touched. Read in 0.19.8; :func:`prepare` checks :data:`DEEPSPEED`.
 
 DeepSpeed's public accessors (``deepspeed.utils.safe_get_full_fp32_param`` and the like) work one tensor at a time and
 know neither clipping, nor several optimizers, nor Adam's step count. :class:`Shards` is the one place that knows where
@@ -29,6 +29,99 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.engines.deepspeed.ops import build_root, search_path
+from lightning_zero.private.check import Library, Needed, check
+from lightning_zero.private.torch import DisableTorchFunction, own_parameters, set_own_parameters
+
+_ZERO = "deepspeed.runtime.zero"
+_STAGE3, _STAGE12 = f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3", f"{_ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer"
+_ENGINE, _OFFLOAD = "deepspeed.runtime.engine:DeepSpeedEngine", f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload"
+_INIT = f"{_ZERO}.partition_parameters:Init"
+DEEPSPEED = Library(
+    "deepspeed",
+    ">=0.19.8,<0.20",
+    (
+        # starting
+        Needed("deepspeed.comm.comm:init_distributed", takes="*dist_backend, dist_init_required", stores="cdb"),
+        Needed("deepspeed.comm.torch:build_shm_op", takes=""),
+        Needed("deepspeed.comm.torch:TorchBackend", stores="build_shm_op"),
+        Needed("deepspeed.utils.groups:_release_process_group_references", takes="*group"),
+        Needed("deepspeed.accelerator:set_accelerator", takes="accel_obj"),
+        Needed("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.__init__", takes="self"),
+        Needed(f"{_INIT}", stores="param_id"),
+        Needed(f"{_OFFLOAD}._register_deepspeed_module", takes="self, module, count"),
+        Needed(f"{_ZERO}.partitioned_param_coordinator:iter_params", takes="module, recurse"),
+        Needed(f"{_OFFLOAD}", stores="iter_params"),
+        Needed(f"{_STAGE3}", stores="DeepSpeedCPUAdam"),
+        # built sharded
+        Needed(f"{_INIT}.__init__", takes="self, *config_dict_or_path, tensor_overrides"),
+        Needed(f"{_INIT}._all_gather", takes="self, param_list, async_op, hierarchy"),
+        Needed(f"{_INIT}._partition", takes="self, param_list"),
+        Needed(f"{_INIT}._post_init_method", takes="self, module"),
+        Needed(f"{_INIT}._zero_init_param", takes="self, param"),
+        Needed(
+            _INIT,
+            stores="local_device ds_id ds_numel ds_shape ds_status ds_tensor ds_active_sub_modules"
+            " ds_zero_partition_rank all_gather partition",
+        ),
+        Needed(f"{_ZERO}.partition_parameters:ZeroParamStatus.AVAILABLE"),
+        Needed(f"{_ZERO}.partition_parameters:GatheredParameters.__init__", takes="self, params, modifier_rank"),
+        # one backward
+        Needed(f"{_ENGINE}._backward_prologue", takes="self"),
+        Needed(f"{_ENGINE}._backward_epilogue", takes="self"),
+        Needed(f"{_ENGINE}.backward", stores="_backward_epilogue _running_engine_backward"),
+        Needed(f"{_ENGINE}.coalesce_grad_reduction", takes="self"),
+        Needed(f"{_ENGINE}.destroy", takes="self"),
+        Needed(_ENGINE, stores="module_forward_pre_hook module_forward_post_hook"),
+        Needed(f"{_STAGE3}.clear_backward_seen_flag", takes="self"),
+        Needed(f"{_STAGE12}.clear_backward_seen_flag", takes="self"),
+        # stages 1 and 2
+        Needed(
+            _STAGE12,
+            stores="round_robin_bit16_groups round_robin_bit16_offsets partition_size real_dp_process_group"
+            " single_partition_of_fp32_groups parallel_partitioned_bit16_groups bit16_groups bit16_groups_flat"
+            " averaged_gradients all_grad_tensors cpu_offload micro_step_id nccl_start_alignment_factor"
+            " allgather_bucket_size _offload_accumulated_param_ids",
+        ),
+        Needed(f"{_STAGE12}._wait_for_offload_copies", takes="self"),
+        Needed(f"{_STAGE12}.reset_cpu_buffers", takes="self"),
+        Needed(
+            "deepspeed.runtime.utils:all_gather_dp_groups",
+            takes="*groups_flat, partitioned_param_groups, dp_process_group, start_alignment_factor,"
+            " allgather_bucket_size",
+        ),
+        # stage 3
+        Needed(
+            _STAGE3,
+            stores="fp16_groups grad_position fp32_partitioned_groups_flat fp16_partitioned_groups_flat"
+            " fp16_partitioned_groups_flat_numel ipg_buckets micro_step_id parameter_offload"
+            " _epilogue_ran_this_backward _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
+        ),
+        Needed(
+            f"{_STAGE3}._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
+            takes="self, communication_data_type",
+        ),
+        Needed(f"{_STAGE3}.get_param_id", takes="self, param"),
+        Needed(f"{_STAGE3}._swappable_optimizer_subgroup", takes="self, sub_group_id"),
+        Needed(f"{_STAGE3}._optimizer_states_and_gradient_swap_in", takes="self, sub_group_id"),
+        Needed(f"{_STAGE3}._optimizer_states_and_gradient_swap_out", takes="self, sub_group_id"),
+        Needed(f"{_STAGE3}._release_swap_buffers", takes="self, sub_group_id"),
+        Needed(f"{_STAGE3}.reduce_ready_partitions_and_remove_grads", takes="self, param"),
+        Needed(f"{_STAGE3}._reassign_or_swap_out_partitioned_parameters", takes="self, sub_group_id"),
+        Needed(f"{_STAGE3}.invalidate_secondary_tensor", takes="self"),
+        Needed(f"{_OFFLOAD}.partition_all_parameters", takes="self"),
+        Needed(f"{_OFFLOAD}.get_param_coordinator", takes="self"),
+        Needed(f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator", stores="hierarchy"),
+        Needed(f"{_ZERO}.parameter_offload:FWD_MODULE_STACK"),
+        Needed(f"{_ZERO}.parameter_offload:register_external_parameter", takes="module, parameter"),
+        Needed(f"{_OFFLOAD}.pre_sub_module_forward_function", takes="self, sub_module"),
+        Needed(f"{_OFFLOAD}.post_sub_module_forward_function", takes="self, sub_module"),
+        Needed(f"{_OFFLOAD}.pre_sub_module_backward_function", takes="self, sub_module"),
+        Needed(f"{_OFFLOAD}.post_sub_module_backward_function", takes="self, sub_module"),
+        Needed(f"{_ZERO}.parameter_offload:_inject_parameters", stores="_original_parameters"),
+        Needed(f"{_ZERO}.partition_parameters:_init_external_params", stores="_external_params all_parameters"),
+        Needed(_OFFLOAD, stores="pre_bwd_fn post_bwd_fn applied_pre_backward_ref_cnt"),
+    ),
+)
 
 ACCELERATORS = ("cpu", "cuda", "xpu", "hpu")
 """Kinds of devices, in DeepSpeed's and PyTorch's names."""
@@ -86,6 +179,8 @@ def prepare(device: torch.device) -> Any:
         logging.getLogger(name).setLevel(logging.WARNING)
     import deepspeed
     from deepspeed import comm
+
+    check(DEEPSPEED)
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import groups
 
@@ -101,7 +196,20 @@ def prepare(device: torch.device) -> Any:
         groups._release_process_group_references(group=None)
         comm.init_distributed(dist_backend=get_accelerator().communication_backend_name(), dist_init_required=False)
         comm.comm.cdb._lightning_zero_world = dist.group.WORLD
+        _call_by_new_names(comm.comm.cdb)
     return deepspeed
+
+
+def _call_by_new_names(backend: Any) -> None:
+    """DeepSpeed calls two collectives by names that torch 2.13 gives a FutureWarning for, dozens in a run; under their
+    new names, where those exist, they are the same and silent. Looked up at each call, where they are also counted."""
+    if hasattr(dist, "all_gather_single") and hasattr(dist, "reduce_scatter_single"):
+        backend.all_gather_function = lambda output_tensor, input_tensor, group=None, async_op=False: (
+            dist.all_gather_single(output_tensor, input_tensor, group, async_op)
+        )
+        backend.reduce_scatter_function = lambda output, input, op=dist.ReduceOp.SUM, group=None, async_op=False: (
+            dist.reduce_scatter_single(output, input, op, group, async_op)
+        )
 
 
 def use_accelerator(device: torch.device) -> None:
@@ -125,7 +233,7 @@ def count_modules_from_zero() -> None:
     """The same for modules."""
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
-    (numbers,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__ or ([0],)
+    (numbers,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__  # type: ignore[misc]
     numbers[0] = 0
 
 
@@ -174,7 +282,7 @@ def sharding(config: dict[str, Any]) -> Any:
 
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with torch._C.DisableTorchFunction():  # not translated by the view
+            with DisableTorchFunction():  # not translated by the view
                 return method(self, *args, **kwargs)
 
         return call
@@ -183,12 +291,12 @@ def sharding(config: dict[str, Any]) -> Any:
         _all_gather, _partition = plainly("_all_gather"), plainly("_partition")
 
         def _post_init_method(self, module: nn.Module) -> None:
-            for p in module._parameters.values():
+            for p in own_parameters(module).values():
                 if p is not None and not is_managed(p) and _can_be_sharded(p):
                     self.shard(p)
 
         def shard(self, p: Any) -> None:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with DisableTorchFunction(), torch.no_grad():
                 before = set(vars(p))
                 p.data = p.data.to(self.local_device).contiguous()
                 self._zero_init_param(p)
@@ -611,7 +719,7 @@ def without_view(engine: Any, is_whole: Callable[[], bool]) -> None:
     def plainly(method: Callable[..., Any], begins: bool) -> Callable[..., Any]:
         def call(module: nn.Module) -> Any:
             if not is_whole():
-                with torch._C.DisableTorchFunction():
+                with DisableTorchFunction():
                     return method(module)
             if begins:
                 FWD_MODULE_STACK.append(module)
@@ -639,7 +747,7 @@ def before_gathers(engine: Any, call: Callable[[nn.Module], None]) -> None:
     gather = offload.pre_sub_module_forward_function
 
     def first(module: nn.Module) -> Any:
-        if any(p is not None for p in module._parameters.values()):
+        if any(p is not None for p in own_parameters(module).values()):
             call(module)
         return gather(module)
 
@@ -676,8 +784,8 @@ def end(engine: Any, root: nn.Module, attributes: dict[int, set[str]]) -> None:
         original: Any = vars(module).get("_original_parameters")
         if original is not None:
             plain = type(original)()
-            plain.update(module._parameters.items())
-            module._parameters = plain
+            plain.update(own_parameters(module).items())
+            set_own_parameters(module, plain)
         for name in list(vars(module)):
             if name.startswith("ds_") or name in _ON_MODULES:
                 delattr(module, name)

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.engines.torch_functions import is_in_place
+from lightning_zero.private.torch import GETTERS, base_of
 
 # slot wrappers are made anew at each access: compared by value
 _GRAD: Any = Tensor.grad
@@ -36,7 +37,6 @@ _AS_THEY_ARE = frozenset(
         "dtype",
         "device",
         "layout",
-        "_backward_hooks",
         "is_cuda",
         "is_meta",
         "is_sparse",
@@ -45,7 +45,6 @@ _AS_THEY_ARE = frozenset(
         "name",
         "names",
         "output_nr",
-        "_version",
         "retains_grad",
         "is_mps",
         "is_xpu",
@@ -53,7 +52,7 @@ _AS_THEY_ARE = frozenset(
         "itemsize",
     )
     if hasattr(getattr(Tensor, name, None), "__get__")
-)
+).union(GETTERS)
 _METADATA = frozenset(
     "requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad is_floating_point is_complex"
     " is_signed element_size is_inference __hash__ get_device is_tensor has_names __delete__".split()
@@ -194,7 +193,8 @@ class ShardView(TorchFunctionMode):
         targets = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
         for target in targets:
             if isinstance(target, Tensor):
-                base = target if target._base is None else target._base
+                base = base_of(target)
+                base = target if base is None else base
                 p = self._lent.get(base)
                 if p is None:
                     p = self._lent.get(target)

@@ -182,7 +182,7 @@ class Direct(Transport):
             return False
         counts = torch.tensor(ran, dtype=torch.int32)
         self.agree(counts, dist.ReduceOp.SUM).wait()
-        return bool(((counts > 0) & (counts < self.mesh.size())).any())
+        return any(0 < count < self.mesh.size() for count in counts.tolist())
 
     def reduction_begins(self, group: private.Group, params: Sequence[private.ShardedParam]) -> None:
         """The reduction may go on while autograd does, where nobody reads or adds to its output before it is whole."""

@@ -85,6 +85,7 @@ from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.optimizer_step import ShardedStep, hand_back
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.units import plan_units
+from lightning_zero.private.torch import BatchNorm, DisableTorchFunction
 
 
 class Phase(Enum):
@@ -124,7 +125,7 @@ class Fsdp2Engine(Engine):
         self.mesh = make_mesh(self.config, self.device)
         self.module = module
         # autocast keeps BatchNorm in fp32, and its kernels refuse low-precision weights beside fp32 statistics
-        keep_whole = (nn.modules.batchnorm._BatchNorm,) if self.dtypes.is_mixed else ()
+        keep_whole = (BatchNorm,) if self.dtypes.is_mixed else ()
         plan = plan_units(module, self.config.units, self.config.min_unit_numel, keep_whole)
         self.units_table = plan.table()
         self._transport = choose_transport(self.config, self.device, self.mesh)
@@ -209,7 +210,7 @@ class Fsdp2Engine(Engine):
             self.reshard()
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self.broadcast_buffers()
         wants_grad = torch.is_grad_enabled()
         with self._in(Phase.STEP), torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
@@ -217,7 +218,7 @@ class Fsdp2Engine(Engine):
                 # Units and the root are gathered as they are used, after toggle_optimizer had its say.
                 output = getattr(self.module, method)(*args, **kwargs)
             else:
-                with torch._C.DisableTorchFunction():
+                with DisableTorchFunction():
                     self._transport.forward_begins(wants_grad and self.keep_gathered)
                 output = self._root(method, *args, **kwargs)
             self._transport.forward_ends()
@@ -264,7 +265,7 @@ class Fsdp2Engine(Engine):
 
     def backward(self, run_backward: Callable[[], None]) -> None:
         asks = self.reduces and self.automatic and self.config.find_unused_parameters
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             deferred = self._transport.backward_begins(self._usage.ran if asks else None)
             if deferred:
                 private.set_requires_gradient_sync(self._sharded.units, False)
@@ -329,7 +330,7 @@ class Fsdp2Engine(Engine):
 
     def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
         result = None if closure is None else closure()
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             # Gradients of a plain loss.backward() under manual optimization, and gathered copies of old values.
             if any(private.has_grad(p) for g in self._groups for p in private.trainable(g)):
                 self._reduced.clear()
@@ -380,11 +381,11 @@ class Fsdp2Engine(Engine):
     def sharded_state_dict(self) -> dict[str, Any]:
         with self._in(Phase.DUMP), self._states.raw(), torch.no_grad(), self.view():
             state = undetached_state_dict(self.module)
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             return whole_state.detached_shards(state, self._identity.shards)
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return self._sharded_step(optimizer).state_dict()
 
     def whole_parameters(self) -> dict[Tensor, nn.Parameter]:
@@ -419,11 +420,11 @@ class Fsdp2Engine(Engine):
     # -- the end -------------------------------------------------------------------------------------------------
 
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return whole_state.model_state(self._sharded, self._identity, optimizers, self.device, self._on_host)
 
     def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             self._drop_gathered()
             if not whole:  # maybe after an error: others need not come any more
                 self._identity.leave_sharded()

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.shards import as_shard, gathered, local, shard_like, whole
 from lightning_zero.engines.fsdp2 import private
+from lightning_zero.private.torch import DisableTorchFunction, own_parameters
 
 _COPIED = "__reduce_ex__"
 """Looked up on the object by :mod:`copy` and :mod:`pickle` alike."""
@@ -77,7 +78,7 @@ class Identity:
     def give_whole_back(self) -> None:
         """They have the memory of their group again."""
         self._know_all()
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             for original, p in self._params:
                 private.set_memory(p, original)
 
@@ -113,7 +114,7 @@ class Identity:
 
     def _shard_states(self, optimizer: Optimizer) -> None:
         """States that were made whole, by an optimizer of ``__init__`` or at its construction, become shards."""
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             for p, state in optimizer.state.items():
                 shard = self.shards.get(p)
                 if shard is not None:
@@ -195,8 +196,8 @@ class WholeStateDicts:
     def _complete(self, module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
         if self._raw:
             return
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            for name, p in module._parameters.items():
+        with torch.no_grad(), DisableTorchFunction():
+            for name, p in own_parameters(module).items():
                 value = state.get(prefix + name)
                 if p in self._identity.shards and value is not None and value is not p:
                     if p not in self._seen:

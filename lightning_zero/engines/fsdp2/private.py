@@ -1,7 +1,8 @@
 """Every private part of ``fully_shard`` that we touch, and nothing else.
 
 ``fully_shard`` has no undo, no public way to know its groups and none to act before a group's reduction. What follows
-was read in torch 2.11-2.13; ``tests/unit/test_fsdp2_private.py`` tells when it moves.
+was read in torch 2.11-2.13; :data:`FULLY_SHARD` is checked when a strategy is made, and
+``tests/unit/test_fsdp2_private.py`` tells when something behaves otherwise.
 """
 
 from __future__ import annotations
@@ -13,14 +14,79 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import _composable_state
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, _get_param_all_gather_inputs
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
+
+from lightning_zero.private.check import Library, Needed, importing
+from lightning_zero.private.torch import TESTED, DisableTorchFunction
+
+_HOME = "torch.distributed.fsdp._fully_shard"
+_GROUP, _PARAM = f"{_HOME}._fsdp_param_group:FSDPParamGroup", f"{_HOME}._fsdp_param:FSDPParam"
+FULLY_SHARD = Library(
+    "torch",
+    TESTED,
+    (
+        Needed(f"{_GROUP}.post_backward", takes="self"),
+        Needed(f"{_GROUP}.pre_backward", takes="self, default_prefetch"),
+        Needed(f"{_GROUP}.pre_forward", takes="self, module, args, kwargs"),
+        Needed(f"{_GROUP}.post_forward", takes="self, module, input, output"),
+        Needed(f"{_GROUP}.finalize_backward", takes="self"),
+        Needed(f"{_GROUP}.unshard", takes="self, async_op"),
+        Needed(f"{_GROUP}.wait_for_unshard", takes="self"),
+        Needed(f"{_GROUP}._to_sharded", takes="self"),
+        Needed(f"{_GROUP}._to_unsharded", takes="self"),
+        Needed(f"{_GROUP}.is_sharded"),
+        Needed(f"{_GROUP}.is_unsharded"),
+        Needed(f"{_GROUP}._all_gather_process_group"),
+        Needed(
+            f"{_GROUP}.__init__",
+            stores="fsdp_params device mesh_info unshard_in_backward _training_state _all_gather_result"
+            " _post_forward_indices _module_to_pre_save_state_dict_hook_handle"
+            " _module_to_pre_load_state_dict_hook_handle",
+        ),
+        Needed(f"{_HOME}._fsdp_common:TrainingState.PRE_BACKWARD"),
+        Needed(f"{_HOME}._fsdp_common:TrainingState.IDLE"),
+        Needed(f"{_HOME}._fsdp_collectives:_get_param_all_gather_inputs", takes="fsdp_params"),
+        Needed(
+            f"{_HOME}._fsdp_collectives:AllGatherResult",
+            takes="all_gather_output, all_gather_event, all_gather_work, param_all_gather_input_dtypes,"
+            " param_all_gather_input_numels, all_gather_input_split_sizes",
+        ),
+        Needed(
+            f"{_PARAM}.init_all_gather_outputs",
+            takes="self, all_gather_input_numels, all_gather_input_dtypes, world_size, device",
+        ),
+        Needed(f"{_PARAM}.alloc_all_gather_outputs", takes="self"),
+        Needed(f"{_PARAM}.init_unsharded_param", takes="self"),
+        Needed(f"{_PARAM}.free_unsharded_param", takes="self"),
+        Needed(
+            _PARAM,
+            stores="all_gather_outputs sharded_param padded_sharded_param_size param_dtype reduce_dtype orig_dtype"
+            " unsharded_accumulated_grad _sharded_param_data _unsharded_param _module_info _post_load_hook_handle"
+            " shared_modules shared_param_names",
+        ),
+        Needed(f"{_HOME}._fsdp_state:FSDPState._lazy_init", takes="self"),
+        Needed(
+            f"{_HOME}._fsdp_state:FSDPState",
+            stores="_state_ctx _comm_ctx _training_state _modules _pre_forward_hook_handle _post_forward_hook_handle"
+            " iter_forward_root post_forward_order all_states",
+        ),
+        Needed(f"{_HOME}._fully_shard:FSDPModule._get_fsdp_state", takes="self"),
+        Needed("torch.distributed.fsdp:fully_shard", stores="_is_fsdp_managed_module _fsdp_use_orig_params"),
+        Needed("torch.distributed._composable.contract:REGISTRY_KEY"),
+        Needed("torch.distributed._composable.contract:STATE_KEY"),
+        Needed("torch.distributed._composable_state:_module_state_mapping"),
+        Needed("torch:_C._DisableFuncTorch"),
+        Needed("torch.autograd:_unsafe_preserve_version_counter"),
+    ),
+)
+with importing(FULLY_SHARD):
+    from torch.distributed import _composable_state
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, _get_param_all_gather_inputs
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
 Group = Any  # torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup
 STATE_KEYS = (STATE_KEY, REGISTRY_KEY)
@@ -285,7 +351,7 @@ def gather_for_good(group: Group) -> dict[Tensor, Tensor]:
 @contextmanager
 def outside_transforms() -> Iterator[None]:
     """What the engine computes of its own has nothing to do with a ``torch.func`` transform or a mode around it."""
-    with torch._C._DisableFuncTorch(), torch._C.DisableTorchFunction():
+    with torch._C._DisableFuncTorch(), DisableTorchFunction():
         yield
 
 
@@ -312,7 +378,7 @@ def without_translation(group: Group) -> None:
 
     def quiet(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 return original(*args, **kwargs)
 
         return call

@@ -82,6 +82,7 @@ class Usage:
                     p.grad = None
 
     def _require_same_units(self, ran: Tensor) -> None:
-        partly = ((ran > 0) & (ran < self._transport.mesh.size())).nonzero().flatten().tolist()
+        world_size = self._transport.mesh.size()
+        partly = [unit for unit, count in enumerate(ran.tolist()) if 0 < count < world_size]
         if partly:
             refuse_different_units(self._transport, self._names, partly)

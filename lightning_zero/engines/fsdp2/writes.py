@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from lightning_zero.comm.shards import local, rows_of
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.transport import Transport
+from lightning_zero.private.torch import DisableTorchFunction
 
 
 class Writes:
@@ -43,7 +44,7 @@ class Writes:
         self._versions[index] = version
         self._transport.shards_changed()  # other ranks' rows may differ from their shards now
         self._transport.await_readers()
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             for copy, shard in private.copies(group):
                 _store_rows(copy, shard)
         self._data_taken.difference_update(copy for copy, _ in private.copies(group))

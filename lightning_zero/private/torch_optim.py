@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizer
 
@@ -69,3 +71,13 @@ def has_own_state_dict(optimizer: Optimizer) -> bool:
         *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
     )
     return any(getattr(optimizer, name, None) for name in names)
+
+
+def make_parameter(kind: type[nn.Parameter], data: Tensor, requires_grad: bool) -> nn.Parameter:
+    """A parameter of a subclass, made as ``nn.Parameter.__new__`` does it: subclasses take other arguments."""
+    return torch.Tensor._make_subclass(kind, data, requires_grad)  # type: ignore[return-value]
+
+
+def num_function_modes() -> int:
+    """How many ``TorchFunctionMode`` are active. There is no public way to ask."""
+    return torch._C._len_torch_function_stack()

@@ -1,0 +1,29 @@
+"""``lightning-zero init FOLDER``: a small project of one's own, copied from ``template/``. Standard library only."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+TEMPLATE = Path(__file__).parent / "template"
+_RENAMED = {"gitignore": ".gitignore"}
+"""Names that package builders would leave out."""
+
+
+def make_project(folder: Path) -> str:
+    """Makes ``folder`` and fills it.
+
+    Returns:
+        What to tell the user.
+
+    Raises:
+        FileExistsError: If something is there already.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} is there already and not empty: give a new folder's name.")
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+    shutil.copytree(TEMPLATE, folder, ignore=ignored, dirs_exist_ok=True)
+    for name, proper in _RENAMED.items():
+        (folder / name).rename(folder / proper)
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return f"{folder}: {', '.join(files)}\ntrain it: cd {folder} && python train.py"

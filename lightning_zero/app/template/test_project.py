@@ -1,0 +1,26 @@
+"""pytest test_project.py: two processes under ZeRO come to what one process comes to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def loss_after_training(folder: Path, *overrides: str) -> float:
+    small = "trainer.max_epochs=1", "trainer.limit_train_batches=4", "callbacks=none", "logger=none"
+    quiet = "trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false", f"hydra.run.dir={folder}"
+    command = [sys.executable, str(HERE / "train.py"), *small, *quiet, *overrides]
+    subprocess.run(command, check=True, cwd=HERE, timeout=240)
+    return json.loads((folder / "result.json").read_text())["metrics"]["val_loss"]
+
+
+def test_zero3_on_two_processes_is_ddp_on_two(tmp_path: Path) -> None:
+    zero3 = loss_after_training(tmp_path / "zero3", "strategy=zero3", "trainer.devices=2")
+    ddp = loss_after_training(tmp_path / "ddp", "strategy=ddp", "trainer.devices=2")
+    assert zero3 == pytest.approx(ddp, rel=1e-4)

@@ -1,0 +1,171 @@
+"""What user code reads and writes while DeepSpeed holds the parameters: the engine's side of the view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.engines.deepspeed import private
+from lightning_zero.engines.deepspeed.optimizer_step import parameters
+from lightning_zero.engines.deepspeed.order import Order
+from lightning_zero.engines.deepspeed.parameters import Parameters
+from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
+from lightning_zero.private.torch import DisableTorchFunction, version_of
+
+
+class Access:
+    """The :class:`~lightning_zero.engines.deepspeed.view.Holder` of a run.
+
+    Two accounts are kept, because user code writes to whole tensors and steps happen on pieces: parameters that were
+    written to, whose masters are behind until :meth:`adopt`; and whole gradients that were handed out, whose pieces are
+    behind until :meth:`flush_grads`. Nothing may read a master or a piece of a gradient before its account is settled
+    (:meth:`settle` does both). Ranks must read and write the same ones: gathering for it is collective.
+
+    Args:
+        params: All of the module's.
+        under_way: What the engine is doing.
+        order: Told before a parameter is gathered.
+        backward: The engine's own, for a backward that user code starts inside a step.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        under_way: UnderWay,
+        order: Order,
+        backward: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._params, self._under_way, self._order, self._backward = params, under_way, order, backward
+        self._held, self._stage3 = params.held, params.stage3  # asked for at each call of a tensor's
+        self._seen: dict[Tensor, tuple[Tensor, int]] = {}  # whole gradients, and their versions when handed out
+        self._dirty: dict[Tensor, None] = {}  # in order, because ranks gather in it
+
+    # -- states --------------------------------------------------------------------------------------------------
+
+    def holds(self, p: Any) -> bool:
+        return p in self._held
+
+    def is_away(self, p: Any) -> bool:
+        return self._stage3 and private.is_partitioned(p)
+
+    def in_step(self) -> bool:
+        return Phase.STEP in self._under_way
+
+    def busy(self) -> bool:
+        return Phase.BACKWARD in self._under_way or Phase.WHOLE in self._under_way
+
+    # -- parameters ----------------------------------------------------------------------------------------------
+
+    def fetch(self, p: Any) -> None:
+        with DisableTorchFunction(), torch.no_grad():
+            if self._order.is_followed:
+                self._order.require_same(p)
+            private.fetch(p)
+
+    def keep_all(self) -> None:
+        """A gradient is to be differentiated: the second backward passes through parameters in no module's order."""
+        if self._stage3:
+            with DisableTorchFunction(), torch.no_grad():
+                for p in self._held:
+                    private.keep(p)
+
+    def whole(self, p: Any) -> Tensor:
+        with DisableTorchFunction(), torch.no_grad():
+            return private.gathered_copy(p)
+
+    def shape_of(self, p: Any) -> torch.Size:
+        return self._params.shapes[p]
+
+    def written(self, p: Any, value: Tensor | None) -> None:
+        """User code wrote to ``p``: ``value`` is to be it, or (``None``) ``p`` holds it already."""
+        with DisableTorchFunction(), torch.no_grad():
+            if self._stage3:
+                private.store(p, p.detach().clone() if value is None else value)
+                if self.in_step():  # it may be used again before DeepSpeed fetches it
+                    private.fetch(p)
+            elif value is not None and value.data_ptr() != p.data_ptr():
+                p.detach().copy_(value)
+        if self._params.managed is not None and p in self._params.managed:
+            self._dirty[p] = None
+
+    def adopt(self) -> None:
+        """What user code wrote to parameters reaches the masters."""
+        if self._dirty and self._params.managed is not None:
+            with DisableTorchFunction(), torch.no_grad():
+                for p in self._dirty:
+                    self._params.managed.shards.adopt(p)
+            self._dirty.clear()
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def see_grad(self, p: Any) -> Tensor | None:
+        managed = self._params.managed
+        if managed is None or p not in managed.with_grad:
+            return None
+        if p not in self._seen:
+            with DisableTorchFunction(), torch.no_grad():
+                grad = managed.assemble(p, managed.shards.grad(p)).to(dtype=p.dtype, device=p.device)
+            self._seen[p] = grad, version_of(grad)
+        return self._seen[p][0]
+
+    def set_grad(self, p: Any, value: Tensor | None) -> None:
+        managed = self._params.managed
+        with DisableTorchFunction():
+            p.grad = None
+        self._seen.pop(p, None)
+        if managed is None or p not in managed:
+            return
+        if value is None:
+            managed.with_grad.discard(p)
+            return
+        with DisableTorchFunction(), torch.no_grad():
+            managed.shards.grad(p).copy_(managed.cut(p, value))
+        managed.with_grad.add(p)
+
+    def flush_grads(self) -> None:
+        """What user code wrote into gradients counts."""
+        managed = self._params.managed
+        if self._seen and managed is not None:
+            with DisableTorchFunction(), torch.no_grad():
+                for p, (grad, version) in self._seen.items():
+                    if version_of(grad) != version:
+                        managed.shards.grad(p).copy_(managed.cut(p, grad))
+        self._seen.clear()
+
+    def zero_grad_of(self, optimizer: Optimizer) -> Callable[..., None]:
+        """``optimizer.zero_grad``, as its pieces need it."""
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            managed = self._params.attached
+            with DisableTorchFunction():
+                for p in parameters(optimizer):
+                    self._seen.pop(p, None)
+                    if p not in managed:
+                        if set_to_none:
+                            p.grad = None
+                        elif p.grad is not None:
+                            p.grad.detach_().zero_()
+                        continue
+                    p.grad = None
+                    if set_to_none:
+                        managed.with_grad.discard(p)
+                    elif p in managed.with_grad:
+                        managed.shards.grad(p).zero_()
+
+        return zero_grad
+
+    def settle(self) -> None:
+        """Whatever user code wrote counts: before each step of an optimizer."""
+        self.flush_grads()
+        self.adopt()
+
+    def user_backward(self, run: Callable[[], None]) -> None:
+        """A plain ``loss.backward()`` in a step of manual optimization."""
+        if self._params.managed is None or not self.in_step():
+            run()
+        else:
+            self._backward(run)

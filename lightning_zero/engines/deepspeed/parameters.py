@@ -1,0 +1,91 @@
+"""The module's parameters as the user made them, beside what DeepSpeed makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.comm.agree import broadcast_coalesced
+from lightning_zero.engines.deepspeed import private
+from lightning_zero.engines.deepspeed.optimizer_step import Managed
+
+
+class Parameters:
+    """Takes over the parameters of ``module`` with rank 0's values (collective).
+
+    Attributes:
+        named: By name, in the module's order, which is alike on all ranks.
+        shapes: Whole ones.
+        dtypes: The user's own: DeepSpeed may compute in another.
+        strides: The user's own.
+        odd: Those that no flat takes (see :mod:`~lightning_zero.engines.deepspeed.engine`).
+        held: All others. In order, because ranks gather in it.
+        managed: Masters and gradients. ``None`` before an optimizer is attached, if there is none, and at the end: then
+            parameters are read and written, and nothing is stepped.
+    """
+
+    def __init__(self, module: nn.Module, stage3: bool) -> None:
+        self.module, self.stage3 = module, stage3
+        self.named = dict(module.named_parameters())
+        self.shapes: dict[Tensor, torch.Size] = {p: private.whole_shape(p) for p in self.named.values()}
+        self.dtypes: dict[Tensor, torch.dtype] = {p: p.dtype for p in self.named.values()}
+        self.odd = _odd_parameters(self.shapes)
+        self._take_built()
+        self.strides: dict[Tensor, Any] = {p: _stride(p) for p in self.named.values()}
+        self.held = dict.fromkeys(p for p in self.named.values() if p not in set(self.odd))
+        self.managed: Managed | None = None
+
+    def _take_built(self) -> None:
+        """Everybody has rank 0's values; what was built sharded (see ``build``) has them already."""
+        with torch.no_grad():
+            for p in self.odd:
+                private.make_whole(p)
+            for p in self.named.values():
+                private.keep_dtype(p)
+        here = [p for p in self.named.values() if not private.is_partitioned(p)]
+        broadcast_coalesced([*here, *self.module.buffers()])
+
+    @property
+    def attached(self) -> Managed:
+        """``managed``, where an optimizer must be attached."""
+        assert self.managed is not None
+        return self.managed
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of all of them, whole."""
+        return sum(shape.numel() * p.element_size() for p, shape in self.shapes.items())
+
+    def table(self) -> str:
+        """Stages 1 and 2: one row per flat. Stage 3: one per module that is gathered by itself."""
+        if self.stage3:
+            named = [(n or "(root)", list(m.parameters(recurse=False))) for n, m in self.module.named_modules()]
+            rows = [(name, [p for p in params if p in self.held]) for name, params in named]
+        else:
+            flats: dict[int, list[Any]] = {}
+            for p, piece in self.managed.shards.pieces.items() if self.managed is not None else ():
+                flats.setdefault(piece.flat, []).append(p)
+            rows = [(f"flat {i}", params) for i, params in flats.items()]
+        lines = [f"{'unit':<40}{'tensors':>8}{'elements':>14}{'bytes':>14}"]
+        for name, params in rows:
+            numel = [self.shapes[p].numel() for p in params]
+            size = sum(n * p.element_size() for n, p in zip(numel, params, strict=True))
+            if params:
+                lines.append(f"{name:<40}{len(params):>8}{sum(numel):>14}{size:>14}")
+        return "\n".join(lines)
+
+
+def _stride(p: Any) -> tuple[int, ...]:
+    return torch.empty(private.whole_shape(p), device="meta").stride() if private.is_partitioned(p) else p.stride()
+
+
+def _odd_parameters(shapes: Mapping[Any, torch.Size]) -> list[Any]:
+    """Those that cannot lie in a flat with the others."""
+    count: dict[torch.dtype, int] = {}
+    for p, shape in shapes.items():
+        count[p.dtype] = count.get(p.dtype, 0) + shape.numel()
+    main = max(count, key=lambda dtype: count[dtype])
+    return [p for p, shape in shapes.items() if p.dtype != main or len(shape) == 0 or shape.numel() == 0]

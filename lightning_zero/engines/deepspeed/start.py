@@ -1,0 +1,107 @@
+"""Handing the module to ``deepspeed.initialize``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.deepspeed import private
+from lightning_zero.engines.deepspeed.ds_config import RunFacts, ds_config, gathered_together
+from lightning_zero.engines.deepspeed.optimizer_step import Joined
+from lightning_zero.engines.deepspeed.parameters import Parameters
+from lightning_zero.private.torch import DisableTorchFunction, own_parameters
+
+
+def start(
+    root: nn.Module,
+    params: Parameters,
+    trainable: list[nn.Parameter],
+    joined: Joined | None,
+    config: ZeroConfig,
+    device: torch.device,
+    is_mixed: bool,
+    facts: Mapping[str, Any],
+) -> Any:
+    """DeepSpeed's engine on ``root``; its flats hold ``trainable``, grouped as in ``joined`` (collective).
+
+    Args:
+        is_mixed: Whether Lightning's autocast computes in another dtype than the parameters'.
+        facts: The trainer facts, and the offload's folder.
+    """
+    with private.environment(device), _without(params.odd, params.module):
+        deepspeed = private.prepare(device)
+        private.count_modules_from_zero()
+        if config.parameters_in_files:
+            private.shard_again(params.held, _made(config, params, device, is_mixed, facts))
+        elif not any(map(private.is_managed, params.held)):
+            private.count_parameters_from_zero()
+        with DisableTorchFunction(), private.partial_offload(Joined):
+            engine, *_ = deepspeed.initialize(
+                model=root,
+                optimizer=joined,
+                model_parameters=trainable,
+                config=_made(config, params, device, is_mixed, facts),
+                dist_init_required=False,
+            )
+    return engine
+
+
+@contextmanager
+def _without(hidden: Iterable[nn.Parameter], module: nn.Module) -> Iterator[None]:
+    """``hidden`` are not the module's parameters for a while, so that DeepSpeed does not take them."""
+    mine = set(hidden)
+    places = [
+        (m, name, p) for m in module.modules() for name, p in own_parameters(m).items() if p is not None and p in mine
+    ]
+    for m, name, _ in places:
+        own_parameters(m)[name] = None
+    try:
+        yield
+    finally:
+        for m, name, p in places:
+            own_parameters(m)[name] = p
+
+
+def _made(
+    config: ZeroConfig, params: Parameters, device: torch.device, is_mixed: bool, facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What DeepSpeed is told."""
+    sizes = [shape.numel() for shape in params.shapes.values()]
+    run = RunFacts(
+        world_size=dist.get_world_size(),
+        device_type=device.type,
+        numel=sum(sizes),
+        largest_numel=max(sizes),
+        num_together=gathered_together(params.module),
+        **facts,
+    )
+    made = ds_config(config, run)
+    if is_mixed:  # as under DDP: fp32 parameters, Lightning's autocast and loss scaling
+        for section in ("bf16", "fp16", "data_types"):
+            made.pop(section, None)
+    elif config.stage == 1 and "data_types" in made:
+        # DeepSpeed would take another optimizer, without pieces, to sum 16-bit gradients in fp32 at stage 1
+        made["data_types"]["grad_accum_dtype"] = None
+    return made
+
+
+def flat_groups(trainable: list[nn.Parameter], optimizers: list[Optimizer]) -> list[list[Tensor]]:
+    """``trainable`` in lists that can be stepped apart: one per parameter group of an optimizer, or of several that
+    share it."""
+    held: dict[Tensor, list[tuple[int, int]]] = {p: [] for p in trainable}
+    for i, optimizer in enumerate(optimizers):
+        for j, group in enumerate(optimizer.param_groups):
+            for p in group["params"]:
+                if p in held:
+                    held[p].append((i, j))
+    groups: dict[tuple[tuple[int, int], ...], list[Tensor]] = {}
+    for p, where in held.items():
+        groups.setdefault(tuple(where), []).append(p)
+    return list(groups.values())

@@ -1,0 +1,179 @@
+"""Reading and putting back whole state: for checkpoints, for user code, for a new start, and at the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+
+from lightning_zero.checkpoint.layout import map_tensors
+from lightning_zero.comm.shards import gathered
+from lightning_zero.engines.base import require_same_parameters, undetached_state_dict
+from lightning_zero.engines.deepspeed import private
+from lightning_zero.engines.deepspeed.optimizer_step import Cut, parameters
+from lightning_zero.engines.deepspeed.parameters import Parameters
+from lightning_zero.engines.deepspeed.steps import Steps
+
+States = dict[Tensor, dict[str, Any]]
+"""Of one optimizer, by parameter."""
+
+
+class Whole:
+    """Puts together what DeepSpeed's pieces make up, one flat in memory at a time.
+
+    All methods are collective. None of them looks at what user code has written and no master knows of: the engine has
+    that adopted before.
+    """
+
+    def __init__(self, params: Parameters, steps: Steps, mesh: DeviceMesh) -> None:
+        self._params, self._steps, self._mesh = params, steps, mesh
+
+    # -- rows, as checkpoints hold them --------------------------------------------------------------------------
+
+    def rows(self, p: Tensor, whole: Tensor) -> DTensor:
+        """This rank's rows of a whole tensor, as ``fully_shard`` would lay them out; a copy."""
+        each = -(-whole.shape[0] // self._mesh.size())
+        first = min(each * self._mesh.get_rank(), whole.shape[0])
+        mine = whole.narrow(0, first, min(each, whole.shape[0] - first)).clone()
+        return DTensor.from_local(
+            mine, self._mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module's, of rows; a tied parameter is one object under all its names."""
+        state = undetached_state_dict(self._params.module)
+        done = self.rows_of_masters()
+
+        def one(path: Any, tensor: Tensor) -> Tensor:
+            if id(tensor) not in done:
+                done[id(tensor)] = self._rows_of(tensor) if tensor in self._params.held else tensor.detach()
+            return done[id(tensor)]
+
+        return map_tensors(one, state)
+
+    def rows_of_masters(self, own_dtype: bool = True) -> dict[int, Tensor]:
+        """By the parameter's identity; in its own dtype, or as they are stepped."""
+        managed = self._params.managed
+        if managed is None:
+            return {}
+        rows: dict[int, Tensor] = {}
+        for i in managed.flats(managed.shards.pieces):
+            with managed.shards.loaded(i):
+                for p, piece in managed.shards.pieces.items():
+                    if piece.flat == i:
+                        whole = managed.assemble(p, managed.master(p))
+                        rows[id(p)] = self.rows(p, whole.to(self._params.dtypes[p]) if own_dtype else whole)
+        return rows
+
+    def _rows_of(self, p: Tensor) -> Tensor:
+        return self.rows(p, private.gathered_copy(p) if self._params.stage3 else p.detach())
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """``optimizer.state_dict()``, of rows."""
+        before = optimizer.state
+        try:
+            optimizer.state = {**before, **self.rows_of_states(optimizer)}  # type: ignore[assignment]
+            return type(optimizer).state_dict(optimizer)  # the class's: its own object has what users see
+        finally:
+            optimizer.state = before
+
+    def rows_of_states(self, optimizer: Optimizer, whole: bool = False) -> States:
+        """Its states, as this rank's rows or ``whole`` on the CPU."""
+        managed, step = self._params.attached, self._steps.of(optimizer)
+        step.take_given()
+
+        def laid_out(p: Tensor, value: Any) -> Any:
+            if type(value) is not Cut:
+                return value
+            assembled = managed.assemble(p, value.piece)
+            return assembled.cpu() if whole else self.rows(p, assembled)
+
+        rows: States = {}
+        for i in managed.flats(parameters(optimizer)):
+            with managed.shards.loaded(i):
+                for p in parameters(optimizer):
+                    if p in step.states and managed.piece(p).flat == i:
+                        rows[p] = {key: laid_out(p, value) for key, value in step.state(p).items()}
+        return rows
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Loads a whole state, of which this rank keeps its pieces."""
+        managed = self._params.attached
+        params = require_same_parameters(optimizer, state)
+        step = self._steps.of(optimizer)
+        odd = {i: values for i, values in state["state"].items() if params[i] not in managed}
+        optimizer.load_state_dict({**state, "state": odd})
+        whole = {params[i]: values for i, values in state["state"].items() if params[i] in managed}
+        step.put_states(whole, casts=True)
+
+    # -- whole parameters ----------------------------------------------------------------------------------------
+
+    def parameters(self) -> dict[Tensor, nn.Parameter]:
+        """Copies of the held ones."""
+        stage3 = self._params.stage3
+        return {
+            p: nn.Parameter(private.gathered_copy(p) if stage3 else p.detach().clone(), p.requires_grad)
+            for p in self._params.held
+        }
+
+    def values_afterwards(self) -> dict[Tensor, Tensor]:
+        """Whole parameters on the CPU, of their own dtype and strides; masters where DeepSpeed computed in another."""
+        params, managed = self._params, self._params.managed
+        values: dict[Tensor, Tensor] = {}
+        if managed is not None:
+            in_another = [p for p in managed.shards.pieces if p.dtype != params.dtypes[p]]
+            for i in managed.flats(in_another):
+                with managed.shards.loaded(i):
+                    for p in in_another:
+                        if managed.piece(p).flat == i:
+                            values[p] = managed.assemble(p, managed.master(p))
+        whole: dict[Tensor, Tensor] = {}
+        for p, shape in params.shapes.items():
+            value = values.pop(p, None)
+            if value is None:
+                value = private.gathered_copy(p) if private.is_managed(p) else p.detach()
+            whole[p] = torch.empty_strided(shape, params.strides[p], dtype=params.dtypes[p]).copy_(value)
+        return whole
+
+
+class Carried:
+    """Masters, states and gradients on their way from one start of DeepSpeed to the next: each rank has its rows of
+    them, and odd gradients whole.
+
+    The constructor reads them; :meth:`put_back` follows when the new start has laid its flats out, in which pieces lie
+    elsewhere.
+    """
+
+    def __init__(self, params: Parameters, steps: Steps, whole: Whole, optimizers: list[Optimizer]) -> None:
+        self._params, self._steps = params, steps
+        managed = params.attached
+        self._masters = whole.rows_of_masters(own_dtype=False)
+        self._states = {optimizer: whole.rows_of_states(optimizer) for optimizer in optimizers}
+        with_grad = [p for p in managed.shards.pieces if p in managed.with_grad]  # in an order that all ranks share
+        self._grads = {p: whole.rows(p, managed.assemble(p, managed.shards.grad(p))) for p in with_grad}
+        self._odd_grads = {p: p.grad for p in params.odd}
+        self._by_id = {id(p): p for p in params.held}
+
+    def put_back(self) -> None:
+        managed = self._params.attached
+        for i, rows in self._masters.items():
+            p, whole = self._by_id[i], gathered(rows)
+            with managed.shards.loaded(managed.piece(p).flat, write=True):
+                managed.master(p).copy_(managed.cut(p, whole))
+        for optimizer, of_params in self._states.items():
+            for one, state in of_params.items():
+                self._steps.of(optimizer).put_states({one: {k: _gathered_if_rows(v) for k, v in state.items()}})
+        for one, rows in self._grads.items():
+            managed.shards.grad(one).copy_(managed.cut(one, gathered(rows)))
+            managed.with_grad.add(one)
+        for odd, grad in self._odd_grads.items():
+            odd.grad = grad
+
+
+def _gathered_if_rows(value: Any) -> Any:
+    return gathered(value) if isinstance(value, DTensor) else value

@@ -1,0 +1,114 @@
+"""Errors as text: the user's own frames, those of libraries folded to one line, and no more than fits on a screen."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from types import TracebackType
+
+FULL = "LIGHTNING_ZERO_FULL_TRACEBACK"
+"""Set to 1 in the environment, tracebacks are shown whole."""
+_OURS = str(Path(__file__).resolve().parents[1])
+_STDLIB = tuple({os.path.realpath(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")})
+_MAX_OWN_FRAMES = 8
+_MAX_MESSAGE_LINES = 12
+_MAX_CAUSES = 3
+
+
+def whole(error: BaseException) -> str:
+    """As Python prints it."""
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+
+
+def folded(error: BaseException) -> str:
+    """The traceback of ``error``, at most about 30 lines: the user's frames and the innermost one, how many frames of
+    which libraries lie between, the message, and one line for each of its causes."""
+    if os.environ.get(FULL) == "1":
+        return whole(error)
+    lines = ["Traceback (most recent call last):", *_frames(error.__traceback__), *_message(error)]
+    for cause in list(_causes(error))[:_MAX_CAUSES]:
+        frames = traceback.extract_tb(cause.__traceback__)
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        lines.append(f"caused by {summary(cause)}{where}")
+    return "\n".join(lines) + "\n"
+
+
+def summary(error: BaseException) -> str:
+    """One line: kind and message."""
+    first, *more = str(error).strip().splitlines() or [""]
+    name = type(error).__name__
+    return f"{name}: {first}{' ...' if more else ''}" if first else name
+
+
+def place(error: BaseException) -> list[str]:
+    """Where ``error`` was raised, the same on ranks that came the same way: file and line of each frame."""
+    return [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def is_told_by_its_message(error: BaseException) -> bool:
+    """Whether a check of ours (or of Lightning's) has raised it about what it was given: its message names the
+    repair, and no frame of the user's lies between the call that started the run and the check."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or not isinstance(error, (ValueError, OSError, RuntimeError, ModuleNotFoundError)):
+        return False
+    started = max((i for i, frame in enumerate(frames) if frame.filename == _LAUNCHER), default=-1)
+    ours = frames[-1].filename.startswith(_OURS + os.sep)
+    return ours and started >= 0 and not any(is_users(frame.filename) for frame in frames[started:])
+
+
+_LAUNCHER = str(Path(__file__).resolve().with_name("launcher.py"))
+
+
+def is_users(filename: str) -> bool:
+    """Whether code in this file is neither a library's, nor Python's, nor ours."""
+    path = os.path.realpath(filename)
+    if filename.startswith("<") or path.startswith(_OURS + os.sep):
+        return False
+    return "site-packages" not in path and "dist-packages" not in path and not path.startswith(_STDLIB)
+
+
+def _frames(tb: TracebackType | None) -> Iterator[str]:
+    frames = traceback.extract_tb(tb)
+    own = [i for i, frame in enumerate(frames) if is_users(frame.filename)][-_MAX_OWN_FRAMES:]
+    shown = {*own, len(frames) - 1}
+    for is_shown, group in groupby(enumerate(frames), lambda item: item[0] in shown):
+        if is_shown:
+            for _, frame in group:
+                yield f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}'
+                if frame.line:
+                    yield f"    {frame.line}"
+        else:
+            names = list(group)
+            libraries = list(dict.fromkeys(_library(frame.filename) for _, frame in names))
+            yield f"  [{len(names)} frames of {', '.join(libraries)}]"
+
+
+def _library(filename: str) -> str:
+    parts = Path(filename).parts
+    for folder in ("site-packages", "dist-packages"):
+        if folder in parts:
+            return Path(parts[parts.index(folder) + 1]).stem
+    if filename.startswith(_OURS):
+        return Path(_OURS).name
+    return "your own code" if is_users(filename) else "python"
+
+
+def _message(error: BaseException) -> list[str]:
+    lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
+    more = len(lines) - _MAX_MESSAGE_LINES
+    return lines if more <= 1 else [*lines[:_MAX_MESSAGE_LINES], f"[{more} more lines]"]
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen = {id(error)}
+    while True:
+        following = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if following is None or id(following) in seen:
+            return
+        error = following
+        seen.add(id(error))
+        yield error

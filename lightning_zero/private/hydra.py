@@ -1,0 +1,49 @@
+"""Private parts of Hydra. Read in hydra-core 1.3.0-1.3.8.
+
+Hydra tells a job its folder and its overrides, but not its config. Checked when a job's ranks are started.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+from lightning_zero.private.check import Library, Needed, check
+
+HYDRA = Library(
+    "hydra-core",
+    ">=1.3,<1.4",
+    (
+        Needed("hydra.core.utils:run_job", stores="config task_cfg task_function hydra"),
+        Needed("hydra.core.utils:configure_log", takes="log_config, verbose_config"),
+        Needed("hydra.core.hydra_config:HydraConfig.set_config", takes="self, cfg"),
+        Needed("hydra.core.hydra_config:HydraConfig.instance"),
+    ),
+)
+"""``--experimental-rerun`` belongs to them, too; ``tests/integration/test_multirun.py`` uses it."""
+
+
+class Job(NamedTuple):
+    """The local variables of ``run_job`` that say what it runs."""
+
+    function: Callable[..., Any]
+    config: Any
+    """With the ``hydra`` node."""
+    task: Any
+    """Without it, as the function gets it; interpolations that were answered are answered here."""
+
+
+def running_job() -> Job | None:
+    """The innermost job that this thread is in, read from the frame of ``run_job``; ``None`` in other threads."""
+    check(HYDRA)
+    from hydra.core.utils import run_job
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not run_job.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    found = frame.f_locals
+    return Job(found["task_function"], found["config"], found["task_cfg"])

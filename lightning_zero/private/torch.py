@@ -1,0 +1,187 @@
+"""Private parts of PyTorch, beside those of ``fully_shard`` (``engines/fsdp2/private.py``). Read in torch 2.11-2.13.
+
+``torch._foreach_*`` is not here: torch documents these functions on its page of operators, as beta, and they are used
+under their own names. So are ``os._exit`` and ``sys._getframe``, which Python documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+
+from lightning_zero.private.check import Library, Needed, importing
+
+TESTED = ">=2.11,<2.14"
+TORCH = Library(
+    "torch",
+    TESTED,
+    (
+        Needed("torch:_C.DisableTorchFunction"),
+        Needed("torch:_C._disabled_torch_function_impl"),
+        Needed("torch:_C._autograd._top_saved_tensors_default_hooks"),
+        Needed("torch:Tensor._version"),
+        Needed("torch:Tensor._base"),
+        Needed("torch:Tensor._backward_hooks"),
+        Needed("torch:Tensor._post_accumulate_grad_hooks"),
+        Needed("torch:Tensor._make_wrapper_subclass"),
+        Needed("torch:ops.aten._local_scalar_dense.default"),
+        Needed("torch:ops.aten.detach.default._schema.is_mutable"),
+        Needed("torch:ops.aten.detach.default._overloadpacket"),
+        Needed("torch.autograd:Variable._execution_engine.queue_callback"),
+        # private/torch_optim.py
+        Needed("torch:Tensor._make_subclass"),
+        Needed("torch:_C._len_torch_function_stack"),
+        Needed("torch.optim.optimizer:_global_optimizer_pre_hooks"),
+        Needed("torch.optim.optimizer:_global_optimizer_post_hooks"),
+        Needed(
+            "torch.optim.optimizer:Optimizer.__init__",
+            stores="_optimizer_step_pre_hooks _optimizer_step_post_hooks _optimizer_state_dict_pre_hooks"
+            " _optimizer_state_dict_post_hooks _optimizer_load_state_dict_pre_hooks"
+            " _optimizer_load_state_dict_post_hooks",
+        ),
+        Needed("torch.nn:Module.__init__", stores="_parameters _buffers _modules"),
+        Needed("torch.nn.modules.batchnorm:_BatchNorm"),
+        Needed("torch.amp.grad_scaler:GradScaler.__init__", stores="_scale _per_optimizer_states"),
+        Needed("torch.amp.grad_scaler:GradScaler.unscale_", stores="_per_optimizer_states"),
+        Needed("torch.amp.grad_scaler:GradScaler._lazy_init_scale_growth_tracker", takes="self, dev"),
+        Needed("torch.distributed.distributed_c10d:_abort_process_group", takes=""),
+        Needed("torch.distributed.tensor:DTensor.to_local", stores="_local_tensor"),
+        Needed("torch.distributed._functional_collectives:wait_tensor", takes="tensor"),
+        Needed("torch.distributed.checkpoint.filesystem:_StorageInfo"),
+        Needed("torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING"),
+        Needed("torch._subclasses.fake_tensor:FakeTensorMode", takes="*allow_non_fake_inputs"),
+        Needed("torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__", takes="self, func, types"),
+        Needed("torch.utils._pytree:tree_map", takes="func, tree"),
+        Needed("torch.utils._pytree:tree_leaves", takes="tree"),
+        Needed("torch.utils._pytree:tree_flatten", takes="tree"),
+        Needed("torch.utils._pytree:tree_unflatten", takes="leaves, treespec"),
+    ),
+)
+
+with importing(TORCH):
+    from torch._subclasses.fake_tensor import FakeTensorMode  # no public path
+    from torch.distributed import _functional_collectives as functional_collectives  # what DTensor calls, to be counted
+    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # stands in checkpoints' indexes
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormats  # the same
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # of any dimension; no public class is all of them
+    from torch.utils import _pytree as pytree  # what torch itself takes arguments apart with; no public path yet
+    from torch.utils._python_dispatch import TorchDispatchMode  # no public path; torch's documentation uses this one
+
+    DisableTorchFunction = torch._C.DisableTorchFunction
+    """Inside it, no ``__torch_function__`` runs, neither a mode's (our views') nor a subclass's. Public is
+    ``DisableTorchFunctionSubclass``, which leaves modes on."""
+    disabled_torch_function = torch._C._disabled_torch_function_impl
+    """``__torch_function__`` of a subclass that has none; public for ``torch.compile`` only, by the same name."""
+    ITEM = torch.ops.aten._local_scalar_dense.default
+    """The operator of ``Tensor.item()``."""
+    GETTERS = (Tensor._backward_hooks.__get__, Tensor._version.__get__)  # type: ignore[attr-defined, union-attr]
+    """Attributes that autograd itself reads, as a ``TorchFunctionMode`` meets them."""
+
+__all__ = [
+    "GETTERS", "ITEM", "PICKLED", "TORCH", "BatchNorm", "DisableTorchFunction", "FakeTensorMode", "MemoryFormats",
+    "StorageInfo", "TorchDispatchMode", "abort_process_groups", "at_end_of_backward", "backward_hooks", "base_of",
+    "disabled_torch_function", "found_inf", "functional_collectives", "has_accumulation_hooks",
+    "local_tensor", "loss_scale", "module_tables", "overload_packet", "own_parameters", "pytree", "saves_elsewhere",
+    "schema_of", "set_found_inf", "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "version_of",
+    "wrapper_subclass",
+]  # fmt: skip
+
+PICKLED = {
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+}
+"""Names that stand in the index of a sharded checkpoint: a part of torch's file format."""
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""Grows with each in-place write to a tensor or a view of it. torch's notes on autograd describe it."""
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""What a tensor is a view of. Public, ``Tensor.is_view``, does not say of what."""
+local_tensor: Callable[[Any], Tensor] = attrgetter("_local_tensor")
+"""The shard of a ``DTensor`` itself; the public ``to_local()`` is recorded by autograd and ten times slower."""
+own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+"""A module's own parameters, by attribute, to be read and written. ``named_parameters(recurse=False)`` is a copy and
+leaves out what is there twice."""
+
+
+def set_local_tensor(sharded: Any, part: Tensor) -> None:
+    """``part`` becomes the shard of a ``DTensor``; the public ``from_local`` moves it to the mesh's device."""
+    sharded._local_tensor = part
+
+
+def set_own_parameters(module: nn.Module, table: dict[str, nn.Parameter | None]) -> None:
+    """Another table than :data:`own_parameters`, such as the one that was there before a library put its own."""
+    module._parameters = table
+
+
+def backward_hooks(p: Tensor) -> dict[int, Callable[..., Any]] | None:
+    """What ``register_hook`` has registered; there is no public way to ask."""
+    return p._backward_hooks
+
+
+def has_accumulation_hooks(p: Tensor) -> bool:
+    """Whether ``register_post_accumulate_grad_hook`` was used on it; there is no public way to ask."""
+    return bool(p._post_accumulate_grad_hooks)
+
+
+def module_tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """A module's own parameters, buffers and children, by attribute: ``vars(module)`` holds them under such names."""
+    return module._parameters, module._buffers, module._modules
+
+
+def wrapper_subclass(cls: type, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of the subclass ``cls`` without memory. torch's own subclasses (``DTensor``) are made so; public
+    documentation of ``__torch_dispatch__`` names it."""
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
+
+
+def schema_of(func: Any) -> Any:
+    """The signature of an operator that ``__torch_dispatch__`` is given."""
+    return func._schema
+
+
+def overload_packet(func: Any) -> Any:
+    """The operator without its overload, as ``torch.utils.flop_counter`` has it in its table."""
+    return func._overloadpacket
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Called within a backward: ``call`` comes when it ends. ``fully_shard`` and DDP use the same."""
+    Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
+def saves_elsewhere() -> bool:
+    """Whether hooks (``saved_tensors_hooks``) decide what autograd saves right now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def abort_process_groups() -> None:
+    """Ends all process groups without waiting for other ranks; ``destroy_process_group`` waits."""
+    dist.distributed_c10d._abort_process_group()
+
+
+def loss_scale(scaler: Any) -> Tensor | None:
+    """The scale of a ``GradScaler`` where it lies; ``get_scale()`` copies it to the host, which waits."""
+    return scaler._scale
+
+
+def set_loss_scale_on(scaler: Any, device: torch.device) -> None:
+    """Makes the scale before the first loss does, on a device of our choice."""
+    scaler._lazy_init_scale_growth_tracker(device)
+
+
+def found_inf(scaler: Any, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+    """What ``scaler.unscale_(optimizer)`` found, by device, to be written to: ``GradScaler`` offers no way to add other
+    ranks' findings (FSDP1's ``ShardedGradScaler`` does the same)."""
+    return scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+
+
+def set_found_inf(scaler: Any, optimizer: Optimizer, found: dict[torch.device, Tensor]) -> None:
+    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found

@@ -1,0 +1,110 @@
+"""A small training that fails as its command line says: ``python failing.py HOW STAGE [WORD ...]``.
+
+HOW: ``all`` (every rank raises in step 2), ``0`` or ``1`` (that rank does), ``kill0``, ``kill1``, ``none``,
+``forever``; ``swallow`` and ``blocks`` stand still while the run is being set up, in Python code that catches
+everything and in C++.
+
+WORDS: ``saves`` (callbacks save on exceptions), ``again`` (the script catches the error and fits once more), ``same``
+(with the same module), ``sanity`` (with a validation), ``from=PATH`` (a checkpoint to begin from).
+
+Files appear as it goes on: ``script<rank>``, ``setup<rank>``, ``sanity<rank>``, ``step<rank>``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HOW, STAGE, *WORDS = sys.argv[1:]
+RANK = int(os.environ.get("LOCAL_RANK", "0"))
+Path(f"script{RANK}").touch()
+
+import lightning as L  # noqa: E402
+import torch  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+from lightning_zero import ZeroStrategy  # noqa: E402
+from lightning_zero.launch.launcher import LaunchedDDP  # noqa: E402
+
+
+class Module(L.LightningModule):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+
+    def setup(self, stage: str) -> None:
+        Path(f"setup{RANK}").touch()
+        if self.how == "blocks":
+            if RANK == 0:
+                torch.distributed.barrier()
+            else:
+                time.sleep(300.0)
+        while self.how == "swallow" and RANK == 0:
+            try:
+                time.sleep(300.0)
+            except BaseException:
+                Path("swallowed").touch()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(
+            torch.ones(80 if self.how != "forever" else 8_000_000, 8), batch_size=4, num_workers=int("saves" in WORDS)
+        )
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(torch.ones(80, 8), batch_size=4) if "sanity" in WORDS else []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        Path(f"sanity{RANK}").touch()
+        time.sleep(0.5)
+        self.net(batch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.net(batch)
+        if batch_idx == 2:
+            Path(f"step{RANK}").touch()
+            if self.how in ("all", str(RANK)):
+                raise LookupError(f"rank {RANK} is not well")
+            if self.how == f"kill{RANK}":
+                time.sleep(1.0)  # its memory is looked at twice a second
+                os.kill(os.getpid(), signal.SIGKILL)
+        return out.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def fit(module: Module, name: str) -> L.Trainer:
+    strategy = LaunchedDDP() if STAGE == "ddp" else ZeroStrategy(stage=int(STAGE), units=["Linear"])
+    saves = [OnExceptionCheckpoint("saved"), ModelCheckpoint("monitored", save_on_exception=True)]
+    saves = saves if "saves" in WORDS else []
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=bool(saves), callbacks=saves,
+    )  # fmt: skip
+    begin = next((word.removeprefix("from=") for word in WORDS if word.startswith("from=")), None)
+    trainer.fit(module, ckpt_path=begin)
+    total = sum(p.sum().item() for p in module.parameters())
+    print(f"FITTED {name} rank {RANK} steps {trainer.global_step} sum {total}", flush=True)
+    return trainer
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    module = Module(HOW)
+    if "again" not in WORDS:
+        fit(module, "first")
+        sys.exit()
+    try:
+        fit(module, "first")
+    except Exception as error:
+        print(f"CAUGHT rank {RANK}: {type(error).__name__}: {error}", flush=True)
+    if "same" not in WORDS:
+        module = Module("none")
+    module.how = "none"
+    fit(module, "second")

@@ -1,0 +1,104 @@
+"""How errors are told, and how ranks agree on whether all have raised the same one."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from lightning_zero.launch import failure, rendezvous, tracebacks
+
+
+def _compare(store: Any, said: list[tuple[str, float]], size: int) -> list[str | None]:
+    """Verdicts of ranks that raise what ``said`` says after so many seconds; ``size`` may be more than raise."""
+    verdicts: list[str | None] = [""] * len(said)
+
+    def raise_it(rank: int, alike: str, seconds: float) -> None:
+        threading.Event().wait(seconds)
+        verdicts[rank] = failure.compare(store, rank, size, f"{alike}!", alike, lambda: False)
+
+    threads = [threading.Thread(target=raise_it, args=(rank, *each)) for rank, each in enumerate(said)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return verdicts
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+def test_all_ranks_give_the_same_verdict(store, monkeypatch):
+    monkeypatch.setattr(failure, "WAIT_SECONDS", 0.5)
+    assert _compare(store, [("a", 0.0), ("a", 0.1)], 2) == [None, None]
+
+
+def test_a_rank_that_raises_otherwise_or_not_at_all_is_named(store, monkeypatch):
+    monkeypatch.setattr(failure, "WAIT_SECONDS", 0.5)
+    first, second = _compare(store, [("a", 0.0), ("b", 0.1)], 2)
+    assert first == "another rank raised something else, elsewhere, or later"
+    assert second == "rank 0 raised something else, or elsewhere (a!)"
+    other = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    assert _compare(other, [("a", 0.0)], 3) == ["rank 1, 2 did not raise it"]
+
+
+def test_one_that_comes_when_another_has_given_up_gives_up_as_well(store, monkeypatch):
+    """Or it would wait in a collective save for ever."""
+    monkeypatch.setattr(failure, "WAIT_SECONDS", 0.2)
+    early, late = _compare(store, [("a", 0.0), ("a", 0.8)], 2)
+    assert early == "rank 1 did not raise it"
+    assert late is not None
+
+
+def test_ranks_that_meet_get_one_store_and_the_missing_is_named(monkeypatch, capsys):
+    monkeypatch.setenv(rendezvous.START_SECONDS, "0.6")
+    monkeypatch.setattr(rendezvous, "PATIENCE_SECONDS", 0.2)
+    rendezvous.forget()
+    port = rendezvous.serve("127.0.0.1")
+    with pytest.raises(
+        TimeoutError, match=r"rank 0 has waited 1 s .* for rank 1, 2 of 3 ranks \(devices=3, num_nodes=1\)"
+    ):
+        rendezvous.meet("127.0.0.1", port, 0, 3, "devices=3, num_nodes=1")
+    assert "it goes on waiting" in capsys.readouterr().err
+    assert rendezvous.meet("127.0.0.1", port, 0, 1, "devices=1, num_nodes=1") is not None
+    rendezvous.forget()
+
+
+def test_a_taken_port_is_said():
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(RuntimeError, match=rf"port {port} of 127.0.0.1, .*MASTER_PORT"):
+            rendezvous.serve("127.0.0.1", port)
+
+
+def _user() -> None:
+    try:
+        import json
+
+        json.loads("{")
+    except ValueError as error:
+        raise LookupError("\n".join(f"line {i}" for i in range(40))) from error
+
+
+def test_a_folded_traceback_has_the_users_frames_and_fits_on_a_screen():
+    with pytest.raises(LookupError) as found:
+        _user()
+    text = tracebacks.folded(found.value)
+    assert len(text.splitlines()) <= 30
+    assert "in _user" in text
+    assert "more lines]" in text
+    assert text.splitlines()[-1].startswith("caused by JSONDecodeError: ")
+    with pytest.raises(ValueError, match="column 2") as found:
+        __import__("json").loads("{")
+    lines = tracebacks.folded(found.value).splitlines()
+    assert any("frames of python]" in line for line in lines)
+    assert any("in raw_decode" in line or "in decode" in line for line in lines)  # the innermost is shown
+    assert not tracebacks.is_told_by_its_message(found.value)

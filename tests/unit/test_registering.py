@@ -1,0 +1,49 @@
+"""The names are in Lightning's registry whichever is imported first, and what is wrong with one is said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import lightning as L
+import pytest
+
+import lightning_zero
+
+ORDERS = {
+    "ours first": "import lightning_zero, lightning",
+    "lightning first": "import lightning, lightning_zero",
+    "a part of lightning first": "import lightning.fabric, lightning_zero, lightning",
+    "the strategy itself": "from lightning_zero import ZeroStrategy; import lightning",
+    "twice": "import lightning_zero, importlib; importlib.reload(lightning_zero); import lightning",
+}
+
+
+@pytest.mark.parametrize("order", [pytest.param(o, id=name) for name, o in ORDERS.items()])
+def test_names_are_registered_in_any_order(order):
+    code = f"""
+{order}
+import sys
+from lightning.pytorch.strategies import StrategyRegistry
+assert "zero3" in StrategyRegistry.available_strategies()
+assert not [finder for finder in sys.meta_path if "lightning_zero" in type(finder).__module__]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["zer3", "zero4", "zero3-offload", "Zero_3"])
+def test_a_misspelled_name_is_met_with_ours(name):
+    with pytest.raises(ValueError, match=r"did you mean 'zero.*lightning_zero has 'zero1'"):
+        L.Trainer(strategy=name, accelerator="cpu")
+
+
+def test_other_names_are_lightnings_to_refuse():
+    with pytest.raises(ValueError, match="invalid strategy name"):
+        L.Trainer(strategy="nothing_like_it", accelerator="cpu")
+    assert L.Trainer(strategy="ddp", accelerator="cpu", devices=2, logger=False).strategy is not None
+
+
+def test_fabric_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"Fabric cannot run them. Use lightning.Trainer\(strategy='zero3'\)"):
+        L.Fabric(strategy="zero3", accelerator="cpu")
+    assert lightning_zero.__version__

@@ -1,0 +1,100 @@
+"""``ZeroStrategy(...)`` has ``ZeroConfig``'s fields as keywords; LightningCLI reads them from files and the shell."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.auto import AutoStrategy
+from lightning_zero.config import DeepSpeedConfig, OffloadConfig, OffloadTarget, Stage, ZeroConfig
+
+OF_LIGHTNING = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
+ACCEPTED = {"stage": Stage | None, "offload": OffloadTarget | OffloadConfig | None}
+"""Fields that hold less, once resolved, than the constructor takes."""
+
+
+@pytest.mark.parametrize("strategy", [ZeroStrategy, AutoStrategy])
+def test_the_keywords_are_the_fields_of_the_config(strategy: type) -> None:
+    parameters = dict(inspect.signature(strategy).parameters)
+    hints, accepted = get_type_hints(strategy.__init__), get_type_hints(ZeroConfig) | ACCEPTED
+    assert set(parameters) - OF_LIGHTNING == {f.name for f in dataclasses.fields(ZeroConfig)}
+    for f in dataclasses.fields(ZeroConfig):
+        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        assert parameters[f.name].default == default, f.name
+        assert hints[f.name] == accepted[f.name], f.name
+
+
+def test_every_keyword_reaches_the_config() -> None:
+    given: dict[str, Any] = {
+        "stage": 2, "units": ("Block",), "min_unit_numel": 5, "find_unused_parameters": False, "shard_size": 2,
+        "broadcast_buffers": False, "after_fit": "whole", "checkpoint": "sharded", "process_group_backend": "gloo",
+        "timeout_seconds": 5.0, "device_memory_gib": 3.0, "start_method": "spawn", "rank_logs": "logs",
+        "offload": "cpu",
+    }  # fmt: skip
+    assert ZeroStrategy(**given).config == ZeroConfig(**given)
+    config = ZeroConfig(**given)
+    assert ZeroStrategy.from_config(config).config is config
+
+
+pytest.importorskip("jsonargparse")
+
+
+def strategy_of_cli(*arguments: str) -> Any:
+    cli = LightningCLI(BoringModel, run=False, args=["--trainer.accelerator=cpu", *arguments])
+    return cli.trainer.strategy
+
+
+def from_file(folder: Path, text: str) -> Any:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return strategy_of_cli(f"--config={path}")
+
+
+CLASS = "trainer:\n  strategy:\n    class_path: lightning_zero.ZeroStrategy\n    init_args:\n"
+
+
+def test_lightning_cli_from_a_file(tmp_path: Path) -> None:
+    assert from_file(tmp_path, f"{CLASS}      offload: cpu\n      stage: 2\n").config == ZeroConfig(
+        stage=2, offload="cpu"
+    )
+    text = f"{CLASS}      engine: deepspeed\n      offload:\n        target: cpu\n        ratio: 0.5\n"
+    text += "      deepspeed:\n        overlap_comm: true\n      units: null\n"
+    assert from_file(tmp_path, text).config == ZeroConfig(
+        engine="deepspeed",
+        offload=OffloadConfig(target="cpu", ratio=0.5),
+        deepspeed=DeepSpeedConfig(overlap_comm=True),
+    )
+    assert from_file(tmp_path, "trainer:\n  strategy: zero2_offload\n").config == ZeroConfig(stage=2, offload="cpu")
+    text = f"{CLASS}      engine: deepspeed\n      deepspeed_config:\n        zero_optimization:\n          stage: 1\n"
+    assert from_file(tmp_path, text).config.stage == 1
+
+
+def test_lightning_cli_from_the_shell() -> None:
+    chosen = "--trainer.strategy=lightning_zero.ZeroStrategy", "--trainer.strategy.offload=cpu"
+    assert strategy_of_cli(*chosen, '--trainer.strategy.units=["Block"]').config == ZeroConfig(
+        offload="cpu", units=["Block"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("offload=disk", "disk"),
+        ("stage=4", "4"),
+        ("engine=fsdp", "fsdp"),
+        ("offloat=cpu", "offloat"),
+        ("offload.target=disk", "disk"),
+        ("deepspeed.overlapp_comm=true", "overlapp_comm"),
+    ],
+)
+def test_lightning_cli_refuses_wrong_values(setting: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        strategy_of_cli("--trainer.strategy=lightning_zero.ZeroStrategy", f"--trainer.strategy.{setting}")
+    assert message in capsys.readouterr().err
