@@ -71,6 +71,8 @@ def _row(pool: RankPool, name: str, world_size: int) -> list[str]:
         strategy = _strategy(engine, stage)
         unsupported = kind.unsupported_units if engine == "fsdp2" else kind.unsupported_deepspeed
         refusal = unsupported.get(stage) if world_size > 1 else None
+        if engine == "fsdp2":
+            refusal = kind.refused or refusal
         try:
             if refusal:
                 answer = pool.run(

@@ -162,6 +162,8 @@ class Engine(ABC):
         """What is gathered together, as text."""
         self.reduces = True
         """Whether the backward of this micro-batch ends a window; not inside :meth:`no_sync`."""
+        self.trained_later: Container[Tensor] | None = None
+        """Of parameters that came after the set-up, those that would have to be known; ``None`` for all."""
         self._broadcasts_next = True
 
     @property
@@ -323,11 +325,6 @@ class Engine(ABC):
     @abstractmethod
     def known_parameters(self) -> Container[Tensor]:
         """Those that the module was set up with, whether sharded or kept whole."""
-
-    @property
-    def trained_later(self) -> Container[Tensor] | None:
-        """Of parameters that came after the set-up, those that would have to be known; ``None`` for all."""
-        return None
 
     def check_parameters(self) -> None:
         """Raises ``ValueError`` when the module's parameters are no longer those that were sharded."""

@@ -9,12 +9,14 @@ import copy
 import io
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer
 
-from tests.helpers.zoo import ADAM, KINDS, UNUSED, WIDTH, Block, Kind, Net, TokenDataset, Zoo, _of, _whole
+from lightning_zero import ZeroStrategy
+from tests.helpers.zoo import ADAM, KINDS, UNUSED, WIDTH, Block, Kind, Net, TokenDataset, Zoo, _of, whole
 
 
 class BestWeights(Zoo):
@@ -23,7 +25,7 @@ class BestWeights(Zoo):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
             self.best = copy.deepcopy(self.net.state_dict())
-            self.extra |= {f"{self.current_epoch}/{name}": _whole(value) for name, value in self.best.items()}
+            self.extra |= {f"{self.current_epoch}/{name}": whole(value) for name, value in self.best.items()}
         if batch_idx == 4:
             self.net.load_state_dict(self.best)
 
@@ -114,7 +116,7 @@ class HeldWeights(Zoo):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.extra[f"norm {len(self.losses)}"] = torch.stack([w.detach().norm() for w in self.regularized])
         state = self.optimizers().optimizer.state[self.net.head.weight]
-        self.extra[f"momentum {len(self.losses)}"] = _whole(state["momentum_buffer"])
+        self.extra[f"momentum {len(self.losses)}"] = whole(state["momentum_buffer"])
 
 
 class HeldAverage(Zoo):
@@ -197,7 +199,7 @@ class Averaged(Zoo):
         self.average.update_parameters(self.net)
 
     def on_train_end(self) -> None:
-        self.extra |= {name: _whole(value).float() for name, value in self.average.state_dict().items()}
+        self.extra |= {name: whole(value).float() for name, value in self.average.state_dict().items()}
 
 
 class Stacked(Zoo):
@@ -210,7 +212,7 @@ class Stacked(Zoo):
         out = torch.vmap(lambda p, b, x: torch.func.functional_call(base, (p, b), (x,)), (0, 0, None))(
             params, buffers, batch[0]
         )
-        self.extra[f"stacked {len(self.losses)}"] = _whole(out)
+        self.extra[f"stacked {len(self.losses)}"] = whole(out)
 
 
 class Saves(Zoo):
@@ -405,17 +407,21 @@ class Scripted(Zoo):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         with torch.no_grad():
-            self.extra[f"scripted {len(self.losses)}"] = _whole(self.net.blocks[1](batch[0]))
+            self.extra[f"scripted {len(self.losses)}"] = whole(self.net.blocks[1](batch[0]))
 
 
 class Traced(Zoo):
-    """Tracing in a hook."""
+    """Tracing a copy in a hook; tracing the module itself is refused, on every rank alike and before it gathers."""
 
     def on_train_epoch_end(self) -> None:
         x = torch.ones(2, WIDTH)
         with torch.no_grad():
-            traced = torch.jit.trace(self.net.head, x)
-            self.extra[f"traced {self.current_epoch}"] = _whole(traced(x))
+            if isinstance(self.trainer.strategy, ZeroStrategy):
+                for module in (self.net.head, self.net.blocks[0], self.net.blocks[0].up):
+                    with pytest.raises(RuntimeError, match="trace a copy"):
+                        torch.jit.trace(module, x)
+            traced = torch.jit.trace(copy.deepcopy(self.net), x)
+            self.extra[f"traced {self.current_epoch}"] = whole(traced(x))
 
 
 class SharedAcrossFits(Zoo):
@@ -438,6 +444,8 @@ class _Times(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         return grad * weight.mean(), torch.ones_like(weight) * (grad * x).sum() / weight.numel()
 
+
+SPARSE = r"'embed' has sparse=True: .*Use sparse=False"
 
 HELD: dict[str, Kind] = {
     "best_weights_by_hand": Kind(module=_of(BestWeights)),
@@ -464,12 +472,14 @@ HELD: dict[str, Kind] = {
     "vmap_through_units": Kind(module=_of(Transforms, how="vmap"), reference=UNUSED),
     "func_grad_through_units": Kind(module=_of(Transforms, how="grad"), reference=UNUSED),
     "jvp_through_units": Kind(module=_of(Transforms, how="jvp"), reference=UNUSED),
-    "sparse_embedding": Kind(module=_of(Sparse), dataset=TokenDataset),
-    "sparse_adam": Kind(module=_of(Sparse, split=True), dataset=TokenDataset, reason=ADAM),
+    "sparse_embedding": Kind(module=_of(Sparse), dataset=TokenDataset, refused=SPARSE),
+    "sparse_adam": Kind(module=_of(Sparse, split=True), dataset=TokenDataset, refused=SPARSE),
     "states_loaded_at_first": Kind(module=_of(LoadedStates, where="configure_optimizers"), reason=ADAM),
     "states_loaded_on_start": Kind(module=_of(LoadedStates, where="on_train_start"), reason=ADAM),
     "states_loaded_in_mid_run": Kind(module=_of(LoadedStates, where="mid-run"), reason=ADAM),
-    "scripted": Kind(module=_of(Scripted)),
+    "scripted": Kind(
+        module=_of(Scripted), refused=r"'net\.blocks\.1' is of torch\.jit .*script or trace it after the run"
+    ),
     "traced": Kind(module=_of(Traced)),
     "weight_read_in_backward": Kind(module=_of(SharedAcrossFits)),
 }

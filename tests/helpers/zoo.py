@@ -1200,6 +1200,8 @@ class Kind:
     """Stage -> pattern of the ``ValueError`` that says what to do instead, when blocks are units and ranks several."""
     unsupported_deepspeed: dict[int, str] = field(default_factory=dict)
     """The same for engine ``deepspeed``, whose units at stage 3 are always the smallest modules."""
+    refused: str | None = None
+    """At every stage and number of ranks ``fsdp2`` refuses the kind before the first step; the error's pattern."""
     note: str = ""
 
 

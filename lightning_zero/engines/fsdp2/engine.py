@@ -79,7 +79,7 @@ from lightning_zero.engines.fsdp2.sharding import (
 )
 from lightning_zero.engines.fsdp2.transport import Transport
 from lightning_zero.engines.fsdp2.usage import Usage
-from lightning_zero.engines.fsdp2.view import WholeView
+from lightning_zero.engines.fsdp2.view import WholeView, refuse_tracing
 from lightning_zero.engines.fsdp2.writes import Writes
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.optimizer_step import ShardedStep, hand_back
@@ -157,12 +157,8 @@ class Fsdp2Engine(Engine):
         if optimizers:
             refuse_sparse_gradients(self.module)
         self._identity.attach(optimizers)
-        self._stepped = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-
-    @property
-    def trained_later(self) -> Container[Tensor]:
-        """Parameters that came after the set-up are as under DDP, unless an optimizer holds them."""
-        return self._stepped
+        # Parameters that come after the set-up are as under DDP, unless an optimizer holds them
+        self.trained_later = {p for o in optimizers for group in o.param_groups for p in group["params"]}
 
     @property
     def whole_bytes(self) -> int:
@@ -191,6 +187,7 @@ class Fsdp2Engine(Engine):
     def _before_unit(self, index: int, unit: Any, *unused: Any) -> None:
         if self._phase is Phase.WHOLE:
             return
+        refuse_tracing()
         self._usage.ran[index] = 1
         self._transport.unit_begins(index, self._phase is Phase.BACKWARD)
         if torch.is_inference_mode_enabled():  # storage made here could never be trained on
@@ -198,7 +195,10 @@ class Fsdp2Engine(Engine):
                 private.unshard(unit)
 
     def _gather_root(self, *unused: Any) -> None:
-        for group in self._root_groups if self._phase is not Phase.WHOLE else ():
+        if self._phase is Phase.WHOLE:
+            return
+        refuse_tracing()
+        for group in self._root_groups:
             if not private.is_gathered(group):
                 with torch.inference_mode(False):
                     private.unshard(self._root)
@@ -270,8 +270,9 @@ class Fsdp2Engine(Engine):
             if deferred:
                 private.set_requires_gradient_sync(self._sharded.units, False)
             self._reduced.clear()
-            with self._in(Phase.BACKWARD):
-                run_backward()
+        with self._in(Phase.BACKWARD):  # with the view: user code in it may use parameters that are away
+            run_backward()
+        with DisableTorchFunction():
             if deferred:
                 private.set_requires_gradient_sync(self._sharded.units, True)
             self._after_backward(deferred)
@@ -345,16 +346,13 @@ class Fsdp2Engine(Engine):
         if self._on_host and self.device.type != "cpu":  # the host's memory is another one than the device's
             torch.get_device_module(self.device).synchronize(self.device)
 
-    def _before_step(self) -> None:
-        """User code or an optimizer looks before the closure has run. Under manual optimization backward is over."""
-        if self.automatic:
-            self.reshard()
-        else:
-            self._evaluate(None)
-
     def _sharded_step(self, optimizer: Optimizer) -> ShardedStep:
         if optimizer not in self._steps:
-            declared, before = self.config.elementwise_optimizers or (), self._before_step
+            declared = self.config.elementwise_optimizers or ()
+
+            def before() -> None:  # the closure has run; under manual optimization backward is over
+                self.reshard() if self.automatic else self._evaluate(None)
+
             self._steps[optimizer] = ShardedStep(optimizer, self._on_host, declared, before, self._sharded.originals)
         return self._steps[optimizer]
 

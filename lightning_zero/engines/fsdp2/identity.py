@@ -25,7 +25,9 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.shards import as_shard, gathered, local, shard_like, whole
 from lightning_zero.engines.fsdp2 import private
-from lightning_zero.private.torch import DisableTorchFunction, own_parameters
+from lightning_zero.engines.optimizer_family import family
+from lightning_zero.private.torch import DisableTorchFunction, own_parameters, run_first, set_data
+from lightning_zero.private.torch_optim import has_hooks
 
 _COPIED = "__reduce_ex__"
 """Looked up on the object by :mod:`copy` and :mod:`pickle` alike."""
@@ -70,8 +72,7 @@ class Identity:
     def take_whole(self) -> dict[Tensor, nn.Parameter]:
         """The user's parameters, in plain whole memory of their own until :meth:`give_whole_back` (collective)."""
         for original, p in self._params:
-            with torch._C.DisableTorchFunctionSubclass():
-                original.data = gathered(p.sharded_param)
+            set_data(original, gathered(p.sharded_param))
         self.own.clear()
         return {original: original for original, _ in self._params}
 
@@ -86,8 +87,7 @@ class Identity:
         """The end: each parameter takes ``values(shard)`` as its own memory."""
         self.own.clear()
         for original, p in self._params:
-            with torch._C.DisableTorchFunctionSubclass():
-                original.data = values(p.sharded_param)
+            set_data(original, values(p.sharded_param))
             original.requires_grad_(p.sharded_param.requires_grad)
             private.register(p, original)
         self._end()
@@ -108,16 +108,17 @@ class Identity:
 
     def attach(self, optimizers: list[Optimizer]) -> None:
         """Lays out states that are there already, and those that are loaded later."""
-        for optimizer in optimizers:
-            self._shard_states(optimizer)
-            self._handles.append(optimizer.register_load_state_dict_post_hook(self._shard_states))
+        for member in (member for optimizer in optimizers for member in family(optimizer)):
+            self._shard_states(member)
+            if has_hooks(member):
+                self._handles.append(member.register_load_state_dict_post_hook(self._shard_states))
 
     def _shard_states(self, optimizer: Optimizer) -> None:
         """States that were made whole, by an optimizer of ``__init__`` or at its construction, become shards."""
         with torch.no_grad(), DisableTorchFunction():
             for p, state in optimizer.state.items():
                 shard = self.shards.get(p)
-                if shard is not None:
+                if shard is not None and isinstance(state, dict):
                     lay_out = partial(_laid_out, shard)
                     state.update((key, map_tensors(lay_out, value)) for key, value in list(state.items()))
 
@@ -134,10 +135,9 @@ def _laid_out(like: DTensor, path: Any, tensor: Tensor) -> Tensor:
 
 def _share_attributes(original: nn.Parameter, shard: DTensor) -> None:
     """What the user has put on a parameter is also found on that which optimizers step on."""
-    attributes = {key: value for key, value in vars(original).items() if key != "_fsdp_orig_uid"}
-    if attributes:
-        vars(shard).update(attributes)
-        vars(local(shard)).update(attributes)
+    for tensor in (shard, local(shard)):
+        there = vars(tensor)  # of a subclass, what it is made of: that stays its own
+        there.update((key, value) for key, value in vars(original).items() if key not in there)
 
 
 class Read(torch.autograd.Function):
@@ -159,7 +159,8 @@ class Read(torch.autograd.Function):
         (grad,) = grads
         if not ctx.in_backward():
             return grad, None, None
-        torch.autograd.backward(ctx.value, grad, retain_graph=True)
+        with DisableTorchFunction():
+            torch.autograd.backward(ctx.value, grad, retain_graph=True)
         return None, None, None
 
 
@@ -176,8 +177,7 @@ class WholeStateDicts:
         self._handles = []
         for m in module.modules():
             handle = m.register_state_dict_post_hook(partial(self._complete))  # torch sets an attribute on it
-            hooks: Any = m._state_dict_hooks  # private: hooks of users look at values, too
-            hooks.move_to_end(handle.id, last=False)
+            run_first(m, handle)  # hooks of users look at values, too
             self._handles.append(handle)
 
     def undo(self) -> None:

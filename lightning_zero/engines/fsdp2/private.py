@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from lightning_zero.private.check import Library, Needed, importing
-from lightning_zero.private.torch import TESTED, DisableTorchFunction
+from lightning_zero.private.torch import TESTED, DisableTorchFunction, set_data
 
 _HOME = "torch.distributed.fsdp._fully_shard"
 _GROUP, _PARAM = f"{_HOME}._fsdp_param_group:FSDPParamGroup", f"{_HOME}._fsdp_param:FSDPParam"
@@ -60,11 +60,13 @@ FULLY_SHARD = Library(
         Needed(f"{_PARAM}.alloc_all_gather_outputs", takes="self"),
         Needed(f"{_PARAM}.init_unsharded_param", takes="self"),
         Needed(f"{_PARAM}.free_unsharded_param", takes="self"),
+        Needed(f"{_PARAM}._setattr_on_modules", takes="self, param"),
+        Needed(f"{_HOME}._fsdp_param:ShardedState.UNSHARDED"),
         Needed(
             _PARAM,
             stores="all_gather_outputs sharded_param padded_sharded_param_size param_dtype reduce_dtype orig_dtype"
             " unsharded_accumulated_grad _sharded_param_data _unsharded_param _module_info _post_load_hook_handle"
-            " shared_modules shared_param_names",
+            " shared_modules shared_param_names _orig_size _contiguous_orig_stride",
         ),
         Needed(f"{_HOME}._fsdp_state:FSDPState._lazy_init", takes="self"),
         Needed(
@@ -72,7 +74,8 @@ FULLY_SHARD = Library(
             stores="_state_ctx _comm_ctx _training_state _modules _pre_forward_hook_handle _post_forward_hook_handle"
             " iter_forward_root post_forward_order all_states",
         ),
-        Needed(f"{_HOME}._fully_shard:FSDPModule._get_fsdp_state", takes="self"),
+        Needed(f"{_HOME}._fsdp_state:_get_module_fsdp_state", takes="module"),
+        Needed(f"{_HOME}._fully_shard:FSDPModule._orig_cls_mro_index"),
         Needed("torch.distributed.fsdp:fully_shard", stores="_is_fsdp_managed_module _fsdp_use_orig_params"),
         Needed("torch.distributed._composable.contract:REGISTRY_KEY"),
         Needed("torch.distributed._composable.contract:STATE_KEY"),
@@ -180,8 +183,7 @@ def keep_registered(group: Group, originals: Mapping[Tensor, nn.Parameter]) -> N
 def set_memory(p: ShardedParam, original: nn.Parameter) -> None:
     """``original`` lies in the memory that the parameter is gathered into."""
     copy = p.all_gather_outputs[0]
-    with torch._C.DisableTorchFunctionSubclass():
-        original.data = torch.as_strided(copy, p._orig_size, p._contiguous_orig_stride, storage_offset=0)
+    set_data(original, torch.as_strided(copy, p._orig_size, p._contiguous_orig_stride, storage_offset=0))
 
 
 def is_away(p: ShardedParam) -> bool:
@@ -374,7 +376,7 @@ def _await_gather(group: Group) -> None:
 
 
 def without_translation(group: Group) -> None:
-    """What the group itself does around a forward is no user code: no ``TorchFunctionMode`` has to look at it."""
+    """What the group itself does is no user code: no ``TorchFunctionMode`` has to look at it."""
 
     def quiet(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -383,7 +385,8 @@ def without_translation(group: Group) -> None:
 
         return call
 
-    group.pre_forward, group.post_forward = quiet(group.pre_forward), quiet(group.post_forward)
+    for name in ("pre_forward", "post_forward", "pre_backward", "post_backward", "finalize_backward"):
+        setattr(group, name, quiet(getattr(group, name)))
 
 
 def keeps_what_is_reduced(group: Group) -> bool:

@@ -43,6 +43,7 @@ from lightning_zero.comm.shards import (
 )
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.torch_functions import is_in_place
+from lightning_zero.private.torch import backwards_inside
 
 _METADATA = frozenset(
     "size dim ndimension numel nelement stride element_size storage_offset is_floating_point is_complex is_contiguous"
@@ -72,7 +73,8 @@ _GRAD: Any = Tensor.grad  # a descriptor
 _GET_GRAD, _ASSIGN_GRAD = _GRAD.__get__, (_GRAD.__set__, _GRAD.__delete__)
 _SET_REQUIRES_GRAD = Tensor.requires_grad.__set__, Tensor.requires_grad_  # type: ignore[attr-defined]
 _DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
-_BY_IDENTITY = frozenset("grad backward register_hook retain_grad __hash__".split())
+_BACKWARDS = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
+_BY_IDENTITY = frozenset("register_hook retain_grad __hash__".split())
 """Functions for which a parameter is a leaf of the graph, whether it is gathered or away."""
 
 
@@ -106,6 +108,9 @@ class WholeView(TorchFunctionMode):
         if func == _GET_GRAD:
             known = self._own.get(id(args[0]))
             return func(*args) if known is None else private.grad_of(known)
+        if func in _BACKWARDS:
+            with backwards_inside(self):
+                return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         if args and (known := self._own.get(id(args[0]))) is not None:
             if func in _SET_REQUIRES_GRAD:
@@ -155,6 +160,7 @@ class WholeView(TorchFunctionMode):
         return [one(value) for value in values]
 
     def _on_shards(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        refuse_tracing()
         name = func.__name__
         if func in _SETTERS:
             if _SETTERS[func] == "data":
@@ -188,6 +194,15 @@ class WholeView(TorchFunctionMode):
         if torch.is_grad_enabled() and tensor.requires_grad:
             return self._whole(tensor)
         return read_only(tensor)
+
+
+def refuse_tracing() -> None:
+    """Raises ``RuntimeError`` inside ``torch.jit.trace``, on all ranks before anything is gathered."""
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            "torch.jit.trace of a module in a run would record how its parameters are gathered: trace a copy,"
+            " torch.jit.trace(copy.deepcopy(module), ...), on every rank."
+        )
 
 
 def _any_sharded(values: Any) -> bool:
