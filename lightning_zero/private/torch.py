@@ -53,6 +53,7 @@ TORCH = Library(
         Needed("torch.autograd:backward", stores="_engine_run_backward"),
         Needed("torch.autograd:grad", stores="_engine_run_backward"),
         Needed("torch:_C._storage_Use_Count"),
+        Needed("torch:UntypedStorage._cdata"),
         Needed("torch.nn.modules.batchnorm:_BatchNorm"),
         Needed("torch.amp.grad_scaler:GradScaler.__init__", stores="_scale _per_optimizer_states"),
         Needed("torch.amp.grad_scaler:GradScaler.unscale_", stores="_per_optimizer_states"),

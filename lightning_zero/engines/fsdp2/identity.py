@@ -217,17 +217,16 @@ class PlainCopies:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.modules())
-        self._kept = {m: {name: set(hooks) for name, hooks in _hooks_of(m)} for m in self._modules}
+        self._kept = {m: {name: set(hooks) for name, hooks in _hooks_of(m)} for m in module.modules()}
 
     def begin(self) -> None:
         """The engine's hooks are those that have come since."""
-        for m in self._modules:
-            ours = {name: set(hooks) - self._kept[m][name] for name, hooks in _hooks_of(m)}
+        for m, kept in self._kept.items():
+            ours = {name: set(hooks) - kept[name] for name, hooks in _hooks_of(m)}
             m.__dict__[_COPIED] = partial(_reduced, m, {name: ids for name, ids in ours.items() if ids})
 
     def undo(self) -> None:
-        for m in self._modules:
+        for m in self._kept:
             m.__dict__.pop(_COPIED, None)
 
 

@@ -171,7 +171,8 @@ def keep_registered(group: Group, originals: Mapping[Tensor, nn.Parameter]) -> N
         register(p, original)
         p._setattr_on_modules = p.reset_sharded_param = _stay
         p._post_load_hook_handle.remove()
-        original.__dict__.pop("_fsdp_orig_uid", None)
+        for mark in [key for key in vars(original) if key.startswith("_fsdp")]:
+            del vars(original)[mark]
     for handles in (
         group._module_to_pre_save_state_dict_hook_handle,
         group._module_to_pre_load_state_dict_hook_handle,

@@ -264,8 +264,8 @@ def _assign(attribute: str, target: Tensor, value: Tensor | None) -> None:
     if attribute == "data" and isinstance(target, DTensor):
         assert isinstance(value, DTensor)
         before_host_write(target)
-        with torch.no_grad():  # into the engine's own buffer: it gathers from there
-            local(target.detach()).copy_(local(value))
+        with torch.no_grad():  # into the engine's own buffer: it gathers from there, and looks at its version
+            local(target).copy_(local(value))
     else:
         setattr(target, attribute, value)
 
