@@ -52,8 +52,6 @@ TORCH = Library(
         Needed("torch.autograd:_engine_run_backward", takes="t_outputs"),
         Needed("torch.autograd:backward", stores="_engine_run_backward"),
         Needed("torch.autograd:grad", stores="_engine_run_backward"),
-        Needed("torch:_C._storage_Use_Count"),
-        Needed("torch:UntypedStorage._cdata"),
         Needed("torch.nn.modules.batchnorm:_BatchNorm"),
         Needed("torch.amp.grad_scaler:GradScaler.__init__", stores="_scale _per_optimizer_states"),
         Needed("torch.amp.grad_scaler:GradScaler.unscale_", stores="_per_optimizer_states"),
@@ -95,7 +93,7 @@ __all__ = [
     "GETTERS", "ITEM", "PICKLED", "TORCH", "BatchNorm", "DisableTorchFunction", "FakeTensorMode", "MemoryFormats",
     "StorageInfo", "TorchDispatchMode", "abort_process_groups", "at_end_of_backward", "backward_hooks",
     "backwards_inside", "base_of", "disabled_torch_function", "found_inf", "functional_collectives",
-    "has_accumulation_hooks", "local_tensor", "loss_scale", "module_tables", "num_users", "overload_packet",
+    "has_accumulation_hooks", "local_tensor", "loss_scale", "module_tables", "overload_packet",
     "own_parameters", "pytree", "run_first", "saves_elsewhere", "schema_of", "set_data", "set_found_inf",
     "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "version_of", "wrapper_subclass",
 ]  # fmt: skip
@@ -158,11 +156,6 @@ def backwards_inside(mode: TorchFunctionMode) -> Iterator[None]:
         yield
     finally:
         torch.autograd._engine_run_backward = run_backward
-
-
-def num_users(p: Tensor) -> int:
-    """How many tensors lie in the memory of ``p``; there is no public way to ask."""
-    return torch._C._storage_Use_Count(p.untyped_storage()._cdata) - 1
 
 
 def backward_hooks(p: Tensor) -> dict[int, Callable[..., Any]] | None:

@@ -119,6 +119,17 @@ class HeldWeights(Zoo):
         self.extra[f"momentum {len(self.losses)}"] = whole(state["momentum_buffer"])
 
 
+class HeldView(Zoo):
+    """A flat view of ``__init__``."""
+
+    def build(self) -> None:
+        super().build()
+        self.flat = {"head": [self.net.head.weight.data.view(-1)]}
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * self.flat["head"][0].norm().item()
+
+
 class HeldAverage(Zoo):
     """torch_ema's ``ExponentialMovingAverage`` over a list of ``__init__``."""
 
@@ -447,12 +458,34 @@ class _Times(torch.autograd.Function):
 
 SPARSE = r"'embed' has sparse=True: .*Use sparse=False"
 
+
+class PenaltyInUnit(Zoo):
+    """A layer keeps a term of its own weights, which reaches the loss beside its output (Bayesian layers)."""
+
+    def build(self) -> None:
+        super().build()
+        for block in self.net.blocks:
+            block.register_forward_hook(_keep_term)
+        self.net.blocks[1].up.register_forward_pre_hook(_keep_term)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        terms = [m.term for m in self.net.modules() if hasattr(m, "term")]
+        assert len(terms) == len(self.net.blocks) + 1
+        return loss + 0.01 * sum(terms)
+
+
+def _keep_term(module: nn.Module, *unused: Any) -> None:
+    module.term = sum(p.square().sum() * p.exp().mean() for p in module.parameters())  # type: ignore[assignment]
+
+
 HELD: dict[str, Kind] = {
     "best_weights_by_hand": Kind(module=_of(BestWeights)),
     "attributes_on_parameters": Kind(module=_of(Marked)),
     "parameter_of_a_class": Kind(module=_of(Spheres)),
     "optimizer_made_in_init": Kind(module=_of(MadeEarly)),
     "parameters_held": Kind(module=_of(HeldWeights)),
+    "view_held": Kind(module=_of(HeldView), refused="'flat' holds a view of parameter 'net.head.weight'"),
     "average_held": Kind(module=_of(HeldAverage)),
     "layerdrop": Kind(module=_of(LayerDrop), reference=UNUSED),
     "types_of_layers": Kind(module=_of(ByType)),
@@ -481,6 +514,7 @@ HELD: dict[str, Kind] = {
         module=_of(Scripted), refused=r"'net\.blocks\.1' is of torch\.jit .*script or trace it after the run"
     ),
     "traced": Kind(module=_of(Traced)),
+    "penalty_in_units": Kind(module=_of(PenaltyInUnit), reference=UNUSED),
     "weight_read_in_backward": Kind(module=_of(SharedAcrossFits)),
 }
 KINDS.update(HELD)

@@ -55,6 +55,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -72,6 +73,7 @@ from lightning_zero.engines.fsdp2.identity import Identity, PlainCopies, Read, W
 from lightning_zero.engines.fsdp2.sharding import (
     make_mesh,
     offload_policy,
+    refuse_held_views,
     refuse_script_modules,
     refuse_sparse_gradients,
     root_owners,
@@ -122,6 +124,7 @@ class Fsdp2Engine(Engine):
 
     def shard(self, module: nn.Module) -> None:
         refuse_script_modules(module)
+        refuse_held_views(module)
         self.mesh = make_mesh(self.config, self.device)
         self.module = module
         # autocast keeps BatchNorm in fp32, and its kernels refuse low-precision weights beside fp32 statistics
@@ -242,7 +245,14 @@ class Fsdp2Engine(Engine):
         private.forget_forwards(self._root)
 
     def view(self) -> AbstractContextManager[Any]:
-        return WholeView(self._transport.user_writes, self._writes.data_taken, self._identity.own, self._read)
+        on_use = self._keep_for_backward if self.config.stage == 3 and self.mesh["shard"].size() > 1 else None
+        return WholeView(self._transport.user_writes, self._writes.data_taken, self._identity.own, self._read, on_use)
+
+    def _keep_for_backward(self, p: Tensor, result: Tensor) -> None:
+        """``result``, of ``p`` alone, reaches the loss beside its unit's output, whose backward would gather ``p``."""
+        if self._phase is not Phase.WHOLE:
+            group = self._identity.group_of[id(p)]
+            get_gradient_edge(result).node.register_prehook(lambda grads: private.gather_now(group))
 
     def _read(self, shard: DTensor) -> Tensor:
         """``shard`` whole, differentiably; inside a step also for ``torch.autograd.grad`` of parameters."""

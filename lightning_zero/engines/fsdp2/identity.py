@@ -46,6 +46,8 @@ class Identity:
         """``id`` of each of the user's parameters -> what ``fully_shard`` knows of it. Empty while all are whole."""
         self.shards: dict[Tensor, DTensor] = {}
         """The user's parameters -> their shards."""
+        self.group_of: dict[int, private.Group] = {}
+        """``id`` of each of the user's parameters -> what is gathered with it."""
         self._params: list[tuple[nn.Parameter, private.ShardedParam]] = []
         self._handles: list[Any] = []
         for group in groups:
@@ -54,6 +56,7 @@ class Identity:
                 self._take_grad_over(original, p.sharded_param)
                 self._params.append((original, p))
                 self.shards[original] = p.sharded_param
+                self.group_of[id(original)] = group
                 _share_attributes(original, p.sharded_param)
             private.keep_registered(group, originals)
         self._know_all()

@@ -137,6 +137,14 @@ def unshard(unit: nn.Module, async_op: bool = False) -> Arriving:
     return arriving
 
 
+def gather_now(group: Group) -> None:
+    """In the middle of a backward, for what it reads of the group besides the group's own part."""
+    if group.is_sharded:
+        with DisableTorchFunction():
+            group.unshard()
+            group.wait_for_unshard()
+
+
 def reshard(unit: nn.Module) -> None:
     """Drops the unit's gathered parameters."""
     for group in groups(unit):

@@ -86,6 +86,8 @@ class WholeView(TorchFunctionMode):
         on_data: Called with a gathered parameter whose ``data`` is read or assigned.
         own: ``id`` -> what is known of each of the user's parameters.
         whole: Reads a shard differentiably.
+        on_use: Called with a gathered parameter and what was computed of it and of nothing else that is trained:
+            its backward may come while the parameter is away.
     """
 
     def __init__(
@@ -94,11 +96,12 @@ class WholeView(TorchFunctionMode):
         on_data: Callable[[Tensor], None] = lambda tensor: None,
         own: Mapping[int, private.ShardedParam] | None = None,
         whole: Callable[[DTensor], Tensor] = whole,
+        on_use: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         super().__init__()
         self._on_write, self._on_data = on_write, on_data
         self._own: Mapping[int, private.ShardedParam] = {} if own is None else own
-        self._whole = whole
+        self._whole, self._on_use = whole, on_use
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -124,7 +127,10 @@ class WholeView(TorchFunctionMode):
                 if len(args) == 2:
                     return _copy_into(*args)
         if not self._concerns(args) and not (kwargs and self._concerns(kwargs.values())):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if self._on_use is not None and args and torch.is_grad_enabled():
+                self._notice(args, result)
+            return result
         if func.__name__ in _BY_IDENTITY and not _any_sharded(args):
             return func(*args, **kwargs)
         away = args
@@ -146,6 +152,15 @@ class WholeView(TorchFunctionMode):
             elif id(value) in own and private.is_away(own[id(value)]):
                 return True
         return False
+
+    def _notice(self, args: Sequence[Any], result: Any) -> None:
+        first = args[0]
+        if id(first) not in self._own and isinstance(first, Tensor) and first.requires_grad:
+            return  # an activation: on its way to the output of a unit, whose backward gathers
+        p = next((value for value in args if id(value) in self._own), None)
+        if p is not None and isinstance(result, Tensor) and result.grad_fn is not None:
+            assert self._on_use is not None
+            self._on_use(p, result)
 
     def _shards(self, values: Iterable[Any]) -> list[Any]:
         """``values`` with shards in the place of parameters that are away."""
