@@ -134,6 +134,7 @@ class Fsdp2Engine(Engine):
         self._transport = choose_transport(self.config, self.device, self.mesh)
         self._copies = PlainCopies(module)
         self._sharded = shard_units(module, plan, self.mesh, self.config, self.dtypes, self.device)
+        self.units = self._sharded.units
         self._root: Any = self._sharded.root
         self._transport.install(self._sharded.units)
         for unit in self._sharded.units:
@@ -161,8 +162,7 @@ class Fsdp2Engine(Engine):
         if optimizers:
             refuse_sparse_gradients(self.module)
         self._identity.attach(optimizers)
-        # Parameters that come after the set-up are as under DDP, unless an optimizer holds them
-        self.trained_later = {p for o in optimizers for group in o.param_groups for p in group["params"]}
+        self.optimizers = optimizers
 
     @property
     def whole_bytes(self) -> int:

@@ -48,6 +48,7 @@ class Identity:
         """The user's parameters -> their shards."""
         self.group_of: dict[int, private.Group] = {}
         """``id`` of each of the user's parameters -> what is gathered with it."""
+        self._memory: list[Tensor] = []
         self._params: list[tuple[nn.Parameter, private.ShardedParam]] = []
         self._handles: list[Any] = []
         for group in groups:
@@ -74,6 +75,7 @@ class Identity:
 
     def take_whole(self) -> dict[Tensor, nn.Parameter]:
         """The user's parameters, in plain whole memory of their own until :meth:`give_whole_back` (collective)."""
+        self._memory = [original.data for original, _ in self._params]  # of their group, allocated or not
         for original, p in self._params:
             set_data(original, gathered(p.sharded_param))
         self.own.clear()
@@ -83,8 +85,9 @@ class Identity:
         """They have the memory of their group again."""
         self._know_all()
         with torch.no_grad(), DisableTorchFunction():
-            for original, p in self._params:
-                private.set_memory(p, original)
+            for (original, _), memory in zip(self._params, self._memory, strict=True):
+                set_data(original, memory)
+        self._memory.clear()
 
     def release(self, values: Callable[[DTensor], Tensor]) -> None:
         """The end: each parameter takes ``values(shard)`` as its own memory."""
