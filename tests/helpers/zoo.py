@@ -1202,6 +1202,8 @@ class Kind:
     """The same for engine ``deepspeed``, whose units at stage 3 are always the smallest modules."""
     refused: str | None = None
     """At every stage and number of ranks ``fsdp2`` refuses the kind before the first step; the error's pattern."""
+    on_deepspeed: bool = True
+    """Whether engine ``deepspeed`` is held to it, too."""
     note: str = ""
 
 

@@ -1,12 +1,12 @@
 """ZeRO on PyTorch's own ``torch.distributed.fsdp.fully_shard``.
 
 [Tensors]
-- *original parameter*: the ``nn.Parameter`` the user made. Kept, emptied, for the length of a run, so that the very
-  object is back on the module afterwards.
-- *sharded parameter*: ``DTensor`` on the module between steps and in every hook; what optimizers hold. Each rank owns
-  ``ceil(rows / N)`` rows of dim 0.
-- *gathered parameter*: plain, whole, on the module only inside a step, owned by ``fully_shard``. (``cpu``: where the
-  dtypes are one, the shard aliases the gathered buffer, which then stays allocated.)
+- *the user's parameter*: the ``nn.Parameter`` that the user made; on its module and in optimizers all the time. Inside
+  a step it is the *gathered parameter*, plain and whole; between steps it is *away*: empty, or stale but for this rank's
+  rows, and the view answers for it (see ``identity``).
+- *sharded parameter*: ``DTensor``, what is true between steps; optimizers have it, or what stands in for it, for the
+  length of a step. Each rank owns ``ceil(rows / N)`` rows of dim 0. (``cpu``: where the dtypes are one, the shard
+  aliases the gathered buffer, which then stays allocated.)
 - *shard axis*: the N ranks that one copy is shared out over. All of them, or with ``shard_size`` (HSDP) groups of so
   many consecutive ranks, which are replicas of each other along the *replicate axis*: gradients are reduce-scattered
   along the first and all-reduced along the second.
@@ -94,13 +94,13 @@ class Phase(Enum):
     """What is under way, and so what our hooks on the module do. One at a time; inside another it returns to that."""
 
     BETWEEN = auto()
-    """Shards are registered. A forward of the user's own gathers, and without gradients reshards at its end."""
+    """Parameters are away. A forward of the user's own gathers, and without gradients reshards at its end."""
     STEP = auto()
     """Inside :meth:`Fsdp2Engine.run`: what is gathered stays so as long as the plan says."""
     BACKWARD = auto()
     """Units come in an order of their own, and their gradients are reduced as they are complete."""
     WHOLE = auto()
-    """Whole copies are registered in place of the shards: hooks gather nothing."""
+    """Parameters are whole in memory of their own: hooks gather nothing."""
     DUMP = auto()
     """``state_dict`` returns the shards themselves, where user code would get whole tensors."""
 
