@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -517,6 +518,5 @@ HELD: dict[str, Kind] = {
     "penalty_in_units": Kind(module=_of(PenaltyInUnit), reference=UNUSED),
     "weight_read_in_backward": Kind(module=_of(SharedAcrossFits)),
 }
-for _kind in HELD.values():
-    _kind.on_deepspeed = False  # it has the user's parameters as they are, and other limits; not gone through yet
-KINDS.update(HELD)
+# DeepSpeed has the user's parameters as they are, and other limits: not gone through yet
+KINDS.update({name: replace(kind, on_deepspeed=False) for name, kind in HELD.items()})

@@ -2,8 +2,8 @@
 
 [Tensors]
 - *the user's parameter*: the ``nn.Parameter`` that the user made; on its module and in optimizers all the time. Inside
-  a step it is the *gathered parameter*, plain and whole; between steps it is *away*: empty, or stale but for this rank's
-  rows, and the view answers for it (see ``identity``).
+  a step it is the *gathered parameter*, plain and whole; between steps it is *away*: empty, or stale but for this
+  rank's rows, and the view answers for it (see ``identity``).
 - *sharded parameter*: ``DTensor``, what is true between steps; optimizers have it, or what stands in for it, for the
   length of a step. Each rank owns ``ceil(rows / N)`` rows of dim 0. (``cpu``: where the dtypes are one, the shard
   aliases the gathered buffer, which then stays allocated.)
