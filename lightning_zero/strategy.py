@@ -12,15 +12,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -29,10 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_zero.checkpoint import directory, file
-from lightning_zero.checkpoint.layout import EXTRA
-from lightning_zero.checkpoint.resume import Resume, collect, follow, leave_finished_epoch
-from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
+from lightning_zero.checkpoint.resume import follow, leave_finished_epoch
+from lightning_zero.checkpoint.saving import Collecting, Saving
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import (
     AfterFit,
@@ -46,12 +42,16 @@ from lightning_zero.config import (
     TransportName,
     ZeroConfig,
 )
+from lightning_zero.engines.advice import advice_on
+from lightning_zero.engines.after_run import AfterRun, leave, make_whole, refuse_lost, where_memory_allows
 from lightning_zero.engines.base import Engine, require
-from lightning_zero.engines.deepspeed.run import DeepSpeedRun, Place
-from lightning_zero.engines.elementwise import is_elementwise, is_known
+from lightning_zero.engines.deepspeed.run import DeepSpeedRun
+from lightning_zero.engines.elementwise import note_on_whole_steps
 from lightning_zero.engines.fsdp2.private import FULLY_SHARD
-from lightning_zero.engines.optimizer_step import fusible_groups, refuse_sharding, whole_state_bytes
+from lightning_zero.engines.fsdp2.run import Fsdp2Run
+from lightning_zero.engines.optimizer_step import refuse_sharding
 from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision, adapt_precision
+from lightning_zero.engines.run import EngineRun, Place
 from lightning_zero.host import available_host_bytes
 from lightning_zero.launch.launcher import Launched
 from lightning_zero.launch.step_sync import sync_steps
@@ -59,7 +59,6 @@ from lightning_zero.private.check import check
 from lightning_zero.private.lightning import (
     LIGHTNING,
     TORCHMETRICS,
-    checkpoint_connector,
     forget_optimizers,
     given_checkpoint_io,
     layer_sync,
@@ -67,7 +66,7 @@ from lightning_zero.private.lightning import (
     sync_module_states,
     unwrapped,
 )
-from lightning_zero.private.torch import TORCH, DisableTorchFunction
+from lightning_zero.private.torch import TORCH
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -75,12 +74,6 @@ if TYPE_CHECKING:
 _NOTHING_SET = DeepSpeedConfig()
 _BETWEEN_MICRO_BATCHES = ("on_after_backward", "on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
 """Hooks that can look at the module after one micro-batch and before the next."""
-
-
-_LEFT_SHARDED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-"""Modules that a run left sharded, so that the next one, under any strategy object, makes them whole first."""
-_LOST: WeakSet[nn.Module] = WeakSet()
-"""Modules whose parameters went with the files of a run that failed."""
 
 
 class ZeroStrategy(Launched, DDPStrategy):
@@ -159,19 +152,15 @@ class ZeroStrategy(Launched, DDPStrategy):
         """What shards the module; ``None`` outside a run."""
         self._ended: Engine | None = None  # knows the optimizers' shards after the run
         self._view: AbstractContextManager[Any] | None = None
-        self._failed = False
-        self._loops: list[tuple[Any, bool]] = []
+        self._failed = False  # since the set-up of this run
+        self._inference_mode = InferenceMode()
         self._agreement: Agreement | None = None
-        self._shards = False
-        self._dump_failed = False
-        self._dumping = False  # Lightning collects a checkpoint: only rank 0 needs its values
-        self._loaded: Loaded | None = None
-        self._background: BackgroundSaver | None = None
-        self._deepspeed = DeepSpeedRun(self.config) if self.config.engine == "deepspeed" else None
-        if self._deepspeed is not None and self.config.stage == 3:
+        self._saving = Saving(config.checkpoint, config.timeout_seconds)
+        self._run: EngineRun = (DeepSpeedRun if config.engine == "deepspeed" else Fsdp2Run)(config)
+        if self._run.builds_sharded:
             # On the object only: Trainer.init_module warns of strategies whose class has it
-            self.model_sharded_context = self._build_sharded  # type: ignore[method-assign]
-        self._refuse_plugin(of_lightning.get("checkpoint_io"))
+            self.model_sharded_context = self._build_sharded  # type: ignore[method-assign,assignment]
+        self._saving.refuse_plugin(of_lightning.get("checkpoint_io"))
 
     # -- what Lightning asks of a strategy by its type ------------------------------------------------------------
 
@@ -215,39 +204,29 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def connect(self, model: Any) -> None:
         super().connect(model)
-        if self._deepspeed is not None:
-            self._deepspeed.connect(model)
+        self._run.connect(model)
 
-    @contextmanager
-    def _build_sharded(self) -> Generator[None, None, None]:
+    def _build_sharded(self) -> AbstractContextManager[None]:
         module = self.lightning_module
         assert module is not None
-        assert self._deepspeed is not None
-        with self._deepspeed.building(module, trainer_facts(module.trainer), self.root_device):
-            yield
+        return self._run.building(module, trainer_facts(module.trainer), self.root_device)
 
     def setup(self, trainer: Any) -> None:
         module: Any = self.lightning_module
-        if module in _LOST:
-            raise ValueError(
-                f"{type(module).__name__} was in a run with offload='nvme' that failed, and its parameters went with"
-                " that run's files: build the module anew, and continue from a checkpoint with ckpt_path."
-            )
-        if self._deepspeed is not None:
-            self._deepspeed.end_view()
+        refuse_lost(module)
+        self._run.end_view()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._step_sync = sync_steps(trainer, self)
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        self._failed = self._dump_failed = False
-        if module in _LEFT_SHARDED:
-            _LEFT_SHARDED.pop(module).restore(True, [])
+        self._failed = False
+        if make_whole(module):
             self.engine = None
         self._resolve_stage(trainer)
+        self._run.config = self.config
+        fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and (sync := layer_sync(self)):
             module = sync.apply(module)
         self.model = self.precision_plugin.convert_module(module)
-        self._shards = fitting or self.config.stage == 3  # nothing to shard without gradients and optimizer states
         self.model_to_device()
         if fitting:
             forget_optimizers(self)
@@ -256,33 +235,33 @@ class ZeroStrategy(Launched, DDPStrategy):
         else:
             sync_module_states(module)
         if fitting:
-            with self._whole_for_optimizers():
-                self.setup_optimizers(trainer)
-            refuse_sharding([unwrapped(o) for o in self.optimizers])
-            self._tell_what_is_fused()
-            self._tell_what_steps_whole()
+            self._make_optimizers(trainer)
         optimizers = list(self.optimizers) if fitting else []
-        if self._deepspeed is not None:
-            self._deepspeed.check_optimizers(optimizers)
-            self._deepspeed.built = None  # the engine has it
+        self._run.check_optimizers(optimizers)
+        self._run.take_built()  # the engine has it
         if self.engine is not None:
             self.engine.attach(optimizers, trainer_facts(trainer))
         self.setup_precision_plugin()
-        self._follow_dumps(trainer)
+        self._saving.follow(trainer)
         if self.engine is not None:  # after configure_optimizers: states made there are shards, like their parameters
             self._view = self.engine.view()
             self._view.__enter__()
 
-    def _whole_for_optimizers(self) -> AbstractContextManager[Any]:
-        """``configure_optimizers`` looks at whole parameters."""
-        if self.engine is None or (self._deepspeed is not None and self._deepspeed.built is None):
-            return nullcontext()
-        return self.engine.view()
+    def _make_optimizers(self, trainer: Any) -> None:
+        with self._run.whole_for_optimizers(self.engine) if self.engine is not None else nullcontext():
+            self.setup_optimizers(trainer)
+        optimizers = [unwrapped(o) for o in self.optimizers]
+        refuse_sharding(optimizers)
+        declared = self.config.elementwise_optimizers or ()
+        steps_whole = note_on_whole_steps(optimizers, declared) if self.world_size > 1 else ""
+        for note in filter(None, (self._run.note_on_optimizers(optimizers), steps_whole)):
+            rank_zero_info(note)
 
     @property
-    def _loads_on_host(self) -> bool:
-        """Whether the module stays in host memory until the engine takes it from there, unit by unit."""
-        return self.config.engine == "fsdp2" and self.config.offload.target != "none" and self.root_device.type != "cpu"
+    def _shards(self) -> bool:
+        """Whether this run has an engine: without gradients and optimizer states stages 1 and 2 shard nothing."""
+        assert self.lightning_module is not None
+        return self.config.stage == 3 or self.lightning_module.trainer.state.fn == TrainerFn.FITTING
 
     @property
     def _steps_on_host(self) -> bool:
@@ -290,7 +269,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         return self.config.offloads_optimizer and self.root_device.type != "cpu"
 
     def model_to_device(self) -> None:
-        if self._loads_on_host and self._shards:
+        if self._run.loads_on_host(self.root_device) and self._shards:
             assert self.model is not None
             all_but_tensors_to(self.model, self.root_device)
         else:
@@ -298,33 +277,9 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        with super().tensor_init_context(empty_init), torch.device("cpu") if self._loads_on_host else nullcontext():
+        on_host = self._run.loads_on_host(self.root_device)
+        with super().tensor_init_context(empty_init), torch.device("cpu") if on_host else nullcontext():
             yield
-
-    def _tell_what_is_fused(self) -> None:
-        if self.config.engine != "fsdp2" or self.config.offload.target == "none":
-            return
-        optimizers = list(self.optimizers)
-        names = sorted({type(o).__name__ for o in optimizers if fusible_groups(o)})
-        if names:
-            rank_zero_info(
-                f"offload='cpu': {', '.join(names)} steps in host memory with PyTorch's fused kernel, as neither fused"
-                " nor foreach was chosen."
-            )
-
-    def _tell_what_steps_whole(self) -> None:
-        if self.world_size == 1:
-            return
-        declared = self.config.elementwise_optimizers or ()
-        unknown = [o for o in map(unwrapped, self.optimizers) if not is_known(o) and not is_elementwise(o, declared)]
-        names = sorted({type(o).__name__ for o in unknown})
-        if names:
-            rank_zero_info(
-                f"{', '.join(names)} steps on whole parameters, gradients and states, which every rank gathers for the"
-                " length of a step: PyTorch's own optimizers alone are known to step alike on shards. Where an"
-                " element's update depends on nothing but that element's own history,"
-                f" elementwise_optimizers={names} saves that memory."
-            )
 
     def _resolve_stage(self, trainer: Any) -> None:
         """``self.config.stage`` is the one to run afterwards, the same on every rank."""
@@ -342,12 +297,9 @@ class ZeroStrategy(Launched, DDPStrategy):
             )
         plugin = self.precision_plugin
         dtypes = plugin.dtype_policy() if hasattr(plugin, "dtype_policy") else DtypePolicy()
-        engine = _make_engine(self.config, self.root_device, dtypes)
-        if self._deepspeed is not None:
-            facts = trainer_facts(trainer), self.root_device.type
-            place = Place(self.local_rank, self.node_rank, self.num_processes)
-            self._deepspeed.prepare(module, *facts, trainer.default_root_dir, self.agreement, place)
-            engine.offload_path, engine.cpu_adam = self._deepspeed.offload_path, self._deepspeed.cpu_adam
+        engine = self._run.make_engine(self.root_device, dtypes)
+        place = Place(self.local_rank, self.node_rank, self.num_processes)
+        self._run.prepare(engine, module, trainer_facts(trainer), trainer.default_root_dir, self.agreement, place)
         engine.shard(module)
         engine.automatic = module.automatic_optimization
         engine.keep_gathered = not user_looks_between_micro_batches(trainer, module)
@@ -356,7 +308,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if hasattr(plugin, "engine"):
             plugin.engine = engine
         self._place_scale()
-        self._switch_off_inference_mode(trainer)
+        self._inference_mode.switch_off(trainer)
         if self.world_size == 1:
             rank_zero_info(f"ZeRO stage {self.config.stage} on one process: nothing is shared out, memory is as usual.")
 
@@ -366,51 +318,44 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self._steps_on_host and isinstance(plugin, ZeroMixedPrecision):
             plugin.scale_on_host()
 
-    def _switch_off_inference_mode(self, trainer: Any) -> None:
-        """A module that ran under inference mode can't be trained afterwards; Lightning knows this of FSDP only."""
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            self._loops.append((loop, loop.inference_mode))
-            loop.inference_mode = False
-
     def setup_environment(self) -> None:
-        self._refuse_plugin(given_checkpoint_io(self))  # the Trainer's plugins=[...] come after __init__
+        self._saving.refuse_plugin(given_checkpoint_io(self))  # the Trainer's plugins=[...] come after __init__
         super().setup_environment()
         if self._agreement is not None:
             self._agreement.close()
-        # Before set-up: checkpoints are loaded into the module while it is still whole.
         self._agreement = Agreement(self.config.timeout_seconds)
+        self._saving.begin(self._agreement)
 
     def teardown(self) -> None:
+        self.requeue_again()
         try:
-            self._end_saving()
+            self._saving.end(self._failed)
         finally:
             self._end_run()
 
     def _end_run(self) -> None:
-        for loop, inference_mode in self._loops:
-            loop.inference_mode = inference_mode
-        self._loops.clear()
+        self._inference_mode.give_back()
         if self._view is not None:
             self._view.__exit__(None, None, None)
             self._view = None
         if self.engine is None:
             self._leave_built()
-            self._end_deepspeed()
+            self._run.end(AfterRun.FAILED if self._failed else AfterRun.WHOLE, self._wait_for_all)
             super().teardown()
             return
-        # After an error the other ranks may be anywhere: no collective here, and the error is seen at once.
         try:
-            self._end_engine(whole=not self._failed and self._whole_after_fit())
+            after = self._after_run()
+            self._end_engine(after)
         except BaseException:
             self._failed = True
-            self._end_deepspeed()
+            self._run.end(AfterRun.FAILED, self._wait_for_all)
             raise
         module = self.lightning_module
-        if module is not None and self.engine is None:
+        if module is not None and after is AfterRun.WHOLE:
             sync = layer_sync(self)
             self.model = sync.revert(module) if sync else module
             module.cpu()
-        self._end_deepspeed()
+        self._run.end(after, self._wait_for_all)
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -418,75 +363,50 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
+    def _wait_for_all(self, call: str) -> None:
+        self.agreement.gather(None, call)
+
     def _leave_built(self) -> None:
         """The run ended before its engine started: the next one makes the module whole first."""
-        if self._deepspeed is None or self._deepspeed.built is None:
-            return
-        built, self._deepspeed.built = self._deepspeed.built, None
-        built.end_view()
-        if built.found:
-            _LEFT_SHARDED[built.module] = built
+        built = self._run.take_built()
+        if built is not None:
+            assert self.lightning_module is not None
+            leave(self.lightning_module, built, AfterRun.FAILED)
 
-    def _end_deepspeed(self) -> None:
-        if self._deepspeed is None:
-            return
-        stays = self.engine is not None and not self._failed  # a module that stays sharded has parts of itself in files
-        if self._deepspeed.folder is not None and not stays and not self._failed:
-            self.agreement.gather(None, "the end of a run with offload='nvme'")  # others may still read
-        self._deepspeed.end(keep_files=stays)
-
-    def _end_engine(self, whole: bool) -> None:
+    def _after_run(self) -> AfterRun:
+        """Collective, except after an error: then other ranks may be anywhere, and the error is shown at once."""
         assert self.engine is not None
-        assert self.lightning_module is not None
-        self.engine.restore(whole, list(self.optimizers))
-        if not whole and self._failed and self.config.parameters_in_files:  # which end with a failed run
-            _LOST.add(self.lightning_module)
-        elif not whole:
-            _LEFT_SHARDED[self.lightning_module] = self.engine
-        if not whole:
-            return
-        self._ended, self.engine = self.engine, None
-        if hasattr(self.precision_plugin, "engine"):
-            self.precision_plugin.engine = None
-
-    def _whole_after_fit(self) -> bool:
-        """Whether every process of a host can hold the whole module, and beside it the optimizers' states; all ranks
-        answer alike."""
-        assert self.engine is not None
+        if self._failed:
+            return AfterRun.LOST if self.config.parameters_in_files else AfterRun.FAILED
         if self.config.after_fit != "auto":
-            return self.config.after_fit == "whole"
+            return AfterRun.WHOLE if self.config.after_fit == "whole" else AfterRun.SHARDED
         # Between CPUs: the run's own process group may have no backend for them
         room = min(self.agreement.gather(int(0.8 * available_host_bytes()), "the end of a run")) // self.num_processes
-        module_bytes = self.engine.whole_bytes
-        if module_bytes >= room:
-            rank_zero_info(
-                f"after_fit='auto': the module stays sharded, its whole parameters"
-                f" ({module_bytes * self.num_processes / 2**30:.1f} GiB for the processes of one host) do not fit into"
-                " host memory."
-            )
-            return False
-        states_bytes = whole_state_bytes([unwrapped(o) for o in self.optimizers])
-        self.engine.states_whole_after_fit = module_bytes + states_bytes < room
-        if not self.engine.states_whole_after_fit:
-            rank_zero_info(
-                "after_fit='auto': the optimizers' states stay sharded, as whole ones"
-                f" ({states_bytes * self.num_processes / 2**30:.1f} GiB for the processes of one host) do not fit into"
-                " host memory beside the module."
-            )
-        return True
+        optimizers = [unwrapped(o) for o in self.optimizers]
+        after, note = where_memory_allows(self.engine, optimizers, self.num_processes, room)
+        if note:
+            rank_zero_info(note)
+        return after
+
+    def _end_engine(self, after: AfterRun) -> None:
+        assert self.engine is not None
+        assert self.lightning_module is not None
+        self.engine.restore(after is AfterRun.WHOLE, list(self.optimizers))
+        leave(self.lightning_module, self.engine, after)
+        if after is AfterRun.WHOLE:
+            self._ended, self.engine = self.engine, None
+            if hasattr(self.precision_plugin, "engine"):
+                self.precision_plugin.engine = None
 
     def on_train_start(self) -> None:
         if self.engine is not None:
             self.engine.check_parameters()
-        if self._deepspeed is not None:
-            assert self.lightning_module is not None
-            trainer = self.lightning_module.trainer
-            facts = trainer_facts(trainer), self.root_device.type
-            self._deepspeed.check_batches(self.lightning_module, *facts, trainer.train_dataloader)
-        if self._loaded is not None:
-            assert self.lightning_module is not None
-            Resume(self._loaded.content, self.agreement).apply(self.lightning_module.trainer)
-            self._forget_loaded()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._run.check_batches(
+            self.lightning_module, trainer_facts(trainer), self.root_device, trainer.train_dataloader
+        )
+        self._saving.resume(trainer)
 
     def process_dataloader(self, dataloader: object) -> object:
         module = self.lightning_module
@@ -495,24 +415,8 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
-        text = str(exception)
-        hint = ""
-        if "mixed torch.Tensor and DTensor" in text:
-            hint = "A sharded parameter met a plain tensor where it was not gathered"
-        elif "Inplace update to inference tensor" in text:
-            hint = "A view of a sharded parameter is read-only: write to the parameter itself"
-        note = f"{hint}. ZeroStrategy(units=[]) gathers the whole module for the length of a step." if hint else ""
-        if self._dump_failed and "meta" in text:
-            note = (
-                "While a checkpoint is collected, rank 0 alone has its tensors' values, others their shapes: read"
-                " values under `if self.trainer.is_global_zero`."
-            )
-        elif "Not enough buffers" in text:  # DeepSpeed's assertion
-            given = self.config.offload.buffer_count
-            note = (
-                "More parameters in files were needed at a time than offload.buffer_count has buffers for: raise it"
-                f" (now {given or 'what the largest module needs, or the file says'})."
-            )
+        collecting_failed = self._saving.collecting is Collecting.FAILED
+        note = advice_on(str(exception), collecting_failed, self.config.offload.buffer_count)
         if note and hasattr(exception, "add_note"):
             exception.add_note(note)
 
@@ -567,13 +471,6 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def _refuse_plugin(self, checkpoint_io: Any) -> None:
-        if self.config.checkpoint != "file" and type(checkpoint_io) not in (type(None), TorchCheckpointIO):
-            raise ValueError(
-                f"checkpoint={self.config.checkpoint!r} with a CheckpointIO plugin ({type(checkpoint_io).__name__}):"
-                " plugins write the one-file form; use checkpoint='file' or no plugin."
-            )
-
     @property
     def agreement(self) -> Agreement:
         """Where the ranks agree on what is no engine's business."""
@@ -588,11 +485,14 @@ class ZeroStrategy(Launched, DDPStrategy):
         """
         if self.engine is None:
             return super().lightning_module_state_dict()
-        if not self._dumping:
+        collecting = self._saving.collecting
+        if not collecting.is_under_way:
             self.agreement.meet("strategy.lightning_module_state_dict()")
-            return self.engine.full(self.engine.sharded_state_dict())
         state = self.engine.sharded_state_dict()
-        return state if self._saves_shards else self.engine.full(state, on_rank_0=True)
+        if collecting is Collecting.SHARDS:
+            return state
+        full: dict[str, Any] = self.engine.full(state, on_rank_0=collecting is Collecting.FOR_RANK_0)
+        return full
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` with whole tensors, as DDP would have it (collective)."""
@@ -600,12 +500,14 @@ class ZeroStrategy(Launched, DDPStrategy):
         optimizer = unwrapped(optimizer)
         if engine is None:
             return super().optimizer_state(optimizer)
-        if not self._dumping:
+        collecting = self._saving.collecting
+        if not collecting.is_under_way:
             self.agreement.meet("strategy.optimizer_state()")
         state = engine.sharded_optimizer_state(optimizer)
-        if self._dumping and self._saves_shards:
+        if collecting is Collecting.SHARDS:
             return state
-        return engine.full(state, on_rank_0=self._dumping)
+        full: dict[str, Any] = engine.full(state, on_rank_0=collecting is Collecting.FOR_RANK_0)
+        return full
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self.engine is None:
@@ -648,28 +550,6 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    @property
-    def _saves_shards(self) -> bool:
-        return self.config.checkpoint != "file"
-
-    def _follow_dumps(self, trainer: Any) -> None:
-        """Tells Lightning's own collecting of a checkpoint from a user's call of the methods above."""
-        connector = checkpoint_connector(trainer)
-        dump = type(connector).dump_checkpoint
-
-        def dump_checkpoint(weights_only: bool | None = None) -> dict[str, Any]:
-            self.agreement.meet("trainer.save_checkpoint()")
-            self._dumping = True
-            try:
-                return dump(connector, weights_only)
-            except BaseException:
-                self._dump_failed = True
-                raise
-            finally:
-                self._dumping = False
-
-        connector.dump_checkpoint = dump_checkpoint
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes ``checkpoint`` in the form that the config says (collective).
 
@@ -678,47 +558,13 @@ class ZeroStrategy(Launched, DDPStrategy):
         """
         assert self.lightning_module is not None
         path = os.fspath(filepath)
-        if self._saves_shards and storage_options is not None:
-            raise TypeError(
-                "save_checkpoint(storage_options=...) is for CheckpointIO plugins, which"
-                f" checkpoint={self.config.checkpoint!r} has none of: use checkpoint='file', or leave it out."
-            )
-        with DisableTorchFunction():
-            if "optimizer_states" in checkpoint:  # not save_weights_only
-                checkpoint[EXTRA] = collect(self.lightning_module.trainer, self.agreement)
-            if not self._saves_shards:
-                together(self.agreement, lambda: self._save_file(checkpoint, path, storage_options))
-            elif self.config.checkpoint == "sharded" or self.engine is None:  # nothing trains beside it
-                directory.write(checkpoint, path, self.agreement)
-            else:
-                if self._background is None:
-                    self._background = BackgroundSaver(Agreement(self.config.timeout_seconds))
-                self._background.save(checkpoint, path)
+        trains = self.engine is not None
+        self._saving.save(checkpoint, path, self.lightning_module.trainer, storage_options, beside_training=trains)
         self.note_checkpoint(checkpoint, path)
 
-    def _save_file(self, checkpoint: dict[str, Any], path: str, storage_options: Any) -> None:
-        if not self.is_global_zero:
-            return
-        if storage_options is None and type(self.checkpoint_io) is TorchCheckpointIO:
-            file.write(checkpoint, path)
-        else:
-            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-
     def remove_checkpoint(self, filepath: Any) -> None:
-        if not self.is_global_zero:
-            return
-
-        def remove_it() -> None:
-            try:
-                if not remove(os.fspath(filepath)):
-                    super(ZeroStrategy, self).remove_checkpoint(filepath)
-            except OSError as error:  # on this rank alone, and nothing depends on it
-                rank_zero_warn(f"{filepath} could not be deleted: {error}")
-
-        if self._background is not None:
-            self._background.then(remove_it)
-        else:
-            remove_it()
+        if self.is_global_zero:
+            self._saving.remove(filepath, self.checkpoint_io)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """The content of a file or a sharded directory, its tensors left on the disk until they are used (collective).
@@ -727,37 +573,9 @@ class ZeroStrategy(Launched, DDPStrategy):
             FileNotFoundError: On every rank, if there is nothing there.
             CheckpointError: On every rank, if it is incomplete, damaged, foreign, or more than ``weights_only`` admits.
         """
-        self._forget_loaded()
-        path = os.fspath(checkpoint_path)
-        path = self.agreement.gather(path)[0]  # what a rank finds for itself, it may find later than others
-        if self._background is not None:
-            together(self.agreement, self._background.wait)
-        ours = type(_innermost(self.checkpoint_io)) is TorchCheckpointIO  # plugins around it change the writing only
-        if ours or together(self.agreement, lambda: is_directory(path)):
-            self._loaded = load(path, weights_only, self.agreement)
-        else:
-            safely, io = weights_only is not False, self.checkpoint_io
-            content = together(self.agreement, lambda: io.load_checkpoint(path, weights_only=safely))
-            self._loaded = Loaded(content)
-        if self._deepspeed is not None:
-            self._deepspeed.begin_view()  # its tensors go into a module that may have been built sharded
-        return self._loaded.content
-
-    def _forget_loaded(self) -> None:
-        if self._loaded is not None:
-            self._loaded.close()
-            self._loaded = None
-
-    def _end_saving(self) -> None:
-        self._forget_loaded()
-        if self._background is not None:
-            background, self._background = self._background, None
-            try:
-                background.close()
-            except Exception as error:
-                if not self._failed:
-                    raise
-                rank_zero_warn(f"The last checkpoint could not be completed: {error}")  # beside what ended the run
+        content = self._saving.load(checkpoint_path, weights_only, self.checkpoint_io)
+        self._run.begin_view()  # its tensors go into a module that may have been built sharded
+        return content
 
     def units_table(self) -> str:
         """What is gathered together during the current run: unit, class, tensors, elements, bytes."""
@@ -768,6 +586,24 @@ class ZeroStrategy(Launched, DDPStrategy):
         """Names are registered by ``lightning_zero.registry``, not by Lightning's scan of its own strategies."""
 
 
+class InferenceMode:
+    """A module that ran under inference mode can't be trained afterwards; Lightning knows this of FSDP only."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, bool]] = []
+
+    def switch_off(self, trainer: Any) -> None:
+        """Until :meth:`give_back`, the trainer's loops run with ``no_grad`` instead."""
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            self._before.append((loop, loop.inference_mode))
+            loop.inference_mode = False
+
+    def give_back(self) -> None:
+        for loop, inference_mode in self._before:
+            loop.inference_mode = inference_mode
+        self._before.clear()
+
+
 def check_libraries(engine: str) -> None:
     """Raises ``MovedError`` if a private part of a library that every run uses is not where it was tested.
 
@@ -775,16 +611,6 @@ def check_libraries(engine: str) -> None:
     """
     for library in (TORCH, LIGHTNING, TORCHMETRICS, *([FULLY_SHARD] if engine == "fsdp2" else [])):
         check(library)
-
-
-def _make_engine(config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> Engine:
-    if config.engine == "deepspeed":
-        from lightning_zero.engines.deepspeed.engine import DeepSpeedEngine
-
-        return DeepSpeedEngine(config, device, dtypes)
-    from lightning_zero.engines.fsdp2.engine import Fsdp2Engine  # imported with the first run, not with the package
-
-    return Fsdp2Engine(config, device, dtypes)
 
 
 def all_but_tensors_to(module: nn.Module, device: torch.device) -> None:
@@ -804,10 +630,6 @@ def trainer_facts(trainer: Any) -> dict[str, Any]:
         "clip_value": trainer.gradient_clip_val,
         "clip_algorithm": str(trainer.gradient_clip_algorithm or "norm"),
     }
-
-
-def _innermost(checkpoint_io: Any) -> Any:
-    return _innermost(checkpoint_io.checkpoint_io) if hasattr(checkpoint_io, "checkpoint_io") else checkpoint_io
 
 
 def user_looks_between_micro_batches(trainer: Any, module: nn.Module) -> bool:

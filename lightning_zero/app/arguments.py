@@ -1,4 +1,4 @@
-"""What is wrong with a command line is said before anything heavy is imported: within half a second.
+"""Finds mistakes on a command line before anything heavy is imported: within half a second.
 
 Hydra finds the rest once it has composed the config, for which it needs the Trainer's signature, so PyTorch and
 Lightning. Standard library only.
@@ -31,7 +31,7 @@ _NOT_OF_THE_TRAINER = {"seed": "seed", "ckpt_path": "ckpt_path", "checkpoint": "
 
 
 def mistake(arguments: Sequence[str], own_flags: Sequence[str] = ()) -> str | None:
-    """The message about what cannot be meant in ``arguments`` (those after the command's word); ``None`` if nothing.
+    """The message about a mistake in ``arguments`` (those after the command's word); ``None`` if there is none.
 
     Args:
         arguments: Hydra's overrides and flags.
@@ -48,7 +48,7 @@ def mistake(arguments: Sequence[str], own_flags: Sequence[str] = ()) -> str | No
 
 
 def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Every flag with its value, or with what could be it."""
+    """Every flag with its value, or with the next word, which may be its value."""
     skip = False
     for item, following in zip_longest(arguments, arguments[1:], fillvalue="-"):
         if skip:
@@ -62,7 +62,7 @@ def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def _hydra_form(flag: str, value: str | None) -> str:
-    """What to write instead of a flag that Hydra does not have."""
+    """The replacement for a flag that Hydra does not have."""
     name = flag.lstrip("-").replace("-", "_")
     shown = flag if value is None else f"{flag}={value}"
     if name in ("config", "config_file", "cfg_file", "conf"):
@@ -91,7 +91,7 @@ def _setting(name: str) -> str:
 
 
 def _unknown_choice(override: str) -> str | None:
-    """The message about ``group=choice`` where the group has no such choice."""
+    """The message about a ``group=choice`` that the group does not have."""
     match = re.fullmatch(r"\+{0,2}([a-z_/]+)=\[?([\w,\- /]*)\]?", override)
     if not match or not (GROUPS / match[1]).is_dir():
         return None

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ _DRY_RUN = "LIGHTNING_ZERO_DRY_RUN"
 
 
 def main() -> None:
-    """Entry point; exits with 0, with 2 where the command line or the config is wrong, with 1 where the run failed.
+    """Entry point; exits with 0, with 2 for a mistake on the command line or in the config, with 1 after a failed run.
 
     Help, the version and mistakes on the command line need neither PyTorch nor Lightning, and do not import them.
     """
@@ -47,7 +48,7 @@ def main() -> None:
         _run(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:  # `... | head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter flushes when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes into it when it ends
         sys.exit(128 + signal.SIGPIPE)
 
 
@@ -73,8 +74,20 @@ def _run(arguments: list[str]) -> None:
     _add_convert(commands.add_parser("convert", help=TOOLS["convert"], description=_convert.__doc__))
     _add_doctor(commands.add_parser("doctor", help=TOOLS["doctor"], description=_doctor.__doc__))
     _add_init(commands.add_parser("init", help=TOOLS["init"], description=_init.__doc__))
+    if arguments and (wrong := _not_a_command(arguments[0])):
+        parser.error(wrong)
     parsed = parser.parse_args(arguments)  # or --help, --version, an error: no command was given
     parsed.run(parsed)
+
+
+def _not_a_command(word: str) -> str | None:
+    """What to write instead of a first word that is no command; ``None`` if it is one, or a flag, or like none."""
+    if word.startswith("-") or word in TOOLS:
+        return None
+    if "=" in word:
+        return f"{word}: a command comes first, as in: lightning-zero fit {word}"
+    close = get_close_matches(word, [*COMMANDS, *TOOLS], n=1)
+    return f"{word}: did you mean {close[0]}?" if close else None
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
@@ -154,7 +167,7 @@ def _run_hydra(command: str, arguments: list[str]) -> None:
         os.environ[_DRY_RUN] = "1"  # also for the jobs of a sweep
     sys.argv = [typed[0], *arguments]
     launcher.program_arguments = [command]  # other ranks are started with it in front of Hydra's arguments
-    # Hydra would print a shortened traceback and exit; with this it raises, and what is shown is decided here.
+    # Hydra would print a shortened traceback and exit; with this it raises, and the message is made here.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
         with _user_errors_in_one_line(arguments):
@@ -234,7 +247,7 @@ def submit(cfg: Any, run_folder: Path) -> None:
     from lightning_zero.app.hydra_config import ConfigError, make_slurm_job, make_strategy
 
     job = make_slurm_job(cfg)
-    make_strategy(**cfg.strategy)  # what is wrong with it is said here, not in a queue
+    make_strategy(**cfg.strategy)  # mistakes are found here, not in a queue
     given = [item for item in HydraConfig.get().overrides.task if not item.lstrip("+~").startswith("launcher")]
     fixed = {"trainer.devices": job.devices, "trainer.num_nodes": job.nodes}
     for item in given:
@@ -274,7 +287,7 @@ def _launchers(name: str, value: str, job: Any) -> str:
 
 
 def _hydra_flags(arguments: list[str]) -> list[str]:
-    """The flags that say where the config comes from, which the job needs again."""
+    """The flags that name the source of the config, which the job needs again."""
     kept: list[str] = []
     for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
         if flag in ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"):
@@ -331,7 +344,7 @@ def _ranks_end_with_us() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _user_errors_in_one_line(arguments: list[str]) -> Iterator[None]:
-    """What a user can repair on the command line ends in one message and status 2; the rest keeps its traceback."""
+    """Errors that the command line can repair end in one message and status 2; others keep their traceback."""
     from hydra.errors import HydraException
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from omegaconf.errors import OmegaConfBaseException
@@ -359,7 +372,7 @@ def _exit_with(message: str, status: int = 2) -> None:
 
 
 def _explain(error: BaseException, arguments: list[str]) -> str:
-    """The message of ``error`` with, where one is known, the override that would have worked."""
+    """The message of ``error`` with the override that would have worked, if one is known."""
     from lightning_zero.app.hydra_config import hint
 
     lines = str(error).splitlines()

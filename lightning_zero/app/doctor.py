@@ -1,6 +1,6 @@
-"""``lightning-zero doctor``: what this machine has for training under ZeRO, and what is missing.
+"""``lightning-zero doctor``: reports the machine's means of training under ZeRO, and the missing ones.
 
-Every probe answers in a line and none can hang: what talks to other processes runs in children with a time limit.
+Every probe answers in a line and none can hang: probes that talk to other processes are children with a time limit.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Section = dict[str, str]
 
 
 def examine(timeout_seconds: float = 120.0) -> dict[str, Section]:
-    """Section -> what is asked -> the answer; answers that begin with ``no:`` say what is missing.
+    """Section -> question -> answer; an answer that begins with ``no:`` names the missing part.
 
     Args:
         timeout_seconds: For each of the checks that start processes.
@@ -97,7 +97,7 @@ def report(found: dict[str, Section]) -> str:
 
 
 def run(timeout_seconds: float, as_json: bool) -> int:
-    """Prints what is found; 1 where not even two processes on this machine can exchange tensors, else 0."""
+    """Prints the findings; 1 if not even two processes on this machine can exchange tensors, else 0."""
     found = examine(timeout_seconds)
     print(json.dumps(found, indent=1) if as_json else report(found), flush=True)
     return 0 if found["two processes"].get("gloo", "").startswith("works") else 1

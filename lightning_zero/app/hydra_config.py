@@ -32,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_zero.app.sweep import RunRecord
 from lightning_zero.auto import make_strategy as make_zero_strategy
 from lightning_zero.config import PlanConfig, ZeroConfig
+from lightning_zero.engines.deepspeed.known_keys import check_keys
 from lightning_zero.launch.launcher import LaunchedDDP
 from lightning_zero.launch.slurm import SlurmJob, run_stamp
 from lightning_zero.private.lightning import start_method
@@ -52,7 +53,7 @@ def plain_type(hint: Any) -> Any:
     """The nearest type that OmegaConf can check: it takes neither ``Literal`` nor ``Union[str, dataclass]``.
 
     ``Literal`` becomes its values' types, a union with a dataclass that dataclass' schema, a sequence a list; a union
-    that holds anything else (a ``Logger``, a list) is not checked here but by whoever receives the value.
+    that holds anything else (a ``Logger``, a list) is not checked here but by the receiver of the value.
     """
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return schema_of(hint)
@@ -80,7 +81,7 @@ def schema_of(config: type, target: str | None = None) -> type:
 
     Args:
         config: A dataclass all of whose fields have defaults.
-        target: What Hydra's ``instantiate`` should call with it.
+        target: The callable for Hydra's ``instantiate``.
     """
     hints = get_type_hints(config)
     made = [(f.name, _or_none(plain_type(hints[f.name]), f), _default(f)) for f in dataclasses.fields(config)]
@@ -204,7 +205,7 @@ def _repair(where: str, name: str, known: Sequence[str]) -> str:
 
 
 def make_strategy(**settings: Any) -> DDPStrategy | str:
-    """What ``Trainer(strategy=...)`` takes, from the ``strategy`` group (also through Hydra's ``instantiate``).
+    """A value for ``Trainer(strategy=...)``, from the ``strategy`` group (also through Hydra's ``instantiate``).
 
     Raises:
         ConfigError: Naming the setting, its value and the repair.
@@ -230,9 +231,12 @@ def make_zero_config(settings: Mapping[str, Any] | DictConfig) -> ZeroConfig:
     values.pop("_target_", None)
     checked = _checked(schema_of(ZeroConfig), values, "strategy")
     try:
-        return ZeroConfig.from_kwargs(**checked)
+        config = ZeroConfig.from_kwargs(**checked)
+        if config.raw is not None:
+            check_keys(config.raw)
     except ValueError as error:
         raise ConfigError(f"strategy: {error}") from error
+    return config
 
 
 def make_plan_config(cfg: DictConfig) -> PlanConfig:
@@ -298,7 +302,7 @@ def _all_of(cfg: DictConfig, group: str) -> list[Any]:
 
 
 def make_object(cfg: DictConfig, group: str) -> Any:
-    """The object of a group that is one ``_target_`` node (``model``, ``data``), or ``None`` where it is empty."""
+    """The object of a group that is one ``_target_`` node (``model``, ``data``), or ``None`` if it is empty."""
     node = cfg.get(group)
     if node is None:
         return None
@@ -321,7 +325,7 @@ def check_launcher(cfg: DictConfig, name: str) -> None:
 
 
 def make_slurm_job(cfg: DictConfig) -> SlurmJob:
-    """What the group ``launcher=slurm`` asks for, validated."""
+    """The validated settings of the group ``launcher=slurm``."""
     check_launcher(cfg, "slurm")
     settings = {key: value for key, value in to_plain(cfg.launcher).items() if key != "name"}
     try:
@@ -362,7 +366,7 @@ def _instantiate(node: Any, where: str) -> Any:
     try:
         return instantiate(node, _convert_="all")
     except InstantiationException as error:
-        # Not found or called wrongly is the config's fault; what a constructor raises from within is shown in full.
+        # Not found or called wrongly is the config's fault; an error from inside a constructor is shown in full.
         inside = error.__cause__
         if inside is None or isinstance(inside, (ImportError, TypeError, ValueError)):
             behind = _import_error(error)

@@ -62,7 +62,7 @@ def _show(made: Plan, config: PlanConfig) -> None:
 
 
 def num_devices(value: Any, device: str) -> int:
-    """Processes per node from what ``Trainer(devices=...)`` takes."""
+    """Processes per node, from a value of ``Trainer(devices=...)``."""
     if isinstance(value, (list, tuple)):
         return len(value)
     text = str(value)
@@ -104,13 +104,10 @@ def _on_meta(cfg: DictConfig) -> Any:
 
 
 def _zero_config(cfg: DictConfig) -> ZeroConfig:
-    """Units and agreements of the strategy, where it is one of ours and can be built."""
+    """Of a strategy of ours as it is: a plan refuses the settings that a run refuses. The planner
+    takes units and agreements from it, and its account is that of ``fully_shard``, whatever engine will run."""
     strategy = to_plain(cfg.get("strategy")) or {}
-    if "min_unit_numel" not in strategy:  # ddp
-        return ZeroConfig()
-    # The account is that of fully_shard, whatever will run
-    others = {"offload": {"target": "none"}, "engine": "fsdp2", "deepspeed": {}, "deepspeed_config": None}
-    return make_zero_config({**strategy, **others})
+    return make_zero_config(strategy) if "min_unit_numel" in strategy else ZeroConfig()  # ddp
 
 
 def _batch(cfg: DictConfig, config: PlanConfig) -> Any:

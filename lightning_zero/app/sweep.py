@@ -1,4 +1,4 @@
-"""What the jobs of a Hydra sweep came to, as one table.
+"""The results of a Hydra sweep's jobs, as one table.
 
 Each job leaves ``result.json`` in its folder, wherever and by whichever Hydra launcher it was run; when the sweep ends,
 the process that started it reads them all. The command brings :class:`CompareRuns` along; an app of one's own asks for
@@ -81,7 +81,7 @@ class CompareRuns(HydraCallback):
 
 
 def compare(folder: Path) -> str:
-    """One line for each job under ``folder``: what it overrides unlike the others, and what came of it."""
+    """One line for each job under ``folder``: the overrides that tell it from the others, and its result."""
     jobs = sorted(
         (path.parent.parent for path in folder.glob("**/.hydra/overrides.yaml")), key=lambda p: (len(p.name), p.name)
     )

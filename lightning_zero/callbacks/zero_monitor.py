@@ -120,6 +120,8 @@ class ZeroMonitor(Callback):
         self.meter = TrafficMeter()
         self._planner: Planner | None = None
         self._handles: list[Any] = []
+        self._ddp: DistributedDataParallel | None = None
+        self._ddp_bytes = 0
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -158,7 +160,8 @@ class ZeroMonitor(Callback):
     def _watch(self, trainer: Trainer) -> None:
         model: Any = trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
-            _let_ddp_communicate_from_python(model, trainer)
+            if comm_hook(trainer.strategy) is None:  # a hook of the user's calls torch.distributed, which is counted
+                self._ddp, self._ddp_bytes = model, _bytes_reduced(model)
         elif not self._on_host and isinstance(model, nn.Module):
             engine = getattr(trainer.strategy, "engine", None)
             units = [m for m in model.modules() if isinstance(m, FSDPModule)] if engine is None else engine.units
@@ -169,6 +172,7 @@ class ZeroMonitor(Callback):
 
     def _unwatch(self) -> None:
         self.meter.remove()
+        self._ddp = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -245,6 +249,8 @@ class ZeroMonitor(Callback):
             self._window.waits.append((self._backward_computed[0], self._clock.mark()))
             self._window.host_waits -= self.meter.seconds - self._backward_computed[1]  # not twice
         self._backward_computed = None
+        if self._ddp is not None and self._ddp.require_backward_grad_sync:
+            self.meter.add("all_reduce", self._ddp_bytes, trainer.world_size)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         if self._sample:
@@ -430,13 +436,12 @@ def _planner_for(trainer: Trainer, module: LightningModule) -> Planner | None:
         return None
 
 
-def _let_ddp_communicate_from_python(model: DistributedDataParallel, trainer: Trainer) -> None:
-    """DDP's reducer calls the process group from C++, where nothing can count; the hook that PyTorch ships does the
-    same from Python. A hook of the user's own is left alone (and counted if it uses ``torch.distributed``)."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    if comm_hook(trainer.strategy) is None:
-        model.register_comm_hook(None, allreduce_hook)
+def _bytes_reduced(model: DistributedDataParallel) -> int:
+    """By each synchronized backward. DDP's reducer calls the process group from C++, where nothing can count; a
+    communication hook could, but then another reducer would be measured than the one that runs without the monitor."""
+    ignored = set(model.parameters_to_ignore)
+    reduced = (p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored)
+    return sum(p.numel() * p.element_size() for p in reduced)
 
 
 def _sizes(batch: Any) -> tuple[int, int]:

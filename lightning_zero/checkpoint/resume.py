@@ -14,8 +14,7 @@ states are set just before the next batch is fetched, where the number of ranks 
 from __future__ import annotations
 
 import random
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -27,7 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.store import together
 from lightning_zero.comm.agree import Agreement
-from lightning_zero.private.lightning import combined_loader, data_fetcher, set_restarting
+from lightning_zero.private.lightning import combined_loader, data_fetcher, set_restarting, without_warning_on_reset
 
 # -- random states ---------------------------------------------------------------------------------------------------
 
@@ -160,6 +159,7 @@ class Resume:
         self._mine = ranks[agreement.rank] if self._same else (ranks[0] if ranks else {})
         kept_by_lightning = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         self._loader_states = self._mine.get("loaders") or kept_by_lightning.get("combined_loader", [])
+        self._undo: Callable[[], None] | None = None
 
     def apply(self, trainer: Any) -> None:
         """Puts loaders and random states where they were; called before the first batch is fetched."""
@@ -194,7 +194,14 @@ class Resume:
         rank_zero_info(f"Resuming in mid-epoch: the training data continue after batch {num_done}.")
         if all(order or _is_stateful(loader) for loader, order in zip(loaders, orders, strict=True)):
             # Lightning would say that this loader cannot be resumed
-            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+            message = "You're resuming from a checkpoint that ended before the epoch"
+            self._undo = without_warning_on_reset(trainer.fit_loop.epoch_loop, message)
+
+    def close(self) -> None:
+        """Gives back what was lent to the trainer, also after a run that failed before it was used."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
 
 
 def leave_finished_epoch(fit_loop: Any) -> None:

@@ -46,7 +46,7 @@ NEAR_PIECE_BYTES = 2**19
 """A piece read from peer memory: small enough to be still in the cache when it is added."""
 SMALL_BYTES = 2**18
 """Shards below this size share one message: one more copy costs less than a message of their own."""
-_GATHER, _REDUCTION, AGREEMENT = 7001, 7002, 7003
+_GATHER, _REDUCTION, AGREEMENT, STEP_SYNC = 7001, 7002, 7003, 7004
 """Tags of messages. A gather may begin and end during a reduction on the same group, so each kind has a tag of its own,
 and none is a number that a user's own messages are likely to have."""
 
@@ -93,6 +93,8 @@ Parts = Sequence[Tensor]
 
 def _send(parts: Parts, mine: Tensor, group: dist.ProcessGroup, tag: int, peers: Sequence[int]) -> dist.Work:
     """Sends ``mine`` to ``peers`` and receives theirs into ``parts``, through sockets."""
+    # Receives first: gloo starts a peer's send when its receiver is posted. Messages of one tag between two ranks are
+    # matched in the order of posting, so all ranks begin their exchanges in the same order.
     works: list[Any] = [dist.irecv(parts[peer], group=group, group_src=peer, tag=tag) for peer in peers]
     works += [dist.isend(mine, group=group, group_dst=peer, tag=tag) for peer in reversed(peers)]
     return Begun(work.wait() for work in works)
@@ -165,6 +167,7 @@ def _reduced(
     sent = _Sent(whole, group, pool, far) if far else None
     read = _Read(whole, group, pool, peer_memory) if peer_memory is not None and near else None
     yield
+    # From here on in the wait. `whole` is only read: peers, and sends under way, take their parts from it.
     so_far = whole.chunk(group.size())[group.rank()]
     for peer in _others(group):
         carrier = read if peer in near else sent
@@ -257,7 +260,13 @@ class Begun(dist.Work):
 
 
 @torch.no_grad()
-def all_reduce(message: Tensor, op: Any, group: dist.ProcessGroup, peer_memory: PeerMemory | None = None) -> dist.Work:
+def all_reduce(
+    message: Tensor,
+    op: Any,
+    group: dist.ProcessGroup,
+    peer_memory: PeerMemory | None = None,
+    kind: int = AGREEMENT,
+) -> dist.Work:
     """``message``, a few numbers, 1D, will be the sum or the maximum over the ranks, as ``op`` says."""
     near, far = _near_and_far(group, peer_memory)
     if group.size() > FEW_RANKS and far:
@@ -266,11 +275,12 @@ def all_reduce(message: Tensor, op: Any, group: dist.ProcessGroup, peer_memory: 
         return work
     everyones = message.new_empty(group.size(), message.numel())
     parts, works = everyones.unbind(), []
+    # A copy in memory of this call alone: peers may still read it when this rank has overwritten `message` and gone on.
     mine = parts[group.rank()].copy_(message)
     if far:
-        works.append(_send(parts, mine, group, AGREEMENT, far))
+        works.append(_send(parts, mine, group, kind, far))
     if peer_memory is not None and near:
-        works.append(_read([(parts, mine)], AGREEMENT, peer_memory))
+        works.append(_read([(parts, mine)], kind, peer_memory))
 
     def reduce() -> None:
         if op == dist.ReduceOp.MAX:
@@ -351,7 +361,7 @@ class ReduceScatter:
         numel = math.prod(size)
         if self._lent == numel * self._world_size:
             self._lent = None
-            return torch.empty(*size, dtype=dtype, device=device)
+            return torch.empty(*size, dtype=dtype, device=device)  # not of the pool: gradients outlive the next input
         self._lent = numel
         sent = self._pool.empty(numel, dtype)
         self._input = sent.data_ptr()

@@ -124,6 +124,14 @@ class TrafficMeter:
                 setattr(module, name, original)
         self._undo.clear()
 
+    def add(self, kind: str, nbytes: float, world_size: int) -> None:
+        """Counts a collective that C++ starts, which nothing here sees: ``nbytes`` of the whole tensor."""
+        self.calls[kind] += 1
+        if world_size > 1:
+            moved = wire_bytes(kind, nbytes, world_size)
+            self.sent[kind] += moved  # type: ignore[assignment]
+            self.received[kind] += moved  # type: ignore[assignment]
+
     def _replace(self, module: Any, name: str, kind: str, parameters: tuple[str, ...], size: Size) -> None:
         original = getattr(module, name, None)
         if original is None:  # torch has the other of two names: see _check_names

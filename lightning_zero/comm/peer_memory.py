@@ -107,13 +107,14 @@ class PeerMemory:
             RuntimeError: As all methods: if a peer has ended, or does not answer within ``timeout_seconds``.
         """
         self._let_go(kind)
+        # Counted by each rank for itself: one that skipped an exchange would read another one's tensors from then on
         number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
         is_small = sum(t.nbytes for t in tensors) <= SMALL_BYTES
         content = b"".join(ctypes.string_at(t.data_ptr(), t.nbytes) for t in tensors) if is_small else b""
         addresses = [] if is_small else [t.data_ptr() for t in tensors]
         table = (ctypes.c_size_t * len(addresses))(*addresses)
         offer = Offer(kind, number, tensors, table, set(self._links), set(self._links))
-        if table:
+        if table:  # before any message: from its address on, peers may read table and tensors, which live by this entry
             self._offers[kind, number] = offer
         message = _HEADER.pack(kind, number, ctypes.addressof(table)) + content
         for rank in self._links:
@@ -142,7 +143,7 @@ class PeerMemory:
     def done(self, offer: Offer, source: Source) -> None:
         """Confirms to the owner of ``source`` that this rank has read it."""
         offer.sources.remove(source.rank)
-        if offer.table:
+        if offer.table:  # after the last read: the owner writes to its tensors when all have confirmed
             self._send(source.rank, _HEADER.pack(-offer.kind, offer.number, 0))
 
     def look(self) -> None:
@@ -174,7 +175,7 @@ class PeerMemory:
             self._await(offer)
 
     def _await(self, offer: Offer) -> None:
-        while offer.readers:
+        while offer.readers:  # other messages that arrive meanwhile are kept: kinds interleave
             self._receive(next(iter(offer.readers)))
 
     def _send(self, rank: int, message: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What an engine owes the strategy, and the one table of what each engine can do."""
+"""The contract between an engine and the strategy, and the one table of each engine's capabilities."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors, placeholder
 from lightning_zero.comm.agree import broadcast_coalesced
+from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.comm.shards import gathered, gathered_on_rank_0
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.gradients import clamp, scale_to_norm, sum_of_squares
@@ -28,7 +29,7 @@ CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
     "stage": {"fsdp2": (1, 2, 3), "deepspeed": (1, 2, 3)},
     "accelerator": {"fsdp2": ("cpu", "cuda", "xpu", "hpu"), "deepspeed": ("cpu", "cuda", "xpu", "hpu")},
 }
-"""What an engine cannot do stands here and nowhere else."""
+"""The only place for an engine's limits."""
 
 LIMITS: dict[str, dict[str, str]] = {
     "fsdp2": {
@@ -58,7 +59,7 @@ LIMITS: dict[str, dict[str, str]] = {
         ),
     },
 }
-"""Engine -> what of DDP's it refuses, with a ``ValueError``: why, upstream's place, and who does it."""
+"""Engine -> feature of DDP that it refuses with a ``ValueError`` -> reason, place in upstream's code, alternative."""
 
 
 class Root(nn.Module):
@@ -140,9 +141,12 @@ class Engine(ABC):
     """
 
     module: nn.Module
-    """What was handed to :meth:`shard`."""
+    """The argument of :meth:`shard`."""
     mesh: DeviceMesh
     """Of all ranks; shards lie along its axis "shard"."""
+
+    peer_memory: PeerMemory | None = None
+    """Among all ranks, where this engine has connections of its own between processes on CPUs."""
 
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         self.config = config
@@ -161,7 +165,7 @@ class Engine(ABC):
         self.units: Sequence[nn.Module] = ()
         """Modules that are gathered together for each of their forwards, where they are of ``fully_shard``."""
         self.units_table = ""
-        """What is gathered together, as text."""
+        """A table of the units, as text."""
         self.reduces = True
         """Whether the backward of this micro-batch ends a window; not inside :meth:`no_sync`."""
         self.optimizers: list[Optimizer] | None = None
@@ -203,7 +207,7 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """``optimizer.step`` on what this rank holds."""
+        """``optimizer.step`` on this rank's shards."""
 
     @abstractmethod
     def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> AbstractContextManager[Any]:
@@ -217,11 +221,11 @@ class Engine(ABC):
 
     @abstractmethod
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        """Those of ``optimizer``, as plain tensors: this rank's shards, and what every rank holds whole."""
+        """Those of ``optimizer``, as plain tensors: this rank's shards, and the replicated ones."""
 
     @property
     def shards_device(self) -> torch.device:
-        """Where the gradients' shards lie, and their norms are joined."""
+        """The device of the gradients' shards, on which their norms are joined."""
         return self.device
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
@@ -308,11 +312,11 @@ class Engine(ABC):
 
     @abstractmethod
     def store_whole(self, whole: Mapping[Any, Tensor]) -> None:
-        """Rank 0's values of ``whole``, and of what is replicated, become everybody's, each rank keeping its share."""
+        """Broadcasts rank 0's values of ``whole`` and of replicated parameters; each rank keeps its share."""
 
     @abstractmethod
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
-        """What this rank holds right now, and where; not collective."""
+        """The tensors that this rank holds right now, and their places; not collective."""
 
     @property
     @abstractmethod

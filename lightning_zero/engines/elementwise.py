@@ -47,6 +47,20 @@ def is_elementwise(optimizer: Optimizer, declared: Collection[str] = ()) -> bool
     return is_declared(optimizer, declared)
 
 
+def note_on_whole_steps(optimizers: Collection[Optimizer], declared: Collection[str]) -> str:
+    """A sentence for the user on those that step on whole parameters and perhaps need not, or nothing."""
+    unknown = [o for o in optimizers if not is_known(o) and not is_elementwise(o, declared)]
+    names = sorted({type(o).__name__ for o in unknown})
+    if not names:
+        return ""
+    return (
+        f"{', '.join(names)} steps on whole parameters, gradients and states, which every rank gathers for the"
+        " length of a step: PyTorch's own optimizers alone are known to step alike on shards. Where an"
+        " element's update depends on nothing but that element's own history,"
+        f" elementwise_optimizers={names} saves that memory."
+    )
+
+
 def keys_beside_elements(optimizer: Optimizer) -> frozenset[str]:
     """State keys of an element-wise optimizer under which it keeps tensors of another shape than its parameter's, such
     as a counter of shape ``(1,)``: beside a part of one element their shape does not tell. PyTorch's own have only

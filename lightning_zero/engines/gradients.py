@@ -20,7 +20,7 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Together what is of one dtype, on one device."""
+    """Grouped by dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for t in tensors:
         groups.setdefault((t.dtype, t.device), []).append(t)
@@ -28,7 +28,7 @@ def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def scale_to_norm(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """What ``torch.nn.utils.clip_grad_norm_`` does with the joint norm of ``grads``."""
+    """Scales ``grads`` by their joint norm, as ``torch.nn.utils.clip_grad_norm_`` does."""
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for kind in by_kind(grads):
         torch._foreach_mul_(kind, scale.to(kind[0].device, kind[0].dtype))

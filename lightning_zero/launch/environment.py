@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
@@ -74,13 +76,24 @@ def _mpi_names() -> tuple[str, ...] | None:
 
 
 def adapt_environment(environment: ClusterEnvironment | None) -> ClusterEnvironment | None:
-    """``environment`` as Lightning found it, or the one it cannot see; never Lightning's own requeueing, which saves
-    inside a signal handler."""
+    """``environment`` as Lightning found it, or the one it cannot see."""
     if type(environment) is LightningEnvironment and "LOCAL_RANK" not in os.environ and MpiEnvironment.detect():
         return MpiEnvironment()
-    if isinstance(environment, SLURMEnvironment):
-        environment.auto_requeue = False
     return environment
+
+
+@contextmanager
+def without_requeueing(environment: ClusterEnvironment | None) -> Iterator[None]:
+    """Inside, Lightning does not requeue by itself, which saves inside a signal handler: the step sync does. The object
+    may be the user's, so it is as it was afterwards."""
+    if not isinstance(environment, SLURMEnvironment):
+        yield
+        return
+    before, environment.auto_requeue = environment.auto_requeue, False
+    try:
+        yield
+    finally:
+        environment.auto_requeue = before
 
 
 def check_world(environment: Any, devices: int, num_nodes: int) -> None:

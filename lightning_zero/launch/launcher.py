@@ -39,7 +39,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_zero.launch import failure, rendezvous, restart, supervisor, tracebacks
-from lightning_zero.launch.environment import adapt_environment, check_world
+from lightning_zero.launch.environment import adapt_environment, check_world, without_requeueing
 from lightning_zero.launch.interrupt import leave_at_once, set_starting
 from lightning_zero.launch.session import (
     ERROR_FILE,
@@ -92,6 +92,8 @@ _refusals: dict[tuple[str | None, str], str] = {}
 """Hydra job (``None`` outside of Hydra), port of ranks that were started from outside -> why no other run is possible
 with these ranks."""
 _reporter: failure.Reporter | None = None
+_runs_inside = 0
+"""Runs under way in this process, one inside the other."""
 
 
 class PopenLauncher(SubprocessScriptLauncher):
@@ -110,7 +112,7 @@ class PopenLauncher(SubprocessScriptLauncher):
         _end_session_of_an_earlier_job()
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        global _reporter
+        global _reporter, _runs_inside
         _end_session_of_an_earlier_job()
         _refuse_after_failure()
         check_world(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -119,6 +121,7 @@ class PopenLauncher(SubprocessScriptLauncher):
             failure.save_again(trainer)
         if _reporter is None and (ERROR_FILE in os.environ or self._starts_ranks):
             _reporter = failure.Reporter()
+        _runs_inside += 1
         try:
             self._find_ranks(function, args, kwargs)
             return function(*args, **kwargs)
@@ -127,6 +130,9 @@ class PopenLauncher(SubprocessScriptLauncher):
             raise
         finally:
             set_starting(False)
+            _runs_inside -= 1
+            if (session := current()) is not None and not _runs_inside:
+                session.stop_copying()
 
     @property
     def _starts_ranks(self) -> bool:
@@ -139,6 +145,8 @@ class PopenLauncher(SubprocessScriptLauncher):
         global _run
         _run += self.num_processes > 1
         if (session := current()) is not None:
+            if _runs_inside == 1:  # not a validation inside a fit, whose end is not the end of the fit's output
+                session.copy_output()
             set_starting(True)
             if session.how is not None:  # all have raised in the run before: have all caught it?
                 session.wait_until_ready(_run)
@@ -380,6 +388,8 @@ class ProcessesLauncher(Launcher):
             return ranks[0]["results"]
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
         self._collector.recover(ranks[0]["output"], trainer)
+        if trainer.lightning_module is not None:  # attached in its copies only, where the run was
+            trainer.lightning_module.trainer = trainer
         if trainer.state.fn == TrainerFn.PREDICTING:
             return whole_predictions([rank["results"] for rank in ranks], ranks[0]["loaders"])
         return ranks[0]["results"]
@@ -478,6 +488,7 @@ class Launched:
     start_method = "auto"
     rank_logs: str | None = None
     cluster_environment_: Any = None
+    _not_requeueing: contextlib.ExitStack | None = None
 
     @property
     def cluster_environment(self) -> Any:
@@ -487,6 +498,22 @@ class Launched:
     def cluster_environment(self, environment: Any) -> None:
         self.cluster_environment_ = adapt_environment(environment)
 
+    def setup_environment(self) -> None:
+        self.requeue_again()  # a run that ended without its teardown
+        self._not_requeueing = contextlib.ExitStack()
+        self._not_requeueing.enter_context(without_requeueing(self.cluster_environment))
+        super().setup_environment()  # type: ignore[misc]
+
+    def teardown(self) -> None:
+        self.requeue_again()
+        super().teardown()  # type: ignore[misc]
+
+    def requeue_again(self) -> None:
+        """A run is over: Lightning's own requeueing is what the user has set."""
+        stack, self._not_requeueing = self._not_requeueing, None
+        if stack is not None:
+            stack.close()
+
     def setup_distributed(self) -> None:
         """As DDP's, but ranks that are still importing are waited for, by name and for as long as a start takes."""
         self.set_world_ranks()  # type: ignore[attr-defined]
@@ -494,6 +521,8 @@ class Launched:
             environment = self.cluster_environment
             os.environ["MASTER_ADDR"] = environment.main_address
             os.environ["MASTER_PORT"] = str(environment.main_port)
+            # Each gloo group of each rank would connect with every other rank: more open files than a process may have.
+            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
             limit: timedelta = timeout_of(self) or default_pg_timeout  # type: ignore[arg-type]
             rank, size = self.global_rank, self.world_size  # type: ignore[attr-defined]
             backend = backend_of(self)

@@ -83,6 +83,7 @@ class Session:
         if self._logs:
             Path(self._logs).mkdir(parents=True, exist_ok=True)
             self._copies = [_Copy(name, os.path.join(self._logs, f"rank{first}.log")) for name in ("stdout", "stderr")]
+            self.copy_output()
         ranks = []
         for local_rank in range(1, num_processes):
             rank = first + local_rank
@@ -152,6 +153,16 @@ class Session:
                     f"rank {found.get('rank')} {found.get('what', 'ended')} before the run began (shown above)."
                 )
             time.sleep(0.02)
+
+    def copy_output(self) -> None:
+        """A run begins: until :meth:`stop_copying` this rank's log gets what Python writes to the terminal."""
+        for copy in self._copies:
+            copy.begin()
+
+    def stop_copying(self) -> None:
+        """The run is over: the program has its own streams."""
+        for copy in self._copies:
+            copy.end()
 
     def log(self, text: str) -> None:
         """Writes ``text`` into this rank's log, if there is one, and not to the terminal."""
@@ -267,12 +278,24 @@ def _open_store(environment: Any, num_nodes: int) -> None:
 
 
 class _Copy:
-    """Copies what Python writes to ``sys.<name>`` into a file as well."""
+    """Copies what Python writes to ``sys.<name>`` into a file as well, from :meth:`begin` to :meth:`end`. Whoever keeps
+    the object, such as a logging handler that was made in between, writes to the stream for ever."""
 
     def __init__(self, name: str, path: str) -> None:
         self._name, self._stream = name, getattr(sys, name)
         self._file = open(path, "a", encoding="utf-8", errors="replace")  # noqa: SIM115
-        setattr(sys, name, self)
+
+    def begin(self) -> None:
+        """Takes the place of the stream that is there now: it may be another one in each run."""
+        stream = getattr(sys, self._name)
+        if stream is not self:  # a run inside a run
+            self._stream = stream
+            setattr(sys, self._name, self)
+
+    def end(self) -> None:
+        """Puts the stream back, unless somebody else has put one there meanwhile."""
+        if getattr(sys, self._name) is self:
+            setattr(sys, self._name, self._stream)
 
     def write(self, text: str) -> Any:
         if not self._file.closed:
@@ -293,8 +316,7 @@ class _Copy:
         return getattr(self._stream, name)
 
     def close(self) -> None:
-        if getattr(sys, self._name) is self:
-            setattr(sys, self._name, self._stream)
+        self.end()
         self._file.close()
 
 

@@ -1,8 +1,8 @@
-"""Which stage fits a module on given devices, and what it costs: ``lightning_zero.plan``.
+"""Finds the stage that fits a module on given devices, and its costs: ``lightning_zero.plan``.
 
 The module is copied without its memory (:mod:`~lightning_zero.planner.tracing`), one micro-batch is traced, one
 step of the optimizers that it really configures is run on fake shards, and :mod:`~lightning_zero.planner.memory` walks
-every stage through what was found. Nothing runs on a device and no process group is needed.
+every stage through these findings. Nothing runs on a device and no process group is needed.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ def choose(
 ) -> tuple[str | None, bool, str]:
     """``(name, needs checkpointing, reason)`` of the cheapest row that fits.
 
-    Rows are tried in the order of what they send and recompute: stages 1, 2, 3 on the device, then with activation
+    Rows are tried in the order of their traffic and recomputation: stages 1, 2, 3 on the device, then with activation
     checkpointing, then with offload. DDP is never the answer: stage 1 sends the same and stores less. With ``engine``
     only rows that it runs.
     """

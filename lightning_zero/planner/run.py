@@ -39,7 +39,7 @@ def plan(
     keep_gathered: bool = True,
     config: ZeroConfig | None = None,
 ) -> Plan:
-    """Says what every stage and offload would take of each rank, and which one to use.
+    """Predicts memory and traffic of each rank for every stage and offload, and recommends one.
 
     Args:
         module: Whole, on any device; on the meta device it takes no memory. It is copied, never changed.
@@ -53,7 +53,7 @@ def plan(
         host_memory_gib: Of one host, for offload.
         headroom: Share of the device's memory that is left free.
         micro_batches: Accumulated per optimizer step.
-        max_steps: What ``trainer.estimated_stepping_batches`` answers while optimizers are configured.
+        max_steps: The answer of ``trainer.estimated_stepping_batches`` while optimizers are configured.
         keep_gathered: No hook of the user's looks at the module between micro-batches.
         config: Units and agreements of the run; its stage is not looked at.
 

@@ -1,4 +1,4 @@
-"""What is shown of a plan: the table and the chart."""
+"""A plan as a table and as a chart."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def plot(plan: Any, path: str) -> None:
 
 
 def _limit(plan: Any) -> float:
-    """GiB that the chart's scale ends at: whatever may be taken is seen whole, and what is far beyond is cut off."""
+    """The end of the chart's scale in GiB: rows that fit are shown whole, rows far beyond the memory are cut off."""
     peaks = [(row.peak_checkpointed / GIB, row.stage) for row in plan.rows]
     peaks += [(row.peak / GIB, row.stage) for row in plan.rows]
     longest = max(peak for peak, _ in peaks)

@@ -6,7 +6,9 @@ do between two of their public methods is private.
 
 from __future__ import annotations
 
+import re
 import tempfile
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -37,6 +39,8 @@ LIGHTNING = Library(
         Needed(f"{_CONNECTORS}.data_connector:_DataLoaderSource.__init__", takes="self, instance, name"),
         Needed(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor", takes="self"),
         Needed(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop.advance", takes="self, data_fetcher"),
+        Needed(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop.reset", takes="self"),
+        Needed(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop.run", stores="reset"),
         # the trainer's connectors
         Needed(f"{_CONNECTORS}.signal_connector:_HandlersCompose.__init__", stores="signal_handlers"),
         Needed(f"{_CONNECTORS}.signal_connector:_SignalConnector._sigterm_notifier_fn", takes="self, signum, _"),
@@ -140,6 +144,7 @@ __all__ = [
     "training_source",
     "unwrapped",
     "without_sigterm_broadcast",
+    "without_warning_on_reset",
 ]  # fmt: skip
 
 
@@ -175,6 +180,23 @@ def without_sigterm_broadcast(loop: Any) -> Callable[[], None]:
     def undo() -> None:
         vars(loop).pop("_broadcast_sigterm_tensor", None)
 
+    return undo
+
+
+def without_warning_on_reset(loop: Any, message: str) -> Callable[[], None]:
+    """Leaves out warnings that begin with ``message`` when the epoch loop is reset next, and no others at any other
+    time; call what is returned to undo it before."""
+
+    def undo() -> None:
+        vars(loop).pop("reset", None)
+
+    def reset() -> None:
+        undo()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=re.escape(message))
+            loop.reset()
+
+    loop.reset = reset
     return undo
 
 

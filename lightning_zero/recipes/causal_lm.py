@@ -28,7 +28,7 @@ class CausalLM(LightningModule):
 
     Args:
         name: Model type for a config (``"gpt2"``), or name or path of a pretrained model.
-        pretrained: ``from_pretrained(name)`` where a hub or the disk has it; where not, and by default, random weights
+        pretrained: ``from_pretrained(name)`` if a hub or the disk has it; if not, and by default, random weights
             are made from the config.
         learning_rate: Of AdamW.
         config: Overrides of the model's config, such as ``n_layer`` or ``vocab_size``.
@@ -78,7 +78,7 @@ class CausalLM(LightningModule):
         self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """What ``lightning-zero convert --format safetensors`` writes as ``config.json``."""
+        """Written as ``config.json`` by ``lightning-zero convert --format safetensors``."""
         checkpoint["hf_config"] = self.model.config.to_dict()
 
     def configure_optimizers(self) -> Any:

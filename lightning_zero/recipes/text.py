@@ -115,7 +115,7 @@ class Blocks(Dataset[Tensor]):
 def split_topics(page_paragraphs: int = 20, every: int = 10) -> tuple[str, str]:
     """Training and held-out text: every tenth page of twenty paragraphs is held out.
 
-    The topics repeat each other, so a paragraph counts where it stands first: none is on both sides.
+    The topics repeat each other, so a repeated paragraph counts at its first place only: none is on both sides.
     """
     paragraphs = list(
         dict.fromkeys(p for name in sorted(topics) for p in re.split(r"\n\s*\n", topics[name].strip("\n")))
@@ -132,8 +132,8 @@ class PythonTopics(LightningDataModule):
     Args:
         block_size: Tokens per sample.
         batch_size: Samples per process and micro-batch.
-        vocab_size: Of the byte-pair tokenizer, 256 or more; what ``hf_tokenizer`` brings comes instead of it.
-        hf_tokenizer: Name of a Hugging Face tokenizer, used where it is on disk or can be fetched.
+        vocab_size: Of the byte-pair tokenizer, 256 or more; ``hf_tokenizer`` has its own.
+        hf_tokenizer: Name of a Hugging Face tokenizer, used if it is on disk or can be fetched.
         max_characters: Uses only the beginning of the text (for quick checks).
     """
 

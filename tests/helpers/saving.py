@@ -85,8 +85,7 @@ class _Measures(L.Callback):
         trainer.strategy.barrier()
         with Peak() as peak:
             trainer.save_checkpoint(self.path)
-            if trainer.strategy._background is not None:
-                trainer.strategy._background.wait()
+            trainer.strategy._saving.wait()
         self.saving = peak.extra_mib
 
 

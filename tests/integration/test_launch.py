@@ -121,6 +121,11 @@ def test_results_come_back_whole(method, after_fit, tmp_path, monkeypatch):
         assert value.shape == initial[name].shape
         assert (value != initial[name]).any()
     assert t.callback_metrics["loss"] > 0
+    with pytest.warns(UserWarning, match="has the weights, and training cannot continue from it"):
+        t.save_checkpoint(tmp_path / "afterwards.ckpt")  # by a module that no run was attached to in this process
+    saved = torch.load(tmp_path / "afterwards.ckpt", weights_only=False)["state_dict"]
+    assert all(torch.equal(saved[name], value) for name, value in module.state_dict().items())
+    (tmp_path / "afterwards.ckpt").unlink()
     predictions = trainer(ZeroStrategy(stage=3, units=["Linear"], start_method=method)).predict(
         module, DataLoader(data(), batch_size=4)
     )
@@ -157,6 +162,42 @@ def test_auto_is_spawn_in_pytest_and_popen_in_a_program(tmp_path, expected):
     (tmp_path / "train.py").write_text(PROGRAM)
     done = _run([sys.executable, "train.py"], tmp_path)
     assert losses_of(done) == pytest.approx(expected, rel=1e-5)
+
+
+STREAMS = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.integration.test_launch import *
+
+class Telling(InOrder):
+    def on_train_start(self):
+        print("inside rank", self.global_rank, flush=True)
+        if self.fails:
+            raise LookupError("not well")
+
+if __name__ == "__main__":
+    before = sys.stdout, sys.stderr
+    for fails in (True, False):
+        module = Telling()
+        module.fails = fails
+        try:
+            trainer(ZeroStrategy(stage=3, units=["Linear"], rank_logs="logs")).fit(module)
+        except LookupError:
+            pass
+        print("SAME", sys.stdout is before[0] and sys.stderr is before[1], flush=True)
+"""
+
+
+@pytest.mark.rest
+def test_streams_are_the_programs_own_between_runs(tmp_path):
+    """Also after one that failed; logs have the output of each run."""
+    (tmp_path / "train.py").write_text(STREAMS)
+    done = _run([sys.executable, "train.py"], tmp_path)
+    assert [line for line in done.splitlines() if line.startswith("SAME")] == ["SAME True"] * 2, done
+    logs = [(tmp_path / "logs" / f"rank{rank}.log").read_text() for rank in (0, 1)]
+    for rank, log in enumerate(logs):
+        assert log.count(f"inside rank {rank}") == 2, log
+    assert "SAME" not in logs[0]
 
 
 @pytest.mark.rest

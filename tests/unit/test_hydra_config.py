@@ -20,6 +20,7 @@ from lightning_zero.app.hydra_config import (
     schema_of,
     trainer_schema,
 )
+from lightning_zero.app.plan_command import run_plan
 from lightning_zero.config import DeepSpeedConfig, OffloadConfig, ZeroConfig
 from lightning_zero.launch.launcher import LaunchedDDP
 from lightning_zero.registry import NAMES
@@ -40,12 +41,35 @@ def test_settings_become_one_validated_config():
     assert make_strategy(name="fsdp") == "fsdp"
 
 
-def _composed(*overrides: str) -> Any:
-    """The group ``strategy`` as the command line makes it."""
+def _job(*overrides: str) -> Any:
+    """The job as the command line makes it."""
     from hydra import compose, initialize_config_module
 
     with initialize_config_module("lightning_zero.conf", version_base="1.3"):
-        return make_zero_config(compose("config", list(overrides)).strategy)
+        return compose("config", list(overrides))
+
+
+def _composed(*overrides: str) -> Any:
+    """Its group ``strategy``."""
+    return make_zero_config(_job(*overrides).strategy)
+
+
+@pytest.mark.parametrize(
+    "contradiction",
+    [
+        ("strategy/engine=deepspeed", "strategy.transport=direct"),
+        ("strategy/offload=nvme",),
+        ("strategy.deepspeed_config=nowhere.json", "strategy/engine=deepspeed"),
+    ],
+)
+def test_a_plan_refuses_the_settings_that_a_run_refuses(contradiction):
+    """Engine and offload do not enter its account, and are no less wrong."""
+    with pytest.raises(ConfigError) as of_run:
+        _composed(*contradiction)
+    shapes = "plan.batch=[2,8]", "plan.device_memory_gib=1"
+    with pytest.raises(ConfigError) as of_plan:
+        run_plan(_job(*contradiction, *shapes))
+    assert str(of_plan.value) == str(of_run.value)
 
 
 def test_groups_of_engine_and_offload():
@@ -79,6 +103,9 @@ def test_a_deepspeed_file_decides_what_was_not_chosen(tmp_path):
         _composed("strategy/engine=deepspeed", "strategy/offload=none", file)
     with pytest.raises(ConfigError, match="engine='deepspeed'"):
         _composed(file)
+    path.write_text('{"zero_optimizaton": {"stage": 2}}')
+    with pytest.raises(ConfigError, match=f"zero_optimizaton in {path} .*did you mean zero_optimization"):
+        _composed("strategy/engine=deepspeed", file)
 
 
 @pytest.mark.parametrize(

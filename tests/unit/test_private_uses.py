@@ -44,18 +44,16 @@ ALLOWED: dict[str, dict[str, str]] = {
         "_libc": "asks the kernel as the package does",
         "_PR_SET_PTRACER": "asks the kernel as the package does",
     },
-    "helpers/saving.py": {"_background": "the end of a save in the background, whose memory is measured"},
+    "helpers/saving.py": {"_saving": "the end of a save in the background, whose memory is measured"},
     "integration/test_doctor.py": {"_READER": REFUSED_MEMORY, "_RANK": "a child that ends by chance"},
     "unit/test_host_shards.py": {"_sharded": NO_CUDA},
     "unit/test_planner.py": {"_equal_units": "the same plan without its shortcut"},
     "unit/test_strategy.py": {
         "_agreement": NO_CUDA,
         "_place_scale": NO_CUDA,
-        "_whole_after_fit": NO_CUDA,
+        "_after_run": NO_CUDA,
         "_failed": STATE,
         "_end_engine": STATE,
-        "_LOST": STATE,
-        "_LEFT_SHARDED": STATE,
     },
 }
 LIGHTNINGS = (

@@ -45,7 +45,7 @@ FRONT = ("", "__main__", "conf", "hydra_config")
 LIBRARIES: dict[str, tuple[str, ...]] = {
     # library -> the rooms and modules that may import it
     "lightning": (
-        *("private.lightning", "engines.precision", "engines.deepspeed.run", "checkpoint.resume"),
+        *("private.lightning", "engines.precision", "engines.deepspeed.run", "checkpoint.resume", "checkpoint.saving"),
         *("launch", "strategy", "planner", "callbacks", "auto", "registry", "recipes", "app"),
     ),
     "hydra": ("private.hydra", "app", "launch.hydra_job", "launch.restart"),

@@ -13,7 +13,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_zero import OffloadConfig, ZeroStrategy
-from lightning_zero import strategy as strategy_module
+from lightning_zero.engines import after_run
+from lightning_zero.engines.after_run import AfterRun
 
 ENGINES = ("fsdp2", "deepspeed")
 
@@ -54,7 +55,7 @@ def test_the_end_of_a_fit_needs_no_backend_for_host_memory(monkeypatch: pytest.M
     strategy.engine = SimpleNamespace(whole_bytes=1)  # type: ignore[assignment]
     for room, fits in (([2**40, 2**40], True), ([2**40, 0], False)):
         strategy._agreement = SimpleNamespace(gather=lambda *_, room=room: room)  # type: ignore[assignment]
-        assert strategy._whole_after_fit() is fits
+        assert strategy._after_run() is (AfterRun.WHOLE if fits else AfterRun.SHARDED)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -77,12 +78,15 @@ def test_a_module_that_lost_its_files_says_so() -> None:
     for parameters, lost in ((False, False), (True, True)):
         run = ZeroStrategy(engine="deepspeed", offload=OffloadConfig(target="nvme", parameters=parameters))
         run._lightning_module = module
-        run.engine = SimpleNamespace(restore=lambda *_: None)  # type: ignore[assignment]
+        made_whole: list[bool] = []
+        run.engine = SimpleNamespace(restore=lambda whole, _, told=made_whole: told.append(whole))  # type: ignore[assignment]
         run._failed = True
-        run._end_engine(whole=False)
-        assert (module in strategy_module._LOST) == lost
-        assert (module in strategy_module._LEFT_SHARDED) == (not lost)
-        strategy_module._LEFT_SHARDED.pop(module, None)
+        assert run._after_run() is (AfterRun.LOST if lost else AfterRun.FAILED)
+        run._end_engine(run._after_run())
+        assert made_whole == [False]
+        assert after_run.make_whole(module) is not lost  # what the next run does, once
+        assert made_whole == ([False] if lost else [False, True])
+        assert not after_run.make_whole(module)
     following = ZeroStrategy(stage=3)
     following._lightning_module = module
     with pytest.raises(ValueError, match=r"LightningModule .*'nvme' that failed.*build the module anew.*ckpt_path"):

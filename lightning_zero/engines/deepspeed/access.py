@@ -1,4 +1,4 @@
-"""What user code reads and writes while DeepSpeed holds the parameters: the engine's side of the view."""
+"""Reads and writes of user code while DeepSpeed holds the parameters: the engine's side of the view."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Access:
 
     Args:
         params: All of the module's.
-        under_way: What the engine is doing.
+        under_way: The engine's current activities.
         order: Told before a parameter is gathered.
         backward: The engine's own, for a backward that user code starts inside a step.
     """
@@ -93,7 +93,7 @@ class Access:
             self._dirty[p] = None
 
     def adopt(self) -> None:
-        """What user code wrote to parameters reaches the masters."""
+        """Copies user code's writes to parameters into the masters."""
         if self._dirty and self._params.managed is not None:
             with DisableTorchFunction(), torch.no_grad():
                 for p in self._dirty:
@@ -127,7 +127,7 @@ class Access:
         managed.with_grad.add(p)
 
     def flush_grads(self) -> None:
-        """What user code wrote into gradients counts."""
+        """Copies user code's writes to gradients into DeepSpeed's pieces."""
         managed = self._params.managed
         if self._seen and managed is not None:
             with DisableTorchFunction(), torch.no_grad():

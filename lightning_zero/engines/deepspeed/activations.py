@@ -1,4 +1,4 @@
-"""Activation checkpointing of a module's units, with what is kept waiting in host memory.
+"""Activation checkpointing of a module's units, whose inputs wait in host memory.
 
 PyTorch's ``checkpoint`` and ``save_on_cpu`` do it. DeepSpeed's own function empties a unit's inputs in place when it
 moves them to host memory, so a module that uses them again (a residual around the unit, a mask that all blocks share)
@@ -68,7 +68,7 @@ def _recomputing(forward: Any, on_cpu: bool, gathers: bool) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # The hooks get what checkpoint itself saves, the inputs; what forward would save, checkpoint drops.
+        # The hooks get the inputs, which checkpoint itself saves; it drops the tensors that forward would save.
         with save_on_cpu(pin_memory=torch.cuda.is_available()) if on_cpu else nullcontext():
             return recompute(forward, args, kwargs)
 

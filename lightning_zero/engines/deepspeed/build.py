@@ -29,8 +29,8 @@ class Build:
 
     Args:
         module: The LightningModule.
-        made: What ``deepspeed.initialize`` would take.
-        device: Where parameters are computed with.
+        made: The config for ``deepspeed.initialize``.
+        device: Parameters are computed with on it.
     """
 
     def __init__(self, module: nn.Module, made: dict[str, Any], device: torch.device) -> None:
@@ -78,7 +78,7 @@ class Build:
 
 
 class _Parts:
-    """What the view needs of an engine, before there is one."""
+    """The view's side of an engine, before there is one."""
 
     def holds(self, p: Any) -> bool:
         return private.is_managed(p)

@@ -62,16 +62,15 @@ _SCALING = {
 }
 """Settings of the section ``fp16`` -> DeepSpeed's default (deepspeed/runtime/precision_config.py)."""
 _INERT = (
-    "autotuning", "comet", "compression_training", "csv_monitor", "curriculum_learning", "data_efficiency",
-    "eigenvalue", "flops_profiler", "progressive_layer_drop", "quantize_training", "tensorboard", "wandb",
-    "wall_clock_breakdown",
+    "autotuning", "comet", "csv_monitor", "data_efficiency", "flops_profiler", "memory_breakdown", "tensorboard",
+    "wandb", "wall_clock_breakdown",
 )  # fmt: skip
-"""What only ``engine.forward``, ``engine.step``, its dataloader or its launcher look at, none of which runs here."""
+"""Keys that only ``engine.forward``, ``engine.step``, its dataloader or its launcher read, none of which runs here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What a run knows and the settings don't."""
+    """Facts of a run beside its settings."""
 
     world_size: int
     device_type: str
@@ -94,7 +93,7 @@ class RunFacts:
 
     @property
     def dtype(self) -> str:
-        """What forward and backward compute in: ``"fp32"``, ``"fp16"``, ``"bf16"`` or ``"fp64"``."""
+        """The dtype of forward and backward: ``"fp32"``, ``"fp16"``, ``"bf16"`` or ``"fp64"``."""
         return _PRECISIONS.get(str(self.precision)[:2], "fp32")
 
 
@@ -124,7 +123,7 @@ def persistence_numel(numel: int) -> int:
 
 
 def ds_config(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
-    """What ``deepspeed.initialize(config=...)`` takes for this run; a new dict each time.
+    """The dict for ``deepspeed.initialize(config=...)`` in this run; a new one each time.
 
     Gradients are clipped and accumulated by the engine, as Lightning asks for it, never by DeepSpeed: its clipping is
     written as 0.0, because without the key it clips to norm 1.0.
@@ -156,7 +155,7 @@ def ds_config(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
 
 
 def check_device(config: ZeroConfig, facts: RunFacts) -> None:
-    """Raises ``ValueError`` for what DeepSpeed cannot do on this kind of device."""
+    """Raises ``ValueError`` for settings that DeepSpeed does not support on this kind of device."""
     raw = config.raw or RawConfig("{}")
     where = raw.origin
     if facts.device_type == "cpu":
@@ -197,7 +196,7 @@ def check_device(config: ZeroConfig, facts: RunFacts) -> None:
 
 
 def check_against_trainer(raw: RawConfig, facts: RunFacts) -> None:
-    """Raises ``ValueError`` where the file says something else than the Trainer about the same thing."""
+    """Raises ``ValueError`` if the file and the Trainer contradict each other."""
     where, content = raw.origin, raw.content()
     steps, _ = _file_batches(raw, facts)
     if steps is not None and steps != facts.accumulation:
@@ -241,7 +240,7 @@ def _check_loss_scaling(raw: RawConfig, facts: RunFacts) -> None:
 
 
 def inert_sections(raw: RawConfig) -> list[str]:
-    """What a file switches on that has no effect in a run under Lightning."""
+    """The sections of a file that have no effect in a run under Lightning."""
     content = raw.content()
     found = []
     for name in _INERT:
@@ -252,14 +251,14 @@ def inert_sections(raw: RawConfig) -> list[str]:
 
 
 def _switches_on(section: Mapping[str, Any]) -> bool:
-    """Whether a section has parts that are switched on (``compression_training``, ``data_efficiency``)."""
+    """Whether a section has parts that are switched on (``data_efficiency``)."""
     return any(
         isinstance(part, Mapping) and (part.get("enabled") is True or _switches_on(part)) for part in section.values()
     )
 
 
 def check_micro_batch(raw: RawConfig | None, facts: RunFacts, batch_size: int | None) -> None:
-    """Raises ``ValueError`` where the file wants another micro-batch than the dataloader makes (``None``: unknown)."""
+    """Raises ``ValueError`` if the file asks for another micro-batch than the dataloader makes (``None``: unknown)."""
     if raw is None or batch_size is None:
         return
     micro = _file_batches(raw, facts)[1]
@@ -280,7 +279,7 @@ def _precision_for(dtype: str) -> str:
 
 
 def _file_batches(raw: RawConfig, facts: RunFacts) -> tuple[int | None, int | None]:
-    """``(accumulation, micro-batch)`` that the file asks for; ``None`` where it leaves it open."""
+    """``(accumulation, micro-batch)`` that the file asks for; ``None`` if it leaves it open."""
     content = raw.content()
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     train, micro, steps = (None if content.get(key) in (None, AUTO) else content[key] for key in keys)
@@ -349,7 +348,7 @@ def _zero_section(config: ZeroConfig, facts: RunFacts, raw: RawConfig) -> dict[s
 
 
 def _defaults(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
-    """What is written where neither our settings nor the file say anything; the rest is DeepSpeed's own default."""
+    """Defaults for keys that neither our settings nor the file set; the rest is DeepSpeed's own default."""
     bucket = bucket_numel(facts.numel)
     made: dict[str, Any] = {
         "overlap_comm": facts.device_type != "cpu",  # there are no streams on a CPU
@@ -416,7 +415,7 @@ def _fill(section: dict[str, Any], key: str, mine: Any, default: Any, raw: RawCo
 
 
 def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
-    """``section`` without what is ``"auto"``: ours or DeepSpeed's default takes its place."""
+    """``section`` without its ``"auto"`` values: ours or DeepSpeed's defaults take their places."""
     return {
         key: _without_auto(value) if isinstance(value, Mapping) else value
         for key, value in section.items()

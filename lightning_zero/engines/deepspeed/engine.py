@@ -18,7 +18,7 @@ DeepSpeed reduces, gathers, offloads and swaps; users' own optimizers step on it
 number of them, any class, any schedule and any clipping do what they do under DDP. DeepSpeed's own clipping and loss
 scaling are off.
 
-[What DDP does that DeepSpeed alone does not]
+[Differences of DeepSpeed alone from DDP, and their repair]
 - *Unused parameters.* DeepSpeed has zeros or the step before's gradient there. Ranks agree (one small all-reduce) which
   parameters nobody used; these have no gradient and are not stepped. Where only some ranks used one, the others add
   zeros; stages 1 and 2 therefore reduce at the end of the backward, in fixed order.
@@ -62,7 +62,7 @@ from lightning_zero.private.torch import DisableTorchFunction
 
 
 class _Root(Root):
-    """What it returns is a list, because DeepSpeed looks into results of other kinds."""
+    """Returns a list, because DeepSpeed looks into results of other kinds."""
 
     def forward(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         return [super().forward(method, *args, **kwargs)]
@@ -194,7 +194,7 @@ class DeepSpeedEngine(Engine):
                 " micro-batches accumulate: unfreeze it in on_train_epoch_start or another hook between two steps, or"
                 " use engine='fsdp2'."
             )
-        self._access.flush_grads()
+        self._access.flush_grads()  # before DeepSpeed adds to the pieces, or user code's writes to gradients are lost
         sync = self.reduces
         with DisableTorchFunction():
             with self._under_way.during(Phase.BACKWARD):
@@ -246,7 +246,7 @@ class DeepSpeedEngine(Engine):
             return self._whole.optimizer_state(optimizer)
 
     def _state_dict_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What user code sees (collective)."""
+        """The whole states that user code sees (collective)."""
         return self.full(self.sharded_optimizer_state(optimizer))
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -281,7 +281,9 @@ class DeepSpeedEngine(Engine):
         return account.state
 
     def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
-        self._access.adopt()
+        self._access.adopt()  # before masters are read: user code may have written to parameters since the last step
+        for optimizer in self._optimizers:  # whatever becomes of the module: gradients end with the run
+            optimizer.__dict__.pop("zero_grad", None)
         if not whole:
             return
         with torch.no_grad(), DisableTorchFunction():

@@ -40,7 +40,7 @@ def make_optimizer(raw: RawConfig, parameters: Iterable[Any]) -> Optimizer:
     ``"auto"`` leaves a value to PyTorch's default, except ``lr``, which has none that would fit.
 
     Raises:
-        ValueError: Naming what the file says and what to say instead.
+        ValueError: Naming the value in the file and the one to write instead.
     """
     made, settings = _optimizer_of(raw)
     parameters = [p for p in parameters if not isinstance(p, torch.Tensor) or p.requires_grad]
@@ -51,11 +51,11 @@ def make_optimizer(raw: RawConfig, parameters: Iterable[Any]) -> Optimizer:
 
 
 def make_scheduler(raw: RawConfig, optimizer: Optimizer, total_steps: Callable[[], float]) -> LRScheduler | None:
-    """The schedule of the file's section, to be stepped after each optimizer step; ``None`` where there is none.
+    """The schedule of the file's section, to be stepped after each optimizer step; ``None`` if there is none.
 
     Args:
         raw: The file.
-        optimizer: What :func:`make_optimizer` made.
+        optimizer: From :func:`make_optimizer`.
         total_steps: Says how many optimizer steps the whole run takes, for ``total_num_steps: "auto"``.
     """
     section = raw.section("scheduler")
@@ -82,9 +82,9 @@ def make_scheduler(raw: RawConfig, optimizer: Optimizer, total_steps: Callable[[
 
 
 def check_optimizer(raw: RawConfig, optimizers: Iterable[Optimizer]) -> None:
-    """Raises ``ValueError`` where the file's optimizer is another than the module's own, naming both values.
+    """Raises ``ValueError`` if the file's optimizer is another than the module's own, naming both values.
 
-    What the file leaves out or calls ``"auto"`` is the module's.
+    Values that the file leaves out or calls ``"auto"`` are the module's.
     """
     section = raw.section("optimizer")
     if not section or section.get("type", "auto") == "auto":
@@ -127,7 +127,7 @@ class DeepSpeedSchedule(LRScheduler):
         self.schedule.load_state_dict(state_dict)
 
 
-# -- what a section means --------------------------------------------------------------------------------------------
+# -- meaning of a section -------------------------------------------------------------------------------------------
 
 
 def _optimizer_of(raw: RawConfig, auto_lr: bool = False) -> tuple[type[Optimizer], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Where NVMe offload puts its files: a folder of one run on one host, which ends with it.
+"""The folder for the files of NVMe offload: of one run on one host, which ends with it.
 
 A run's folder carries a mark of its owner (host, boot, process and when that began), which the owner holds locked as
 long as it lives: processes of another container with this host's name cannot be seen, but their locks can. A run that
@@ -35,7 +35,7 @@ class SwapFolder:
             atexit.register(self.close)
 
     def close(self) -> None:
-        """Removes the folder and what is in it; harmless to call again and in a forked child."""
+        """Removes the folder and its content; harmless to call again and in a forked child."""
         if self._made_by == os.getpid():
             self._made_by = None
             atexit.unregister(self.close)
@@ -57,8 +57,8 @@ def open_folder(
 
     Args:
         given: ``offload.path``; has to exist on every host.
-        default: Used where ``given`` is ``None``.
-        need_bytes: What the ranks of one host will write.
+        default: Used if ``given`` is ``None``.
+        need_bytes: Written by the ranks of one host.
         meeting: All ranks.
         local_rank: 0 makes and owns the folder of its host.
         node_rank: Number of the host.

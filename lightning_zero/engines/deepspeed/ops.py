@@ -29,7 +29,7 @@ _BUILDERS = {CPU_ADAM: "CPUAdamBuilder", ASYNC_IO: "AsyncIOBuilder"}
 _NEEDS = {ASYNC_IO: ("pin_memory",)}
 """Op -> those that its builder builds first."""
 _SECONDS = {CPU_ADAM: 60, ASYNC_IO: 180}
-"""Roughly what a build takes on two cores."""
+"""Rough time of a build on two cores."""
 BUILD_TIMEOUT_SECONDS = 900.0
 _BUILD = "import sys, deepspeed.ops.op_builder as b; getattr(b, sys.argv[1])().load(verbose=False)"
 _QUIET_SECONDS = 300.0
@@ -55,7 +55,7 @@ def prepare_op(
         meeting: All ranks; it waits longer than ``timeout_seconds``.
         say: Shows one line to the user.
         local_rank: 0 builds for its host.
-        device_type: What the run computes on; DeepSpeed builds for what it finds itself, unless told.
+        device_type: Of the run's device; DeepSpeed builds for the device that it finds itself, unless told.
         timeout_seconds: For the build, or for somebody else's that is under way.
     """
     limit = min(timeout_seconds, 0.8 * agreement.timeout_seconds)
@@ -86,7 +86,7 @@ def build(name: str, say: Callable[[str], None], timeout_seconds: float, device_
 
 
 def why_not(name: str) -> str | None:
-    """What is missing to build ``name``, and how to get it; ``None`` if nothing is known to be."""
+    """The missing requirement of building ``name``, and how to get it; ``None`` if none is known."""
     require_deepspeed()
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
@@ -106,7 +106,7 @@ def search_path() -> str:
 
 
 def build_folder(name: str) -> Path:
-    """Where PyTorch puts the op of that name, and its lock."""
+    """PyTorch's folder for the op of that name and its lock."""
     return Path(build_root()) / name
 
 
@@ -209,7 +209,7 @@ def _links_libaio(compiler: str) -> bool:
 
 
 def _clear_locks(folders: Sequence[Path], say: Callable[[str], None], timeout_seconds: float) -> str | None:
-    """Waits while somebody builds there, and removes a lock that nobody holds; what is wrong if that takes too long."""
+    """Waits while somebody builds there, and removes a lock that nobody holds; the reason if that takes too long."""
     deadline, waiting = time.monotonic() + timeout_seconds, False
     for folder in folders:
         lock = folder / "lock"
@@ -307,7 +307,7 @@ def every_op() -> dict[str, str]:
 
 
 def _why_incompatible(builder: object) -> str | None:
-    """What DeepSpeed itself finds missing; its checks raise, or leave a line in ``error_log``."""
+    """The requirement that DeepSpeed itself finds missing; its checks raise, or leave a line in ``error_log``."""
     try:
         if builder.is_compatible(verbose=False):  # type: ignore[attr-defined]
             return None

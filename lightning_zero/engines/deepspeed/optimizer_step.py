@@ -45,7 +45,7 @@ class Joined(Optimizer):
     """The groups of all optimizers, for DeepSpeed, and the states it keeps in files."""
 
     def __init__(self, groups: list[list[Tensor]]) -> None:
-        # What DeepSpeed reads of a group when only a part is offloaded
+        # DeepSpeed reads it of a group when only a part is offloaded
         unused = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
         super().__init__([{"params": group} for group in groups], unused)
 
@@ -57,7 +57,7 @@ class Managed:
     """The parameters that DeepSpeed holds, their gradients and how to put them together.
 
     Args:
-        shards: Where the pieces are.
+        shards: They hold the pieces.
         joined: The optimizer DeepSpeed was given.
         shapes: Every managed parameter's own shape.
     """
@@ -181,7 +181,7 @@ class PieceStep:
 
     @contextmanager
     def stand_ins(self, on_shards: bool | None = None, only: Only | None = None) -> Iterator[_Swap]:
-        """The optimizer holds tensors it can step on; what it did to them is stored on leaving.
+        """The optimizer holds tensors it can step on; its changes to them are stored on leaving.
 
         Args:
             on_shards: Pieces (``True``) or whole tensors (``False``); by default what the optimizer needs.
@@ -218,7 +218,7 @@ class CpuAdam:
 
     @staticmethod
     def knows(optimizer: Optimizer) -> bool:
-        """Whether the kernel computes what ``optimizer`` does."""
+        """Whether the kernel computes the same step as ``optimizer``."""
         if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
             return False
         groups = optimizer.param_groups
@@ -229,7 +229,7 @@ class CpuAdam:
         return plain and numbers and len({bool(group.get("decoupled_weight_decay")) for group in groups}) == 1
 
     def step(self) -> None:
-        """One step on what the optimizer holds; its step counts stay tensors, as PyTorch has them."""
+        """One step on the tensors that the optimizer holds; its step counts stay tensors, as PyTorch has them."""
         self.adam.param_groups = [{**group, "bias_correction": True} for group in self.optimizer.param_groups]
         states = {p: self.optimizer.state.get(p, {}) for p in parameters(self.optimizer) if p.grad is not None}
         for state in states.values():
@@ -387,6 +387,6 @@ class _Wholes(_Swap):
 
 
 def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    """What ``optimizer`` holds, group after group."""
+    """The parameters of ``optimizer``, group after group."""
     for group in optimizer.param_groups:
         yield from group["params"]

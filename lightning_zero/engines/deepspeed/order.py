@@ -38,7 +38,7 @@ class Order:
         self.is_followed = params.stage3 and group is not None and on_cpu
 
     def follow(self, engine: Any, trained: Collection[Tensor] | None) -> None:
-        """Agrees on what DeepSpeed's ``engine`` is about to do; ``trained`` have gradients, with an optimizer."""
+        """Ranks agree before each gather of DeepSpeed's ``engine``; ``trained`` have gradients, with an optimizer."""
         if not self._params.stage3:
             return
         if self.is_followed:

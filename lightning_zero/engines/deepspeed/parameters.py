@@ -1,4 +1,4 @@
-"""The module's parameters as the user made them, beside what DeepSpeed makes of them."""
+"""The module's parameters as the user made them, beside DeepSpeed's forms of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Parameters:
         self.managed: Managed | None = None
 
     def _take_built(self) -> None:
-        """Everybody has rank 0's values; what was built sharded (see ``build``) has them already."""
+        """Broadcasts rank 0's values; parameters that were built sharded (see ``build``) have them already."""
         with torch.no_grad():
             for p in self.odd:
                 private.make_whole(p)

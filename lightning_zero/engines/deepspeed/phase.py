@@ -1,4 +1,4 @@
-"""What the engine is doing, and so what a read or a write of a parameter means."""
+"""The engine's current activities, on which the meaning of a parameter's read or write depends."""
 
 from __future__ import annotations
 

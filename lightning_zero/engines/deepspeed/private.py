@@ -5,7 +5,7 @@ know neither clipping, nor several optimizers, nor Adam's step count. :class:`Sh
 DeepSpeed keeps what.
 
 [Tensors]
-- *flat*: 1-D, what one rank holds of a group of parameters: neighbouring parts of them, one after the other.
+- *flat*: 1-D, one rank's part of a group of parameters: neighbouring parts of them, one after the other.
 - *master*: the flat that is stepped, in fp32; on the CPU or in files with offload.
 - *piece*: where one parameter's part begins in the flat, and where in the parameter. Stages 1 and 2 cut a whole group
   into N flats, so a rank may have nothing of a parameter; stage 3 cuts every parameter into N.
@@ -129,7 +129,7 @@ ACCELERATORS = ("cpu", "cuda", "xpu", "hpu")
 
 @dataclass(frozen=True)
 class Piece:
-    """What this rank holds of one parameter."""
+    """This rank's part of one parameter."""
 
     flat: int
     """Number of the flat."""
@@ -154,7 +154,7 @@ class Piece:
 
 @contextlib.contextmanager
 def environment(device: torch.device) -> Iterator[None]:
-    """What DeepSpeed reads from environment variables, there for as long as it starts or loads an op."""
+    """Sets the environment variables that DeepSpeed reads while it starts or loads an op."""
     changes = {"DS_ACCELERATOR": device.type if device.type in ACCELERATORS else None}
     changes |= {"PATH": search_path(), "TORCH_EXTENSIONS_DIR": build_root()}
     if "LOCAL_RANK" not in os.environ:
@@ -324,7 +324,7 @@ def _can_be_sharded(p: Tensor) -> bool:
 
 
 def own_attributes(p: Any) -> set[str]:
-    """Names of what the user put on a parameter."""
+    """Names of the attributes that the user put on a parameter."""
     return set(vars(p)) - getattr(p, "ds_names", set())
 
 
@@ -337,7 +337,7 @@ def make_whole(p: Any) -> None:
 
 
 def keep_dtype(p: Any) -> None:
-    """What ``module.to(dtype)`` did to an empty parameter is done to this rank's part."""
+    """Repeats on this rank's part the cast of an empty parameter by ``module.to(dtype)``."""
     part = cut_of(p)
     if part is not None and part.dtype != p.dtype:
         part.data = part.data.to(p.dtype)
@@ -347,7 +347,7 @@ def keep_dtype(p: Any) -> None:
 
 
 def backward(engine: Any, run_backward: Callable[[], None], before_end: Callable[[], None]) -> None:
-    """What ``engine.backward(loss)`` does around ``loss.backward()``, with the caller's own call in its place.
+    """``engine.backward(loss)`` with the caller's own call in the place of its ``loss.backward()``.
 
     ``before_end`` runs when all gradients are there and the last buckets are not yet reduced.
     """
@@ -391,7 +391,7 @@ def reduced_at_end(engine: Any, params: Iterable[Tensor]) -> Iterator[None]:
             raise
 
 
-# -- what lies where -----------------------------------------------------------------------------------------------
+# -- places of tensors ---------------------------------------------------------------------------------------------
 
 
 class Shards(ABC):
@@ -435,7 +435,7 @@ class Shards(ABC):
 
     @abstractmethod
     def after_backward(self, takes: bool) -> None:
-        """Takes what the backward left."""
+        """Takes the gradients that the backward left."""
 
     @abstractmethod
     def add_late(self, params: Iterable[Tensor]) -> None:
@@ -694,7 +694,7 @@ def whole_numel(p: Any) -> int:
 
 
 def cut_of(p: Any) -> Tensor | None:
-    """What this rank holds of a stage-3 parameter's values."""
+    """This rank's part of a stage-3 parameter's values."""
     return getattr(p, "ds_tensor", None)
 
 
@@ -761,15 +761,15 @@ def keep(p: Any) -> None:
 
 
 def _offload(engine: Any) -> Any:
-    """What gathers and releases at stage 3; without optimizers DeepSpeed puts it in the optimizer's place."""
+    """Gathers and releases at stage 3; without optimizers DeepSpeed puts it in the optimizer's place."""
     return getattr(engine.optimizer, "parameter_offload", engine.optimizer)
 
 
 def end(engine: Any, root: nn.Module, attributes: dict[int, set[str]]) -> None:
-    """Takes DeepSpeed off: its hooks, and what it put on modules and parameters.
+    """Takes DeepSpeed off: its hooks, and its attributes on modules and parameters.
 
     Args:
-        engine: What ``deepspeed.initialize`` made; ``None`` if it never did.
+        engine: From ``deepspeed.initialize``; ``None`` if it was never called.
         root: The module that was given to it.
         attributes: Names of the attributes that each parameter had before, by identity.
     """

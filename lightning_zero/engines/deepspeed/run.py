@@ -1,17 +1,14 @@
-"""What a run on the engine ``deepspeed`` has beside the engine: a file's optimizer, compiled parts, files.
+"""The parts of a run beside the engine ``deepspeed``: a file's optimizer, compiled ops, files.
 
-In the order of a run: :meth:`DeepSpeedRun.connect` before Lightning looks for ``configure_optimizers``;
-:meth:`~DeepSpeedRun.building` around ``configure_model``;
-:meth:`~DeepSpeedRun.prepare` before the engine starts; :meth:`~DeepSpeedRun.check_optimizers` and
-:meth:`~DeepSpeedRun.check_batches` before the first step; :meth:`~DeepSpeedRun.end`.
+The order of its methods in a run is :class:`~lightning_zero.engines.run.EngineRun`'s.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +21,8 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.after_run import AfterRun
+from lightning_zero.engines.base import Engine
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.activations import Recomputed, configure_deepspeeds_own
 from lightning_zero.engines.deepspeed.ds_config import (
@@ -34,8 +33,11 @@ from lightning_zero.engines.deepspeed.ds_config import (
     inert_sections,
 )
 from lightning_zero.engines.deepspeed.file_optimizer import check_optimizer, make_optimizer, make_scheduler
+from lightning_zero.engines.deepspeed.known_keys import check_keys, deprecated_keys
 from lightning_zero.engines.deepspeed.nvme_folder import SwapFolder, open_folder, swap_bytes
 from lightning_zero.engines.deepspeed.ops import ASYNC_IO, CPU_ADAM, prepare_op
+from lightning_zero.engines.precision import DtypePolicy
+from lightning_zero.engines.run import EngineRun, Place
 from lightning_zero.host import require_deepspeed
 
 if TYPE_CHECKING:
@@ -44,31 +46,22 @@ if TYPE_CHECKING:
 _HOOK = "configure_optimizers"
 
 
-class Place(NamedTuple):
-    """Where this rank runs, as its launcher says: srun and mpirun set none of torchrun's variables."""
-
-    local_rank: int
-    """Number among the ranks of its host."""
-    node_rank: int
-    """Number of the host."""
-    local_size: int
-    """Ranks of a host."""
-
-
-class DeepSpeedRun:
-    """One strategy's runs."""
+class DeepSpeedRun(EngineRun):
+    """See :class:`~lightning_zero.engines.run.EngineRun`."""
 
     def __init__(self, config: ZeroConfig) -> None:
         require_deepspeed()
-        self.config = config
+        if config.raw is not None:
+            check_keys(config.raw)
+        super().__init__(config)
+        self.builds_sharded = config.stage == 3
         self.cpu_adam = False
         """Whether DeepSpeed's CPU Adam can be used, on every rank."""
         self.folder: SwapFolder | None = None
         self._supplied: LightningModule | None = None
         self._recomputed: Recomputed | None = None
         self._linear: Any = None
-        self.built: Build | None = None
-        """What ``configure_model`` has built sharded, until the engine has taken it over."""
+        self._built: Build | None = None  # by configure_model, until the engine has taken it over
 
     @property
     def offload_path(self) -> str | None:
@@ -103,8 +96,12 @@ class DeepSpeedRun:
         if self._linear is not None:
             F.linear, self._linear = self._linear, None
 
+    def whole_for_optimizers(self, engine: Engine) -> AbstractContextManager[Any]:
+        """Parameters that were built sharded, too."""
+        return engine.view() if self._built is not None else nullcontext()
+
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raises ``ValueError`` where the module's own optimizers are not the file's."""
+        """Raises ``ValueError`` if the module's own optimizers are not the file's."""
         if self.config.raw is not None and self._supplied is None:
             check_optimizer(self.config.raw, optimizers)
 
@@ -112,7 +109,7 @@ class DeepSpeedRun:
 
     @contextmanager
     def building(self, module: nn.Module, trainer_facts: Mapping[str, Any], device: torch.device) -> Iterator[None]:
-        """At stage 3 what is built inside is sharded at once (collective)."""
+        """At stage 3 modules built inside are sharded at once (collective)."""
         config = self.config
         if config.auto or config.stage != 3:
             yield
@@ -123,26 +120,36 @@ class DeepSpeedRun:
         if "mixed" in str(trainer_facts["precision"]):  # parameters are fp32, as in the engine
             for section in ("bf16", "fp16", "data_types"):
                 made.pop(section, None)
-        self.built = Build(module, made, device)
-        with self.built.building():
+        self._built = Build(module, made, device)
+        with self._built.building():
             yield
 
     def begin_view(self) -> None:
-        """From here to :meth:`end_view` the module looks whole, though it may have been built sharded."""
-        if self.built is not None:
-            self.built.begin_view()
+        if self._built is not None:
+            self._built.begin_view()
 
     def end_view(self) -> None:
-        if self.built is not None:
-            self.built.end_view()
+        if self._built is not None:
+            self._built.end_view()
+
+    def take_built(self) -> Build | None:
+        built, self._built = self._built, None
+        if built is not None:
+            built.end_view()
+        return built if built is not None and built.found else None
 
     # -- before the engine starts --------------------------------------------------------------------------------
 
+    def make_engine(self, device: torch.device, dtypes: DtypePolicy) -> Engine:
+        from lightning_zero.engines.deepspeed.engine import DeepSpeedEngine  # imported with the first run
+
+        return DeepSpeedEngine(self.config, device, dtypes)
+
     def prepare(
         self,
+        engine: Engine,
         module: nn.Module,
         trainer_facts: Mapping[str, Any],
-        device_type: str,
         default_root_dir: str,
         agreement: Agreement,
         place: Place,
@@ -152,14 +159,10 @@ class DeepSpeedRun:
         Raises:
             ValueError: On every rank, before anything is sharded.
         """
+        device_type = engine.device.type
         facts = self.facts(module, trainer_facts, device_type)
         made = ds_config(self.config, facts)  # contradictions are said before minutes are spent on building
-        inert = inert_sections(self.config.raw) if self.config.raw is not None else []
-        if inert:
-            rank_zero_warn(
-                f"{self.config.raw and self.config.raw.origin}: {', '.join(inert)} has no effect here, as batches,"
-                " steps and logs are Lightning's."
-            )
+        self._warn_of_the_file()
         if self.config.offload.target == "nvme":
             self._open_folder(facts, default_root_dir, agreement, place)
             why = prepare_op(ASYNC_IO, agreement, _say, place.local_rank, device_type)
@@ -178,6 +181,17 @@ class DeepSpeedRun:
             on_cpu = bool(self.config.deepspeed.activation_cpu_offload)
             units = self.config.units, self.config.min_unit_numel
             self._recomputed = Recomputed(module, *units, on_cpu, gathers=self.config.stage == 3)
+        engine.offload_path, engine.cpu_adam = self.offload_path, self.cpu_adam
+
+    def _warn_of_the_file(self) -> None:
+        if (raw := self.config.raw) is None:
+            return
+        if inert := inert_sections(raw):
+            rank_zero_warn(
+                f"{raw.origin}: {', '.join(inert)} has no effect here, as batches, steps and logs are Lightning's."
+            )
+        for line in deprecated_keys(raw):
+            rank_zero_warn(line)
 
     def _open_folder(self, facts: RunFacts, root: str, agreement: Agreement, place: Place) -> None:
         param_bytes = 2 if facts.dtype in ("bf16", "fp16") else 4
@@ -187,7 +201,7 @@ class DeepSpeedRun:
         self.folder = open_folder(given, default, need, agreement, place.local_rank, place.node_rank, _say)
 
     def facts(self, module: nn.Module, trainer_facts: Mapping[str, Any], device_type: str) -> RunFacts:
-        """``told`` is what the Trainer was told, in the names of :class:`RunFacts`."""
+        """``trainer_facts`` are the Trainer's settings, in the names of :class:`RunFacts`."""
         sizes = [private.whole_numel(p) for p in module.parameters()]
         return RunFacts(
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
@@ -200,12 +214,12 @@ class DeepSpeedRun:
         )
 
     def check_batches(
-        self, module: nn.Module, trainer_facts: Mapping[str, Any], device_type: str, loaders: Any
+        self, module: nn.Module, trainer_facts: Mapping[str, Any], device: torch.device, loaders: Any
     ) -> None:
-        """Raises ``ValueError`` where the dataloaders' batch size is another than the file's."""
+        """Raises ``ValueError`` if the dataloaders' batch size is another than the file's."""
         if self.config.raw is None:
             return
-        facts = self.facts(module, trainer_facts, device_type)
+        facts = self.facts(module, trainer_facts, device.type)
         for loader in _flat(loaders):
             sampler = getattr(loader, "batch_sampler", None)
             size = getattr(sampler, "batch_size", None) or getattr(loader, "batch_size", None)
@@ -213,14 +227,16 @@ class DeepSpeedRun:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def end(self, keep_files: bool = False) -> None:
-        """Gives back what was lent and removes the files, unless a module still uses them: then the process does
-        at its end."""
+    def end(self, after: AfterRun, wait_for_all: Callable[[str], object]) -> None:
+        """Takes back everything lent to the module and removes the files, unless a module still uses them: then the
+        process does at its end."""
+        if self.folder is not None and after is AfterRun.WHOLE:
+            wait_for_all("the end of a run with offload='nvme'")  # others may still read
         self._take_back()
         if self._recomputed is not None:
             self._recomputed.close()
             self._recomputed = None
-        if self.folder is not None and not keep_files:
+        if self.folder is not None and after is not AfterRun.SHARDED:
             self.folder.close()
             self.folder = None
 

@@ -72,7 +72,7 @@ def _without(hidden: Iterable[nn.Parameter], module: nn.Module) -> Iterator[None
 def _made(
     config: ZeroConfig, params: Parameters, device: torch.device, is_mixed: bool, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What DeepSpeed is told."""
+    """DeepSpeed's config."""
     sizes = [shape.numel() for shape in params.shapes.values()]
     run = RunFacts(
         world_size=dist.get_world_size(),

@@ -1,8 +1,8 @@
-"""What a rank holds under DeepSpeed, and where.
+"""The tensors of a rank under DeepSpeed, and their places.
 
 DeepSpeed computes with one set of tensors and steps another: *parameters* are those of the module (stage 3: this rank's
 cuts, and whatever is gathered) and the masters; *gradients* its averaged pieces, which live in buffers of their own;
-*optimizer* the states of the users' optimizers. What lies in files is measured as files.
+*optimizer* the states of the users' optimizers. Files are measured as files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Account:
     """Counts each piece of memory once.
 
     Args:
-        config: Says what is offloaded.
+        config: Its offload settings count.
         device: Of this rank.
         shapes: Every parameter's own shape.
     """

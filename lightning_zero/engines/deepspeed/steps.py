@@ -1,4 +1,4 @@
-"""The step of the users' optimizers: on what lies in memory at once, on files flat by flat, with closures."""
+"""The step of the users' optimizers: on tensors in memory at once, on files flat by flat, with closures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Steps:
             declared: Classes that the user has named as element-wise.
 
         Raises:
-            ValueError: It steps by another optimizer, or needs in memory what lies in files.
+            ValueError: It steps by another optimizer, or needs tensors in memory that lie in files.
         """
         managed = self._params.attached
         inner = [type(member).__name__ for member in family(optimizer)[1:]]
@@ -70,7 +70,7 @@ class Steps:
         return optimizer in self._steps
 
     def of(self, optimizer: Optimizer) -> PieceStep:
-        """What ``optimizer`` is stepped by, and its states."""
+        """The object that steps ``optimizer`` and holds its states."""
         return self._steps[optimizer]
 
     def clear(self) -> None:
@@ -97,7 +97,7 @@ class Steps:
         return loss if result is None else result
 
     def _step_on(self, step: PieceStep, **kwargs: Any) -> Any:
-        """Steps what is in memory at once, then flat by flat what lies in files."""
+        """Steps tensors in memory at once, then those in files flat by flat."""
         managed, optimizer = self._params.attached, step.optimizer
         shards = managed.shards
         flats = managed.flats(p for p in parameters(optimizer) if p in managed.with_grad)
@@ -109,6 +109,8 @@ class Steps:
         elif here or any(p not in managed for p in parameters(optimizer)):
             result = self._call(step, lambda p: p not in managed or managed.piece(p).flat in here, **kwargs)
         with torch.no_grad():
+            # Published as soon as stepped, flats in files in the order of their numbers: at stages 1 and 2 publishing
+            # gathers, so all ranks come here in one order, and a flat's file is written back before the next is loaded.
             shards.publish(here)
             for i in in_files:
                 with shards.loaded(i, write=True):
@@ -184,7 +186,7 @@ class Steps:
             optimizer.__dict__.pop(name, None)
 
     def _on_wholes(self, optimizer: Optimizer, name: str, *args: Any, **kwargs: Any) -> Any:
-        """A method of the optimizer's own: it finds whole parameters and states, and what it writes counts."""
+        """A method of the optimizer's own: it finds whole parameters and states, and its writes count."""
         step, method = self._steps.get(optimizer), getattr(type(optimizer), name)
         if step is None or step.holds_stand_ins:
             return method(optimizer, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Which parameters were used between two agreements: what DDP calls unused parameters."""
+"""The parameters used between two agreements; DDP speaks of the others as unused parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_zero.private.torch import DisableTorchFunction
 
 
 class Usage:
-    """This rank's account of one window: what lies between two agreements, so the micro-batches of one step.
+    """This rank's account of one window, the time between two agreements: the micro-batches of one step.
 
     DeepSpeed has zeros or the step before's gradient where a parameter was not used. Every reduction therefore covers
     all trainable parameters, zeros where there is nothing; those that no rank used have no gradient afterwards.
@@ -69,7 +69,8 @@ class Usage:
         return self._config.find_unused_parameters and dist.get_world_size() > 1
 
     def complete(self, sync: bool) -> None:
-        """All gradients of this backward are there; some are not yet reduced."""
+        """All gradients of this backward are there; some are not yet reduced. Called before DeepSpeed ends its
+        backward, which reduces the last bucket: zeros that came later would be in no bucket on this rank."""
         managed = self._params.attached
         if self._fills and (sync or self._config.stage > 1):
             stage3 = self._params.stage3

@@ -1,10 +1,10 @@
-"""What user code sees of parameters that DeepSpeed holds.
+"""User code's view of parameters that DeepSpeed holds.
 
 Hooks see whole tensors, as under DDP (and as :mod:`lightning_zero.engines.fsdp2.view` does it for ``fully_shard``):
 
-- ``p.grad`` is the averaged gradient, put together when it is read; what is written to it counts in the step.
+- ``p.grad`` is the averaged gradient, put together when it is read; writes to it count in the step.
 - A stage-3 parameter is gathered when something reads it; inside a step it stays for the step and its backward.
-- What is written to a parameter, or to ``p.data`` and views of it, becomes the module's and the master's.
+- Writes to a parameter, or to ``p.data`` and views of it, reach the module and the master.
 
 Plain tensors pass with one check per argument.
 """
@@ -62,7 +62,7 @@ _SHAPE_GETTERS = frozenset(getattr(Tensor, name).__get__ for name in ("shape", "
 
 
 class Holder(Protocol):
-    """What the view needs of the engine."""
+    """The engine's side of the view."""
 
     def holds(self, p: Any) -> bool: ...
     def is_away(self, p: Any) -> bool: ...

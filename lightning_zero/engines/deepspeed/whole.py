@@ -24,7 +24,7 @@ States = dict[Tensor, dict[str, Any]]
 
 
 class Whole:
-    """Puts together what DeepSpeed's pieces make up, one flat in memory at a time.
+    """Makes whole tensors of DeepSpeed's pieces, one flat in memory at a time.
 
     All methods are collective. None of them looks at what user code has written and no master knows of: the engine has
     that adopted before.

@@ -145,6 +145,7 @@ class Fsdp2Engine(Engine):
         self._transport.start(self._sharded.units, self._sharded.names)
         self._identity = Identity(self._groups, self._sharded.originals)  # after start: shards may alias copies
         self.shards: Mapping[Tensor, DTensor] = self._identity.shards
+        self.peer_memory = self._transport.peer_memory
         for group in self._groups:
             private.before_reduce(group, self._before_reduce)
             private.before_backward(group, self._before_backward)

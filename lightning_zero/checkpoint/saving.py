@@ -1,0 +1,214 @@
+"""Saving and loading during a run: in which form, with whose values, and what is still under way.
+
+One :class:`Saving` lives as long as its strategy; :meth:`Saving.begin` hands it the agreement of each run. All its
+methods but :meth:`Saving.remove` are collective.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import Enum, auto
+from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from lightning_zero.checkpoint import directory, file
+from lightning_zero.checkpoint.layout import EXTRA
+from lightning_zero.checkpoint.resume import Resume, collect
+from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
+from lightning_zero.comm.agree import Agreement
+from lightning_zero.private.lightning import checkpoint_connector
+from lightning_zero.private.torch import DisableTorchFunction
+
+
+class Collecting(Enum):
+    """Whether Lightning collects a checkpoint, and so what a rank gets from the methods that return state."""
+
+    NOTHING = auto()
+    """The call is a user's own: every rank gets whole tensors, once all ranks have agreed that they make it."""
+    FOR_RANK_0 = auto()
+    """For one file: rank 0 gets whole tensors, the others their shapes alone, so a host holds one copy, not one for
+    each rank."""
+    SHARDS = auto()
+    """For a directory: every rank gets its own shards, and nothing is gathered."""
+    FAILED = auto()
+    """As ``NOTHING``. The last collecting raised, perhaps because a hook read values where only shapes are."""
+
+    @property
+    def is_under_way(self) -> bool:
+        return self in (Collecting.FOR_RANK_0, Collecting.SHARDS)
+
+
+class Saving:
+    """Writes and reads the checkpoints of a strategy's runs.
+
+    Args:
+        form: ``"file"``, ``"sharded"`` or ``"sharded-async"``, as in ``ZeroConfig.checkpoint``.
+        timeout_seconds: For the agreements of saves in the background.
+    """
+
+    def __init__(self, form: str, timeout_seconds: float) -> None:
+        self._form, self._timeout_seconds = form, timeout_seconds
+        self.collecting = Collecting.NOTHING
+        self._agreement: Agreement | None = None
+        self._loaded: Loaded | None = None
+        self._resumed: Resume | None = None
+        self._background: BackgroundSaver | None = None
+
+    def refuse_plugin(self, checkpoint_io: Any) -> None:
+        """Raises ``ValueError`` for a plugin beside a form that plugins know nothing of."""
+        if self._form != "file" and type(checkpoint_io) not in (type(None), TorchCheckpointIO):
+            raise ValueError(
+                f"checkpoint={self._form!r} with a CheckpointIO plugin ({type(checkpoint_io).__name__}):"
+                " plugins write the one-file form; use checkpoint='file' or no plugin."
+            )
+
+    # -- a run ---------------------------------------------------------------------------------------------------
+
+    @property
+    def agreement(self) -> Agreement:
+        """Of all ranks of the run; of this process alone, if the ranks were its children and have ended."""
+        return self._agreement if self._agreement is not None else Agreement(alone=True)
+
+    def begin(self, agreement: Agreement) -> None:
+        """A run begins; before set-up, because checkpoints are loaded into the module while it is still whole."""
+        self._agreement, self.collecting = agreement, Collecting.NOTHING
+
+    def follow(self, trainer: Any) -> None:
+        """From here on :attr:`collecting` tells Lightning's own collecting of a checkpoint from a user's call.
+
+        It stays so after the run: a checkpoint of a module that has stayed sharded is collected the same way.
+        """
+        connector = checkpoint_connector(trainer)
+        dump = type(connector).dump_checkpoint
+        collected = Collecting.FOR_RANK_0 if self._form == "file" else Collecting.SHARDS
+
+        def dump_checkpoint(weights_only: bool | None = None) -> dict[str, Any]:
+            self.agreement.meet("trainer.save_checkpoint()")
+            self.collecting = collected
+            try:
+                checkpoint: dict[str, Any] = dump(connector, weights_only)
+            except BaseException:
+                self.collecting = Collecting.FAILED
+                raise
+            self.collecting = Collecting.NOTHING
+            return checkpoint
+
+        connector.dump_checkpoint = dump_checkpoint
+
+    def end(self, run_failed: bool) -> None:
+        """Waits for saves in the background. One that fails ends a run; beside another failure it is a warning."""
+        self._forget_loaded()
+        if self._resumed is not None:
+            self._resumed.close()
+            self._resumed = None
+        if self._background is not None:
+            background, self._background = self._background, None
+            try:
+                background.close()
+            except Exception as error:
+                if not run_failed:
+                    raise
+                rank_zero_warn(f"The last checkpoint could not be completed: {error}")
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def save(
+        self, checkpoint: dict[str, Any], path: str, trainer: Any, storage_options: Any, beside_training: bool
+    ) -> None:
+        """Writes ``checkpoint`` in the strategy's form; in the background only ``beside_training``.
+
+        Raises:
+            CheckpointError: On every rank, if it cannot be written; the checkpoint before it is untouched.
+        """
+        if self._form != "file" and storage_options is not None:
+            raise TypeError(
+                "save_checkpoint(storage_options=...) is for CheckpointIO plugins, which"
+                f" checkpoint={self._form!r} has none of: use checkpoint='file', or leave it out."
+            )
+        if "optimizer_states" in checkpoint and self._agreement is None:
+            rank_zero_warn(
+                f"{path} has the weights, and training cannot continue from it: optimizers and progress ended with the"
+                " processes of the run. A ModelCheckpoint saves them inside the run."
+            )
+        with DisableTorchFunction():
+            if "optimizer_states" in checkpoint:  # not save_weights_only
+                checkpoint[EXTRA] = collect(trainer, self.agreement)
+            if self._form == "file":
+                together(self.agreement, lambda: _write_file(checkpoint, path, trainer, storage_options))
+            elif self._form == "sharded" or not beside_training:
+                directory.write(checkpoint, path, self.agreement)
+            else:
+                if self._background is None:  # its thread agrees in messages of its own
+                    self._background = BackgroundSaver(Agreement(self._timeout_seconds))
+                self._background.save(checkpoint, path)
+
+    def wait(self) -> None:
+        """Returns when nothing is being written any more; raises if that failed."""
+        if self._background is not None:
+            self._background.wait()
+
+    def remove(self, filepath: Any, checkpoint_io: Any) -> None:
+        """Deletes a checkpoint, on one rank, after the saves that are under way: the next one is complete first."""
+
+        def remove_it() -> None:
+            try:
+                if not remove(os.fspath(filepath)):
+                    checkpoint_io.remove_checkpoint(filepath)
+            except OSError as error:  # on this rank alone, and nothing depends on it
+                rank_zero_warn(f"{filepath} could not be deleted: {error}")
+
+        if self._background is not None:
+            self._background.then(remove_it)
+        else:
+            remove_it()
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def load(self, checkpoint_path: Any, weights_only: bool | None, checkpoint_io: Any) -> dict[str, Any]:
+        """The content of a file or a sharded directory, its tensors left on the disk until they are used.
+
+        Raises:
+            FileNotFoundError: On every rank, if there is nothing there.
+            CheckpointError: On every rank, if it is incomplete, damaged, foreign, or more than ``weights_only`` admits.
+        """
+        self._forget_loaded()
+        # Rank 0's path: a rank that looks for the newest checkpoint by itself may find a later one than others
+        path = self.agreement.gather(os.fspath(checkpoint_path))[0]
+        if self._background is not None:
+            together(self.agreement, self._background.wait)
+        ours = type(_innermost(checkpoint_io)) is TorchCheckpointIO  # plugins around it change the writing only
+        if ours or together(self.agreement, lambda: is_directory(path)):
+            self._loaded = load(path, weights_only, self.agreement)
+        else:
+            safely = weights_only is not False
+            content = together(self.agreement, lambda: checkpoint_io.load_checkpoint(path, weights_only=safely))
+            self._loaded = Loaded(content)
+        return self._loaded.content
+
+    def resume(self, trainer: Any) -> None:
+        """Continues from the checkpoint that was loaded for this run, if there is one; before the first batch."""
+        if self._loaded is not None:
+            self._resumed = Resume(self._loaded.content, self.agreement)
+            self._resumed.apply(trainer)
+            self._forget_loaded()
+
+    def _forget_loaded(self) -> None:
+        if self._loaded is not None:
+            self._loaded.close()
+            self._loaded = None
+
+
+def _write_file(checkpoint: dict[str, Any], path: str, trainer: Any, storage_options: Any) -> None:
+    strategy = trainer.strategy
+    if not strategy.is_global_zero:
+        return
+    if storage_options is None and type(strategy.checkpoint_io) is TorchCheckpointIO:
+        file.write(checkpoint, path)
+    else:
+        strategy.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+
+def _innermost(checkpoint_io: Any) -> Any:
+    return _innermost(checkpoint_io.checkpoint_io) if hasattr(checkpoint_io, "checkpoint_io") else checkpoint_io

@@ -1,0 +1,31 @@
+"""Advice on errors of libraries whose text names no remedy."""
+
+from __future__ import annotations
+
+_IN_SHARDED_MODULES = {
+    "mixed torch.Tensor and DTensor": "A sharded parameter met a plain tensor where it was not gathered",
+    "Inplace update to inference tensor": "A view of a sharded parameter is read-only: write to the parameter itself",
+}
+"""Part of an error's text -> its cause; gathering the whole module avoids both."""
+
+
+def advice_on(text: str, collecting_failed: bool, buffer_count: int | None) -> str:
+    """A sentence for the user on an error with this ``text``, or nothing.
+
+    Args:
+        text: The error's own.
+        collecting_failed: Whether it came out of the collecting of a checkpoint.
+        buffer_count: ``offload.buffer_count``, if it was given.
+    """
+    if collecting_failed and "meta" in text:
+        return (
+            "While a checkpoint is collected, rank 0 alone has its tensors' values, others their shapes: read"
+            " values under `if self.trainer.is_global_zero`."
+        )
+    if "Not enough buffers" in text:  # DeepSpeed's assertion
+        return (
+            "More parameters in files were needed at a time than offload.buffer_count has buffers for: raise it"
+            f" (now {buffer_count or 'what the largest module needs, or the file says'})."
+        )
+    cause = next((cause for part, cause in _IN_SHARDED_MODULES.items() if part in text), None)
+    return f"{cause}. ZeroStrategy(units=[]) gathers the whole module for the length of a step." if cause else ""

@@ -1,0 +1,93 @@
+"""A module after its run: whole, still sharded, or lost; known to the next run, under any strategy object."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import Enum, auto
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.engines.base import Engine
+from lightning_zero.engines.optimizer_step import whole_state_bytes
+
+
+class AfterRun(Enum):
+    """The state of a module when its run has ended."""
+
+    WHOLE = auto()
+    """Whole parameters in host memory, on every rank; the run's files are removed when all ranks are at this point."""
+    SHARDED = auto()
+    """Shards on every rank, the run's files in place. The next run makes the module whole first."""
+    FAILED = auto()
+    """Shards on every rank, and no collective at the end, because other ranks may be anywhere. The run's files are
+    removed; they held no parameters, so the next run makes the module whole first."""
+    LOST = auto()
+    """As ``FAILED``, and parameters were in the files: the module cannot be in another run."""
+
+    @property
+    def has_failed(self) -> bool:
+        return self in (AfterRun.FAILED, AfterRun.LOST)
+
+
+class Sharded(Protocol):
+    """Makes its module whole: an engine, or the shards that ``configure_model`` has built."""
+
+    def restore(self, whole: bool, optimizers: list[Optimizer]) -> None: ...
+
+
+_LEFT_SHARDED: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
+_LOST: WeakSet[nn.Module] = WeakSet()
+
+
+def leave(module: nn.Module, shards: Sharded, after: AfterRun) -> None:
+    """Notes the state of ``module`` for its next run."""
+    if after is AfterRun.LOST:
+        _LOST.add(module)
+    elif after is not AfterRun.WHOLE:
+        _LEFT_SHARDED[module] = shards
+
+
+def refuse_lost(module: nn.Module) -> None:
+    """Raises ``ValueError`` for a module that has no parameters any more."""
+    if module in _LOST:
+        raise ValueError(
+            f"{type(module).__name__} was in a run with offload='nvme' that failed, and its parameters went with"
+            " that run's files: build the module anew, and continue from a checkpoint with ckpt_path."
+        )
+
+
+def make_whole(module: nn.Module) -> bool:
+    """Whether an earlier run left ``module`` sharded; it is whole now (collective)."""
+    shards = _LEFT_SHARDED.pop(module, None)
+    if shards is not None:
+        shards.restore(True, [])
+    return shards is not None
+
+
+def where_memory_allows(
+    engine: Engine, optimizers: Collection[Optimizer], num_processes: int, room_bytes: int
+) -> tuple[AfterRun, str]:
+    """``WHOLE`` if each of a host's ``num_processes`` can hold the whole module in ``room_bytes``, else ``SHARDED``;
+    beside it a sentence on the parts that stay sharded. Optimizers' states become whole if they fit beside the module.
+
+    ``room_bytes`` is the same on all ranks, so that all answer alike.
+    """
+    module_bytes = engine.whole_bytes
+    if module_bytes >= room_bytes:
+        return AfterRun.SHARDED, (
+            "after_fit='auto': the module stays sharded, its whole parameters"
+            f" ({module_bytes * num_processes / 2**30:.1f} GiB for the processes of one host) do not fit into"
+            " host memory."
+        )
+    states_bytes = whole_state_bytes(optimizers)
+    engine.states_whole_after_fit = module_bytes + states_bytes < room_bytes
+    if engine.states_whole_after_fit:
+        return AfterRun.WHOLE, ""
+    return AfterRun.WHOLE, (
+        "after_fit='auto': the optimizers' states stay sharded, as whole ones"
+        f" ({states_bytes * num_processes / 2**30:.1f} GiB for the processes of one host) do not fit into"
+        " host memory beside the module."
+    )

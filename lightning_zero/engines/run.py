@@ -1,0 +1,102 @@
+"""The parts of a run beside its engine: methods lent to the module, files, compiled ops."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_zero.comm.agree import Agreement
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.after_run import AfterRun, Sharded
+from lightning_zero.engines.base import Engine
+from lightning_zero.engines.precision import DtypePolicy
+
+
+class Place(NamedTuple):
+    """This rank's place, as its launcher says: srun and mpirun set none of torchrun's variables."""
+
+    local_rank: int
+    """Number among the ranks of its host."""
+    node_rank: int
+    """Number of the host."""
+    local_size: int
+    """Ranks of a host."""
+
+
+class EngineRun(ABC):
+    """One strategy's runs with an engine; the methods stand in the order of a run. Unless an engine says otherwise
+    there is nothing beside it."""
+
+    builds_sharded = False
+    """Whether ``configure_model`` makes shards, inside :meth:`building`."""
+
+    def __init__(self, config: ZeroConfig) -> None:
+        self.config = config
+        """Of the run that comes: ``zero_auto`` picks stage and offload when it is set up."""
+
+    def connect(self, module: Any) -> None:  # noqa: B027
+        """Before Lightning looks for the module's hooks."""
+
+    def building(
+        self, module: Any, trainer_facts: Mapping[str, Any], device: torch.device
+    ) -> AbstractContextManager[None]:
+        """Around ``configure_model`` (collective)."""
+        return nullcontext()
+
+    def begin_view(self) -> None:  # noqa: B027
+        """From here to :meth:`end_view` the module looks whole, though it may have been built sharded."""
+
+    def end_view(self) -> None:  # noqa: B027
+        """See :meth:`begin_view`."""
+
+    def loads_on_host(self, device: torch.device) -> bool:
+        """Whether the module stays in host memory until the engine takes it from there, unit by unit."""
+        return False
+
+    @abstractmethod
+    def make_engine(self, device: torch.device, dtypes: DtypePolicy) -> Engine:
+        """The engine, which holds nothing yet."""
+
+    def prepare(  # noqa: B027
+        self,
+        engine: Engine,
+        module: Any,
+        trainer_facts: Mapping[str, Any],
+        default_root_dir: str,
+        agreement: Agreement,
+        place: Place,
+    ) -> None:
+        """Checks settings against the run and opens the engine's resources, before anything is sharded (collective).
+
+        Raises:
+            ValueError: On every rank.
+        """
+
+    def whole_for_optimizers(self, engine: Engine) -> AbstractContextManager[Any]:
+        """Around ``configure_optimizers``, which looks at whole parameters."""
+        return engine.view()
+
+    def note_on_optimizers(self, optimizers: Collection[Optimizer]) -> str:
+        """A sentence for the user on how ``optimizers`` step, or nothing."""
+        return ""
+
+    def check_optimizers(self, optimizers: Collection[Optimizer]) -> None:  # noqa: B027
+        """Raises ``ValueError`` for ones that contradict the settings."""
+
+    def check_batches(  # noqa: B027
+        self, module: Any, trainer_facts: Mapping[str, Any], device: torch.device, loaders: Any
+    ) -> None:
+        """Raises ``ValueError`` for batches that contradict the settings."""
+
+    def take_built(self) -> Sharded | None:
+        """The shards that ``configure_model`` has made and no engine has taken over; they are the caller's now."""
+        return None
+
+    def end(self, after: AfterRun, wait_for_all: Callable[[str], object]) -> None:  # noqa: B027
+        """Takes back everything lent to the module, and removes files if ``after`` says so. ``wait_for_all`` returns
+        when every rank has called it; its argument names the call in the error of a rank that waited in vain."""

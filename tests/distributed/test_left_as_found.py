@@ -1,0 +1,180 @@
+"""A run leaves the process as it found it, also one that fails: filters, the user's objects, DDP's own reducer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.callbacks import ZeroMonitor
+from lightning_zero.launch.launcher import LaunchedDDP
+from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
+from tests.helpers.ranks import outcome
+
+LATE = "You're resuming from a checkpoint that ended before the epoch"
+
+
+class Module(L.LightningModule):
+    def __init__(self, fails_at: int = 99) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 2)
+        self.fails_at = fails_at
+        self.seen: list[Any] = []
+
+    def look(self) -> Any:
+        return None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(self.look())
+        if batch_idx == self.fails_at:
+            raise LookupError("not well")
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        self.made = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return self.made
+
+
+def _data() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(64.0).view(16, 4) / 64), batch_size=2)
+
+
+def _trainer(strategy: Any, **more: Any) -> L.Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    devices = int(os.environ["WORLD_SIZE"])
+    return L.Trainer(strategy=strategy, accelerator="cpu", devices=devices, **{**quiet, "max_epochs": 1, **more})
+
+
+# -- warnings --------------------------------------------------------------------------------------------------------
+
+
+def _resume_in_mid_epoch(folder: str) -> tuple[bool, list[str], bool]:
+    saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    _trainer(ZeroStrategy(), enable_checkpointing=True, callbacks=[saves], max_steps=3).fit(Module(), _data())
+    before = list(warnings.filters)
+    with warnings.catch_warnings(record=True) as seen:
+        inside = list(warnings.filters)
+        trainer = _trainer(ZeroStrategy())
+        trainer.fit(Module(), _data(), ckpt_path=os.path.join(folder, "step=3.ckpt"))
+        same = list(warnings.filters) == inside
+    said = [str(each.message) for each in seen if str(each.message).startswith(LATE)]
+    return same and list(warnings.filters) == before, said, "reset" in vars(trainer.fit_loop.epoch_loop)
+
+
+def test_a_resumed_run_leaves_the_warning_filters(ranks1: Any, tmp_path: Path) -> None:
+    (found,) = ranks1(_resume_in_mid_epoch, str(tmp_path))
+    assert found == (True, [], False)
+
+
+# -- SLURM -----------------------------------------------------------------------------------------------------------
+
+
+def _one_task(folder: str) -> None:
+    job = {"JOB_ID": "7", "JOB_NAME": "train", "STEP_ID": "0", "NTASKS": "1", "NTASKS_PER_NODE": "1"}
+    task = {"PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+    os.environ.update({f"SLURM_{name}": value for name, value in {**job, **task}.items()})
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)  # as if torchrun had not started this process
+    scontrol = Path(folder) / "scontrol"
+    scontrol.write_text('#!/bin/sh\necho "$@" > "$0.said"\n')
+    scontrol.chmod(0o755)
+    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+    os.chdir(folder)
+
+
+def _requeues(ddp: bool, fails_at: int, folder: str) -> tuple[list[bool], bool]:
+    _one_task(folder)
+    environment = SLURMEnvironment()
+    module = Module(fails_at)
+    module.look = lambda: environment.auto_requeue  # type: ignore[method-assign]
+    trainer = _trainer(LaunchedDDP() if ddp else ZeroStrategy(), plugins=[environment], max_steps=3)
+    assert environment.auto_requeue  # nothing has begun
+    _ = outcome(lambda: trainer.fit(module, _data()))
+    return module.seen, environment.auto_requeue
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+@pytest.mark.parametrize("fails_at", [1, 99])
+def test_requeueing_by_lightning_is_off_for_the_run_alone(
+    ranks1: Any, ddp: bool, fails_at: int, tmp_path: Path
+) -> None:
+    ((seen, after),) = ranks1(_requeues, ddp, fails_at, str(tmp_path))
+    assert seen
+    assert not any(seen)
+    assert after
+
+
+class _SignalledInSetup(L.Callback):
+    """The step sync is there, and has not yet taken over the signal."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def _signalled_in_setup(folder: str) -> tuple[Any, int, str]:
+    _one_task(folder)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    trainer = _trainer(ZeroStrategy(), plugins=[SLURMEnvironment()], callbacks=[_SignalledInSetup()])
+    try:
+        trainer.fit(Module(), _data())
+        code: Any = None
+    except SystemExit as end:
+        code = end.code
+    said = Path(folder) / "scontrol.said"
+    return code, trainer.global_step, said.read_text().strip() if said.exists() else ""
+
+
+def test_a_signal_during_set_up_is_not_lost(ranks1: Any, tmp_path: Path) -> None:
+    assert ranks1(_signalled_in_setup, str(tmp_path)) == [(PREEMPTED_EXIT_CODE, 1, "requeue 7")]
+
+
+# -- objects of the user ---------------------------------------------------------------------------------------------
+
+
+def _optimizer_afterwards(fails_at: int, after_fit: str) -> tuple[bool, bool]:
+    module = Module(fails_at)
+    lent: list[bool] = []
+    module.look = lambda: lent.append("zero_grad" in vars(module.made))  # type: ignore[method-assign]
+    strategy = ZeroStrategy(stage=2, engine="deepspeed", after_fit=after_fit)  # type: ignore[arg-type]
+    _ = outcome(lambda: _trainer(strategy, max_steps=3).fit(module, _data()))
+    return all(lent), "zero_grad" in vars(module.made)
+
+
+@pytest.mark.parametrize(("fails_at", "after_fit"), [(1, "whole"), (99, "sharded"), (99, "whole")])
+def test_deepspeed_gives_the_optimizer_its_zero_grad_back(ranks1: Any, fails_at: int, after_fit: str) -> None:
+    pytest.importorskip("deepspeed")
+    assert ranks1(_optimizer_afterwards, fails_at, after_fit) == [(True, False)]
+
+
+def _with_monitor() -> tuple[bool, float, tuple[bool, bool]]:
+    asked: list[Any] = []
+    streams = sys.stdout, sys.stderr
+    monitor = ZeroMonitor(predict=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistributedDataParallel, "register_comm_hook", lambda self, *given: asked.append(given))
+        _trainer("ddp", accumulate_grad_batches=2, callbacks=[monitor]).fit(Module(), _data())
+    (sent,) = {row["sent per step: all_reduce bytes"] for row in monitor.rows}
+    return bool(asked), sent, (sys.stdout is streams[0], sys.stderr is streams[1])
+
+
+def test_the_monitor_measures_ddps_own_reducer(ranks2: Any) -> None:
+    """A communication hook would be another reducer than the one that runs without the monitor."""
+    gradients = 4 * (4 * 2 + 2)
+    for asked, sent, streams in ranks2(_with_monitor):
+        assert not asked
+        assert sent >= gradients  # one of two micro-batches is reduced, 2 (n - 1) / n of it sent; messages of the run
+        assert sent < 2 * gradients + 64
+        assert streams == (True, True)
