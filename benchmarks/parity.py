@@ -68,9 +68,14 @@ def _row(pool: RankPool, name: str, world_size: int) -> list[str]:
     reference = pool.run(zoo.train, name, kind.reference, True, world_size=world_size, timeout_seconds=TIMEOUT_SECONDS)
     cells = []
     for engine, stage in COLUMNS:
+        if engine == "deepspeed" and not kind.on_deepspeed:
+            cells.append("not tried")
+            continue
         strategy = _strategy(engine, stage)
         unsupported = kind.unsupported_units if engine == "fsdp2" else kind.unsupported_deepspeed
         refusal = unsupported.get(stage) if world_size > 1 else None
+        if engine == "fsdp2":
+            refusal = kind.refused or refusal
         try:
             if refusal:
                 answer = pool.run(

@@ -163,9 +163,10 @@ class ZeroMonitor(Callback):
             if comm_hook(trainer.strategy) is None:  # a hook of the user's calls torch.distributed, which is counted
                 self._ddp, self._ddp_bytes = model, _bytes_reduced(model)
         elif not self._on_host and isinstance(model, nn.Module):
-            for unit in model.modules():
-                if isinstance(unit, FSDPModule):
-                    self._watch_unit(unit)
+            engine = getattr(trainer.strategy, "engine", None)
+            units = [m for m in model.modules() if isinstance(m, FSDPModule)] if engine is None else engine.units
+            for unit in units:
+                self._watch_unit(unit)
         for optimizer in trainer.optimizers:
             self._handles.append(unwrapped(optimizer).register_step_post_hook(self._after_optimizer))
 

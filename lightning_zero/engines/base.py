@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -162,10 +162,14 @@ class Engine(ABC):
         """Whether optimizers have whole states beside whole parameters when the run ends."""
         self.cpu_adam = False
         """Whether DeepSpeed's CPU Adam can be used."""
+        self.units: Sequence[nn.Module] = ()
+        """Modules that are gathered together for each of their forwards, where they are of ``fully_shard``."""
         self.units_table = ""
         """A table of the units, as text."""
         self.reduces = True
         """Whether the backward of this micro-batch ends a window; not inside :meth:`no_sync`."""
+        self.optimizers: list[Optimizer] | None = None
+        """A parameter that came after the set-up may be there if none of them holds it; ``None``: none may be."""
         self._broadcasts_next = True
 
     @property
@@ -330,9 +334,11 @@ class Engine(ABC):
 
     def check_parameters(self) -> None:
         """Raises ``ValueError`` when the module's parameters are no longer those that were sharded."""
-        known = self.known_parameters
+        known, held = self.known_parameters, None
+        if self.optimizers is not None:
+            held = {p for o in self.optimizers for group in o.param_groups for p in group["params"]}
         for name, p in self.module.named_parameters():
-            if p not in known:
+            if p not in known and (held is None or p in held):
                 raise ValueError(
                     f"parameter {name!r} was replaced or added after the strategy set the module up, so it would"
                     " neither be sharded nor reduced: create it in __init__ or configure_model, or write into the"

@@ -53,7 +53,8 @@ class ShardedStep:
         fuses: Whether its shards lie in host memory, so that Adam is fused there.
         declared: ``ZeroConfig.elementwise_optimizers``.
         before: Makes parameters and gradients true for user code and optimizers that look before the closure has run.
-        originals: Sharded parameter -> the user's, whose class and attributes an optimizer may ask for.
+        originals: Sharded parameter -> the user's, which the optimizer holds between steps, and whose class and
+            attributes it may ask for.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ShardedStep:
         self.before = before
         self._declared = declared
         self._originals = originals or {}
+        self.shards = {original: p for p, original in self._originals.items()}
         self._wholes: dict[Tensor, nn.Parameter] = {}  # sharded parameter -> its stand-in, empty between steps
         self._beside: frozenset[str] | None = None
 
@@ -173,7 +175,7 @@ class ShardedStep:
             return
 
         def lay_out(index: int, key: str, value: Any) -> Any:
-            p = params[index]
+            p = self.shards.get(params[index], params[index])
             if isinstance(p, DTensor) and isinstance(value, Tensor) and _is_of_shape(value, p.shape):
                 return shard_like(value, p, value.dtype)
             return map_tensors(lambda path, t: t.clone(), value)
@@ -183,7 +185,24 @@ class ShardedStep:
                 index: {key: lay_out(index, key, value) for key, value in values.items()}
                 for index, values in state["state"].items()
             }
-            self.optimizer.load_state_dict({**state, "state": per_param})
+            with self._holding_shards():
+                self.optimizer.load_state_dict({**state, "state": per_param})
+
+    @contextmanager
+    def _holding_shards(self) -> Iterator[None]:
+        """States are cast to the dtype of the parameters that the optimizer holds: to the shards'."""
+        there = [(original, p) for original, p in self.shards.items()]
+        self._exchange_held(there)
+        try:
+            yield
+        finally:
+            self._exchange_held([(p, original) for original, p in there])
+
+    def _exchange_held(self, pairs: list[tuple[Any, Any]]) -> None:
+        exchange([self.optimizer], {id(old): new for old, new in pairs}, hidden=False)
+        for old, new in pairs:
+            if old in self.optimizer.state:
+                self.optimizer.state[new] = self.optimizer.state.pop(old)
 
     @property
     def _has_own_form(self) -> bool:
@@ -254,8 +273,10 @@ class _Swap(ABC):
         """Whether groups and state are all that there is."""
         members = self._members()
         lists = (group["params"] for member in members for group in member.param_groups)
-        sharded = {id(p): p for params in lists for p in params if isinstance(p, DTensor)}
-        self.pairs: list[tuple[DTensor, Tensor]] = [(p, self.stand_in(p)) for p in sharded.values()]
+        held = [(p, step.shards.get(p, p)) for params in lists for p in params]
+        sharded = {id(p): (original, p) for original, p in held if isinstance(p, DTensor)}
+        self.pairs: list[tuple[DTensor, Tensor]] = [(p, self.stand_in(p)) for _, p in sharded.values()]
+        self._held = [original for original, _ in sharded.values()]  # beside ``pairs``
         self.seen: dict[tuple[int, str], Any] = {}  # (id of a parameter's state, key) -> what users saw there
         self._entries: list[dict[str, Any]] = []
         self.filled = False
@@ -266,11 +287,13 @@ class _Swap(ABC):
 
     def hold(self, with_states: bool = True) -> None:
         """The optimizer has stand-ins."""
-        self._exchange([(p, stand_in) for p, stand_in in self.pairs], with_states)
+        stand_ins = [stand_in for _, stand_in in self.pairs]
+        self._exchange(list(zip(self._held, stand_ins, strict=True)), with_states)
 
     def release(self, with_states: bool = True) -> None:
         """The optimizer has the module's own parameters."""
-        self._exchange([(stand_in, p) for p, stand_in in self.pairs], with_states)
+        stand_ins = [stand_in for _, stand_in in self.pairs]
+        self._exchange(list(zip(stand_ins, self._held, strict=True)), with_states)
 
     def _exchange(self, pairs: list[tuple[Any, Any]], with_states: bool) -> None:
         members = self._members()  # anew: load_state_dict makes new groups and states
@@ -506,8 +529,9 @@ def hand_back(optimizer: Optimizer, originals: Mapping[Tensor, Tensor], whole: b
     for state in states(members):
         for sharded, original in originals.items():
             if sharded in state:
-                entry = state.pop(sharded)
-                state[original] = _whole_entry(entry) if whole else entry
+                state[original] = state.pop(sharded)
+            if whole and original in state:
+                state[original] = _whole_entry(state[original])
 
 
 def _whole_entry(entry: Any) -> Any:

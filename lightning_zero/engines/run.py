@@ -79,7 +79,7 @@ class EngineRun(ABC):
 
     def whole_for_optimizers(self, engine: Engine) -> AbstractContextManager[Any]:
         """Around ``configure_optimizers``, which looks at whole parameters."""
-        return nullcontext()
+        return engine.view()
 
     def note_on_optimizers(self, optimizers: Collection[Optimizer]) -> str:
         """A sentence for the user on how ``optimizers`` step, or nothing."""

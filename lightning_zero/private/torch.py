@@ -6,7 +6,8 @@ under their own names. So are ``os._exit`` and ``sys._getframe``, which Python d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from lightning_zero.private.check import Library, Needed, importing
 
@@ -46,7 +48,13 @@ TORCH = Library(
             " _optimizer_state_dict_post_hooks _optimizer_load_state_dict_pre_hooks"
             " _optimizer_load_state_dict_post_hooks",
         ),
-        Needed("torch.nn:Module.__init__", stores="_parameters _buffers _modules _non_persistent_buffers_set"),
+        Needed(
+            "torch.nn:Module.__init__",
+            stores="_parameters _buffers _modules _non_persistent_buffers_set _state_dict_hooks",
+        ),
+        Needed("torch.autograd:_engine_run_backward", takes="t_outputs"),
+        Needed("torch.autograd:backward", stores="_engine_run_backward"),
+        Needed("torch.autograd:grad", stores="_engine_run_backward"),
         Needed("torch.nn.modules.batchnorm:_BatchNorm"),
         Needed("torch.nn:MultiheadAttention._reset_parameters", takes="self"),
         Needed("torch.nn:Transformer._reset_parameters", takes="self"),
@@ -90,11 +98,11 @@ with importing(TORCH):
 
 __all__ = [
     "GETTERS", "INITIALIZERS", "ITEM", "PICKLED", "TORCH", "BatchNorm", "DisableTorchFunction", "FakeTensorMode",
-    "MemoryFormats", "StorageInfo", "TorchDispatchMode", "abort_process_groups", "at_end_of_backward",
-    "backward_hooks", "base_of", "disabled_torch_function", "found_inf", "functional_collectives",
+    "MemoryFormats", "StorageInfo", "TorchDispatchMode", "abort_process_groups", "at_end_of_backward", "backward_hooks",
+    "backwards_inside", "base_of", "disabled_torch_function", "found_inf", "functional_collectives",
     "has_accumulation_hooks", "local_tensor", "loss_scale", "module_tables", "overload_packet", "own_parameters",
-    "pytree", "saved_tensors", "saves_elsewhere", "schema_of", "set_found_inf", "set_local_tensor",
-    "set_loss_scale_on", "set_own_parameters", "version_of", "wrapper_subclass",
+    "pytree", "run_first", "saved_tensors", "saves_elsewhere", "schema_of", "set_data", "set_found_inf",
+    "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "version_of", "wrapper_subclass",
 ]  # fmt: skip
 
 PICKLED = {
@@ -123,6 +131,38 @@ def set_local_tensor(sharded: Any, part: Tensor) -> None:
 def set_own_parameters(module: nn.Module, table: dict[str, nn.Parameter | None]) -> None:
     """Another table than :data:`own_parameters`, such as the one that was there before a library put its own."""
     module._parameters = table
+
+
+def set_data(p: Tensor, value: Tensor) -> None:
+    """``p.data = value`` for a parameter of any class, whose ``__torch_function__`` need not know the setter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        p.data = value
+
+
+def run_first(module: nn.Module, handle: Any) -> None:
+    """The hook of ``handle``, registered on ``module.state_dict()``, runs before those of users."""
+    hooks: Any = module._state_dict_hooks  # an OrderedDict
+    hooks.move_to_end(handle.id, last=False)
+
+
+@contextmanager
+def backwards_inside(mode: TorchFunctionMode) -> Iterator[None]:
+    """Autograd runs with ``mode`` active for the length of this.
+
+    ``Tensor.backward`` and ``torch.autograd.grad`` are torch functions themselves, so a mode that has let them through
+    is off while they run, and so in every hook, ``autograd.Function`` and recomputed forward of the user's within.
+    """
+    run_backward = torch.autograd._engine_run_backward
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run_backward(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = inside
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run_backward
 
 
 def backward_hooks(p: Tensor) -> dict[int, Callable[..., Any]] | None:

@@ -39,6 +39,11 @@ def step_hooks(optimizer: Optimizer, with_global: bool = True) -> tuple[list[Ste
     return [*before.values(), *own_before.values()], [*own_after.values(), *after.values()]
 
 
+def has_hooks(optimizer: Any) -> bool:
+    """Whether hooks can be registered on loading its states: not where ``Optimizer.__init__`` never ran."""
+    return hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
+
+
 @contextmanager
 def without_step_hooks(optimizer: Optimizer, with_global: bool = True) -> Iterator[None]:
     """``step`` runs none of :func:`step_hooks` for a while."""

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_zero.comm.shards import gathered
 from lightning_zero.config import ZeroConfig
@@ -54,11 +53,12 @@ def _engine(stage: int, dtypes: DtypePolicy = PLAIN, **settings: Any) -> Fsdp2En
 def _step(engine: Fsdp2Engine, optimizer: torch.optim.Optimizer) -> None:
     engine.backward(engine.run("training_step", torch.ones(2, ROWS)).backward)
     engine.step(optimizer)
-    optimizer.zero_grad()
+    with engine.view():
+        optimizer.zero_grad()
 
 
 def _where(engine: Fsdp2Engine) -> list[int]:
-    return [p.to_local().untyped_storage().data_ptr() for p in engine.module.parameters() if isinstance(p, DTensor)]
+    return [p.to_local().untyped_storage().data_ptr() for p in engine.shards.values()]
 
 
 def _held(stage: int, dtypes: DtypePolicy, settings: dict[str, Any]) -> dict[str, Any]:
@@ -69,11 +69,11 @@ def _held(stage: int, dtypes: DtypePolicy, settings: dict[str, Any]) -> dict[str
     held = [engine.model_state([]).held("parameters")]
     loss = engine.run("training_step", torch.ones(2, ROWS))
     held.append(engine.model_state([]).held("parameters"))
-    gathered_now = {p.untyped_storage().data_ptr() for p in engine.module.parameters() if not isinstance(p, DTensor)}
+    gathered_now = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
     engine.backward(loss.backward)
     engine.step(optimizer)
     held.append(engine.model_state([]).held("parameters"))
-    own = sum(p.to_local().nbytes for p in engine.module.parameters() if isinstance(p, DTensor))
+    own = sum(p.to_local().nbytes for p in engine.shards.values())
     return {"held": held, "own": own, "stayed": places == _where(engine), "in copies": len(gathered_now & {*places})}
 
 
@@ -86,7 +86,7 @@ def test_shards_lie_in_copies(ranks, stage, world_size):
         spare = max(each["own"] for each in found) - rank["own"]  # rows that only make the parts equal
         assert rank["held"] == [whole - spare] * 3
         assert rank["stayed"]
-        assert rank["in copies"] == (2 if stage == 3 else 6)  # at stage 3 the root's alone are gathered that long
+        assert rank["in copies"] == 6
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_other_copies_go(ranks2, stage, dtypes, settings):
 
 
 def _moved(stage: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Parameters after three steps; before the second, all of this rank's shards are put elsewhere."""
+    """Parameters after three steps; before the second, the module's are put elsewhere, as ``Module.to`` does."""
     results = []
     for moves in (False, True):
         engine = _engine(stage)
@@ -111,15 +111,16 @@ def _moved(stage: int) -> tuple[list[Tensor], list[Tensor]]:
         for step in range(3):
             if moves and step == 1:
                 places = _where(engine)
-                engine.root._apply(torch.clone)  # as Module.to() does
-                assert not set(places) & set(_where(engine))
+                with engine.view():
+                    engine.module._apply(torch.clone)
+                assert places == _where(engine)
             _step(engine, optimizer)
-        results.append([gathered(p) for p in engine.module.parameters()])
+        results.append([gathered(p) for p in engine.shards.values()])
     return results[0], results[1]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_shard_that_was_put_elsewhere_is_gathered_from_there(ranks2, stage):
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_puts_parameters_elsewhere_writes_to_them(ranks2, stage):
     for expected, found in ranks2(_moved, stage):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
@@ -129,7 +130,7 @@ def _restored() -> list[tuple[bool, int]]:
     engine = _engine(2)
     optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
     _step(engine, optimizer)
-    expected = [gathered(p) for p in engine.module.parameters()]
+    expected = [gathered(engine.shards[p]) for p in engine.module.parameters()]
     engine.restore(True, [optimizer])
     return [
         (torch.equal(p, whole), p.untyped_storage().nbytes() - p.nbytes)
@@ -156,7 +157,7 @@ class Raw(torch.optim.Optimizer):
 
 
 def _by_local_tensor(engine: Fsdp2Engine, mine: bool) -> None:
-    for p in engine.module.parameters() if mine else ():
+    for p in engine.shards.values() if mine else ():
         p.to_local().add_(1.0)
 
 
@@ -173,7 +174,8 @@ def _through_data(engine: Fsdp2Engine, mine: bool) -> None:
 
 
 def _elsewhere(engine: Fsdp2Engine, mine: bool) -> None:
-    engine.root._apply(lambda t: t + float(mine))
+    with engine.view():  # reads whole ones: every rank calls it
+        engine.module._apply(lambda t: t + float(mine))
 
 
 def _by_optimizer(engine: Fsdp2Engine, mine: bool) -> None:
@@ -212,7 +214,7 @@ def _after_writing(stage: int, way: str, rank: int | None) -> tuple[float, float
         found = engine.run("training_step", torch.ones(2, ROWS))
         module = Module()
         for p, whole in zip(module.parameters(), engine.module.parameters(), strict=True):
-            p.copy_(gathered(whole))
+            p.copy_(gathered(engine.shards[whole]))
         return before.item(), found.item(), module.training_step(torch.ones(2, ROWS)).item()
 
 

@@ -484,6 +484,7 @@ class AddsLayer(Zoo):
     def on_train_start(self) -> None:
         if not hasattr(self, "late"):
             self.late = nn.Linear(2, 2)
+            self.optimizers().optimizer.add_param_group({"params": list(self.late.parameters())})
 
 
 class ReplacesLayerInConfigureOptimizers(Zoo):

@@ -1200,6 +1200,10 @@ class Kind:
     """Stage -> pattern of the ``ValueError`` that says what to do instead, when blocks are units and ranks several."""
     unsupported_deepspeed: dict[int, str] = field(default_factory=dict)
     """The same for engine ``deepspeed``, whose units at stage 3 are always the smallest modules."""
+    refused: str | None = None
+    """At every stage and number of ranks ``fsdp2`` refuses the kind before the first step; the error's pattern."""
+    on_deepspeed: bool = True
+    """Whether engine ``deepspeed`` is held to it, too."""
     note: str = ""
 
 
@@ -1533,4 +1537,5 @@ def _odd_rank() -> bool:
     return int(os.environ["RANK"]) % 2 == 1
 
 
+import tests.helpers.held  # noqa: E402
 import tests.helpers.optimizers  # noqa: E402, F401  (adds its kinds, which are made of this module's)

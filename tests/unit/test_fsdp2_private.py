@@ -40,7 +40,7 @@ def test_groups_hooks_and_gradients(tmp_path):
         )
         private.before_reduce(outer, lambda g: False)  # left out
         begun = []
-        private.before_backward(inner, lambda: begun.append(private.is_gathered(inner)))
+        private.before_backward(inner, lambda group: begun.append(private.is_gathered(group)))
         model(torch.ones(1, 4)).sum().backward()
         assert seen == [[True, True]]
         assert begun == [False]

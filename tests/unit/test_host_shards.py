@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
-from lightning_zero.engines.fsdp2.view import WholeView
 from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision
 from tests.helpers import pretend, zoo
 from tests.helpers.ranks import RankPool
@@ -72,22 +71,23 @@ def _train(engine: Fsdp2Engine, optimizer: torch.optim.Optimizer, micro_batches:
     engine.clip_grad_norm(optimizer, 1.0)
     engine.clip_grad_value(optimizer, 1.0)
     engine.step(optimizer)
-    optimizer.zero_grad()
+    with engine.view():
+        optimizer.zero_grad()
     found["between"] = engine.model_state([optimizer]).here
     return found
 
 
 def _sharded(engine: Fsdp2Engine) -> list[DTensor]:
-    return [p for p in engine.module.parameters() if isinstance(p, DTensor)]
+    return list(engine.shards.values())
 
 
 def _where(engine: Fsdp2Engine, optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
     """The memories in which shards, their states and replicated parameters really lie."""
-    shards = _sharded(engine)
+    states = [item for p in engine.shards for item in optimizer.state[p].items()]
     return {
-        "shards": {pretend.where(p) for p in shards},
-        "states": {pretend.where(v) for p in shards for k, v in optimizer.state[p].items() if isinstance(v, Tensor)},
-        "kinds": {type(v).__name__ for p in shards for k, v in optimizer.state[p].items() if k.startswith("exp")},
+        "shards": {pretend.where(p) for p in _sharded(engine)},
+        "states": {pretend.where(value) for _, value in states if isinstance(value, Tensor)},
+        "kinds": {type(value).__name__ for name, value in states if name.startswith("exp")},
         "replicated": {pretend.where(engine.module.scalar)},
         "buffers": {pretend.where(b) for b in engine.module.buffers()},
     }
@@ -117,8 +117,8 @@ def _steps() -> dict[tuple[int, bool], Any]:
 
 def _padded(engine: Fsdp2Engine, names: Any) -> list[Tensor]:
     """This rank's parts of the parameters of these names."""
-    sharded = dict(engine.module.named_parameters())
-    return [sharded[name]._local_tensor for name in names]  # type: ignore[attr-defined]
+    parameters = dict(engine.module.named_parameters())
+    return [engine.shards[parameters[name]]._local_tensor for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +246,7 @@ def _reads_and_writes() -> dict[str, Any]:
         engine = _engine(device, 3, mixed=True)
         module: Any = engine.module
         p = module.net.head.weight
-        with WholeView():
+        with engine.view():
             found["device"] = (p.device.type, torch.zeros_like(p).device.type, (p + 1).device.type)
             with torch.no_grad():
                 p.mul_(torch.ones((), device=device))

@@ -30,7 +30,6 @@ from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.transport import Transport, refuse_different_units
-from lightning_zero.private.torch import DisableTorchFunction
 
 
 class Copies(Enum):
@@ -131,8 +130,8 @@ class Direct(Transport):
         self._copies = Copies.CURRENT if looks and not known and self.copies_are_current() else Copies.UNKNOWN
         try:
             # Each unit travels while the one before it arrives; more at once would need room for their messages.
-            begun = (unit.unshard(async_op=True) for unit in self._units)
-            for arriving, _ in pairwise(chain(begun, [None])):  # the second of a pair has begun as well
+            begun = (private.unshard(unit, async_op=True) for unit in self._units)
+            for arriving, _ in pairwise(chain[Any](begun, [None])):  # the second of a pair has begun as well
                 arriving.wait()
         finally:
             self._copies = Copies.UNKNOWN
@@ -231,7 +230,7 @@ class Order:
         What was said of the unit before is heard first: agreements are answered in the order in which they began, and
         a rank that has raised says nothing more.
         """
-        with DisableTorchFunction():
+        with private.outside_transforms():
             self._hear()
             if not in_backward:  # where activations are recomputed, units run in another order
                 self._gather_ahead(self._followed_by(self._followed_by(self._latest)))
@@ -297,4 +296,4 @@ class Order:
 
     def _gather(self, index: int) -> None:
         with torch.inference_mode(False):  # storage made inside could never be trained on
-            self._units[index].unshard(async_op=True)
+            private.unshard(self._units[index], async_op=True)

@@ -1,12 +1,12 @@
 """ZeRO on PyTorch's own ``torch.distributed.fsdp.fully_shard``.
 
 [Tensors]
-- *original parameter*: the ``nn.Parameter`` the user made. Kept, emptied, for the length of a run, so that the very
-  object is back on the module afterwards.
-- *sharded parameter*: ``DTensor`` on the module between steps and in every hook; what optimizers hold. Each rank owns
-  ``ceil(rows / N)`` rows of dim 0.
-- *gathered parameter*: plain, whole, on the module only inside a step, owned by ``fully_shard``. (``cpu``: where the
-  dtypes are one, the shard aliases the gathered buffer, which then stays allocated.)
+- *the user's parameter*: the ``nn.Parameter`` that the user made; on its module and in optimizers all the time. Inside
+  a step it is the *gathered parameter*, plain and whole; between steps it is *away*: empty, or stale but for this
+  rank's rows, and the view answers for it (see ``identity``).
+- *sharded parameter*: ``DTensor``, what is true between steps; optimizers have it, or what stands in for it, for the
+  length of a step. Each rank owns ``ceil(rows / N)`` rows of dim 0. (``cpu``: where the dtypes are one, the shard
+  aliases the gathered buffer, which then stays allocated.)
 - *shard axis*: the N ranks that one copy is shared out over. All of them, or with ``shard_size`` (HSDP) groups of so
   many consecutive ranks, which are replicas of each other along the *replicate axis*: gradients are reduce-scattered
   along the first and all-reduced along the second.
@@ -55,28 +55,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import broadcast_coalesced
-from lightning_zero.comm.shards import gathered, local, shard_like
+from lightning_zero.comm.shards import local, shard_like
+from lightning_zero.comm.shards import whole as whole_value
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.base import Engine
+from lightning_zero.engines.base import Engine, undetached_state_dict
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2 import whole as whole_state
 from lightning_zero.engines.fsdp2.cpu import Direct
+from lightning_zero.engines.fsdp2.identity import Identity, PlainCopies, Read, WholeStateDicts
 from lightning_zero.engines.fsdp2.sharding import (
-    carry_hooks_over,
     make_mesh,
     offload_policy,
+    refuse_held_views,
+    refuse_script_modules,
+    refuse_sparse_gradients,
     root_owners,
     shard_units,
 )
 from lightning_zero.engines.fsdp2.transport import Transport
 from lightning_zero.engines.fsdp2.usage import Usage
-from lightning_zero.engines.fsdp2.view import WholeView
+from lightning_zero.engines.fsdp2.view import WholeView, refuse_tracing
 from lightning_zero.engines.fsdp2.writes import Writes
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.optimizer_step import ShardedStep, hand_back
@@ -89,13 +94,13 @@ class Phase(Enum):
     """What is under way, and so what our hooks on the module do. One at a time; inside another it returns to that."""
 
     BETWEEN = auto()
-    """Shards are registered. A forward of the user's own gathers, and without gradients reshards at its end."""
+    """Parameters are away. A forward of the user's own gathers, and without gradients reshards at its end."""
     STEP = auto()
     """Inside :meth:`Fsdp2Engine.run`: what is gathered stays so as long as the plan says."""
     BACKWARD = auto()
     """Units come in an order of their own, and their gradients are reduced as they are complete."""
     WHOLE = auto()
-    """Whole copies are registered in place of the shards: hooks gather nothing."""
+    """Parameters are whole in memory of their own: hooks gather nothing."""
     DUMP = auto()
     """``state_dict`` returns the shards themselves, where user code would get whole tensors."""
 
@@ -118,6 +123,8 @@ class Fsdp2Engine(Engine):
         return self._sharded.root
 
     def shard(self, module: nn.Module) -> None:
+        refuse_script_modules(module)
+        refuse_held_views(module)
         self.mesh = make_mesh(self.config, self.device)
         self.module = module
         # autocast keeps BatchNorm in fp32, and its kernels refuse low-precision weights beside fp32 statistics
@@ -125,26 +132,38 @@ class Fsdp2Engine(Engine):
         plan = plan_units(module, self.config.units, self.config.min_unit_numel, keep_whole)
         self.units_table = plan.table()
         self._transport = choose_transport(self.config, self.device, self.mesh)
+        self._copies = PlainCopies(module)
         self._sharded = shard_units(module, plan, self.mesh, self.config, self.dtypes, self.device)
+        self.units = self._sharded.units
         self._root: Any = self._sharded.root
         self._transport.install(self._sharded.units)
+        for unit in self._sharded.units:
+            private.give_class_back(unit)
         private.init_now(self._root)  # before start: shards move to where they stay
         self._groups = [group for unit in self._sharded.units for group in private.groups(unit)]
         self._root_groups = private.groups(self._root)
         self._transport.start(self._sharded.units, self._sharded.names)
+        self._identity = Identity(self._groups, self._sharded.originals)  # after start: shards may alias copies
+        self.shards: Mapping[Tensor, DTensor] = self._identity.shards
         self.peer_memory = self._transport.peer_memory
-        carry_hooks_over(self._sharded)  # after start: it gathers
         for group in self._groups:
             private.before_reduce(group, self._before_reduce)
             private.before_backward(group, self._before_backward)
             private.without_translation(group)
         self._follow_forward()
+        self._copies.begin()
         self._writes = Writes(self._groups, self._transport)
         self._usage = Usage(self._transport, self._sharded.parameters, self._sharded.names)
 
     @property
     def known_parameters(self) -> Container[Tensor]:
-        return set(self._sharded.parameters)
+        return {*self._identity.shards, *self._sharded.replicated}
+
+    def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
+        if optimizers:
+            refuse_sparse_gradients(self.module)
+        self._identity.attach(optimizers)
+        self.optimizers = optimizers
 
     @property
     def whole_bytes(self) -> int:
@@ -168,32 +187,32 @@ class Fsdp2Engine(Engine):
             self._handles.append(owner.register_forward_pre_hook(self._gather_root, prepend=True))
         for entry in (self.module, *self.module.children()):
             self._handles.append(entry.register_forward_hook(self._after_entry))
-        self._handles.append(self.module.register_state_dict_post_hook(lambda *args: self._after_state_dict(*args)))
+        self._states = WholeStateDicts(self.module, self._identity)
 
     def _before_unit(self, index: int, unit: Any, *unused: Any) -> None:
         if self._phase is Phase.WHOLE:
             return
+        refuse_tracing()
         self._usage.ran[index] = 1
         self._transport.unit_begins(index, self._phase is Phase.BACKWARD)
         if torch.is_inference_mode_enabled():  # storage made here could never be trained on
             with torch.inference_mode(False):
-                unit.unshard()
+                private.unshard(unit)
 
     def _gather_root(self, *unused: Any) -> None:
-        for group in self._root_groups if self._phase is not Phase.WHOLE else ():
+        if self._phase is Phase.WHOLE:
+            return
+        refuse_tracing()
+        for group in self._root_groups:
             if not private.is_gathered(group):
                 with torch.inference_mode(False):
-                    self._root.unshard()
+                    private.unshard(self._root)
             elif not self.automatic:
                 private.follow_requires_grad(group)
 
     def _after_entry(self, *unused: Any) -> None:
         if self._phase is Phase.BETWEEN and not torch.is_grad_enabled():
             self.reshard()
-
-    def _after_state_dict(self, module: nn.Module, state: dict[str, Any], *unused: Any) -> None:
-        if self._phase is not Phase.DUMP:
-            whole_state.make_whole(state)
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         with DisableTorchFunction():
@@ -220,12 +239,28 @@ class Fsdp2Engine(Engine):
         self._transport.released()
         if private.is_resharded(self._root, self._groups):
             return
+        for group in self._groups:
+            private.unpin(group)
         for unit in self._sharded.units:
-            unit.reshard()
+            private.reshard(unit)
         private.forget_forwards(self._root)
 
     def view(self) -> AbstractContextManager[Any]:
-        return WholeView(self._transport.user_writes, self._writes.data_taken)
+        on_use = self._keep_for_backward if self.config.stage == 3 and self.mesh["shard"].size() > 1 else None
+        return WholeView(self._transport.user_writes, self._writes.data_taken, self._identity.own, self._read, on_use)
+
+    def _keep_for_backward(self, p: Tensor, result: Tensor) -> None:
+        """``result``, of ``p`` alone, reaches the loss beside its unit's output, whose backward would gather ``p``."""
+        if self._phase is not Phase.WHOLE:
+            group = self._identity.group_of[id(p)]
+            get_gradient_edge(result).node.register_prehook(lambda grads: private.gather_now(group))
+
+    def _read(self, shard: DTensor) -> Tensor:
+        """``shard`` whole, differentiably; inside a step also for ``torch.autograd.grad`` of parameters."""
+        original = self._sharded.originals.get(shard) if self._phase is Phase.STEP else None
+        if original is None or not (torch.is_grad_enabled() and shard.requires_grad):
+            return whole_value(shard)
+        return Read.apply(original, shard, lambda: self._phase is Phase.BACKWARD)
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -233,28 +268,34 @@ class Fsdp2Engine(Engine):
     def no_sync(self) -> Iterator[None]:
         self.reduces = False
         if self.config.stage == 1:
-            self._root.set_requires_gradient_sync(False)
+            private.set_requires_gradient_sync(self._sharded.units, False)
         try:
             yield
         finally:
             self.reduces = True
-            self._root.set_requires_gradient_sync(True)
+            private.set_requires_gradient_sync(self._sharded.units, True)
 
     def backward(self, run_backward: Callable[[], None]) -> None:
         asks = self.reduces and self.automatic and self.config.find_unused_parameters
         with DisableTorchFunction():
             deferred = self._transport.backward_begins(self._usage.ran if asks else None)
             if deferred:
-                self._root.set_requires_gradient_sync(False)
+                private.set_requires_gradient_sync(self._sharded.units, False)
             self._reduced.clear()
-            with self._in(Phase.BACKWARD):
-                run_backward()
+        with self._in(Phase.BACKWARD):  # with the view: user code in it may use parameters that are away
+            run_backward()
+        with DisableTorchFunction():
             if deferred:
-                self._root.set_requires_gradient_sync(True)
+                private.set_requires_gradient_sync(self._sharded.units, True)
             self._after_backward(deferred)
 
-    def _before_backward(self) -> None:
-        """A group's part begins; maybe inside the forward, with a ``torch.autograd.grad`` of the user's own."""
+    def _before_backward(self, group: private.Group) -> None:
+        """A group's part begins; maybe inside the forward, with a ``torch.autograd.grad`` of the user's own.
+
+        What that has made may be differentiated again, after the group has run another time and no hook gathers it.
+        """
+        if self._phase is not Phase.BACKWARD:
+            private.pin(group)
         self._transport.close_forward(self._phase is Phase.BACKWARD)
 
     def _before_reduce(self, group: private.Group) -> bool:
@@ -317,16 +358,13 @@ class Fsdp2Engine(Engine):
         if self._on_host and self.device.type != "cpu":  # the host's memory is another one than the device's
             torch.get_device_module(self.device).synchronize(self.device)
 
-    def _before_step(self) -> None:
-        """User code or an optimizer looks before the closure has run. Under manual optimization backward is over."""
-        if self.automatic:
-            self.reshard()
-        else:
-            self._evaluate(None)
-
     def _sharded_step(self, optimizer: Optimizer) -> ShardedStep:
         if optimizer not in self._steps:
-            declared, before = self.config.elementwise_optimizers or (), self._before_step
+            declared = self.config.elementwise_optimizers or ()
+
+            def before() -> None:  # the closure has run; under manual optimization backward is over
+                self.reshard() if self.automatic else self._evaluate(None)
+
             self._steps[optimizer] = ShardedStep(optimizer, self._on_host, declared, before, self._sharded.originals)
         return self._steps[optimizer]
 
@@ -340,9 +378,9 @@ class Fsdp2Engine(Engine):
             self._transport.shards_changed()
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        params = self._identity.held(optimizer)
         shards = [local(p.grad) for p in params if isinstance(p, DTensor) and p.grad is not None]
-        return shards, [p.grad for p in params if not isinstance(p, DTensor)]
+        return shards, [p.grad for p in params if not isinstance(p, DTensor) and p.grad is not None]
 
     @property
     def shards_device(self) -> torch.device:
@@ -351,15 +389,17 @@ class Fsdp2Engine(Engine):
     # -- whole state ---------------------------------------------------------------------------------------------
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        with self._in(Phase.DUMP), torch.no_grad(), DisableTorchFunction():
-            return whole_state.sharded_state_dict(self.module)
+        with self._in(Phase.DUMP), self._states.raw(), torch.no_grad(), self.view():
+            state = undetached_state_dict(self.module)
+        with torch.no_grad(), DisableTorchFunction():
+            return whole_state.detached_shards(state, self._identity.shards)
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         with DisableTorchFunction():
             return self._sharded_step(optimizer).state_dict()
 
     def whole_parameters(self) -> dict[Tensor, nn.Parameter]:
-        return {p: nn.Parameter(gathered(p), p.requires_grad) for p in self._sharded.originals}
+        return self._identity.take_whole()
 
     @contextmanager
     def whole_on_module(self) -> Iterator[None]:
@@ -372,7 +412,17 @@ class Fsdp2Engine(Engine):
         broadcast_coalesced([*whole.values(), *self._sharded.replicated])
         self._wait_for_host_copies()
         for p, w in whole.items():
-            local(p).copy_(local(shard_like(w, p)))
+            shard = self._identity.shards[p]
+            local(shard).copy_(local(shard_like(w, shard)))
+
+    @contextmanager
+    def full_parameters(self, modify: bool = False) -> Iterator[None]:
+        try:
+            with super().full_parameters(modify):
+                yield
+        finally:
+            self._identity.give_whole_back()
+            self._writes.forget()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         self._sharded_step(optimizer).load_state_dict(state)
@@ -381,15 +431,18 @@ class Fsdp2Engine(Engine):
 
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
         with DisableTorchFunction():
-            return whole_state.model_state(self._sharded, optimizers, self.device, self._on_host)
+            return whole_state.model_state(self._sharded, self._identity, optimizers, self.device, self._on_host)
 
     def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
         with torch.no_grad(), DisableTorchFunction():
             self._drop_gathered()
             if not whole:  # maybe after an error: others need not come any more
+                self._identity.leave_sharded()
                 return
             self._transport.await_readers()
-            whole_state.restore_parameters(self._sharded)
+            self._identity.release(whole_state.gathered_for_good(self._groups))
+            self._copies.undo()
+            self._states.undo()
             for handle in self._handles:
                 handle.remove()
             self._transport.close()

@@ -7,7 +7,7 @@ was read in torch 2.11-2.13; :data:`FULLY_SHARD` is checked when a strategy is m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from lightning_zero.private.check import Library, Needed, importing
-from lightning_zero.private.torch import TESTED
+from lightning_zero.private.torch import TESTED, DisableTorchFunction, set_data
 
 _HOME = "torch.distributed.fsdp._fully_shard"
 _GROUP, _PARAM = f"{_HOME}._fsdp_param_group:FSDPParamGroup", f"{_HOME}._fsdp_param:FSDPParam"
@@ -60,11 +60,13 @@ FULLY_SHARD = Library(
         Needed(f"{_PARAM}.alloc_all_gather_outputs", takes="self"),
         Needed(f"{_PARAM}.init_unsharded_param", takes="self"),
         Needed(f"{_PARAM}.free_unsharded_param", takes="self"),
+        Needed(f"{_PARAM}._setattr_on_modules", takes="self, param"),
+        Needed(f"{_HOME}._fsdp_param:ShardedState.UNSHARDED"),
         Needed(
             _PARAM,
             stores="all_gather_outputs sharded_param padded_sharded_param_size param_dtype reduce_dtype orig_dtype"
             " unsharded_accumulated_grad _sharded_param_data _unsharded_param _module_info _post_load_hook_handle"
-            " shared_modules shared_param_names",
+            " shared_modules shared_param_names _orig_size _contiguous_orig_stride",
         ),
         Needed(f"{_HOME}._fsdp_state:FSDPState._lazy_init", takes="self"),
         Needed(
@@ -72,7 +74,8 @@ FULLY_SHARD = Library(
             stores="_state_ctx _comm_ctx _training_state _modules _pre_forward_hook_handle _post_forward_hook_handle"
             " iter_forward_root post_forward_order all_states",
         ),
-        Needed(f"{_HOME}._fully_shard:FSDPModule._get_fsdp_state", takes="self"),
+        Needed(f"{_HOME}._fsdp_state:_get_module_fsdp_state", takes="module"),
+        Needed(f"{_HOME}._fully_shard:FSDPModule._orig_cls_mro_index"),
         Needed("torch.distributed.fsdp:fully_shard", stores="_is_fsdp_managed_module _fsdp_use_orig_params"),
         Needed("torch.distributed._composable.contract:REGISTRY_KEY"),
         Needed("torch.distributed._composable.contract:STATE_KEY"),
@@ -85,14 +88,132 @@ with importing(FULLY_SHARD):
     from torch.distributed import _composable_state
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, _get_param_all_gather_inputs
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
 Group = Any  # torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup
+STATE_KEYS = (STATE_KEY, REGISTRY_KEY)
+"""Where a unit's ``__dict__`` holds the state of ``fully_shard``."""
+_UNSHARDED = ShardedState.UNSHARDED
 ShardedParam = Any  # torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam
 
 
 def init_now(root: nn.Module) -> None:
     """Makes ``root`` the root of all units below it; left alone, whichever module runs first would become one."""
     _state(root)._lazy_init()
+
+
+def give_class_back(module: nn.Module) -> None:
+    """Undoes what ``fully_shard`` does to a unit's class, and its marks on the modules below.
+
+    ``type(layer) is nn.Linear`` holds again, and transformers reads the mark to switch its layerdrop off. What methods
+    of ``FSDPModule`` do from then on is done by the functions below.
+    """
+    module.__class__ = type(module).__mro__[FSDPModule._orig_cls_mro_index]  # [FSDP<Orig>, FSDPModule, Orig, ...]
+    for inner in module.modules():
+        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            inner.__dict__.pop(mark, None)
+
+
+class Arriving:
+    """Parameters on their way."""
+
+    def __init__(self, groups: list[Group]) -> None:
+        self._groups = groups
+
+    def wait(self) -> None:
+        """Returns when they are there, on the module."""
+        for group in self._groups:
+            group.wait_for_unshard()
+
+
+def unshard(unit: nn.Module, async_op: bool = False) -> Arriving:
+    """Gathers the unit's parameters; with ``async_op`` what is returned is to be waited for."""
+    arriving = Arriving(groups(unit))
+    for group in arriving._groups:
+        group.unshard(async_op=async_op)
+    if not async_op:
+        arriving.wait()
+    return arriving
+
+
+def gather_now(group: Group) -> None:
+    """In the middle of a backward, for what it reads of the group besides the group's own part."""
+    if group.is_sharded:
+        with DisableTorchFunction():
+            group.unshard()
+            group.wait_for_unshard()
+
+
+def reshard(unit: nn.Module) -> None:
+    """Drops the unit's gathered parameters."""
+    for group in groups(unit):
+        group.reshard()
+
+
+def set_requires_gradient_sync(units: list[nn.Module], syncs: bool) -> None:
+    """Whether a backward reduces."""
+    for unit in units:
+        for group in groups(unit):
+            group.reduce_grads = group.all_reduce_grads = syncs
+
+
+def keep_registered(group: Group, originals: Mapping[Tensor, nn.Parameter]) -> None:
+    """Has the user's own parameters be the gathered ones, and stay on their modules all the time.
+
+    ``fully_shard`` makes a gathered parameter once and keeps it; only its memory comes and goes. While the group is
+    sharded an original is empty, or where shards lie in copies its other rows are stale: nobody may compute with it
+    where :func:`is_away` says so.
+
+    For groups that are initialized and sharded; ``originals`` maps the sharded parameters.
+    """
+    for p in group.fsdp_params:
+        original = originals[p.sharded_param]
+        size, data = group.mesh_info.shard_mesh_size, p._sharded_param_data
+        is_new = not p.all_gather_outputs
+        p.init_all_gather_outputs([data.numel()], [p.param_dtype or data.dtype], size, group.device)
+        set_memory(p, original)
+        if is_new:
+            p.free_unsharded_param()
+        p._unsharded_param = original
+        register(p, original)
+        p._setattr_on_modules = p.reset_sharded_param = _stay
+        p._post_load_hook_handle.remove()
+        for mark in [key for key in vars(original) if key.startswith("_fsdp")]:
+            del vars(original)[mark]
+    for handles in (
+        group._module_to_pre_save_state_dict_hook_handle,
+        group._module_to_pre_load_state_dict_hook_handle,
+    ):
+        for handle in handles.values():  # they reshard, in the middle of a step
+            handle.remove()
+
+
+def set_memory(p: ShardedParam, original: nn.Parameter) -> None:
+    """``original`` lies in the memory that the parameter is gathered into."""
+    copy = p.all_gather_outputs[0]
+    set_data(original, torch.as_strided(copy, p._orig_size, p._contiguous_orig_stride, storage_offset=0))
+
+
+def is_away(p: ShardedParam) -> bool:
+    """Whether the shard alone is true: the parameter is not gathered."""
+    return p.sharded_state is not _UNSHARDED
+
+
+def register(p: ShardedParam, instead: Tensor) -> None:
+    """Puts ``instead`` on the modules that hold the parameter."""
+    type(p)._setattr_on_modules(p, instead)
+
+
+def grad_of(p: ShardedParam) -> Tensor | None:
+    """The gradient as far as it is reduced; before that this rank's own, whole."""
+    grad = p.sharded_param.grad
+    return p._unsharded_param.grad if grad is None else grad
+
+
+def drop_whole_grad(p: ShardedParam) -> None:
+    """Forgets a gradient that has not been reduced."""
+    p._unsharded_param.grad = p.unsharded_accumulated_grad = None
 
 
 def groups(module: nn.Module) -> list[Group]:
@@ -117,15 +238,24 @@ def before_reduce(group: Group, action: Callable[[Group], bool]) -> None:
     group.post_backward = post_backward
 
 
-def before_backward(group: Group, action: Callable[[], None]) -> None:
-    """Calls ``action()`` whenever the group's part of a backward begins, before anything is gathered for it."""
+def before_backward(group: Group, action: Callable[[Group], None]) -> None:
+    """Calls ``action(group)`` whenever the group's part of a backward begins, before anything is gathered for it."""
     original = group.pre_backward
 
     def pre_backward(*unused: Any) -> None:
-        action()
+        action(group)
         original(*unused)
 
     group.pre_backward = pre_backward
+
+
+def pin(group: Group) -> None:
+    """The group stays gathered until :func:`unpin`, through further forwards and backwards."""
+    group.reshard = _stay
+
+
+def unpin(group: Group) -> None:
+    group.__dict__.pop("reshard", None)
 
 
 def before_reshard(group: Group, action: Callable[[Group], None]) -> None:
@@ -204,8 +334,8 @@ def alias_shards(group: Group) -> None:
         p.free_unsharded_param = _stay
 
 
-def _stay() -> None:
-    """Instead of freeing a copy that the shard lies in."""
+def _stay(*unused: Any) -> None:
+    """Instead of freeing a copy that the shard lies in, or of putting another parameter on a module."""
 
 
 def is_aliased(p: ShardedParam) -> bool:
@@ -229,12 +359,19 @@ def gather_for_good(group: Group) -> dict[Tensor, Tensor]:
     return {p.sharded_param: p._unsharded_param.data for p in kept}
 
 
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """What the engine computes of its own has nothing to do with a ``torch.func`` transform or a mode around it."""
+    with torch._C._DisableFuncTorch(), DisableTorchFunction():
+        yield
+
+
 def _outside_transforms(function: Callable[..., None]) -> Callable[..., None]:
     """A ``torch.func`` transform or a ``TorchFunctionMode`` around a forward has nothing to do with parameters that
     arrive."""
 
     def call(*args: Any, **kwargs: Any) -> None:
-        with torch._C._DisableFuncTorch(), torch._C.DisableTorchFunction():
+        with outside_transforms():
             function(*args, **kwargs)
 
     return call
@@ -248,16 +385,17 @@ def _await_gather(group: Group) -> None:
 
 
 def without_translation(group: Group) -> None:
-    """What the group itself does around a forward is no user code: no ``TorchFunctionMode`` has to look at it."""
+    """What the group itself does is no user code: no ``TorchFunctionMode`` has to look at it."""
 
     def quiet(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 return original(*args, **kwargs)
 
         return call
 
-    group.pre_forward, group.post_forward = quiet(group.pre_forward), quiet(group.post_forward)
+    for name in ("pre_forward", "post_forward", "pre_backward", "post_backward", "finalize_backward"):
+        setattr(group, name, quiet(getattr(group, name)))
 
 
 def keeps_what_is_reduced(group: Group) -> bool:
@@ -395,15 +533,14 @@ def undo(module: nn.Module) -> None:
             p._post_load_hook_handle.remove()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
-    for inner in module.modules():
-        inner.__dict__.pop("_is_fsdp_managed_module", None)
-        inner.__dict__.pop("_fsdp_use_orig_params", None)
-    module.__class__ = type(module).__mro__[2]  # [FSDP<Orig>, FSDPModule, Orig, ...]
-    for key in (STATE_KEY, REGISTRY_KEY):
+    if isinstance(module, FSDPModule):
+        give_class_back(module)
+    for key in STATE_KEYS:
         module.__dict__.pop(key, None)
     _composable_state._module_state_mapping.pop(module, None)
 
 
 def _state(module: nn.Module) -> Any:
-    assert isinstance(module, FSDPModule)
-    return module._get_fsdp_state()
+    state = _get_module_fsdp_state(module)
+    assert state is not None
+    return state

@@ -2,7 +2,8 @@
 
 A sharded parameter is a ``DTensor``. Its own dispatch answers ``p.norm().item()`` with *this rank's* norm, refuses
 ``plain + p`` and knows only part of the operators, so code written for DDP would fail or, worse, be silently wrong.
-While a :class:`WholeView` is active, every torch function that meets a ``DTensor``
+While a :class:`WholeView` is active, every torch function that meets a ``DTensor``, or one of the user's own parameters
+while it is not gathered (see :mod:`.identity`),
 
 - **reads** it whole: the shards are gathered (a collective, so all ranks must make the call), differentiably where a
   gradient is wanted: it is averaged over the ranks, as DDP averages gradients;
@@ -22,13 +23,12 @@ Plain tensors, that is all of an ordinary forward, pass with one check per argum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.comm.shards import (
@@ -41,7 +41,9 @@ from lightning_zero.comm.shards import (
     shard_like,
     whole,
 )
+from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.torch_functions import is_in_place
+from lightning_zero.private.torch import backwards_inside
 
 _METADATA = frozenset(
     "size dim ndimension numel nelement stride element_size storage_offset is_floating_point is_complex is_contiguous"
@@ -64,10 +66,16 @@ _ELEMENTWISE = frozenset(
 _DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 _SETTERS: dict[Any, str] = {getattr(Tensor, name).__set__: name for name in ("data", "grad")}
 _AS_THEY_ARE = frozenset(
-    getattr(Tensor, name).__get__ for name in "grad shape dtype requires_grad is_leaf grad_fn ndim layout".split()
+    getattr(Tensor, name).__get__ for name in "shape requires_grad is_leaf grad_fn ndim layout".split()
 )
 """What is read most and is the same of a shard and of a whole; the shortest way for it."""
+_GRAD: Any = Tensor.grad  # a descriptor
+_GET_GRAD, _ASSIGN_GRAD = _GRAD.__get__, (_GRAD.__set__, _GRAD.__delete__)
+_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__, Tensor.requires_grad_  # type: ignore[attr-defined]
 _DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+_BACKWARDS = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
+_BY_IDENTITY = frozenset("register_hook retain_grad __hash__".split())
+"""Functions for which a parameter is a leaf of the graph, whether it is gathered or away."""
 
 
 class WholeView(TorchFunctionMode):
@@ -75,25 +83,99 @@ class WholeView(TorchFunctionMode):
 
     Args:
         on_write: Called before a sharded tensor changes.
-        on_data: Called with a plain parameter whose ``data`` is read or assigned; whether it is a gathered one.
+        on_data: Called with a gathered parameter whose ``data`` is read or assigned.
+        own: ``id`` -> what is known of each of the user's parameters.
+        whole: Reads a shard differentiably.
+        on_use: Called with a gathered parameter and what was computed of it and of nothing else that is trained:
+            its backward may come while the parameter is away.
     """
 
     def __init__(
-        self, on_write: Callable[[], None] = lambda: None, on_data: Callable[[Tensor], bool] = lambda tensor: False
+        self,
+        on_write: Callable[[], None] = lambda: None,
+        on_data: Callable[[Tensor], None] = lambda tensor: None,
+        own: Mapping[int, private.ShardedParam] | None = None,
+        whole: Callable[[DTensor], Tensor] = whole,
+        on_use: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         super().__init__()
         self._on_write, self._on_data = on_write, on_data
+        self._own: Mapping[int, private.ShardedParam] = {} if own is None else own
+        self._whole, self._on_use = whole, on_use
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func in _AS_THEY_ARE:
             return func(*args)
+        if func == _GET_GRAD:
+            known = self._own.get(id(args[0]))
+            return func(*args) if known is None else private.grad_of(known)
+        if func in _BACKWARDS:
+            with backwards_inside(self):
+                return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        if func in _DATA and isinstance(args[0], Parameter) and self._on_data(args[0]) and len(args) == 2:
-            return _copy_into(*args)
-        if not _any_sharded(args) and not (kwargs and _any_sharded(kwargs.values())):
+        if args and (known := self._own.get(id(args[0]))) is not None:
+            if func in _SET_REQUIRES_GRAD:
+                func(known.sharded_param, *args[1:], **kwargs)
+                return func(*args, **kwargs)
+            if func in _ASSIGN_GRAD:
+                private.drop_whole_grad(known)
+                return _assign("grad", known.sharded_param, args[1] if len(args) == 2 else None)
+            if func in _DATA and not private.is_away(known):
+                self._on_data(args[0])
+                if len(args) == 2:
+                    return _copy_into(*args)
+        if not self._concerns(args) and not (kwargs and self._concerns(kwargs.values())):
+            result = func(*args, **kwargs)
+            if self._on_use is not None and args and torch.is_grad_enabled():
+                self._notice(args, result)
+            return result
+        if func.__name__ in _BY_IDENTITY and not _any_sharded(args):
             return func(*args, **kwargs)
+        away = args
+        args, kwargs = self._shards(args), dict(zip(kwargs, self._shards(kwargs.values()), strict=True))
+        result = self._on_shards(func, args, kwargs)
+        return away[0] if away and args and result is args[0] else result
+
+    def _concerns(self, values: Iterable[Any]) -> bool:
+        """Whether one of ``values``, or of a list among them, is a shard or a parameter that is away."""
+        own = self._own
+        for value in values:
+            if type(value) is Tensor:
+                continue
+            if isinstance(value, DTensor):
+                return True
+            if isinstance(value, (list, tuple)):
+                if any(isinstance(v, DTensor) or (id(v) in own and private.is_away(own[id(v)])) for v in value):
+                    return True
+            elif id(value) in own and private.is_away(own[id(value)]):
+                return True
+        return False
+
+    def _notice(self, args: Sequence[Any], result: Any) -> None:
+        first = args[0]
+        if id(first) not in self._own and isinstance(first, Tensor) and first.requires_grad:
+            return  # an activation: on its way to the output of a unit, whose backward gathers
+        p = next((value for value in args if id(value) in self._own), None)
+        if p is not None and isinstance(result, Tensor) and result.grad_fn is not None:
+            assert self._on_use is not None
+            self._on_use(p, result)
+
+    def _shards(self, values: Iterable[Any]) -> list[Any]:
+        """``values`` with shards in the place of parameters that are away."""
+        own = self._own
+
+        def one(value: Any) -> Any:
+            if type(value) in (list, tuple):
+                return type(value)(map(one, value))
+            known = own.get(id(value))
+            return known.sharded_param if known is not None and private.is_away(known) else value
+
+        return [one(value) for value in values]
+
+    def _on_shards(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        refuse_tracing()
         name = func.__name__
         if func in _SETTERS:
             if _SETTERS[func] == "data":
@@ -102,7 +184,7 @@ class WholeView(TorchFunctionMode):
         if name == "__get__":
             if func == _DEVICE:
                 return mesh_device(args[0])
-            return func(*args) if func not in _VIEW_PROPERTIES else func(read_only(args[0]))
+            return func(*args) if func not in _VIEW_PROPERTIES else func(self._read_only(args[0]))
         if name in ("register_hook", "register_post_accumulate_grad_hook") and args[0].is_leaf:
             raise ValueError(
                 f"{name} on a sharded parameter would never be called: its gradient is made on the gathered parameter."
@@ -110,6 +192,8 @@ class WholeView(TorchFunctionMode):
             )
         if name in _METADATA or name in ("__set__", "__delete__"):
             return func(*args, **kwargs)
+        if name == "__deepcopy__":
+            return _deep_copy(*args)
         if is_in_place(name):
             if not args:  # torch.nn.init passes its tensor by name
                 args, kwargs = list(kwargs.values())[:1], dict(list(kwargs.items())[1:])
@@ -118,8 +202,22 @@ class WholeView(TorchFunctionMode):
                 return _write(func, name, args, kwargs)
         if name.endswith("_like"):
             return func(*_map(_stand_in, args), **kwargs)
-        read = read_only if name in _VIEWS else whole
+        read = self._read_only if name in _VIEWS else self._whole
         return func(*_map(read, args), **{key: _map(read, [value])[0] for key, value in kwargs.items()})
+
+    def _read_only(self, tensor: DTensor) -> Tensor:
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            return self._whole(tensor)
+        return read_only(tensor)
+
+
+def refuse_tracing() -> None:
+    """Raises ``RuntimeError`` inside ``torch.jit.trace``, on all ranks before anything is gathered."""
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            "torch.jit.trace of a module in a run would record how its parameters are gathered: trace a copy,"
+            " torch.jit.trace(copy.deepcopy(module), ...), on every rank."
+        )
 
 
 def _any_sharded(values: Any) -> bool:
@@ -129,6 +227,15 @@ def _any_sharded(values: Any) -> bool:
         if isinstance(value, (list, tuple)) and any(isinstance(v, DTensor) for v in value):
             return True
     return False
+
+
+def _deep_copy(tensor: DTensor, memo: dict[int, Any]) -> Tensor:
+    """A whole one. In ``memo`` under the name of what was copied: a gathered temporary's passes on to the next."""
+    if id(tensor) not in memo:
+        copied = gathered(tensor).clone().requires_grad_(tensor.requires_grad)
+        copied.grad = None if tensor.grad is None else gathered(tensor.grad)
+        memo[id(tensor)] = copied
+    return memo[id(tensor)]
 
 
 def _map(fn: Callable[[DTensor], Tensor], values: Sequence[Any]) -> list[Any]:
@@ -172,8 +279,8 @@ def _assign(attribute: str, target: Tensor, value: Tensor | None) -> None:
     if attribute == "data" and isinstance(target, DTensor):
         assert isinstance(value, DTensor)
         before_host_write(target)
-        with torch.no_grad():  # into the engine's own buffer: it gathers from there
-            local(target.detach()).copy_(local(value))
+        with torch.no_grad():  # into the engine's own buffer: it gathers from there, and looks at its version
+            local(target).copy_(local(value))
     else:
         setattr(target, attribute, value)
 
@@ -181,7 +288,8 @@ def _assign(attribute: str, target: Tensor, value: Tensor | None) -> None:
 def _write(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     targets = list(target) if isinstance(target, (list, tuple)) else [target]
-    if torch.is_grad_enabled() and any(t.requires_grad and t.is_leaf for t in targets):
+    initializes = getattr(func, "__module__", "") == nn.init.__name__  # without gradients, whoever calls
+    if torch.is_grad_enabled() and not initializes and any(t.requires_grad and t.is_leaf for t in targets):
         raise RuntimeError(
             f"a leaf Variable that requires grad is being used in an in-place operation ({name}): write to a parameter"
             " under torch.no_grad() or through .data."

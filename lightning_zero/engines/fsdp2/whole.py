@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,26 +12,21 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.shards import gathered
-from lightning_zero.engines.base import undetached_state_dict
 from lightning_zero.engines.fsdp2 import private
+from lightning_zero.engines.fsdp2.identity import Identity
 from lightning_zero.engines.fsdp2.sharding import Sharded
 from lightning_zero.engines.model_state import ModelState, place_of, states_of
 
 
-def sharded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
-    """``module.state_dict()`` of detached shards; a tied parameter is one object under all its names."""
+def detached_shards(state: dict[str, Any], shards: Mapping[Tensor, Tensor]) -> dict[str, Any]:
+    """A ``state_dict()`` of parameters as one of detached shards; a tied one is one object under all its names."""
     detached: dict[int, Tensor] = {}
-    return map_tensors(lambda path, t: detached.setdefault(id(t), t.detach()), undetached_state_dict(module))
+    return map_tensors(lambda path, t: detached.setdefault(id(t), shards.get(t, t).detach()), state)
 
 
-def make_whole(state: dict[str, Any]) -> None:
-    """Gathers the shards of a state dict, in place (collective)."""
-    for name, value in state.items():
-        if isinstance(value, DTensor):
-            state[name] = gathered(value)
-
-
-def model_state(sharded: Sharded, optimizers: Iterable[Optimizer], device: torch.device, on_host: bool) -> ModelState:
+def model_state(
+    sharded: Sharded, identity: Identity, optimizers: Iterable[Optimizer], device: torch.device, on_host: bool
+) -> ModelState:
     """What this rank holds right now, and where."""
 
     def place(tensor: Tensor) -> str:
@@ -50,22 +45,20 @@ def model_state(sharded: Sharded, optimizers: Iterable[Optimizer], device: torch
                 state.add_bytes("gradients", gradients, "device")
     replicated = set(sharded.replicated)
     for p, value in states_of(optimizers):  # counters lie with what they count
-        state.add("optimizer", value, place(value if p in replicated else p))
+        state.add("optimizer", value, place(value if p in replicated else identity.shards.get(p, p)))
     return state
 
 
-def restore_parameters(sharded: Sharded) -> None:
-    """The module holds the parameters that the user made, with the shards' values (collective)."""
-    for unit in sharded.units:
-        for group in private.groups(unit):
-            copies = private.gather_for_good(group)
-            for p, places in list(private.registrations(group)):
-                original = sharded.originals[p]
-                assert isinstance(p, DTensor)
-                original.data = _unpadded(copies.pop(p)) if p in copies else gathered(p).to("cpu")
-                original.requires_grad_(p.requires_grad)
-                for module, name in places:
-                    setattr(module, name, original)
+def gathered_for_good(groups: Iterable[private.Group]) -> Callable[[DTensor], Tensor]:
+    """Shards -> whole values on the CPU, in memory of their own (collective); the groups must not be used again."""
+    copies: dict[Tensor, Tensor] = {}
+    for group in groups:
+        copies |= private.gather_for_good(group)
+
+    def value(shard: DTensor) -> Tensor:
+        return _unpadded(copies.pop(shard)) if shard in copies else gathered(shard).to("cpu")
+
+    return value
 
 
 def _unpadded(whole: Tensor) -> Tensor:

@@ -24,21 +24,18 @@ class Writes:
 
     def __init__(self, groups: Sequence[private.Group], transport: Transport) -> None:
         self._groups, self._transport = groups, transport
-        self._versions = [0] * len(groups)  # of each group, when it was last looked at
+        self._versions = [private.version(group) for group in groups]  # when they were last looked at
         self._data_taken: set[Tensor] = set()  # gathered parameters that may have been written through .data
-        self._copies: set[Tensor] = set()  # gathered parameters
-        self._num_params = sum(len(group.fsdp_params) for group in groups)
         for index, group in enumerate(groups):
             private.before_reshard(group, partial(self._store, index))
 
-    def data_taken(self, tensor: Tensor) -> bool:
-        """User code reads or assigns ``tensor.data``; whether ``tensor`` is a gathered parameter."""
-        if len(self._copies) < self._num_params:  # some have not been gathered yet
-            self._copies = {copy for group in self._groups for copy, _ in private.copies(group)}
-        if tensor not in self._copies:
-            return False
+    def data_taken(self, tensor: Tensor) -> None:
+        """User code reads or assigns the ``data`` of a gathered parameter."""
         self._data_taken.add(tensor)
-        return True
+
+    def forget(self) -> None:
+        """What has been written since then was no write to gathered parameters."""
+        self._versions = [private.version(group) for group in self._groups]
 
     def _store(self, index: int, group: private.Group) -> None:
         version = private.version(group)

@@ -1,0 +1,253 @@
+"""The user's own parameters stay what they are: the same objects, on their modules, all the time.
+
+``fully_shard`` puts a parameter of its own in the user's place, another one between steps than inside. Here both are
+taken back. The user's ``nn.Parameter``, with its class, attributes and hooks, *is* the gathered parameter
+(:func:`private.keep_registered`), so lists, sets, optimizers and averages that hold it since ``__init__`` hold the live
+one. It stays registered while it is not gathered; then it is *away*: empty, or where shards lie in copies stale but for
+this rank's rows. The view (:mod:`.view`) finds out by :attr:`Identity.own` and answers with the shards' values.
+
+Modules keep their class, and are copied and pickled as ordinary ones: hooks and state of ``fully_shard`` and of the
+engine stay out of :func:`copy.deepcopy` and ``torch.save``, whose parameters the view makes whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_zero.checkpoint.layout import map_tensors
+from lightning_zero.comm.shards import as_shard, gathered, local, shard_like, whole
+from lightning_zero.engines.fsdp2 import private
+from lightning_zero.engines.optimizer_family import family
+from lightning_zero.private.torch import DisableTorchFunction, own_parameters, run_first, set_data
+from lightning_zero.private.torch_optim import has_hooks
+
+_COPIED = "__reduce_ex__"
+"""Looked up on the object by :mod:`copy` and :mod:`pickle` alike."""
+
+
+class Identity:
+    """The user's parameters and their shards, for the length of a run.
+
+    Args:
+        groups: Initialized, sharded; from here on the user's parameters are their gathered ones.
+        originals: Shards -> the user's parameters, emptied.
+    """
+
+    def __init__(self, groups: list[private.Group], originals: Mapping[Tensor, nn.Parameter]) -> None:
+        self.own: dict[int, private.ShardedParam] = {}
+        """``id`` of each of the user's parameters -> what ``fully_shard`` knows of it. Empty while all are whole."""
+        self.shards: dict[Tensor, DTensor] = {}
+        """The user's parameters -> their shards."""
+        self.group_of: dict[int, private.Group] = {}
+        """``id`` of each of the user's parameters -> what is gathered with it."""
+        self._memory: list[Tensor] = []
+        self._params: list[tuple[nn.Parameter, private.ShardedParam]] = []
+        self._handles: list[Any] = []
+        for group in groups:
+            for p in group.fsdp_params:
+                original = originals[p.sharded_param]
+                self._take_grad_over(original, p.sharded_param)
+                self._params.append((original, p))
+                self.shards[original] = p.sharded_param
+                self.group_of[id(original)] = group
+                _share_attributes(original, p.sharded_param)
+            private.keep_registered(group, originals)
+        self._know_all()
+
+    def _know_all(self) -> None:
+        self.own.update((id(original), p) for original, p in self._params)
+
+    def _take_grad_over(self, original: nn.Parameter, shard: DTensor) -> None:
+        """What an earlier run has left; DDP would add to it."""
+        if original.grad is not None:
+            shard.grad = shard_like(original.grad.to(local(shard)), shard)
+            original.grad = None
+
+    # -- whole for a while, or for good --------------------------------------------------------------------------
+
+    def take_whole(self) -> dict[Tensor, nn.Parameter]:
+        """The user's parameters, in plain whole memory of their own until :meth:`give_whole_back` (collective)."""
+        self._memory = [original.data for original, _ in self._params]  # of their group, allocated or not
+        for original, p in self._params:
+            set_data(original, gathered(p.sharded_param))
+        self.own.clear()
+        return {original: original for original, _ in self._params}
+
+    def give_whole_back(self) -> None:
+        """They have the memory of their group again."""
+        self._know_all()
+        with torch.no_grad(), DisableTorchFunction():
+            for (original, _), memory in zip(self._params, self._memory, strict=True):
+                set_data(original, memory)
+        self._memory.clear()
+
+    def release(self, values: Callable[[DTensor], Tensor]) -> None:
+        """The end: each parameter takes ``values(shard)`` as its own memory."""
+        self.own.clear()
+        for original, p in self._params:
+            set_data(original, values(p.sharded_param))
+            original.requires_grad_(p.sharded_param.requires_grad)
+            private.register(p, original)
+        self._end()
+
+    def leave_sharded(self) -> None:
+        """The run has ended, and values stay shared out, maybe for the next run: shards take the place of parameters
+        that no view stands before any more."""
+        for _, p in self._params:
+            private.register(p, p.sharded_param)
+        self._end()
+
+    def _end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # -- optimizers ----------------------------------------------------------------------------------------------
+
+    def attach(self, optimizers: list[Optimizer]) -> None:
+        """Lays out states that are there already, and those that are loaded later."""
+        for member in (member for optimizer in optimizers for member in family(optimizer)):
+            self._shard_states(member)
+            if has_hooks(member):
+                self._handles.append(member.register_load_state_dict_post_hook(self._shard_states))
+
+    def _shard_states(self, optimizer: Optimizer) -> None:
+        """States that were made whole, by an optimizer of ``__init__`` or at its construction, become shards."""
+        with torch.no_grad(), DisableTorchFunction():
+            for p, state in optimizer.state.items():
+                shard = self.shards.get(p)
+                if shard is not None and isinstance(state, dict):
+                    lay_out = partial(_laid_out, shard)
+                    state.update((key, map_tensors(lay_out, value)) for key, value in list(state.items()))
+
+    def held(self, optimizer: Optimizer) -> list[Tensor]:
+        """What ``optimizer`` steps on, shards in the place of the user's parameters."""
+        return [self.shards.get(p, p) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _laid_out(like: DTensor, path: Any, tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):  # of an earlier run, whose mesh may be gone
+        return as_shard(local(tensor), like) if local(tensor).shape == local(like).shape else tensor
+    return shard_like(tensor, like) if tensor.dim() and tensor.shape == like.shape else tensor
+
+
+def _share_attributes(original: nn.Parameter, shard: DTensor) -> None:
+    """What the user has put on a parameter is also found on that which optimizers step on."""
+    for tensor in (shard, local(shard)):
+        there = vars(tensor)  # of a subclass, what it is made of: that stays its own
+        there.update((key, value) for key, value in vars(original).items() if key not in there)
+
+
+class Read(torch.autograd.Function):
+    """The whole values of a parameter that is away, with the parameter as the leaf of the graph.
+
+    In the engine's own backward the gradient goes to the shard at once, averaged; to the user's ``torch.autograd.grad``
+    it is this rank's own, whole, as under DDP.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, original: Tensor, shard: DTensor, in_backward: Callable[[], bool]) -> Tensor:
+        with torch.enable_grad():
+            ctx.value = whole(shard)
+        ctx.in_backward = in_backward
+        return ctx.value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        (grad,) = grads
+        if not ctx.in_backward():
+            return grad, None, None
+        with DisableTorchFunction():
+            torch.autograd.backward(ctx.value, grad, retain_graph=True)
+        return None, None, None
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+class WholeStateDicts:
+    """``state_dict()`` of any module of a run holds whole plain tensors, a tied one once (collective)."""
+
+    def __init__(self, module: nn.Module, identity: Identity) -> None:
+        self._identity = identity
+        self._raw = False
+        self._seen: dict[Tensor, Tensor] = {}  # during one call: parameters -> whole values
+        self._handles = []
+        for m in module.modules():
+            handle = m.register_state_dict_post_hook(partial(self._complete))  # torch sets an attribute on it
+            run_first(m, handle)  # hooks of users look at values, too
+            self._handles.append(handle)
+
+    def undo(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def raw(self) -> Iterator[None]:
+        """The engine's own calls get shards."""
+        self._raw = True
+        try:
+            yield
+        finally:
+            self._raw = False
+
+    def _complete(self, module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
+        if self._raw:
+            return
+        with torch.no_grad(), DisableTorchFunction():
+            for name, p in own_parameters(module).items():
+                value = state.get(prefix + name)
+                if p in self._identity.shards and value is not None and value is not p:
+                    if p not in self._seen:
+                        # What is gathered now is gone, or old, after the step
+                        self._seen[p] = gathered(value) if isinstance(value, DTensor) else value.clone()
+                    state[prefix + name] = self._seen[p]
+            if not prefix:  # the module that was asked
+                self._seen.clear()
+
+
+class PlainCopies:
+    """Modules of a run are copied and pickled without what the engine has hung on them.
+
+    Args:
+        module: Each module below gets the means; :meth:`undo` takes it away.
+        hooked: Each module's dictionaries of hooks, as they were before the engine came.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._kept = {m: {name: set(hooks) for name, hooks in _hooks_of(m)} for m in module.modules()}
+
+    def begin(self) -> None:
+        """The engine's hooks are those that have come since."""
+        for m, kept in self._kept.items():
+            ours = {name: set(hooks) - kept[name] for name, hooks in _hooks_of(m)}
+            m.__dict__[_COPIED] = partial(_reduced, m, {name: ids for name, ids in ours.items() if ids})
+
+    def undo(self) -> None:
+        for m in self._kept:
+            m.__dict__.pop(_COPIED, None)
+
+
+def _hooks_of(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
+    return ((name, value) for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict))
+
+
+def _reduced(module: nn.Module, ours: Mapping[str, set[int]], protocol: Any) -> Any:
+    """What ``module.__reduce_ex__`` would return for a module that no engine has touched."""
+    reduced: Any = type(module).__reduce_ex__(module, protocol)
+    made, arguments, *rest = reduced
+    if rest and isinstance(rest[0], dict):
+        state = {key: value for key, value in rest[0].items() if key not in (_COPIED, *private.STATE_KEYS)}
+        for name, ids in ours.items():
+            if name in state:
+                state[name] = type(state[name])((key, hook) for key, hook in state[name].items() if key not in ids)
+        rest[0] = state
+    return made, arguments, *rest

@@ -1,0 +1,522 @@
+"""Kinds that hold on to what they made: parameters with attributes and classes, optimizers, lists, copies, types.
+
+Registered in :data:`tests.helpers.zoo.KINDS`; patterns are those of public packages, named beside each.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adam, Optimizer
+
+from lightning_zero import ZeroStrategy
+from tests.helpers.zoo import ADAM, KINDS, UNUSED, WIDTH, Block, Kind, Net, TokenDataset, Zoo, _of, whole
+
+
+class BestWeights(Zoo):
+    """Keeps a deep copy of a submodule's ``state_dict()`` by hand and goes back to it."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.best = copy.deepcopy(self.net.state_dict())
+            self.extra |= {f"{self.current_epoch}/{name}": whole(value) for name, value in self.best.items()}
+        if batch_idx == 4:
+            self.net.load_state_dict(self.best)
+
+
+class Marked(Zoo):
+    """Attributes on parameters (Mamba's ``_no_weight_decay``, S4's ``_optim``), read where groups are made and used in
+    the step."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.head.bias._no_weight_decay = True  # type: ignore[attr-defined]
+        self.net.stem.weight._optim = {"lr": 0.3}  # type: ignore[attr-defined]
+        for index, block in enumerate(self.net.blocks):
+            block.up.weight.lam = 0.1 * index
+
+    def loss(self, batch: Any) -> Tensor:
+        weights = [p for p in self.parameters() if hasattr(p, "lam")]
+        return super().loss(batch) + sum(p.lam * p.square().mean() for p in weights)
+
+    def configure_optimizers(self) -> Any:
+        special = [p for p in self.parameters() if hasattr(p, "_optim")]
+        free = [p for p in self.parameters() if hasattr(p, "_no_weight_decay")]
+        rest = [p for p in self.parameters() if not hasattr(p, "_optim") and not hasattr(p, "_no_weight_decay")]
+        groups = [{"params": [p], "weight_decay": 0.2, **p._optim} for p in special]
+        return SGD([*groups, {"params": rest, "weight_decay": 0.2}, {"params": free}], lr=0.05, momentum=0.9)
+
+
+class OnSphere(nn.Parameter):
+    """A parameter with a class of its own, as geoopt's ``ManifoldParameter``."""
+
+    def __new__(cls, data: Tensor, requires_grad: bool = True, radius: float = 1.0) -> OnSphere:
+        self = nn.Parameter.__new__(cls, data, requires_grad)
+        self.radius = radius
+        return self
+
+    radius: float
+
+
+class Spheres(Zoo):
+    """The class decides about the group, and the step brings the parameter back onto its sphere."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.head.weight = OnSphere(self.net.head.weight.data, radius=2.0)
+
+    def configure_optimizers(self) -> Any:
+        spheres = [p for p in self.parameters() if isinstance(p, OnSphere)]
+        assert [type(p).__name__ for p in spheres] == ["OnSphere"]
+        rest = [p for p in self.parameters() if type(p) is nn.Parameter]
+        return SGD([{"params": rest, "momentum": 0.9}, {"params": spheres}], lr=0.05)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for p in self.parameters():
+            if isinstance(p, OnSphere):
+                p.mul_(p.radius / p.norm())
+
+
+class MadeEarly(Zoo):
+    """The optimizer is made in ``__init__`` and has states there already."""
+
+    def build(self) -> None:
+        super().build()
+        self.optimizer = torch.optim.Adagrad(self.parameters(), lr=0.05, initial_accumulator_value=0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+class HeldWeights(Zoo):
+    """A list, a set and a dictionary of parameters from ``__init__`` on: regularized, grouped by identity."""
+
+    def build(self) -> None:
+        super().build()
+        self.regularized = [block.up.weight for block in self.net.blocks]
+        self.slow = {self.net.stem.weight, self.net.stem.bias}
+        self.scales = {id(p): 0.1 * i for i, p in enumerate(self.net.head.parameters(), 1)}
+
+    def loss(self, batch: Any) -> Tensor:
+        penalty = sum(w.square().sum() for w in self.regularized)
+        scaled = sum(self.scales[id(p)] * p.abs().sum() for p in self.net.head.parameters())
+        return super().loss(batch) + 0.01 * penalty + 0.01 * scaled
+
+    def configure_optimizers(self) -> Any:
+        fast = [p for p in self.parameters() if p not in self.slow]
+        return SGD([{"params": list(self.slow), "lr": 0.01}, {"params": fast}], lr=0.05, momentum=0.9)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.extra[f"norm {len(self.losses)}"] = torch.stack([w.detach().norm() for w in self.regularized])
+        state = self.optimizers().optimizer.state[self.net.head.weight]
+        self.extra[f"momentum {len(self.losses)}"] = whole(state["momentum_buffer"])
+
+
+class HeldView(Zoo):
+    """A flat view of ``__init__``."""
+
+    def build(self) -> None:
+        super().build()
+        self.flat = {"head": [self.net.head.weight.data.view(-1)]}
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * self.flat["head"][0].norm().item()
+
+
+class HeldAverage(Zoo):
+    """torch_ema's ``ExponentialMovingAverage`` over a list of ``__init__``."""
+
+    def build(self) -> None:
+        super().build()
+        self.held = list(self.parameters())
+
+    def on_train_start(self) -> None:
+        self.shadow = [p.clone().detach() for p in self.held]
+
+    @torch.no_grad()
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        for shadow, p in zip(self.shadow, self.held, strict=True):
+            shadow.sub_(0.3 * (shadow - p))
+
+    @torch.no_grad()
+    def on_train_epoch_end(self) -> None:
+        for shadow, p in zip(self.shadow, self.held, strict=True):
+            p.data.copy_(shadow.data)
+
+
+class LayerDrop(Zoo):
+    """Wav2Vec2's encoder: the marker of FSDP makes it run every layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net.stem(x)
+        for index, block in enumerate(self.net.blocks):
+            synced = any(getattr(m, "_is_fsdp_managed_module", False) for m in self.modules())
+            if synced or (self.trainer.global_step + index) % 3:
+                x = block(x)
+        return self.net.head(x)
+
+
+class ByType(Zoo):
+    """Types decide: ``type(layer) is nn.Linear``, names of classes."""
+
+    def build(self) -> None:
+        self.net = Net()
+        self.net.blocks.extend([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net.stem(x)
+        for block in self.net.blocks:
+            x = block(x) if type(block) is nn.Linear else x + 0.5 * block(x)
+        names = sorted({type(m).__name__ for m in self.modules()})
+        assert names == ["Block", "ByType", "LayerNorm", "Linear", "ModuleList", "Net"], names
+        return self.net.head(x)
+
+
+class Copies(Zoo):
+    """``copy.deepcopy(self.net)`` as a target network: in ``on_fit_start``, in a hook, in the step."""
+
+    def on_fit_start(self) -> None:
+        self.targets = [copy.deepcopy(self.net)]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (1, 3):
+            self.targets.append(copy.deepcopy(self.net))
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.trainer.global_step == 2:
+            self.targets.append(copy.deepcopy(self.net))
+        x, _ = batch
+        with torch.no_grad():
+            wanted = torch.stack([target(x) for target in self.targets]).mean(0)
+        assert all(type(p) is nn.Parameter for target in self.targets for p in target.parameters())
+        assert not any(m._forward_hooks or m._forward_pre_hooks for t in self.targets for m in t.modules())
+        return super().loss(batch) + 0.1 * F.mse_loss(self(x), wanted)
+
+
+class Averaged(Zoo):
+    """``AveragedModel`` made in ``on_fit_start``."""
+
+    def on_fit_start(self) -> None:
+        self.average = torch.optim.swa_utils.AveragedModel(self.net)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.average.update_parameters(self.net)
+
+    def on_train_end(self) -> None:
+        self.extra |= {name: whole(value).float() for name, value in self.average.state_dict().items()}
+
+
+class Stacked(Zoo):
+    """``torch.func.stack_module_state`` and ``functional_call`` over an ensemble in a hook."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        blocks = list(self.net.blocks)
+        params, buffers = torch.func.stack_module_state(blocks)
+        base = copy.deepcopy(blocks[0]).to("meta")
+        out = torch.vmap(lambda p, b, x: torch.func.functional_call(base, (p, b), (x,)), (0, 0, None))(
+            params, buffers, batch[0]
+        )
+        self.extra[f"stacked {len(self.losses)}"] = whole(out)
+
+
+class Saves(Zoo):
+    """``torch.save`` of a submodule and of its ``state_dict()`` in a hook on all ranks."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        file = io.BytesIO()
+        torch.save(self.net, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert type(loaded) is Net
+        self.extra |= {f"{len(self.losses)}/{k}": v.detach().clone() for k, v in loaded.state_dict().items()}
+        file = io.BytesIO()
+        torch.save(self.net.state_dict(), file)
+        file.seek(0)
+        state = torch.load(file)
+        assert all(type(value) is Tensor for value in state.values())
+        torch.testing.assert_close(state["head.weight"], loaded.head.weight.detach())
+
+
+class Compared(Zoo):
+    """``torch.testing.assert_close`` of a parameter in a hook."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.before = self.net.head.weight.detach().clone()
+        torch.testing.assert_close(self.before, self.net.head.weight)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert not torch.equal(self.before, self.net.head.weight)
+        self.extra[f"moved {len(self.losses)}"] = (self.net.head.weight.detach() - self.before).norm()
+
+
+class Reinitialized(Zoo):
+    """``reset_parameters`` and ``nn.init`` in a hook."""
+
+    def on_train_epoch_start(self) -> None:
+        torch.manual_seed(5)
+        self.net.blocks[0].up.reset_parameters()
+        nn.init.kaiming_normal_(self.net.head.weight)
+
+
+class Pruned(Zoo):
+    """``torch.nn.utils.prune`` during fit; what remains is made permanent at the end."""
+
+    def on_train_epoch_start(self) -> None:
+        from torch.nn.utils import prune
+
+        prune.l1_unstructured(self.net.blocks[0].up, "weight", amount=0.2)
+        prune.l1_unstructured(self.net.head, "weight", amount=0.2)
+
+    def on_train_end(self) -> None:
+        from torch.nn.utils import prune
+
+        prune.remove(self.net.blocks[0].up, "weight")
+        prune.remove(self.net.head, "weight")
+
+
+class LateHook(Zoo):
+    """``register_hook`` during the run."""
+
+    def on_train_start(self) -> None:
+        for block in self.net.blocks:
+            block.up.weight.register_hook(lambda grad: grad * 0.1)
+
+
+class AutogradGrad(Zoo):
+    """``torch.autograd.grad`` with respect to parameters: a penalty on gradients' norms (also GradNorm, PCGrad)."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        grads = torch.autograd.grad(loss, list(self.net.parameters()), create_graph=True)
+        self.extra[f"norms {len(self.losses)}"] = torch.stack([g.detach().norm() for g in grads])
+        return loss + 0.1 * sum(g.square().sum() for g in grads)
+
+
+class GradNorm(Zoo):
+    """Weighs two losses by the norms of their gradients at a shared layer; one looks at weights from outside."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        first, second = F.mse_loss(self(x), y), self.net.blocks[0].up.weight.square().sum()
+        shared = self.net.blocks[0].up.weight
+        norms = [torch.autograd.grad(loss, shared, retain_graph=True)[0].norm() for loss in (first, second)]
+        return first / norms[0].detach() + 0.1 * second / norms[1].detach()
+
+
+class Maml(Zoo):
+    """One inner step on all parameters, then the loss of ``functional_call`` with the stepped ones."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        names, values = zip(*self.net.named_parameters(), strict=True)
+        inner = F.mse_loss(self.net(x[:2]), y[:2])
+        grads = torch.autograd.grad(inner, values, create_graph=True)
+        stepped = {n: p - 0.1 * g for n, p, g in zip(names, values, grads, strict=True)}
+        return F.mse_loss(torch.func.functional_call(self.net, stepped, (x,)), y)
+
+
+class PenaltyFirst(Zoo):
+    """WGAN-GP with the penalty first: a double backward through units that run again afterwards."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        grads = torch.autograd.grad(self(x).sum(), x, create_graph=True)[0]
+        penalty = (grads.norm(dim=1) - 1).square().mean()
+        return penalty + F.mse_loss(self(x), y)
+
+
+class Jacobian(Zoo):
+    def loss(self, batch: Any) -> Tensor:
+        x, _ = batch
+        jacobian = torch.autograd.functional.jacobian(lambda v: self(v).sum(0), x, create_graph=True)
+        return super().loss(batch) + 0.1 * jacobian.square().mean()
+
+
+class Transforms(Zoo):
+    """``torch.func`` through units."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        how = self.options["how"]
+        if how == "vmap":
+            return F.mse_loss(torch.func.vmap(self.net)(x), y)
+        if how == "grad":
+            grads = torch.func.vmap(torch.func.grad(lambda v: self.net(v).sum()))(x)
+            return super().loss(batch) + 0.1 * grads.square().mean()
+        tangent = torch.func.jvp(self.net, (x,), (torch.ones_like(x),))[1]
+        return super().loss(batch) + 0.1 * tangent.square().mean()
+
+
+class Sparse(Zoo):
+    def build(self) -> None:
+        self.embed = nn.Embedding(13, WIDTH, sparse=True)
+        self.head = nn.Linear(WIDTH, 13)
+        self.automatic_optimization = not self.options.get("split")
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, following = batch
+        return F.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), following.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return loss
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        if self.automatic_optimization:
+            return SGD(self.parameters(), lr=0.5)
+        return [torch.optim.SparseAdam(self.embed.parameters(), lr=1e-2), SGD(self.head.parameters(), lr=0.1)]
+
+
+class LoadedStates(Zoo):
+    """``optimizer.load_state_dict`` in ``configure_optimizers``, ``on_train_start`` and in mid-run."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Adam(self.parameters(), lr=1e-2, eps=1e-4)
+        if self.options["where"] == "configure_optimizers":
+            optimizer.load_state_dict(self.made(optimizer))
+        return optimizer
+
+    def made(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = copy.deepcopy(optimizer.state_dict())
+        for index, p in enumerate(optimizer.param_groups[0]["params"]):
+            moments = {key: torch.full(p.shape, 0.01 * (index + 1)) for key in ("exp_avg", "exp_avg_sq")}
+            state["state"][index] = {"step": torch.tensor(3.0), **moments}
+        return state
+
+    def on_train_start(self) -> None:
+        if self.options["where"] == "on_train_start":
+            optimizer = self.optimizers().optimizer
+            optimizer.load_state_dict(self.made(optimizer))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers().optimizer
+        if self.options["where"] == "mid-run" and batch_idx == 1:
+            self.kept = copy.deepcopy(optimizer.state_dict())
+        if self.options["where"] == "mid-run" and batch_idx == 4:
+            optimizer.load_state_dict(self.kept)
+
+
+class Scripted(Zoo):
+    def build(self) -> None:
+        super().build()
+        self.net.blocks[1] = torch.jit.script(Block())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.extra[f"scripted {len(self.losses)}"] = whole(self.net.blocks[1](batch[0]))
+
+
+class Traced(Zoo):
+    """Tracing a copy in a hook; tracing the module itself is refused, on every rank alike and before it gathers."""
+
+    def on_train_epoch_end(self) -> None:
+        x = torch.ones(2, WIDTH)
+        with torch.no_grad():
+            if isinstance(self.trainer.strategy, ZeroStrategy):
+                for module in (self.net.head, self.net.blocks[0], self.net.blocks[0].up):
+                    with pytest.raises(RuntimeError, match="trace a copy"):
+                        torch.jit.trace(module, x)
+            traced = torch.jit.trace(copy.deepcopy(self.net), x)
+            self.extra[f"traced {self.current_epoch}"] = whole(traced(x))
+
+
+class SharedAcrossFits(Zoo):
+    """Reads in the backward: a function of its own saves a weight of another unit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net(x)
+        return _Times.apply(x, self.net.blocks[0].up.weight)
+
+
+class _Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        return grad * weight.mean(), torch.ones_like(weight) * (grad * x).sum() / weight.numel()
+
+
+SPARSE = r"'embed' has sparse=True: .*Use sparse=False"
+
+
+class PenaltyInUnit(Zoo):
+    """A layer keeps a term of its own weights, which reaches the loss beside its output (Bayesian layers)."""
+
+    def build(self) -> None:
+        super().build()
+        for block in self.net.blocks:
+            block.register_forward_hook(_keep_term)
+        self.net.blocks[1].up.register_forward_pre_hook(_keep_term)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        terms = [m.term for m in self.net.modules() if hasattr(m, "term")]
+        assert len(terms) == len(self.net.blocks) + 1
+        return loss + 0.01 * sum(terms)
+
+
+def _keep_term(module: nn.Module, *unused: Any) -> None:
+    module.term = sum(p.square().sum() * p.exp().mean() for p in module.parameters())  # type: ignore[assignment]
+
+
+HELD: dict[str, Kind] = {
+    "best_weights_by_hand": Kind(module=_of(BestWeights)),
+    "attributes_on_parameters": Kind(module=_of(Marked)),
+    "parameter_of_a_class": Kind(module=_of(Spheres)),
+    "optimizer_made_in_init": Kind(module=_of(MadeEarly)),
+    "parameters_held": Kind(module=_of(HeldWeights)),
+    "view_held": Kind(module=_of(HeldView), refused="'flat' holds a view of parameter 'net.head.weight'"),
+    "average_held": Kind(module=_of(HeldAverage)),
+    "layerdrop": Kind(module=_of(LayerDrop), reference=UNUSED),
+    "types_of_layers": Kind(module=_of(ByType)),
+    "deepcopy_in_hooks": Kind(module=_of(Copies)),
+    "averaged_model": Kind(module=_of(Averaged)),
+    "stacked_module_state": Kind(module=_of(Stacked)),
+    "saved_in_hooks": Kind(module=_of(Saves)),
+    "compared_in_hooks": Kind(module=_of(Compared)),
+    "reinitialized_in_hooks": Kind(module=_of(Reinitialized)),
+    "pruned": Kind(module=_of(Pruned)),
+    "hook_registered_late": Kind(module=_of(LateHook)),
+    "grad_of_parameters": Kind(module=_of(AutogradGrad), reference=UNUSED),
+    "grad_norm_weighted": Kind(module=_of(GradNorm), reference=UNUSED),
+    "maml": Kind(module=_of(Maml), reference=UNUSED),
+    "penalty_first": Kind(module=_of(PenaltyFirst), reference=UNUSED),
+    "jacobian": Kind(module=_of(Jacobian), reference=UNUSED),
+    "vmap_through_units": Kind(module=_of(Transforms, how="vmap"), reference=UNUSED),
+    "func_grad_through_units": Kind(module=_of(Transforms, how="grad"), reference=UNUSED),
+    "jvp_through_units": Kind(module=_of(Transforms, how="jvp"), reference=UNUSED),
+    "sparse_embedding": Kind(module=_of(Sparse), dataset=TokenDataset, refused=SPARSE),
+    "sparse_adam": Kind(module=_of(Sparse, split=True), dataset=TokenDataset, refused=SPARSE),
+    "states_loaded_at_first": Kind(module=_of(LoadedStates, where="configure_optimizers"), reason=ADAM),
+    "states_loaded_on_start": Kind(module=_of(LoadedStates, where="on_train_start"), reason=ADAM),
+    "states_loaded_in_mid_run": Kind(module=_of(LoadedStates, where="mid-run"), reason=ADAM),
+    "scripted": Kind(
+        module=_of(Scripted), refused=r"'net\.blocks\.1' is of torch\.jit .*script or trace it after the run"
+    ),
+    "traced": Kind(module=_of(Traced)),
+    "penalty_in_units": Kind(module=_of(PenaltyInUnit), reference=UNUSED),
+    "weight_read_in_backward": Kind(module=_of(SharedAcrossFits)),
+}
+# DeepSpeed has the user's parameters as they are, and other limits: not gone through yet
+KINDS.update({name: replace(kind, on_deepspeed=False) for name, kind in HELD.items()})
