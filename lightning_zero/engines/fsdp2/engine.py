@@ -74,6 +74,7 @@ from lightning_zero.engines.fsdp2.sharding import (
     root_owners,
     shard_units,
 )
+from lightning_zero.engines.fsdp2.traced import Marks, after_entry, before_owner, untraced
 from lightning_zero.engines.fsdp2.transport import Transport
 from lightning_zero.engines.fsdp2.usage import Usage
 from lightning_zero.engines.fsdp2.view import WholeView
@@ -107,6 +108,7 @@ class Fsdp2Engine(Engine):
         super().__init__(config, device, dtypes)
         self._on_host = isinstance(offload_policy(config, device), CPUOffloadPolicy)
         self._phase = Phase.BETWEEN
+        self._marks = Marks()
         self._reduced: set[int] = set()  # groups that autograd's own schedule reduced in this backward, by id
         self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
@@ -153,20 +155,30 @@ class Fsdp2Engine(Engine):
 
     @contextmanager
     def _in(self, phase: Phase) -> Iterator[None]:
-        before, self._phase = self._phase, phase
+        before = self._phase
+        self._begin(phase)
         try:
             yield
         finally:
-            self._phase = before
+            self._begin(before)
+
+    def _begin(self, phase: Phase) -> None:
+        self._phase = phase
+        self._marks.between = phase is Phase.BETWEEN
+        in_step = self.automatic and phase in (Phase.STEP, Phase.BACKWARD)  # the root's own hooks have gathered it
+        self._marks.root_is_whole = in_step or phase is Phase.WHOLE
 
     def _follow_forward(self) -> None:
         """Root parameters are gathered for any forward that needs them, also outside a step."""
         for index, unit in enumerate(self._sharded.units[:-1]):
-            self._handles.append(unit.register_forward_pre_hook(partial(self._before_unit, index), prepend=True))
+            before_unit = untraced(partial(self._before_unit, index))
+            self._handles.append(unit.register_forward_pre_hook(before_unit, prepend=True))
+        gather_root = before_owner(self._marks, self._gather_root)
         for owner in root_owners(self._sharded.root):
-            self._handles.append(owner.register_forward_pre_hook(self._gather_root, prepend=True))
+            self._handles.append(owner.register_forward_pre_hook(gather_root, prepend=True))
+        end_evaluation = after_entry(self._marks, self.reshard)
         for entry in (self.module, *self.module.children()):
-            self._handles.append(entry.register_forward_hook(self._after_entry))
+            self._handles.append(entry.register_forward_hook(end_evaluation))
         self._handles.append(self.module.register_state_dict_post_hook(lambda *args: self._after_state_dict(*args)))
 
     def _before_unit(self, index: int, unit: Any, *unused: Any) -> None:
@@ -178,17 +190,13 @@ class Fsdp2Engine(Engine):
             with torch.inference_mode(False):
                 unit.unshard()
 
-    def _gather_root(self, *unused: Any) -> None:
-        for group in self._root_groups if self._phase is not Phase.WHOLE else ():
+    def _gather_root(self) -> None:
+        for group in self._root_groups:
             if not private.is_gathered(group):
                 with torch.inference_mode(False):
                     self._root.unshard()
             elif not self.automatic:
                 private.follow_requires_grad(group)
-
-    def _after_entry(self, *unused: Any) -> None:
-        if self._phase is Phase.BETWEEN and not torch.is_grad_enabled():
-            self.reshard()
 
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], *unused: Any) -> None:
         if self._phase is not Phase.DUMP:

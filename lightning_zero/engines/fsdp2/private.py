@@ -110,6 +110,7 @@ def before_reduce(group: Group, action: Callable[[Group], bool]) -> None:
     """
     original = group.post_backward
 
+    @torch.compiler.disable(reason="as the original")
     def post_backward(*unused: Any) -> None:
         if action(group):
             original(*unused)
@@ -121,6 +122,7 @@ def before_backward(group: Group, action: Callable[[], None]) -> None:
     """Calls ``action()`` whenever the group's part of a backward begins, before anything is gathered for it."""
     original = group.pre_backward
 
+    @torch.compiler.disable(reason="as the original")
     def pre_backward(*unused: Any) -> None:
         action()
         original(*unused)
