@@ -1,0 +1,80 @@
+"""``torch.compile`` in every form makes under ZeRO the graphs that it makes without, and the same losses.
+
+Compared are DDP's graphs, and those of ``fully_shard`` alone around the same blocks, which ends a graph at each block.
+A failure of the losses says that something was traced away that had to run; more graphs from one epoch to the next,
+that a guard stands on something of ours that changes; another break, that a hook of ours is traced.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+
+from tests.helpers import compiling, zoo
+from tests.helpers.compiling import BACKEND, FORMS, WHOLE, ByHand, Compiled, count_raw, count_several
+
+pytestmark = [pytest.mark.rest, pytest.mark.timeout(600)]
+
+STAGES = [1, 2, 3]
+UNITS = "skipping FSDP hooks", "lightning_zero gathers"
+"""Where a graph ends at a unit: ``fully_shard``'s hooks and ours beside them."""
+
+
+def _settings(stage: int, **more: Any) -> dict[str, Any]:
+    return {"stage": stage, **zoo.BLOCKS, **more}
+
+
+@pytest.mark.parametrize("form", [*FORMS, WHOLE])
+def test_compiled_is_as_uncompiled(ranks2, form):
+    strategies = ["ddp", *map(_settings, STAGES)]
+    compiled = ranks2(count_several, form, strategies, timeout_seconds=400)
+    plain = ranks2(count_several, "none", strategies, timeout_seconds=200)
+    for of_rank, plain_of_rank in zip(compiled, plain, strict=True):
+        ddp = of_rank[0]
+        for strategy, found, uncompiled in zip(strategies, of_rank, plain_of_rank, strict=True):
+            assert found.losses == uncompiled.losses, strategy
+            assert found.names == ddp.names, strategy
+            first_epoch = found.graphs[: len(found.graphs) // 2]
+            assert found.graphs[-1] == first_epoch[-1] > 0, (strategy, found.graphs)
+            foreign = [reason for reason in found.breaks if not any(unit in reason for unit in UNITS)]
+            assert foreign == list(ddp.breaks), strategy
+        if form.startswith("blocks"):
+            assert [found.graphs for found in of_rank] == 4 * [ddp.graphs]
+            assert [found.breaks for found in of_rank] == 4 * [{}]
+
+
+@pytest.mark.parametrize("form", ["blocks", "net"])
+def test_graphs_are_those_of_fully_shard(ranks2, form):
+    raw_graphs, raw_breaks = ranks2(count_raw, form)[0]
+    for found in ranks2(count_several, form, [_settings(3), _settings(3, transport="torch")])[0]:
+        assert (found.graphs[2], sum(found.breaks.values()) > 0) == (raw_graphs, raw_breaks > 0)
+
+
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}], ids=str)
+def test_with_other_settings(ranks2, options):
+    for form in ("net", "blocks"):
+        compiled = ranks2(_both, form, Compiled, options, timeout_seconds=300)
+        for found, uncompiled in compiled:
+            assert found.losses == uncompiled.losses
+            assert found.graphs[-1] == found.graphs[len(found.graphs) // 2 - 1] > 0
+
+
+@pytest.mark.parametrize("form", ["blocks", "net", WHOLE])
+def test_by_hand(ranks2, form):
+    for found, uncompiled in ranks2(_both, form, ByHand, {}, timeout_seconds=300):
+        assert found.losses == uncompiled.losses
+        assert found.graphs[-1] == found.graphs[len(found.graphs) // 2 - 1] > 0
+
+
+def _both(form: str, kind: Any, options: dict[str, Any], backend: str = BACKEND) -> list[compiling.Counted]:
+    return [compiling.count(f, _settings(3), kind, backend, **options) for f in (form, "none")]
+
+
+def test_inductor(ranks2):
+    if shutil.which("g++") is None and shutil.which("c++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    for found, uncompiled in ranks2(_both, "blocks", Compiled, {}, "inductor", timeout_seconds=500):
+        # kernels of its own add up in another order
+        assert found.losses == pytest.approx(uncompiled.losses, rel=1e-5)
