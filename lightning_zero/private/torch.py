@@ -47,6 +47,10 @@ TORCH = Library(
             " _optimizer_load_state_dict_post_hooks",
         ),
         Needed("torch.nn:Module.__init__", stores="_parameters _buffers _modules"),
+        Needed("torch.nn:Module._wrapped_call_impl", takes="self", stores="_compiled_call_impl"),
+        Needed("torch.nn:Module._call_impl", takes="self"),
+        Needed("torch.nn:Module.__getstate__", stores="_compiled_call_impl"),
+        Needed("torch._dynamo.exc:TorchDynamoException"),
         Needed("torch.nn.modules.batchnorm:_BatchNorm"),
         Needed("torch.amp.grad_scaler:GradScaler.__init__", stores="_scale _per_optimizer_states"),
         Needed("torch.amp.grad_scaler:GradScaler.unscale_", stores="_per_optimizer_states"),
@@ -87,10 +91,10 @@ with importing(TORCH):
 __all__ = [
     "GETTERS", "ITEM", "PICKLED", "TORCH", "BatchNorm", "DisableTorchFunction", "FakeTensorMode", "MemoryFormats",
     "StorageInfo", "TorchDispatchMode", "abort_process_groups", "at_end_of_backward", "backward_hooks", "base_of",
-    "disabled_torch_function", "found_inf", "functional_collectives", "has_accumulation_hooks",
-    "local_tensor", "loss_scale", "module_tables", "overload_packet", "own_parameters", "pytree", "saves_elsewhere",
-    "schema_of", "set_found_inf", "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "version_of",
-    "wrapper_subclass",
+    "call_with_hooks", "compiled_call", "disabled_torch_function", "dynamo_error", "found_inf",
+    "functional_collectives", "has_accumulation_hooks", "local_tensor", "loss_scale", "module_tables",
+    "overload_packet", "own_parameters", "pytree", "saves_elsewhere", "schema_of", "set_compiled_call", "set_found_inf",
+    "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "version_of", "wrapper_subclass",
 ]  # fmt: skip
 
 PICKLED = {
@@ -134,6 +138,40 @@ def has_accumulation_hooks(p: Tensor) -> bool:
 def module_tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
     """A module's own parameters, buffers and children, by attribute: ``vars(module)`` holds them under such names."""
     return module._parameters, module._buffers, module._modules
+
+
+def dynamo_error() -> type[Exception]:
+    """What tracing and backends raise; there is no public name. Importing Dynamo takes a second."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What ``module.compile()`` has put in the place of calling the module."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """As ``module.compile()`` does, which compiles the module's hooks too. Copies and pickles leave it out."""
+    if call is None:
+        vars(module).pop("_compiled_call_impl", None)
+    else:
+        module._compiled_call_impl = call
+
+
+def call_with_hooks(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls ``module`` with all its hooks, and ``forward`` in the place of its own."""
+    own = vars(module)
+    before = own.get("forward")
+    own["forward"] = forward
+    try:
+        return module._call_impl(*args, **kwargs)
+    finally:
+        if before is None:
+            own.pop("forward", None)
+        else:
+            own["forward"] = before
 
 
 def wrapper_subclass(cls: type, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:

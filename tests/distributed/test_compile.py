@@ -7,6 +7,8 @@ that a guard stands on something of ours that changes; another break, that a hoo
 
 from __future__ import annotations
 
+import copy
+import logging
 import shutil
 from typing import Any
 
@@ -70,6 +72,92 @@ def test_by_hand(ranks2, form):
 
 def _both(form: str, kind: Any, options: dict[str, Any], backend: str = BACKEND) -> list[compiling.Counted]:
     return [compiling.count(f, _settings(3), kind, backend, **options) for f in (form, "none")]
+
+
+def _units(stage: int, backend: str = BACKEND, **more: Any) -> dict[str, Any]:
+    return _settings(stage, compile={"target": "units", "backend": backend, **more})
+
+
+class Printing(zoo.Block):
+    """What no graph holds: with ``fullgraph`` it cannot be compiled."""
+
+    def forward(self, x: Any) -> Any:
+        print(end="")
+        return super().forward(x)
+
+
+class OnePrints(Compiled):
+    def build(self) -> None:
+        super().build()
+        self.net.blocks[1] = Printing()
+
+
+class CopiesItself(Compiled):
+    """In a step, and in a hook, as for a moving average."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        copied = copy.deepcopy(self.net)
+        assert all(vars(block).get("_compiled_call_impl") is None for block in copied.blocks)
+        assert all("forward" not in vars(block) for block in copied.blocks)
+
+
+def _setting(stage: int, kind: Any = Compiled, **more: Any) -> tuple[list[compiling.Counted], list[str], list[int]]:
+    """A run with the setting and one without; what was said; compiled calls left behind after the run."""
+    said = Said()
+    logging.getLogger("lightning_zero").addHandler(said)
+    try:
+        runs = (
+            compiling.count_setting(kind, _units(stage, compiling.register(), **more)),
+            compiling.count("none", _settings(stage), kind),
+        )
+    finally:
+        logging.getLogger("lightning_zero").removeHandler(said)
+    return list(runs), said.lines, [runs[0].left_behind]
+
+
+class Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_setting_compiles_units(ranks2, stage):
+    for (found, plain), said, left in ranks2(_setting, stage, CopiesItself, timeout_seconds=300):
+        assert found.losses == plain.losses
+        assert found.names == plain.names
+        assert found.graphs[0] == 1  # of three equal blocks
+        assert found.graphs[-1] == found.graphs[len(found.graphs) // 2 - 1]
+        assert found.breaks == {}
+        assert (said, left) == ([], [0])
+
+
+def _one_that_cannot() -> Any:
+    return _setting(3, OnePrints, fullgraph=True)
+
+
+def test_a_unit_that_cannot_be_compiled_is_named(ranks2):
+    for rank, ((found, plain), said, _) in enumerate(ranks2(_one_that_cannot, timeout_seconds=300)):
+        assert found.losses == plain.losses
+        assert found.graphs[0] == 1
+        assert len(said) == (rank == 0)
+        assert not said or said[0].startswith("compile='units': 'net.blocks.1' is not compiled")
+
+
+def _unknown_backend() -> str:
+    try:
+        compiling.count("none", _units(3, "inducktor"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_an_unknown_backend_is_refused(ranks2):
+    for text in ranks2(_unknown_backend):
+        assert text.startswith("compile.backend='inducktor': torch.compile knows ")
 
 
 def test_inductor(ranks2):

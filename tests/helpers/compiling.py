@@ -106,6 +106,8 @@ class Counted:
     """So far, after each batch and each validation."""
     breaks: dict[str, int] = field(default_factory=dict)
     """Reason -> how often."""
+    left_behind: int = 0
+    """Blocks that are still compiled after the run."""
 
 
 class _Count(Callback):
@@ -125,10 +127,30 @@ class _Count(Callback):
 
 def count(form: str, strategy: Any, kind: type[Compiled] = Compiled, backend: str = BACKEND, **options: Any) -> Counted:
     """Fits two epochs, each with a short last batch and a validation."""
+    return _count(form, strategy, kind, CompileCounterWithBackend(backend), options)
+
+
+_registered: list[CompileCounterWithBackend] = []
+
+
+def register() -> str:
+    """Name of a backend that counts, for the setting ``compile``."""
+    if not _registered:
+        _registered.append(CompileCounterWithBackend(BACKEND))
+        torch._dynamo.register_backend(_registered[0], name="counting")
+    _registered[0].clear()
+    return "counting"
+
+
+def count_setting(kind: type[Compiled], strategy: Any) -> Counted:
+    """As :func:`count`, of what the strategy compiles with the backend of :func:`register`."""
+    return _count("none", strategy, kind, _registered[0], {})
+
+
+def _count(form: str, strategy: Any, kind: Any, counting: CompileCounterWithBackend, options: Any) -> Counted:
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(3)
-    counting = CompileCounterWithBackend(backend)
     module: Any = kind(form=form, backend=counting)
     given = torch.compile(module, backend=counting) if form == WHOLE else module
     counted = Counted()
@@ -139,6 +161,7 @@ def count(form: str, strategy: Any, kind: type[Compiled] = Compiled, backend: st
     trainer.fit(given, *loaders)
     trainer.save_checkpoint(f"{trainer.default_root_dir}/compiled-{form.replace(' ', '-')}.ckpt")
     counted.breaks = dict(counters["graph_break"])
+    counted.left_behind = sum(vars(block).get("_compiled_call_impl") is not None for block in module.net.blocks)
     return counted
 
 

@@ -66,6 +66,7 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2 import whole as whole_state
+from lightning_zero.engines.fsdp2.compiled import CompiledUnits
 from lightning_zero.engines.fsdp2.cpu import Direct
 from lightning_zero.engines.fsdp2.sharding import (
     carry_hooks_over,
@@ -112,6 +113,7 @@ class Fsdp2Engine(Engine):
         self._reduced: set[int] = set()  # groups that autograd's own schedule reduced in this backward, by id
         self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
+        self._compiled: CompiledUnits | None = None
 
     # -- sharding ------------------------------------------------------------------------------------------------
 
@@ -140,6 +142,9 @@ class Fsdp2Engine(Engine):
             private.before_backward(group, self._before_backward)
             private.without_translation(group)
         self._follow_forward()
+        if self.config.compile.target == "units":
+            blocks = zip(self._sharded.names[:-1], self._sharded.units[:-1], strict=True)
+            self._compiled = CompiledUnits(self.config.compile, blocks)
         self._writes = Writes(self._groups, self._transport)
         self._usage = Usage(self._transport, self._sharded.parameters, self._sharded.names)
 
@@ -399,6 +404,8 @@ class Fsdp2Engine(Engine):
             whole_state.restore_parameters(self._sharded)
             for handle in self._handles:
                 handle.remove()
+            if self._compiled is not None:
+                self._compiled.undo()
             self._transport.close()
             for unit in self._sharded.units:
                 private.undo(unit)
