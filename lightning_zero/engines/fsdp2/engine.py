@@ -137,6 +137,8 @@ class Fsdp2Engine(Engine):
         self._root_groups = private.groups(self._root)
         self._transport.start(self._sharded.units, self._sharded.names)
         carry_hooks_over(self._sharded)  # after start: it gathers
+        for unit in self._sharded.units:
+            private.hooks_once(unit)
         for group in self._groups:
             private.before_reduce(group, self._before_reduce)
             private.before_backward(group, self._before_backward)
