@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,20 @@ def _run(arguments: list[str]) -> None:
     _add_convert(commands.add_parser("convert", help=TOOLS["convert"], description=_convert.__doc__))
     _add_doctor(commands.add_parser("doctor", help=TOOLS["doctor"], description=_doctor.__doc__))
     _add_init(commands.add_parser("init", help=TOOLS["init"], description=_init.__doc__))
+    if arguments and (wrong := _not_a_command(arguments[0])):
+        parser.error(wrong)
     parsed = parser.parse_args(arguments)  # or --help, --version, an error: no command was given
     parsed.run(parsed)
+
+
+def _not_a_command(word: str) -> str | None:
+    """What to write instead of a first word that is no command; ``None`` if it is one, or a flag, or like none."""
+    if word.startswith("-") or word in TOOLS:
+        return None
+    if "=" in word:
+        return f"{word}: a command comes first, as in: lightning-zero fit {word}"
+    close = get_close_matches(word, [*COMMANDS, *TOOLS], n=1)
+    return f"{word}: did you mean {close[0]}?" if close else None
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:

@@ -32,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_zero.app.sweep import RunRecord
 from lightning_zero.auto import make_strategy as make_zero_strategy
 from lightning_zero.config import PlanConfig, ZeroConfig
+from lightning_zero.engines.deepspeed.known_keys import check_keys
 from lightning_zero.launch.launcher import LaunchedDDP
 from lightning_zero.launch.slurm import SlurmJob, run_stamp
 from lightning_zero.private.lightning import start_method
@@ -230,9 +231,12 @@ def make_zero_config(settings: Mapping[str, Any] | DictConfig) -> ZeroConfig:
     values.pop("_target_", None)
     checked = _checked(schema_of(ZeroConfig), values, "strategy")
     try:
-        return ZeroConfig.from_kwargs(**checked)
+        config = ZeroConfig.from_kwargs(**checked)
+        if config.raw is not None:
+            check_keys(config.raw)
     except ValueError as error:
         raise ConfigError(f"strategy: {error}") from error
+    return config
 
 
 def make_plan_config(cfg: DictConfig) -> PlanConfig:

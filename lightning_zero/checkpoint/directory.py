@@ -271,7 +271,8 @@ def complete_data(path: Path) -> Path:
     """
     marker = path / layout.MARKER
     if not marker.is_file():
-        begun = any(path.glob(layout.DATA_PREFIX + "*"))
+        # Empty: the save was killed before it had made its data folder.
+        begun = any(path.glob(layout.DATA_PREFIX + "*")) or (path.is_dir() and not any(path.iterdir()))
         what = "its saving was interrupted" if begun else "it is no sharded checkpoint of lightning_zero"
         beside = [p.parent.name for p in sorted(path.absolute().parent.glob(f"*/{layout.MARKER}"))]
         raise CheckpointError(

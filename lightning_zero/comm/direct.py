@@ -46,7 +46,7 @@ NEAR_PIECE_BYTES = 2**19
 """A piece read from peer memory: small enough to be still in the cache when it is added."""
 SMALL_BYTES = 2**18
 """Shards below this size share one message: one more copy costs less than a message of their own."""
-_GATHER, _REDUCTION, AGREEMENT = 7001, 7002, 7003
+_GATHER, _REDUCTION, AGREEMENT, STEP_SYNC = 7001, 7002, 7003, 7004
 """Tags of messages. A gather may begin and end during a reduction on the same group, so each kind has a tag of its own,
 and none is a number that a user's own messages are likely to have."""
 
@@ -257,7 +257,13 @@ class Begun(dist.Work):
 
 
 @torch.no_grad()
-def all_reduce(message: Tensor, op: Any, group: dist.ProcessGroup, peer_memory: PeerMemory | None = None) -> dist.Work:
+def all_reduce(
+    message: Tensor,
+    op: Any,
+    group: dist.ProcessGroup,
+    peer_memory: PeerMemory | None = None,
+    kind: int = AGREEMENT,
+) -> dist.Work:
     """``message``, a few numbers, 1D, will be the sum or the maximum over the ranks, as ``op`` says."""
     near, far = _near_and_far(group, peer_memory)
     if group.size() > FEW_RANKS and far:
@@ -268,9 +274,9 @@ def all_reduce(message: Tensor, op: Any, group: dist.ProcessGroup, peer_memory: 
     parts, works = everyones.unbind(), []
     mine = parts[group.rank()].copy_(message)
     if far:
-        works.append(_send(parts, mine, group, AGREEMENT, far))
+        works.append(_send(parts, mine, group, kind, far))
     if peer_memory is not None and near:
-        works.append(_read([(parts, mine)], AGREEMENT, peer_memory))
+        works.append(_read([(parts, mine)], kind, peer_memory))
 
     def reduce() -> None:
         if op == dist.ReduceOp.MAX:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors, placeholder
 from lightning_zero.comm.agree import broadcast_coalesced
+from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.comm.shards import gathered, gathered_on_rank_0
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.gradients import clamp, scale_to_norm, sum_of_squares
@@ -143,6 +144,9 @@ class Engine(ABC):
     """What was handed to :meth:`shard`."""
     mesh: DeviceMesh
     """Of all ranks; shards lie along its axis "shard"."""
+
+    peer_memory: PeerMemory | None = None
+    """Among all ranks, where this engine has connections of its own between processes on CPUs."""
 
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         self.config = config

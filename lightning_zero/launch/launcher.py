@@ -494,6 +494,8 @@ class Launched:
             environment = self.cluster_environment
             os.environ["MASTER_ADDR"] = environment.main_address
             os.environ["MASTER_PORT"] = str(environment.main_port)
+            # Each gloo group of each rank would connect with every other rank: more open files than a process may have.
+            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
             limit: timedelta = timeout_of(self) or default_pg_timeout  # type: ignore[arg-type]
             rank, size = self.global_rank, self.world_size  # type: ignore[attr-defined]
             backend = backend_of(self)

@@ -60,6 +60,7 @@ class StepSync(Callback):
         self._strategy = strategy
         self._group: Any = None
         self._peer_memory: PeerMemory | None = None
+        self._owns_peer_memory = False
         self._pending: tuple[Any, torch.Tensor, int] | None = None
         self._signal: int | None = _early.pop() if _early else None
         self._agreed: int = 0
@@ -101,7 +102,9 @@ class StepSync(Callback):
             limit = timeout_of(self._strategy) or timedelta(minutes=30)
             self._group = dist.new_group(backend="gloo", timeout=limit)
             if self._strategy.root_device.type == "cpu":
-                self._peer_memory = PeerMemory(self._group, limit.total_seconds())
+                shared = getattr(getattr(self._strategy, "engine", None), "peer_memory", None)
+                self._peer_memory = shared or PeerMemory(self._group, limit.total_seconds())
+                self._owns_peer_memory = shared is None
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, *([signal.SIGUSR1] if _slurm_job() else [])):
                 self._handlers[number] = signal.getsignal(number)
@@ -139,7 +142,7 @@ class StepSync(Callback):
             vars(self._loop).pop("advance", None)
         if self._broadcast_again is not None:
             self._broadcast_again()
-        if self._peer_memory is not None:
+        if self._peer_memory is not None and self._owns_peer_memory:
             self._peer_memory.close()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
@@ -192,7 +195,7 @@ class StepSync(Callback):
         here = (place << _SHIFT) + max(index, 0)
         with DisableTorchFunction():  # a plain tensor: the engine's view must not see it
             message = torch.tensor([here, -here, asked])  # the maximum of -here is minus the least place
-            work = direct.all_reduce(message, dist.ReduceOp.MAX, self._group, self._peer_memory)
+            work = direct.all_reduce(message, dist.ReduceOp.MAX, self._group, self._peer_memory, direct.STEP_SYNC)
         self._pending = (work, message, here)
 
     def hear(self) -> None:

@@ -355,9 +355,10 @@ def _damage_folder(path: Path, how: str) -> None:
         (data / ".metadata").unlink()
     elif how == "no rest":
         (data / "rest.pt").unlink()
-    elif how == "foreign":
+    elif how in ("foreign", "empty"):
         shutil.rmtree(path)
         path.mkdir()
+    if how == "foreign":
         (path / "readme.txt").write_text("nothing here")
 
 
@@ -373,6 +374,7 @@ def _damage_folder(path: Path, how: str) -> None:
         ("no index", ".metadata is missing"),
         ("changed index", ".metadata is damaged (its checksum is another)"),
         ("no rest", "rest.pt is missing"),
+        ("empty", "checkpoint.json is missing, so its saving was interrupted"),
         ("foreign", "it is no sharded checkpoint of lightning_zero"),
     ],
 )

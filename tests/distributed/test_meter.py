@@ -169,7 +169,7 @@ def _sent(stage: int, accumulate: int, ranks_per_host: int) -> dict[str, float]:
     arrived: Counter[str] = Counter()
 
     def received(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        arrived["sockets"] += tensor.nbytes * (kwargs["tag"] != direct.AGREEMENT)
+        arrived["sockets"] += tensor.nbytes * (kwargs["tag"] not in (direct.AGREEMENT, direct.STEP_SYNC))
         return receive(tensor, *args, **kwargs)
 
     def been_read(self: PeerMemory, source: Any, into: Sequence[Tensor], *start: int) -> None:

@@ -55,6 +55,41 @@ main()
 """
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            '{"zero_optimizaton": {"stage": 2}}',
+            "zero_optimizaton in ds.json is not a setting of DeepSpeed's; did you mean",
+        ),
+        ('{"zero_optimization": {"stage": 2, "offload_optimizer": {"devic": "cpu"}}}', "did you mean device?"),
+    ],
+)
+def test_a_misspelled_key_of_a_deepspeed_file_is_one_message(content, said, tmp_path):
+    pytest.importorskip("deepspeed")
+    (tmp_path / "ds.json").write_text(content)
+    words = "strategy/engine=deepspeed", "strategy.deepspeed_config=ds.json", "trainer.devices=2"
+    done = run_imported("fit", *words, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout
+    assert said in done.stdout
+    assert "Traceback" not in done.stdout
+    assert len(done.stdout.splitlines()) <= 8, done.stdout
+
+
+def test_switches_of_the_trainer_leave_out_what_they_switch_off(tmp_path):
+    """The default callbacks hold a progress bar and checkpoints; beside the switches Lightning refuses them."""
+    switches = "trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false", "trainer.logger=false"
+    callbacks = "callbacks=[default,rich_bar,best_checkpoint,lr_monitor]"
+    done = run(*MODULE, "fit", callbacks, *switches, *SMALL, *ONE_RUN, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    for switch in switches:
+        assert done.stdout.count(f"{switch}: left out ") == 1, done.stdout
+    folder = tmp_path / "run"
+    assert (folder / "result.json").is_file()
+    assert not list(folder.rglob("*.ckpt"))
+    assert not (folder / "metrics.csv").exists()
+
+
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_sweep_of_an_own_app_ends_with_a_table_only_if_asked(asks, tmp_path):
     """The app builds no Trainer: a job is finished because it has returned."""
@@ -166,6 +201,24 @@ def test_the_last_metrics_are_there_with_any_logger(logger, tmp_path):
     assert done.returncode == 0, done.stdout
     assert json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]["loss"] > 0
     assert (tmp_path / "run" / "metrics.csv").exists() == (logger == "csv")
+
+
+@pytest.mark.parametrize(
+    ("logger", "package", "more", "file"),
+    [
+        ("tensorboard", "tensorboard", (), "tensorboard/events.out.tfevents.*"),
+        ("many", "tensorboard", (), "metrics.csv"),
+        ("wandb", "wandb", ("logger.wandb.offline=true",), "wandb/offline-run-*/run-*.wandb"),
+        ("mlflow", "mlflow", (), "mlruns/*/*/metrics/loss"),
+    ],
+)
+def test_loggers_of_other_packages_write_into_the_run_folder(logger, package, more, file, tmp_path):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    words = f"logger={logger}", "trainer.devices=2", "callbacks=none", "trainer.enable_progress_bar=false"
+    done = run(*MODULE, "fit", *words, *more, *SMALL, *ONE_RUN, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert len(list((tmp_path / "run").glob(file))) == 1, done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from lightning_zero.app.arguments import GROUPS, mistake
+from lightning_zero.app.cli import main
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,22 @@ atexit.register(lambda: print("heavy:", [name for name in heavy if name in sys.m
     assert "Traceback" not in done.stderr
     assert done.returncode == (0 if {"--help", "--version"} & set(arguments) else 2)
     assert done.stdout.splitlines()[-1] == "heavy: []"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("fti", "fti: did you mean fit?"),
+        ("docter", "docter: did you mean doctor?"),
+        ("strategy=zero2", "a command comes first, as in: lightning-zero fit strategy=zero2"),
+        ("zzz", "invalid choice: 'zzz'"),
+    ],
+)
+def test_a_first_word_that_is_no_command(word, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lightning-zero", word])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert said in capsys.readouterr().err
 
 
 def test_importing_the_package_alone_imports_nothing():

@@ -265,7 +265,7 @@ def test_a_files_loss_scaling_is_refused_rather_than_ignored(name: str, value: i
 
 def test_what_has_no_effect_is_found() -> None:
     file = {
-        "curriculum_learning": {"enabled": True, "params": {}},
+        "flops_profiler": {"enabled": True, "profile_step": 1},
         "tensorboard": {"enabled": False},
         "data_efficiency": {"enabled": False, "data_routing": {"random_ltd": {"enabled": True}}},
         "wall_clock_breakdown": True,
@@ -274,7 +274,7 @@ def test_what_has_no_effect_is_found() -> None:
     }
     raw = ZeroConfig(engine="deepspeed", deepspeed_config=file).raw
     assert raw is not None
-    assert inert_sections(raw) == ["curriculum_learning", "data_efficiency", "wall_clock_breakdown"]
+    assert inert_sections(raw) == ["data_efficiency", "flops_profiler", "wall_clock_breakdown"]
 
 
 def test_precision() -> None:

@@ -82,6 +82,9 @@ def test_a_deepspeed_file_decides_what_was_not_chosen(tmp_path):
         _composed("strategy/engine=deepspeed", "strategy/offload=none", file)
     with pytest.raises(ConfigError, match="engine='deepspeed'"):
         _composed(file)
+    path.write_text('{"zero_optimizaton": {"stage": 2}}')
+    with pytest.raises(ConfigError, match=f"zero_optimizaton in {path} .*did you mean zero_optimization"):
+        _composed("strategy/engine=deepspeed", file)
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,8 @@ _SCALING = {
 }
 """Settings of the section ``fp16`` -> DeepSpeed's default (deepspeed/runtime/precision_config.py)."""
 _INERT = (
-    "autotuning", "comet", "compression_training", "csv_monitor", "curriculum_learning", "data_efficiency",
-    "eigenvalue", "flops_profiler", "progressive_layer_drop", "quantize_training", "tensorboard", "wandb",
-    "wall_clock_breakdown",
+    "autotuning", "comet", "csv_monitor", "data_efficiency", "flops_profiler", "memory_breakdown", "tensorboard",
+    "wandb", "wall_clock_breakdown",
 )  # fmt: skip
 """What only ``engine.forward``, ``engine.step``, its dataloader or its launcher look at, none of which runs here."""
 
@@ -252,7 +251,7 @@ def inert_sections(raw: RawConfig) -> list[str]:
 
 
 def _switches_on(section: Mapping[str, Any]) -> bool:
-    """Whether a section has parts that are switched on (``compression_training``, ``data_efficiency``)."""
+    """Whether a section has parts that are switched on (``data_efficiency``)."""
     return any(
         isinstance(part, Mapping) and (part.get("enabled") is True or _switches_on(part)) for part in section.values()
     )

@@ -34,6 +34,7 @@ from lightning_zero.engines.deepspeed.ds_config import (
     inert_sections,
 )
 from lightning_zero.engines.deepspeed.file_optimizer import check_optimizer, make_optimizer, make_scheduler
+from lightning_zero.engines.deepspeed.known_keys import check_keys, deprecated_keys
 from lightning_zero.engines.deepspeed.nvme_folder import SwapFolder, open_folder, swap_bytes
 from lightning_zero.engines.deepspeed.ops import ASYNC_IO, CPU_ADAM, prepare_op
 from lightning_zero.host import require_deepspeed
@@ -60,6 +61,8 @@ class DeepSpeedRun:
 
     def __init__(self, config: ZeroConfig) -> None:
         require_deepspeed()
+        if config.raw is not None:
+            check_keys(config.raw)
         self.config = config
         self.cpu_adam = False
         """Whether DeepSpeed's CPU Adam can be used, on every rank."""
@@ -154,12 +157,7 @@ class DeepSpeedRun:
         """
         facts = self.facts(module, trainer_facts, device_type)
         made = ds_config(self.config, facts)  # contradictions are said before minutes are spent on building
-        inert = inert_sections(self.config.raw) if self.config.raw is not None else []
-        if inert:
-            rank_zero_warn(
-                f"{self.config.raw and self.config.raw.origin}: {', '.join(inert)} has no effect here, as batches,"
-                " steps and logs are Lightning's."
-            )
+        self._warn_of_the_file()
         if self.config.offload.target == "nvme":
             self._open_folder(facts, default_root_dir, agreement, place)
             why = prepare_op(ASYNC_IO, agreement, _say, place.local_rank, device_type)
@@ -178,6 +176,16 @@ class DeepSpeedRun:
             on_cpu = bool(self.config.deepspeed.activation_cpu_offload)
             units = self.config.units, self.config.min_unit_numel
             self._recomputed = Recomputed(module, *units, on_cpu, gathers=self.config.stage == 3)
+
+    def _warn_of_the_file(self) -> None:
+        if (raw := self.config.raw) is None:
+            return
+        if inert := inert_sections(raw):
+            rank_zero_warn(
+                f"{raw.origin}: {', '.join(inert)} has no effect here, as batches, steps and logs are Lightning's."
+            )
+        for line in deprecated_keys(raw):
+            rank_zero_warn(line)
 
     def _open_folder(self, facts: RunFacts, root: str, agreement: Agreement, place: Place) -> None:
         param_bytes = 2 if facts.dtype in ("bf16", "fp16") else 4

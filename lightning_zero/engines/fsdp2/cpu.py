@@ -54,7 +54,8 @@ class Direct(Transport):
         self.gathers_up_front = config.stage < 3
         self._pool = direct.Pool()
         self._peer_memory = PeerMemory(axis, config.timeout_seconds)  # along the shard axis
-        self._agreeing: PeerMemory | None = None  # of all ranks
+        if axis.size() == mesh.size():  # one connection between two ranks carries messages of every kind
+            self.peer_memory = self._peer_memory
         self._reduce = direct.ReduceScatter(self._pool, axis.size(), self._peer_memory)
         self._aliases_all = False  # every shard aliases its gathered buffer, on every rank
         self._aliases_some = False
@@ -77,7 +78,8 @@ class Direct(Transport):
         self._alias_shards()
         super().start(units, names)
         if self._agreement is not None:
-            self._agreeing = PeerMemory(self._agreement, self.config.timeout_seconds)
+            if self.peer_memory is None:
+                self.peer_memory = PeerMemory(self._agreement, self.config.timeout_seconds)
             if self.config.stage == 3:
                 self._order = Order(self, units, names)
 
@@ -96,16 +98,12 @@ class Direct(Transport):
         self._aliases_all, self._aliases_some = all(aliased), any(aliased)
 
     def close(self) -> None:
-        for peer_memory in (self._peer_memory, self._agreeing):
+        for peer_memory in (self._peer_memory, self.peer_memory):
             if peer_memory is not None:
                 peer_memory.close()
         super().close()
 
     # -- exchange
-
-    def agree(self, message: Tensor, op: Any) -> dist.Work:
-        assert self._agreement is not None
-        return direct.all_reduce(message, op, self._agreement, self._agreeing)
 
     def _gather(self, outputs: list[Tensor], shards: list[Tensor], process_group: dist.ProcessGroup) -> dist.Work:
         """For :func:`private.gather_in_place`."""

@@ -136,6 +136,7 @@ class Fsdp2Engine(Engine):
         self._groups = [group for unit in self._sharded.units for group in private.groups(unit)]
         self._root_groups = private.groups(self._root)
         self._transport.start(self._sharded.units, self._sharded.names)
+        self.peer_memory = self._transport.peer_memory
         carry_hooks_over(self._sharded)  # after start: it gathers
         for unit in self._sharded.units:
             private.hooks_once(unit)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_zero.comm import direct
+from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.fsdp2 import private
 
@@ -25,6 +26,7 @@ class Transport:
     Attributes:
         gathers_up_front: Whether a forward at stages 1 and 2 begins with a gather of every unit, so that ranks may run
             different units.
+        peer_memory: Among all ranks, for small messages of any kind; its connections exist anyway.
         advice: What beside keeping modules out of the units helps where ranks run different ones.
     """
 
@@ -33,6 +35,7 @@ class Transport:
     def __init__(self, config: ZeroConfig, mesh: DeviceMesh, advice: str = "") -> None:
         self.config, self.mesh, self.advice = config, mesh, advice
         self._agreement: dist.ProcessGroup | None = None
+        self.peer_memory: PeerMemory | None = None
 
     # -- set-up
 
@@ -65,7 +68,7 @@ class Transport:
     def agree(self, message: Tensor, op: Any) -> dist.Work:
         """``message`` (a few numbers, in host memory) becomes their sum or maximum, when this has been waited for."""
         assert self._agreement is not None
-        return direct.all_reduce(message, op, self._agreement)
+        return direct.all_reduce(message, op, self._agreement, self.peer_memory)
 
     # -- the moments of a step, in their order
 

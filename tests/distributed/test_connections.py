@@ -1,0 +1,45 @@
+"""A rank has one connection to each peer in mid-run, and not another one for each group of ranks that is made."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.helpers import account, zoo
+
+
+class _Counts(account.Mlp):
+    """Remembers how many sockets its process has open at the third step."""
+
+    sockets = 0
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if index == 2:
+            self.sockets = sum(_is_socket(name) for name in os.listdir("/proc/self/fd"))
+        return super().training_step(batch, index)
+
+
+def _is_socket(name: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    except OSError:  # the folder's own descriptor
+        return False
+
+
+def _sockets_of_a_run(stage: int) -> int:
+    before = sum(_is_socket(name) for name in os.listdir("/proc/self/fd"))
+    trainer = zoo.make_trainer({"stage": stage, "min_unit_numel": 1}, max_epochs=1, limit_train_batches=4)
+    module = _Counts(16)
+    trainer.fit(module, DataLoader(account.Tokens(), batch_size=4))
+    return module.sockets - before
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no /proc on this system")
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.rest)])
+def test_a_rank_has_one_connection_to_each_peer(ranks, stage):
+    """Where each group connects all with all, three ranks more are 12 to 18 sockets more."""
+    few, many = (max(ranks(_sockets_of_a_run, stage, world_size=n)) for n in (1 + 1, 1 + 4))
+    assert many - few <= 2 * 3, (few, many)
