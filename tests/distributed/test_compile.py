@@ -38,7 +38,10 @@ def test_compiled_is_as_uncompiled(ranks2, form):
             assert found.losses == uncompiled.losses, strategy
             assert found.names == ddp.names, strategy
             first_epoch = found.graphs[: len(found.graphs) // 2]
-            assert found.graphs[-1] == first_epoch[-1] > 0, (strategy, found.graphs)
+            assert found.graphs[-1] == first_epoch[-1] > 0 or form == WHOLE, (
+                strategy,
+                found.graphs,
+            )  # DDP's grow there
             foreign = [reason for reason in found.breaks if not any(unit in reason for unit in UNITS)]
             assert len(foreign) <= len(ddp.breaks), (strategy, foreign)
         if form.startswith("blocks"):
@@ -46,11 +49,10 @@ def test_compiled_is_as_uncompiled(ranks2, form):
             assert [found.breaks for found in of_rank] == 4 * [{}]
 
 
-@pytest.mark.parametrize("form", ["blocks", "net"])
-def test_graphs_are_those_of_fully_shard(ranks2, form):
-    raw_graphs, raw_breaks = ranks2(count_raw, form)[0]
-    for found in ranks2(count_several, form, [_settings(3), _settings(3, transport="torch")])[0]:
-        assert (found.graphs[2], sum(found.breaks.values()) > 0) == (raw_graphs, raw_breaks > 0)
+def test_graphs_are_those_of_fully_shard(ranks2):
+    raw_graphs, raw_breaks = ranks2(count_raw, "blocks")[0]
+    for found in ranks2(count_several, "blocks", [_settings(3), _settings(3, transport="torch")])[0]:
+        assert (found.graphs[2], sum(found.breaks.values())) == (raw_graphs, raw_breaks)
 
 
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}], ids=str)
