@@ -31,6 +31,12 @@ PAGES = (
         " `ZeroStrategy(offload=...)` takes. [offload.md](offload.md) explains them.",
     ),
     (
+        config.CompileConfig,
+        "Compiled units",
+        "`strategy/compile=units` (a group) and `strategy.compile.NAME=VALUE`; the fields of `CompileConfig`, which"
+        " `ZeroStrategy(compile=...)` takes. [compile.md](compile.md) explains them.",
+    ),
+    (
         config.DeepSpeedConfig,
         "What only the engine `deepspeed` has",
         "`strategy.deepspeed.NAME=VALUE`; the fields of `DeepSpeedConfig`. [deepspeed.md](deepspeed.md) explains them.",

@@ -13,12 +13,13 @@ from lightning_zero.registry import register_when_imported
 if TYPE_CHECKING:
     from lightning_zero.checkpoint.pretrained import load_pretrained
     from lightning_zero.checkpoint.store import load_checkpoint
-    from lightning_zero.config import DeepSpeedConfig, OffloadConfig, ZeroConfig
+    from lightning_zero.config import CompileConfig, DeepSpeedConfig, OffloadConfig, ZeroConfig
     from lightning_zero.planner import plan
     from lightning_zero.strategy import ZeroStrategy
 
 __version__ = "0.1.0"
 __all__ = [
+    "CompileConfig",
     "DeepSpeedConfig",
     "OffloadConfig",
     "ZeroConfig",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "CompileConfig": "lightning_zero.config",
     "DeepSpeedConfig": "lightning_zero.config",
     "OffloadConfig": "lightning_zero.config",
     "ZeroConfig": "lightning_zero.config",

@@ -20,6 +20,7 @@ CheckpointForm = Literal["file", "sharded", "sharded-async"]
 AfterFit = Literal["auto", "whole", "sharded"]
 TransportName = Literal["auto", "direct", "torch"]
 StartMethod = Literal["auto", "popen", "spawn", "fork"]
+CompileTarget = Literal["none", "units"]
 
 STAGES: tuple[int, ...] = get_args(Stage)
 ENGINES: tuple[str, ...] = get_args(EngineName)
@@ -28,8 +29,9 @@ CHECKPOINTS: tuple[str, ...] = get_args(CheckpointForm)
 AFTER_FIT: tuple[str, ...] = get_args(AfterFit)
 TRANSPORTS: tuple[str, ...] = get_args(TransportName)
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
+COMPILE_TARGETS: tuple[str, ...] = get_args(CompileTarget)
 
-_Section = TypeVar("_Section", "OffloadConfig", "DeepSpeedConfig")
+_Section = TypeVar("_Section", "OffloadConfig", "CompileConfig", "DeepSpeedConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +87,47 @@ class OffloadConfig:
             raise ValueError(f"offload.ratio={ratio!r} with offload.target='nvme': partial offload is for 'cpu'.")
         if self.target != "none" and self.optimizer is False and self.parameters is False:
             raise ValueError("offload.optimizer=False with offload.parameters=False: use offload.target='none'.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    """What ``torch.compile`` is called with, for each shard unit by itself."""
+
+    target: CompileTarget = "none"
+    """``"units"`` compiles the forward of every shard unit but the root, in place; equal blocks share their graphs."""
+    backend: str | None = None
+    """A name that ``torch.compiler.list_backends()`` knows; ``None`` is torch's default, ``"inductor"``."""
+    mode: str | None = None
+    """``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``, of inductor;
+    ``None`` is its default."""
+    dynamic: bool | None = None
+    """Whether sizes are variables from the first graph on; ``None`` makes those that have changed once variable."""
+    fullgraph: bool = False
+    """A unit that takes more than one graph counts as one that cannot be compiled."""
+
+    def __post_init__(self) -> None:
+        _one_of("compile.target", self.target, COMPILE_TARGETS)
+        for name in ("backend", "mode"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise ValueError(f"compile.{name}={value!r}: use a name, or None.")
+        if self.mode is not None:
+            _one_of("compile.mode", self.mode, COMPILE_MODES)
+            if self.backend not in (None, "inductor"):
+                raise ValueError(
+                    f"compile.mode={self.mode!r} with compile.backend={self.backend!r}: modes are inductor's; leave one"
+                    " of them unset."
+                )
+        _boolean_or_none("compile.dynamic", self.dynamic)
+        _boolean("compile.fullgraph", self.fullgraph)
+        for name in _given(self):
+            if name != "target" and self.target == "none":
+                raise ValueError(
+                    f"compile.{name}={getattr(self, name)!r} with compile.target='none': use compile.target='units'."
+                )
+
+
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +323,9 @@ class ZeroConfig:
     an empty list makes the whole module one unit."""
     min_unit_numel: int = 100_000
     """Automatic units smaller than this many elements are left to the unit around them."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    """``"units"`` compiles each shard unit with ``torch.compile``, ``"none"`` what you compile yourself and nothing
+    else; a :class:`CompileConfig` or a mapping of its fields says how."""
     find_unused_parameters: bool = True
     """Agree after each synchronized backward which parameters no rank used, so that their gradients stay ``None`` as
     under DDP. ``False`` saves one small all-reduce per step and leaves zeros there instead."""
@@ -325,6 +371,7 @@ class ZeroConfig:
             raise ValueError(f"stage={self.stage!r}: the ZeRO stage is a whole number; use 1, 2 or 3.")
         _one_of("stage", self.stage, STAGES)
         object.__setattr__(self, "deepspeed", _as_deepspeed(self.deepspeed))
+        object.__setattr__(self, "compile", _as_compile(self.compile))
         if self.engine == "fsdp2":
             self._check_fsdp2()
         else:
@@ -456,6 +503,11 @@ class ZeroConfig:
                 f"shard_size={self.shard_size!r} with engine='deepspeed': it shards over all ranks; use engine='fsdp2',"
                 " leave it unset, or set deepspeed.hpz_partition_size, which gathers inside a host in the backward."
             )
+        if self.compile.target != "none":
+            raise ValueError(
+                f"compile={self.compile.target!r} with engine='deepspeed': DeepSpeed gathers inside its units, where a"
+                " graph would end; compile functions of your own, or use engine='fsdp2'."
+            )
         if self.transport != "auto":
             raise ValueError(
                 f"transport={self.transport!r} with engine='deepspeed': DeepSpeed has its own; leave it unset, or use"
@@ -529,6 +581,19 @@ def _as_offload(value: Any) -> OffloadConfig:
         return _section(OffloadConfig, "offload", value)
     raise ValueError(
         f"offload={value!r}: use one of {', '.join(map(repr, OFFLOAD_TARGETS))}, an OffloadConfig or a mapping."
+    )
+
+
+def _as_compile(value: Any) -> CompileConfig:
+    if isinstance(value, CompileConfig):
+        return value
+    if isinstance(value, str):
+        _one_of("compile", value, COMPILE_TARGETS)
+        return CompileConfig(target=value)  # type: ignore[arg-type]
+    if isinstance(value, Mapping):
+        return _section(CompileConfig, "compile", value)
+    raise ValueError(
+        f"compile={value!r}: use one of {', '.join(map(repr, COMPILE_TARGETS))}, a CompileConfig or a mapping."
     )
 
 

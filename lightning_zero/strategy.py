@@ -34,6 +34,8 @@ from lightning_zero.comm.agree import Agreement, set_run_agreement
 from lightning_zero.config import (
     AfterFit,
     CheckpointForm,
+    CompileConfig,
+    CompileTarget,
     DeepSpeedConfig,
     EngineName,
     OffloadConfig,
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _NOTHING_SET = DeepSpeedConfig()
+_AS_THE_USER_DOES = CompileConfig()
 _BETWEEN_MICRO_BATCHES = ("on_after_backward", "on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
 """Hooks that can look at the module after one micro-batch and before the next."""
 
@@ -103,6 +106,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         deepspeed_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         units: Sequence[str] | None = None,
         min_unit_numel: int = 100_000,
+        compile: CompileTarget | CompileConfig = _AS_THE_USER_DOES,
         find_unused_parameters: bool = True,
         shard_size: int | None = None,
         transport: TransportName = "auto",

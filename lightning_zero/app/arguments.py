@@ -83,10 +83,8 @@ def _setting(name: str) -> str:
         return name
     if name in _NOT_OF_THE_TRAINER:
         return _NOT_OF_THE_TRAINER[name]
-    if name == "offload":
-        return "strategy/offload"
-    if name == "engine":
-        return "strategy/engine"
+    if name in ("offload", "engine", "compile"):
+        return f"strategy/{name}"
     return f"strategy.{name}" if name in {f.name for f in fields(ZeroConfig)} else f"trainer.{name}"
 
 

@@ -179,8 +179,8 @@ def hint(override: str) -> str | None:
     if not match:
         return None
     where, name, value = match.groups()
-    if where == "strategy" and name == "offload":
-        return f"strategy.offload is a group of settings: use strategy/offload={value}."
+    if where == "strategy" and name in ("offload", "compile"):
+        return f"strategy.{name} is a group of settings: use strategy/{name}={value}."
     if where == "trainer" and name in _OF_GROUPS:
         return f"{name} is a group of its own: use {name}={value}."
     schemas = {

@@ -101,11 +101,12 @@ def _moved(needed: Needed) -> Iterator[str]:
 
 
 def _innermost(function: Any) -> Any:
-    """What decorators have wrapped; DeepSpeed's say nothing of it and take anything."""
+    """What decorators have wrapped; DeepSpeed's say nothing of it and take anything, and so does the function that
+    Dynamo puts in the place of ``Module.__init__`` once something is compiled."""
     function = inspect.unwrap(function)
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     functions = [cell.cell_contents for cell in cells if inspect.isfunction(cell.cell_contents)]
-    if code is not None and not code.co_argcount and code.co_flags & inspect.CO_VARARGS and len(functions) == 1:
+    if code is not None and code.co_argcount <= 1 and code.co_flags & inspect.CO_VARARGS and len(functions) == 1:
         return _innermost(functions[0])
     return function
 

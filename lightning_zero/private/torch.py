@@ -55,6 +55,10 @@ TORCH = Library(
         Needed("torch.autograd:_engine_run_backward", takes="t_outputs"),
         Needed("torch.autograd:backward", stores="_engine_run_backward"),
         Needed("torch.autograd:grad", stores="_engine_run_backward"),
+        Needed("torch.nn:Module._wrapped_call_impl", takes="self", stores="_compiled_call_impl"),
+        Needed("torch.nn:Module._call_impl", takes="self"),
+        Needed("torch.nn:Module.__getstate__", stores="_compiled_call_impl"),
+        Needed("torch._dynamo.exc:TorchDynamoException"),
         Needed("torch.nn.modules.batchnorm:_BatchNorm"),
         Needed("torch.nn:MultiheadAttention._reset_parameters", takes="self"),
         Needed("torch.nn:Transformer._reset_parameters", takes="self"),
@@ -99,9 +103,10 @@ with importing(TORCH):
 __all__ = [
     "GETTERS", "INITIALIZERS", "ITEM", "PICKLED", "TORCH", "BatchNorm", "DisableTorchFunction", "FakeTensorMode",
     "MemoryFormats", "StorageInfo", "TorchDispatchMode", "abort_process_groups", "at_end_of_backward", "backward_hooks",
-    "backwards_inside", "base_of", "disabled_torch_function", "found_inf", "functional_collectives",
-    "has_accumulation_hooks", "local_tensor", "loss_scale", "module_tables", "overload_packet", "own_parameters",
-    "pytree", "run_first", "saved_tensors", "saves_elsewhere", "schema_of", "set_data", "set_found_inf",
+    "backwards_inside", "base_of", "call_with_hooks", "compiled_call", "disabled_torch_function", "dynamo_error",
+    "found_inf", "functional_collectives", "has_accumulation_hooks", "local_tensor", "loss_scale", "module_tables",
+    "overload_packet", "own_parameters", "pytree", "run_first", "saved_tensors", "saves_elsewhere", "schema_of",
+    "set_compiled_call", "set_data", "set_found_inf",
     "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "version_of", "wrapper_subclass",
 ]  # fmt: skip
 
@@ -192,6 +197,40 @@ def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
             if tensor is not None:
                 saved[f"{prefix}.{name}" if prefix else name] = tensor
     return saved
+
+
+def dynamo_error() -> type[Exception]:
+    """What tracing and backends raise; there is no public name. Importing Dynamo takes a second."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What ``module.compile()`` has put in the place of calling the module."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """As ``module.compile()`` does, which compiles the module's hooks too. Copies and pickles leave it out."""
+    if call is None:
+        vars(module).pop("_compiled_call_impl", None)
+    else:
+        module._compiled_call_impl = call
+
+
+def call_with_hooks(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls ``module`` with all its hooks, and ``forward`` in the place of its own."""
+    own = vars(module)
+    before = own.get("forward")
+    own["forward"] = forward
+    try:
+        return module._call_impl(*args, **kwargs)
+    finally:
+        if before is None:
+            own.pop("forward", None)
+        else:
+            own["forward"] = before
 
 
 def wrapper_subclass(cls: type, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:

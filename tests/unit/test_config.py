@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.config import STAGES, DeepSpeedConfig, OffloadConfig, RawConfig, ZeroConfig
+from lightning_zero.config import STAGES, CompileConfig, DeepSpeedConfig, OffloadConfig, RawConfig, ZeroConfig
 
 FILE = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
@@ -43,6 +43,10 @@ def test_every_stage_is_accepted(stage: int) -> None:
         ({"offload": {"targt": "cpu"}}, ["offload.targt='cpu'", "Did you mean 'target'"]),
         ({"offload": {"target": "disk"}}, ["offload.target='disk'"]),
         ({"offload": 3}, ["offload=3", "OffloadConfig"]),
+        ({"compile": "blocks"}, ["compile='blocks'", "'none', 'units'"]),
+        ({"compile": True}, ["compile=True", "'units'", "CompileConfig"]),
+        ({"compile": {"target": "units", "moed": "default"}}, ["compile.moed='default'", "Did you mean 'mode'"]),
+        ({"compile": "units", "engine": "deepspeed"}, ["compile='units'", "engine='deepspeed'", "engine='fsdp2'"]),
         ({"offload": "nvme"}, ["offload='nvme'", "engine='fsdp2'", "zero3_nvme"]),
         ({"offload": OffloadConfig(target="cpu", parameters=False)}, ["offload.parameters=False", "deepspeed"]),
         ({"offload": OffloadConfig(target="cpu", optimizer=False)}, ["offload.optimizer=False", "deepspeed"]),
@@ -120,6 +124,16 @@ def test_refusals_name_setting_value_and_repair(settings: dict[str, Any], parts:
         (OffloadConfig, {"target": "nvme", "buffer_numel": 1.5}, ["offload.buffer_numel=1.5", "1 or more"]),
         (OffloadConfig, {"target": "cpu", "optimizer": False, "parameters": False}, ["offload.target='none'"]),
         (OffloadConfig, {"target": "cpu", "optimizer": 1}, ["offload.optimizer=1", "True, False or None"]),
+        (CompileConfig, {"backend": "eager"}, ["compile.backend='eager'", "compile.target='units'"]),
+        (CompileConfig, {"target": "units", "backend": 3}, ["compile.backend=3", "a name, or None"]),
+        (CompileConfig, {"target": "units", "mode": "fast"}, ["compile.mode='fast'", "'max-autotune'"]),
+        (
+            CompileConfig,
+            {"target": "units", "mode": "default", "backend": "eager"},
+            ["compile.mode='default'", "backend='eager'"],
+        ),
+        (CompileConfig, {"target": "units", "dynamic": "no"}, ["compile.dynamic='no'", "True, False or None"]),
+        (CompileConfig, {"target": "units", "fullgraph": None}, ["compile.fullgraph=None", "True or False"]),
         (DeepSpeedConfig, {"reduce_bucket_numel": 0}, ["reduce_bucket_numel=0", "1 or more"]),
         (DeepSpeedConfig, {"prefetch_numel": -1}, ["prefetch_numel=-1", "0 or more"]),
         (DeepSpeedConfig, {"overlap_comm": "yes"}, ["overlap_comm='yes'"]),

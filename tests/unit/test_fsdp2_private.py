@@ -53,6 +53,25 @@ def test_groups_hooks_and_gradients(tmp_path):
         dist.destroy_process_group()
 
 
+def test_hooks_are_hidden_from_dynamo_once(tmp_path, monkeypatch):
+    """And not at each call, which takes longer than what they do; left is the end of the root's backward."""
+    _world_of_one(tmp_path)
+    try:
+        model = _sharded()
+        for unit in (model[0], model):
+            private.hooks_once(unit)
+            for group in private.groups(unit):
+                private.before_reduce(group, lambda g: True)
+                private.before_backward(group, lambda: None)
+        hidden, disable = [], torch._dynamo.disable
+        monkeypatch.setattr(torch._dynamo, "disable", lambda f, **more: hidden.append(f) or disable(f, **more))
+        model(torch.ones(1, 4)).sum().backward()
+        assert {f.__name__ for f in hidden} <= {"_root_post_backward_final_callback"}
+        assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+    finally:
+        dist.destroy_process_group()
+
+
 def test_parameters_are_gathered_in_place(tmp_path):
     """Twice, with a write to the shards in between, forgotten once: the copies follow, and autograd sees no write."""
     _world_of_one(tmp_path)

@@ -77,6 +77,9 @@ def test_groups_of_engine_and_offload():
     assert _composed("strategy/offload=none") == ZeroConfig(offload="none")
     assert _composed("strategy=zero2", "strategy/offload=cpu") == ZeroConfig(stage=2, offload="cpu")
     assert _composed("strategy.offload.target=cpu") == ZeroConfig(offload="cpu")
+    assert _composed("strategy/compile=units", "strategy.compile.dynamic=true") == ZeroConfig(
+        compile={"target": "units", "dynamic": True}  # type: ignore[arg-type]
+    )
     assert _composed(
         *("strategy=zero3", "strategy/engine=deepspeed", "strategy/offload=nvme", "strategy.offload.path=/fast"),
         *("strategy.offload.aio_queue_depth=16", "strategy.deepspeed.sub_group_numel=1000"),
@@ -154,6 +157,7 @@ def test_trainer_takes_every_argument_of_lightnings():
     ("override", "text"),
     [
         ("strategy.offload=cpu", "strategy/offload=cpu"),
+        ("strategy.compile=units", "strategy/compile=units"),
         ("trainer.strategy=zero2", "use strategy=zero2"),
         ("trainer.max_stepz=3", "did you mean trainer.max_steps?"),
         ("+strategy.stagee=3", "did you mean strategy.stage?"),

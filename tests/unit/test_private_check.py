@@ -31,6 +31,17 @@ def _silent(function: Any) -> Any:
     return wrapped
 
 
+def _of_methods(function: Any) -> Any:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(self, *args, **kwargs)
+
+    return wrapped
+
+
+class Patched:  # as Dynamo patches nn.Module
+    __init__ = _of_methods(AClass.__init__)
+
+
 decorated = _silent(a_function)
 HERE = __name__
 
@@ -45,6 +56,7 @@ HERE = __name__
         Needed(f"{HERE}:decorated", takes="a, b", stores="_variable"),
         Needed(f"{HERE}:AClass.__init__", stores="_made_here"),
         Needed(f"{HERE}:AClass", stores="_made_here _looked_up there"),
+        Needed(f"{HERE}:Patched.__init__", stores="_made_here"),
         Needed(f"{HERE}:AClass.there.fget", takes="self", stores="_looked_up"),
     ],
 )

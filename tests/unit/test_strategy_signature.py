@@ -13,10 +13,22 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.auto import AutoStrategy
-from lightning_zero.config import DeepSpeedConfig, OffloadConfig, OffloadTarget, Stage, ZeroConfig
+from lightning_zero.config import (
+    CompileConfig,
+    CompileTarget,
+    DeepSpeedConfig,
+    OffloadConfig,
+    OffloadTarget,
+    Stage,
+    ZeroConfig,
+)
 
 OF_LIGHTNING = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
-ACCEPTED = {"stage": Stage | None, "offload": OffloadTarget | OffloadConfig | None}
+ACCEPTED = {
+    "stage": Stage | None,
+    "offload": OffloadTarget | OffloadConfig | None,
+    "compile": CompileTarget | CompileConfig,
+}
 """Fields that hold less, once resolved, than the constructor takes."""
 
 
@@ -36,7 +48,7 @@ def test_every_keyword_reaches_the_config() -> None:
         "stage": 2, "units": ("Block",), "min_unit_numel": 5, "find_unused_parameters": False, "shard_size": 2,
         "broadcast_buffers": False, "after_fit": "whole", "checkpoint": "sharded", "process_group_backend": "gloo",
         "timeout_seconds": 5.0, "device_memory_gib": 3.0, "start_method": "spawn", "rank_logs": "logs",
-        "offload": "cpu",
+        "offload": "cpu", "compile": "units",
     }  # fmt: skip
     assert ZeroStrategy(**given).config == ZeroConfig(**given)
     config = ZeroConfig(**given)

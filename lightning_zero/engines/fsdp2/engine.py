@@ -68,6 +68,7 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine, undetached_state_dict
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2 import whole as whole_state
+from lightning_zero.engines.fsdp2.compiled import CompiledUnits
 from lightning_zero.engines.fsdp2.cpu import Direct
 from lightning_zero.engines.fsdp2.identity import Identity, PlainCopies, Read, WholeStateDicts
 from lightning_zero.engines.fsdp2.sharding import (
@@ -79,6 +80,7 @@ from lightning_zero.engines.fsdp2.sharding import (
     root_owners,
     shard_units,
 )
+from lightning_zero.engines.fsdp2.traced import Marks, after_entry, before_owner, untraced
 from lightning_zero.engines.fsdp2.transport import Transport
 from lightning_zero.engines.fsdp2.usage import Usage
 from lightning_zero.engines.fsdp2.view import WholeView, refuse_tracing
@@ -112,9 +114,11 @@ class Fsdp2Engine(Engine):
         super().__init__(config, device, dtypes)
         self._on_host = isinstance(offload_policy(config, device), CPUOffloadPolicy)
         self._phase = Phase.BETWEEN
+        self._marks = Marks()
         self._reduced: set[int] = set()  # groups that autograd's own schedule reduced in this backward, by id
         self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
+        self._compiled: CompiledUnits | None = None
 
     # -- sharding ------------------------------------------------------------------------------------------------
 
@@ -146,12 +150,17 @@ class Fsdp2Engine(Engine):
         self._identity = Identity(self._groups, self._sharded.originals)  # after start: shards may alias copies
         self.shards: Mapping[Tensor, DTensor] = self._identity.shards
         self.peer_memory = self._transport.peer_memory
+        for unit in self._sharded.units:
+            private.hooks_once(unit)
         for group in self._groups:
             private.before_reduce(group, self._before_reduce)
             private.before_backward(group, self._before_backward)
             private.without_translation(group)
         self._follow_forward()
         self._copies.begin()
+        if self.config.compile.target == "units":
+            blocks = zip(self._sharded.names[:-1], self._sharded.units[:-1], strict=True)
+            self._compiled = CompiledUnits(self.config.compile, blocks)
         self._writes = Writes(self._groups, self._transport)
         self._usage = Usage(self._transport, self._sharded.parameters, self._sharded.names)
 
@@ -173,20 +182,30 @@ class Fsdp2Engine(Engine):
 
     @contextmanager
     def _in(self, phase: Phase) -> Iterator[None]:
-        before, self._phase = self._phase, phase
+        before = self._phase
+        self._begin(phase)
         try:
             yield
         finally:
-            self._phase = before
+            self._begin(before)
+
+    def _begin(self, phase: Phase) -> None:
+        self._phase = phase
+        self._marks.between = phase is Phase.BETWEEN
+        in_step = self.automatic and phase in (Phase.STEP, Phase.BACKWARD)  # the root's own hooks have gathered it
+        self._marks.root_is_whole = in_step or phase is Phase.WHOLE
 
     def _follow_forward(self) -> None:
         """Root parameters are gathered for any forward that needs them, also outside a step."""
         for index, unit in enumerate(self._sharded.units[:-1]):
-            self._handles.append(unit.register_forward_pre_hook(partial(self._before_unit, index), prepend=True))
+            before_unit = untraced(partial(self._before_unit, index))
+            self._handles.append(unit.register_forward_pre_hook(before_unit, prepend=True))
+        gather_root = before_owner(self._marks, self._gather_root)
         for owner in root_owners(self._sharded.root):
-            self._handles.append(owner.register_forward_pre_hook(self._gather_root, prepend=True))
+            self._handles.append(owner.register_forward_pre_hook(gather_root, prepend=True))
+        end_evaluation = after_entry(self._marks, self.reshard)
         for entry in (self.module, *self.module.children()):
-            self._handles.append(entry.register_forward_hook(self._after_entry))
+            self._handles.append(entry.register_forward_hook(end_evaluation))
         self._states = WholeStateDicts(self.module, self._identity)
 
     def _before_unit(self, index: int, unit: Any, *unused: Any) -> None:
@@ -199,9 +218,7 @@ class Fsdp2Engine(Engine):
             with torch.inference_mode(False):
                 private.unshard(unit)
 
-    def _gather_root(self, *unused: Any) -> None:
-        if self._phase is Phase.WHOLE:
-            return
+    def _gather_root(self) -> None:
         refuse_tracing()
         for group in self._root_groups:
             if not private.is_gathered(group):
@@ -209,10 +226,6 @@ class Fsdp2Engine(Engine):
                     private.unshard(self._root)
             elif not self.automatic:
                 private.follow_requires_grad(group)
-
-    def _after_entry(self, *unused: Any) -> None:
-        if self._phase is Phase.BETWEEN and not torch.is_grad_enabled():
-            self.reshard()
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         with DisableTorchFunction():
@@ -445,6 +458,8 @@ class Fsdp2Engine(Engine):
             self._states.undo()
             for handle in self._handles:
                 handle.remove()
+            if self._compiled is not None:
+                self._compiled.undo()
             self._transport.close()
             for unit in self._sharded.units:
                 private.undo(unit)

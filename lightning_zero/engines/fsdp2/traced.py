@@ -1,0 +1,54 @@
+"""How much of our hooks ``torch.compile`` may see.
+
+Dynamo inlines the hooks of every module in a compiled region. What gathers, counts or agrees must stay out of its
+graphs (:func:`untraced`), as ``fully_shard``'s own hooks do; but each of them ends a graph. At a unit one ends anyhow,
+at ``fully_shard``'s. Elsewhere (a module that holds parameters of the root, an entry of the module) nothing is to be
+done inside a step, so hooks there look at :class:`Marks` first, and leave nothing in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def untraced(function: _Call) -> _Call:
+    """``function``, which Dynamo calls as it is, with all that it calls."""
+    return torch.compiler.disable(function, reason="lightning_zero gathers, counts and agrees outside of graphs")
+
+
+@dataclass
+class Marks:
+    """All that compiled code knows of a run, and so is compiled anew for: two booleans, the same in every step."""
+
+    root_is_whole: bool = False
+    """The root's parameters stay gathered until the engine says otherwise."""
+    between: bool = True
+    """No step is under way."""
+
+
+def before_owner(marks: Marks, gather: Callable[[], None]) -> Callable[..., None]:
+    """A forward pre-hook that gathers the root's parameters where they may not be."""
+    gather = untraced(gather)
+
+    def hook(*unused: Any) -> None:
+        if not marks.root_is_whole:
+            gather()
+
+    return hook
+
+
+def after_entry(marks: Marks, reshard: Callable[[], None]) -> Callable[..., None]:
+    """A forward hook that ends an evaluation of the user's own, outside a step."""
+    reshard = untraced(reshard)
+
+    def hook(*unused: Any) -> None:
+        if marks.between and not torch.is_grad_enabled():
+            reshard()
+
+    return hook

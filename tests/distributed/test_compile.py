@@ -1,0 +1,166 @@
+"""``torch.compile`` in every form makes under ZeRO the graphs that it makes without, and the same losses.
+
+Compared are DDP's graphs, and those of ``fully_shard`` alone around the same blocks, which ends a graph at each block.
+A failure of the losses says that something was traced away that had to run; more graphs from one epoch to the next,
+that a guard stands on something of ours that changes; another break, that a hook of ours is traced.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from typing import Any
+
+import pytest
+
+from tests.helpers import compiling, zoo
+from tests.helpers.compiling import BACKEND, FORMS, WHOLE, ByHand, Compiled, count_raw, count_several
+
+pytestmark = [pytest.mark.rest, pytest.mark.timeout(600)]
+
+STAGES = [1, 2, 3]
+UNITS = "skipping FSDP hooks", "lightning_zero gathers"
+"""Where a graph ends at a unit: ``fully_shard``'s hooks and ours beside them."""
+
+
+def _settings(stage: int, **more: Any) -> dict[str, Any]:
+    return {"stage": stage, **zoo.BLOCKS, **more}
+
+
+@pytest.mark.parametrize("form", [*FORMS, WHOLE])
+def test_compiled_is_as_uncompiled(ranks2, form):
+    strategies = ["ddp", *map(_settings, STAGES)]
+    compiled = ranks2(count_several, form, strategies, timeout_seconds=400)
+    plain = ranks2(count_several, "none", strategies, timeout_seconds=200)
+    for of_rank, plain_of_rank in zip(compiled, plain, strict=True):
+        ddp = of_rank[0]
+        for strategy, found, uncompiled in zip(strategies, of_rank, plain_of_rank, strict=True):
+            assert found.losses == uncompiled.losses, strategy
+            assert found.names == ddp.names, strategy
+            first_epoch = found.graphs[: len(found.graphs) // 2]
+            assert found.graphs[-1] == first_epoch[-1] > 0 or form == WHOLE, (
+                strategy,
+                found.graphs,
+            )  # DDP's grow there
+            foreign = [reason for reason in found.breaks if not any(unit in reason for unit in UNITS)]
+            assert len(foreign) <= len(ddp.breaks), (strategy, foreign)
+        if form.startswith("blocks"):
+            assert [found.graphs for found in of_rank] == 4 * [ddp.graphs]
+            assert [found.breaks for found in of_rank] == 4 * [{}]
+
+
+def test_graphs_are_those_of_fully_shard(ranks2):
+    raw_graphs, raw_breaks = ranks2(count_raw, "blocks")[0]
+    for found in ranks2(count_several, "blocks", [_settings(3), _settings(3, transport="torch")])[0]:
+        assert (found.graphs[2], sum(found.breaks.values())) == (raw_graphs, raw_breaks)
+
+
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}], ids=str)
+def test_with_other_settings(ranks2, options):
+    for form in ("net", "blocks"):
+        compiled = ranks2(_both, form, Compiled, options, timeout_seconds=300)
+        for found, uncompiled in compiled:
+            assert found.losses == uncompiled.losses
+            assert found.graphs[-1] == found.graphs[len(found.graphs) // 2 - 1] > 0
+
+
+@pytest.mark.parametrize("form", ["blocks", "net"])
+def test_by_hand(ranks2, form):
+    for found, uncompiled in ranks2(_both, form, ByHand, {}, timeout_seconds=300):
+        assert found.losses == uncompiled.losses
+        assert found.graphs[-1] == found.graphs[len(found.graphs) // 2 - 1] > 0
+
+
+def _both(form: str, kind: Any, options: dict[str, Any], backend: str = BACKEND) -> list[compiling.Counted]:
+    return [compiling.count(f, _settings(3), kind, backend, **options) for f in (form, "none")]
+
+
+def _units(stage: int, backend: str = BACKEND, **more: Any) -> dict[str, Any]:
+    return _settings(stage, compile={"target": "units", "backend": backend, **more})
+
+
+class Printing(zoo.Block):
+    """What no graph holds: with ``fullgraph`` it cannot be compiled."""
+
+    def forward(self, x: Any) -> Any:
+        print(end="")
+        return super().forward(x)
+
+
+class OnePrints(Compiled):
+    def build(self) -> None:
+        super().build()
+        self.net.blocks[1] = Printing()
+
+
+class LooksAtCopies(Compiled):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for block in self.net.blocks:
+            assert block.__getstate__().keys().isdisjoint({"forward", "_compiled_call_impl"})  # of copies and pickles
+
+
+def _setting(stage: int, kind: Any = Compiled, **more: Any) -> tuple[list[compiling.Counted], list[str], list[int]]:
+    """A run with the setting and one without; what was said; compiled calls left behind after the run."""
+    said = Said()
+    logging.getLogger("lightning_zero").addHandler(said)
+    try:
+        runs = (
+            compiling.count_setting(kind, _units(stage, compiling.register(), **more)),
+            compiling.count("none", _settings(stage), kind),
+        )
+    finally:
+        logging.getLogger("lightning_zero").removeHandler(said)
+    return list(runs), said.lines, [runs[0].left_behind]
+
+
+class Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_setting_compiles_units(ranks2, stage):
+    for (found, plain), said, left in ranks2(_setting, stage, LooksAtCopies, timeout_seconds=300):
+        assert found.losses == plain.losses
+        assert found.names == plain.names
+        assert found.graphs[0] == 1  # of three equal blocks
+        assert found.graphs[-1] == found.graphs[len(found.graphs) // 2 - 1]
+        assert found.breaks == {}
+        assert (said, left) == ([], [0])
+
+
+def _one_that_cannot() -> Any:
+    return _setting(3, OnePrints, fullgraph=True)
+
+
+def test_a_unit_that_cannot_be_compiled_is_named(ranks2):
+    for rank, ((found, plain), said, _) in enumerate(ranks2(_one_that_cannot, timeout_seconds=300)):
+        assert found.losses == plain.losses
+        assert found.graphs[0] == 1
+        assert len(said) == (rank == 0)
+        assert not said or said[0].startswith("compile='units': 'net.blocks.1' is not compiled")
+
+
+def _unknown_backend() -> str:
+    try:
+        compiling.count("none", _units(3, "inducktor"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_an_unknown_backend_is_refused(ranks2):
+    for text in ranks2(_unknown_backend):
+        assert text.startswith("compile.backend='inducktor': torch.compile knows ")
+
+
+def test_inductor(ranks2):
+    if shutil.which("g++") is None and shutil.which("c++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    for found, uncompiled in ranks2(_both, "blocks", Compiled, {}, "inductor", timeout_seconds=500):
+        # kernels of its own add up in another order
+        assert found.losses == pytest.approx(uncompiled.losses, rel=1e-5)
