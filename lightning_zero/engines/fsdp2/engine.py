@@ -260,7 +260,8 @@ class Fsdp2Engine(Engine):
 
     def view(self) -> AbstractContextManager[Any]:
         on_use = self._keep_for_backward if self.config.stage == 3 and self.mesh["shard"].size() > 1 else None
-        return WholeView(self._transport.user_writes, self._writes.data_taken, self._identity.own, self._read, on_use)
+        told = self._transport.user_writes, self._writes.data_taken
+        return WholeView(*told, self._identity.own, self._read, on_use, self._marks)
 
     def _keep_for_backward(self, p: Tensor, result: Tensor) -> None:
         """``result``, of ``p`` alone, reaches the loss beside its unit's output, whose backward would gather ``p``."""

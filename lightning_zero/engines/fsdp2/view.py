@@ -42,6 +42,7 @@ from lightning_zero.comm.shards import (
     whole,
 )
 from lightning_zero.engines.fsdp2 import private
+from lightning_zero.engines.fsdp2.traced import Marks
 from lightning_zero.engines.torch_functions import is_in_place
 from lightning_zero.private.torch import backwards_inside
 
@@ -88,6 +89,8 @@ class WholeView(TorchFunctionMode):
         whole: Reads a shard differentiably.
         on_use: Called with a gathered parameter and what was computed of it and of nothing else that is trained:
             its backward may come while the parameter is away.
+        marks: During a step code that Dynamo traces passes untouched: units gather before they run, and a look at each
+            tensor would break their graphs.
     """
 
     def __init__(
@@ -97,8 +100,10 @@ class WholeView(TorchFunctionMode):
         own: Mapping[int, private.ShardedParam] | None = None,
         whole: Callable[[DTensor], Tensor] = whole,
         on_use: Callable[[Tensor, Tensor], None] | None = None,
+        marks: Marks | None = None,
     ) -> None:
         super().__init__()
+        self._marks = Marks() if marks is None else marks
         self._on_write, self._on_data = on_write, on_data
         self._own: Mapping[int, private.ShardedParam] = {} if own is None else own
         self._whole, self._on_use = whole, on_use
@@ -108,6 +113,8 @@ class WholeView(TorchFunctionMode):
     ) -> Any:
         if func in _AS_THEY_ARE:
             return func(*args)
+        if torch.compiler.is_compiling() and not self._marks.between:
+            return func(*args, **(kwargs or {}))
         if func == _GET_GRAD:
             known = self._own.get(id(args[0]))
             return func(*args) if known is None else private.grad_of(known)
