@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.zoo import make_trainer
 
-WIDTH, LAYERS = 2048, 24
+WIDTH, LAYERS = 2048, 48
 WHOLE_BYTES = 4 * LAYERS * WIDTH**2
 STEPS = 2
 

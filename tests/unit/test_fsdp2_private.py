@@ -62,7 +62,7 @@ def test_hooks_are_hidden_from_dynamo_once(tmp_path, monkeypatch):
             private.hooks_once(unit)
             for group in private.groups(unit):
                 private.before_reduce(group, lambda g: True)
-                private.before_backward(group, lambda: None)
+                private.before_backward(group, lambda g: None)
         hidden, disable = [], torch._dynamo.disable
         monkeypatch.setattr(torch._dynamo, "disable", lambda f, **more: hidden.append(f) or disable(f, **more))
         model(torch.ones(1, 4)).sum().backward()

@@ -205,7 +205,8 @@ class WholeStateDicts:
         with torch.no_grad(), DisableTorchFunction():
             for name, p in own_parameters(module).items():
                 value = state.get(prefix + name)
-                if p in self._identity.shards and value is not None and value is not p:
+                is_shared = p in self._identity.shards or isinstance(p, DTensor)  # the latter left by a run
+                if is_shared and value is not None and value is not p:
                     if p not in self._seen:
                         # What is gathered now is gone, or old, after the step
                         self._seen[p] = gathered(value) if isinstance(value, DTensor) else value.clone()
