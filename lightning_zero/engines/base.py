@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -329,7 +329,7 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def known_parameters(self) -> Container[Tensor]:
+    def known_parameters(self) -> Collection[Tensor]:
         """Those that the module was set up with, whether sharded or kept whole."""
 
     def check_parameters(self) -> None:
@@ -337,8 +337,10 @@ class Engine(ABC):
         known, held = self.known_parameters, None
         if self.optimizers is not None:
             held = {p for o in self.optimizers for group in o.param_groups for p in group["params"]}
-        for name, p in self.module.named_parameters():
-            if p not in known and (held is None or p in held):
+        named = dict(self.module.named_parameters())
+        for name, p in named.items():
+            # One that comes beside the others may be left untrained, as under DDP; one in another's place may not
+            if p not in known and (held is None or p in held or not set(known) <= set(named.values())):
                 raise ValueError(
                     f"parameter {name!r} was replaced or added after the strategy set the module up, so it would"
                     " neither be sharded nor reduced: create it in __init__ or configure_model, or write into the"

@@ -67,7 +67,8 @@ def without_step_hooks(optimizer: Optimizer, with_global: bool = True) -> Iterat
 
 
 def has_own_state_dict(optimizer: Optimizer) -> bool:
-    """Whether user code has a say in ``state_dict`` or ``load_state_dict``: an override, or hooks on either."""
+    """Whether user code has a say in ``state_dict`` or ``load_state_dict``: an override, or hooks on either. A hook of
+    an engine's own says ``of_engine``."""
     own = type(optimizer)
     if own.state_dict is not Optimizer.state_dict or own.load_state_dict is not Optimizer.load_state_dict:
         return True
@@ -75,7 +76,8 @@ def has_own_state_dict(optimizer: Optimizer) -> bool:
         *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
         *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
     )
-    return any(getattr(optimizer, name, None) for name in names)
+    hooks = (hook for name in names for hook in (getattr(optimizer, name, None) or {}).values())
+    return any(not getattr(hook, "of_engine", False) for hook in hooks)
 
 
 def make_parameter(kind: type[nn.Parameter], data: Tensor, requires_grad: bool) -> nn.Parameter:

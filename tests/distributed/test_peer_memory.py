@@ -227,7 +227,7 @@ class ShrinksLate(Shrinks):
 
     def on_validation_batch_end(self, *unused: Any) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            for p in self.parameters():
+            for p in self.trainer.strategy.engine.shards.values():
                 local(p).mul_(0.9)
 
 

@@ -29,7 +29,7 @@ scaling are off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -135,7 +135,7 @@ class DeepSpeedEngine(Engine):
         self.units_table = params.table()
 
     @property
-    def known_parameters(self) -> Container[Tensor]:
+    def known_parameters(self) -> Collection[Tensor]:
         return self._params.shapes
 
     @property

@@ -46,7 +46,7 @@ This is the path of an accelerator, and of the CPU with ``transport="torch"``: c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum, auto
 from functools import partial
@@ -165,7 +165,7 @@ class Fsdp2Engine(Engine):
         self._usage = Usage(self._transport, self._sharded.parameters, self._sharded.names)
 
     @property
-    def known_parameters(self) -> Container[Tensor]:
+    def known_parameters(self) -> Collection[Tensor]:
         return {*self._identity.shards, *self._sharded.replicated}
 
     def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:

@@ -128,6 +128,8 @@ class Identity:
                     lay_out = partial(_laid_out, shard)
                     state.update((key, map_tensors(lay_out, value)) for key, value in list(state.items()))
 
+    _shard_states.of_engine = True  # type: ignore[attr-defined]  # else states would count as the user's to write
+
     def held(self, optimizer: Optimizer) -> list[Tensor]:
         """What ``optimizer`` steps on, shards in the place of the user's parameters."""
         return [self.shards.get(p, p) for group in optimizer.param_groups for p in group["params"]]
@@ -206,7 +208,7 @@ class WholeStateDicts:
             for name, p in own_parameters(module).items():
                 value = state.get(prefix + name)
                 is_shared = p in self._identity.shards or isinstance(p, DTensor)  # the latter left by a run
-                if is_shared and value is not None and value is not p:
+                if p is not None and is_shared and value is not None and value is not p:
                     if p not in self._seen:
                         # What is gathered now is gone, or old, after the step
                         self._seen[p] = gathered(value) if isinstance(value, DTensor) else value.clone()
