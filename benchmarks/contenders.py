@@ -325,7 +325,8 @@ def _engine(job: Job, stage: int) -> None:
             if job.clip:
                 engine.clip_grad_norm(optimizer, job.clip)
             engine.step(optimizer)
-        optimizer.zero_grad()
+        with engine.view():  # gradients lie on shards, which only the view clears
+            optimizer.zero_grad()
         job.tick(loss)
 
 
