@@ -32,6 +32,7 @@ START_METHODS: tuple[str, ...] = get_args(StartMethod)
 COMPILE_TARGETS: tuple[str, ...] = get_args(CompileTarget)
 
 _Section = TypeVar("_Section", "OffloadConfig", "CompileConfig", "DeepSpeedConfig")
+_Targeted = TypeVar("_Targeted", "OffloadConfig", "CompileConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -572,29 +573,29 @@ def _gib_or_none(name: str, value: Any) -> None:
 
 
 def _as_offload(value: Any) -> OffloadConfig:
-    if isinstance(value, OffloadConfig):
-        return value
-    if isinstance(value, str):
-        _one_of("offload", value, OFFLOAD_TARGETS)
-        return OffloadConfig(target=value)  # type: ignore[arg-type]
-    if isinstance(value, Mapping):
-        return _section(OffloadConfig, "offload", value)
-    raise ValueError(
-        f"offload={value!r}: use one of {', '.join(map(repr, OFFLOAD_TARGETS))}, an OffloadConfig or a mapping."
-    )
+    return _by_target(OffloadConfig, "offload", value, OFFLOAD_TARGETS)
 
 
 def _as_compile(value: Any) -> CompileConfig:
-    if isinstance(value, CompileConfig):
+    return _by_target(CompileConfig, "compile", value, COMPILE_TARGETS)
+
+
+def _by_target(cls: type[_Targeted], name: str, value: Any, targets: tuple[str, ...]) -> _Targeted:
+    """A section from itself, from its ``target`` alone, or from a mapping of its fields."""
+    if isinstance(value, cls):
         return value
     if isinstance(value, str):
-        _one_of("compile", value, COMPILE_TARGETS)
-        return CompileConfig(target=value)  # type: ignore[arg-type]
+        _one_of(name, value, targets)
+        return cls(target=value)  # type: ignore[arg-type]
     if isinstance(value, Mapping):
-        return _section(CompileConfig, "compile", value)
+        return _section(cls, name, value)
     raise ValueError(
-        f"compile={value!r}: use one of {', '.join(map(repr, COMPILE_TARGETS))}, a CompileConfig or a mapping."
+        f"{name}={value!r}: use one of {', '.join(map(repr, targets))}, {_article(cls.__name__)} or a mapping."
     )
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'AEIOU' else 'a'} {noun}"
 
 
 def _as_deepspeed(value: Any) -> DeepSpeedConfig:

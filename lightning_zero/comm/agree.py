@@ -82,7 +82,8 @@ class Agreement:
         several = not alone and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds)) if several else None
-        self.gather(None)  # connects now: a rank that later calls alone would wait for that first, and fail late
+        # Connects now: a rank that later makes a call alone would first wait for the connection, and fail late
+        self.gather(None, "the strategy's set-up")
 
     def close(self) -> None:
         """Gives the group back, if its process group still lives."""

@@ -169,7 +169,7 @@ class Engine(ABC):
         self.reduces = True
         """Whether the backward of this micro-batch ends a window; not inside :meth:`no_sync`."""
         self.optimizers: list[Optimizer] | None = None
-        """A parameter that came after the set-up may be there if none of them holds it; ``None``: none may be."""
+        """Of a fit. A parameter that came beside the others after the set-up may stay if none of them holds it."""
         self._broadcasts_next = True
 
     @property
