@@ -636,6 +636,7 @@ class InferenceMode:
             loop.inference_mode = False
 
     def give_back(self) -> None:
+        """The loops have what the Trainer was told."""
         for loop, inference_mode in self._before:
             loop.inference_mode = inference_mode
         self._before.clear()

@@ -37,6 +37,7 @@ class Collecting(Enum):
 
     @property
     def is_under_way(self) -> bool:
+        """Whether it is Lightning that asks."""
         return self in (Collecting.FOR_RANK_0, Collecting.SHARDS)
 
 

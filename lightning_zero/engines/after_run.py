@@ -29,13 +29,15 @@ class AfterRun(Enum):
 
     @property
     def has_failed(self) -> bool:
+        """Whether the run ended with an error."""
         return self in (AfterRun.FAILED, AfterRun.LOST)
 
 
 class Sharded(Protocol):
     """Makes its module whole: an engine, or the shards that ``configure_model`` has built."""
 
-    def restore(self, whole: bool, optimizers: list[Optimizer]) -> None: ...
+    def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
+        """As :meth:`~lightning_zero.engines.base.Engine.restore`."""
 
 
 _LEFT_SHARDED: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()

@@ -45,6 +45,8 @@ TRANSFORMERS = Library(
 
 
 class Converted(NamedTuple):
+    """What a model of transformers makes of the tensors of files."""
+
     by_name: dict[str, tuple[Tensor, list[str]]]
     """The module's names -> the tensor, lazy, and the names that it was made of."""
     unexpected: list[str]

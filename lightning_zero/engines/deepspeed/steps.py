@@ -182,6 +182,7 @@ class Steps:
 
     @staticmethod
     def take_back(optimizer: Optimizer) -> None:
+        """The optimizer has its class's own methods again."""
         for name in own_methods(optimizer):
             optimizer.__dict__.pop(name, None)
 

@@ -47,6 +47,7 @@ class Usage:
         self._touched_now.add(p)
 
     def close(self) -> None:
+        """Takes the hooks back."""
         for handle in self._handles:
             handle.remove()
 
@@ -61,6 +62,7 @@ class Usage:
     # -- one backward --------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
+        """Forgets a backward that did not end."""
         self._touched_now.clear()
 
     @property
@@ -79,6 +81,7 @@ class Usage:
             managed.shards.add_late(missing)
 
     def end_backward(self) -> None:
+        """What this backward has touched counts for the window."""
         self._touched |= self._touched_now
 
     # -- the end of a window -------------------------------------------------------------------------------------

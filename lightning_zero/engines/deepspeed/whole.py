@@ -160,6 +160,7 @@ class Carried:
         self._by_id = {id(p): p for p in params.held}
 
     def put_back(self) -> None:
+        """Writes what was carried into the shards (collective)."""
         managed = self._params.attached
         for i, rows in self._masters.items():
             p, whole = self._by_id[i], gathered(rows)

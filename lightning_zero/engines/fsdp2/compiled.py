@@ -44,6 +44,7 @@ class CompiledUnits:
             set_compiled_call(unit, _compiled(name, unit, config))
 
     def undo(self) -> None:
+        """The units are called as they were before."""
         for _, unit in self._units:
             set_compiled_call(unit, None)
 

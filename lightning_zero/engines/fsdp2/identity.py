@@ -189,6 +189,7 @@ class WholeStateDicts:
             self._handles.append(handle)
 
     def undo(self) -> None:
+        """Takes the hooks back."""
         for handle in self._handles:
             handle.remove()
 
@@ -235,6 +236,7 @@ class PlainCopies:
             m.__dict__[_COPIED] = partial(_reduced, m, {name: ids for name, ids in ours.items() if ids})
 
     def undo(self) -> None:
+        """Modules are copied as they were before."""
         for m in self._kept:
             m.__dict__.pop(_COPIED, None)
 

@@ -278,6 +278,7 @@ def pin(group: Group) -> None:
 
 
 def unpin(group: Group) -> None:
+    """Undoes :func:`pin`; the group is dropped as ever."""
     group.__dict__.pop("reshard", None)
 
 
