@@ -334,6 +334,9 @@ class ZeroConfig:
     """Ranks that share one copy of the model: shards lie inside groups of this many consecutive ranks (the GPUs of a
     host, say), and the groups are replicas of each other (HSDP). ``None`` shards over all ranks; ``"auto"`` takes the
     smallest group of whole hosts in which the plan says that the run fits, and says why."""
+    keep_global_batch: bool = False
+    """Resume on another number of ranks with as many samples per optimizer step as before, by accumulating more or
+    fewer micro-batches. What the Trainer counts in batches (``val_check_interval``, ...) stays in those of one rank."""
     transport: TransportName = "auto"
     """What carries shards and gradients with ``fsdp2``: ``"torch"`` is ``fully_shard``'s own collectives and schedule,
     ``"direct"`` an exchange between CPU processes over gloo, which sends and holds less; ``"auto"`` is direct there,
@@ -387,6 +390,7 @@ class ZeroConfig:
         declared = _as_names("elementwise_optimizers", self.elementwise_optimizers, "class names")
         object.__setattr__(self, "elementwise_optimizers", declared or ())
         _boolean("find_unused_parameters", self.find_unused_parameters)
+        _boolean("keep_global_batch", self.keep_global_batch)
         _one_of("transport", self.transport, TRANSPORTS)
         _boolean("broadcast_buffers", self.broadcast_buffers)
         _one_of("after_fit", self.after_fit, AFTER_FIT)

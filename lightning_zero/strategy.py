@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_zero.checkpoint.global_batch import keep_global_batch
 from lightning_zero.checkpoint.later import leaving_for_later
 from lightning_zero.checkpoint.resume import follow, leave_finished_epoch
 from lightning_zero.checkpoint.saving import Collecting, Saving
@@ -106,6 +107,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         compile: CompileTarget | CompileConfig = _AS_THE_USER_DOES,
         find_unused_parameters: bool = True,
         shard_size: int | Literal["auto"] | None = None,
+        keep_global_batch: bool = False,
         transport: TransportName = "auto",
         elementwise_optimizers: Sequence[str] | None = None,
         broadcast_buffers: bool = True,
@@ -622,6 +624,11 @@ class ZeroStrategy(Launched, DDPStrategy):
         """
         content = self._saving.load(checkpoint_path, weights_only, self.checkpoint_io)
         self._run.begin_view()  # its tensors go into a module that may have been built sharded
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self.config.keep_global_batch and trainer.state.fn == TrainerFn.FITTING:
+            said = keep_global_batch(content, trainer, self.world_size)
+            rank_zero_info(said) if said else None
         return content
 
     def units_table(self) -> str:

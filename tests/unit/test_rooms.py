@@ -52,6 +52,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
             "engines.deepspeed.run",
             "checkpoint.resume",
             "checkpoint.saving",
+            "checkpoint.global_batch",
         ),
         *("launch", "strategy", "planner", "callbacks", "auto", "registry", "recipes", "app"),
     ),
