@@ -13,12 +13,19 @@ from lightning_zero.registry import register_when_imported
 if TYPE_CHECKING:
     from lightning_zero.checkpoint.pretrained import load_pretrained
     from lightning_zero.checkpoint.store import load_checkpoint
-    from lightning_zero.config import CompileConfig, DeepSpeedConfig, OffloadConfig, ZeroConfig
+    from lightning_zero.config import (
+        ActivationCheckpointingConfig,
+        CompileConfig,
+        DeepSpeedConfig,
+        OffloadConfig,
+        ZeroConfig,
+    )
     from lightning_zero.planner import plan
     from lightning_zero.strategy import ZeroStrategy
 
 __version__ = "0.1.0"
 __all__ = [
+    "ActivationCheckpointingConfig",
     "CompileConfig",
     "DeepSpeedConfig",
     "OffloadConfig",
@@ -31,6 +38,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "ActivationCheckpointingConfig": "lightning_zero.config",
     "CompileConfig": "lightning_zero.config",
     "DeepSpeedConfig": "lightning_zero.config",
     "OffloadConfig": "lightning_zero.config",

@@ -67,12 +67,17 @@ class AutoStrategy(ZeroStrategy):
         rows = [r for r in plan.rows if self._asked.target in ("none", r.offload)]
         host = available_host_bytes() / GIB
         name, checkpointing, reason = choose(
-            rows, plan.usable_bytes, host, plan.ranks_per_host, engine=self.config.engine
+            rows,
+            plan.usable_bytes,
+            host,
+            plan.ranks_per_host,
+            engine=self.config.engine,
+            recomputes=self.config.activation_checkpointing.target == "full",
         )
         notes = "".join(f" ({note})" for note in plan.notes)
         if name is not None:
-            if checkpointing:
-                notes += " Switch activation checkpointing on in your module: without it no stage fits."
+            if checkpointing and self.config.activation_checkpointing.target != "full":
+                notes += " Use activation_checkpointing='full', or your module's own: without it no stage fits."
             row = plan.row(name)
             return row.stage, row.offload, reason + notes, ""
         wanted = ""

@@ -31,8 +31,8 @@ TRANSPORTS: tuple[str, ...] = get_args(TransportName)
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
 COMPILE_TARGETS: tuple[str, ...] = get_args(CompileTarget)
 
-_Section = TypeVar("_Section", "OffloadConfig", "CompileConfig", "DeepSpeedConfig")
-_Targeted = TypeVar("_Targeted", "OffloadConfig", "CompileConfig")
+_Section = TypeVar("_Section", "OffloadConfig", "CompileConfig", "ActivationCheckpointingConfig", "DeepSpeedConfig")
+_Targeted = TypeVar("_Targeted", "OffloadConfig", "CompileConfig", "ActivationCheckpointingConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +128,36 @@ class CompileConfig:
                 )
 
 
+CheckpointingTarget = Literal["none", "full", "selective"]
+CHECKPOINTING_TARGETS: tuple[str, ...] = get_args(CheckpointingTarget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpointingConfig:
+    """Which modules compute their activations again in the backward, instead of keeping them."""
+
+    target: CheckpointingTarget = "none"
+    """``"full"``: nothing but a module's inputs is kept; ``"selective"``: every second matrix product and attention
+    are kept, too, which takes more memory and less time."""
+    units: Sequence[str] | None = None
+    """The modules, by class name or by name pattern (``"blocks.*"``); ``None`` is every shard unit but the root."""
+    offload: bool = False
+    """What is kept waits in host memory."""
+
+    def __post_init__(self) -> None:
+        _one_of("activation_checkpointing.target", self.target, CHECKPOINTING_TARGETS)
+        object.__setattr__(self, "units", _as_names("activation_checkpointing.units", self.units))
+        if self.units is not None and not self.units:
+            raise ValueError("activation_checkpointing.units=[]: name modules, or use activation_checkpointing='none'.")
+        _boolean("activation_checkpointing.offload", self.offload)
+        for name in _given(self):
+            if name != "target" and self.target == "none":
+                raise ValueError(
+                    f"activation_checkpointing.{name}={getattr(self, name)!r} with"
+                    " activation_checkpointing.target='none': use target='full' or 'selective'."
+                )
+
+
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -174,11 +204,6 @@ class DeepSpeedConfig:
     """Stage 3: frozen parameters are stored and gathered as int8; needs CUDA."""
     quantized_gradients: bool | None = None
     """Stage 3, ZeRO++: gradients are reduced as int4 between hosts; without effect on one host; needs CUDA."""
-    activation_checkpointing: bool | None = None
-    """The units' activations are recomputed in the backward (PyTorch's ``checkpoint``); the module needs no change. The
-    file's section ``activation_checkpointing`` is for modules that call ``deepspeed.checkpointing`` themselves."""
-    activation_cpu_offload: bool | None = None
-    """What is kept of them (the units' inputs) waits in host memory; needs ``activation_checkpointing``."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -190,8 +215,6 @@ class DeepSpeedConfig:
                 _count_or_none(f"deepspeed.{f.name}", value, least=int(f.name not in _MAY_BE_ZERO))
             else:
                 _boolean_or_none(f"deepspeed.{f.name}", value)
-        if self.activation_cpu_offload and not self.activation_checkpointing:
-            raise ValueError("deepspeed.activation_cpu_offload=True needs deepspeed.activation_checkpointing=True.")
 
 
 _MAY_BE_ZERO = ("prefetch_numel", "persistence_numel", "max_live_numel", "max_reuse_distance_numel")
@@ -327,6 +350,10 @@ class ZeroConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     """``"units"`` compiles each shard unit with ``torch.compile``, ``"none"`` what you compile yourself and nothing
     else; a :class:`CompileConfig` or a mapping of its fields says how."""
+    activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
+    """``"full"`` computes each shard unit's activations again in the backward, ``"selective"`` keeps those of every
+    second matrix product and of attention, a list of class names or name patterns says which modules instead; an
+    :class:`ActivationCheckpointingConfig` or a mapping of its fields says more."""
     find_unused_parameters: bool = True
     """Agree after each synchronized backward which parameters no rank used, so that their gradients stay ``None`` as
     under DDP. ``False`` saves one small all-reduce per step and leaves zeros there instead."""
@@ -377,6 +404,7 @@ class ZeroConfig:
         _one_of("stage", self.stage, STAGES)
         object.__setattr__(self, "deepspeed", _as_deepspeed(self.deepspeed))
         object.__setattr__(self, "compile", _as_compile(self.compile))
+        object.__setattr__(self, "activation_checkpointing", _as_checkpointing(self.activation_checkpointing))
         if self.engine == "fsdp2":
             self._check_fsdp2()
         else:
@@ -514,17 +542,22 @@ class ZeroConfig:
                 f"compile={self.compile.target!r} with engine='deepspeed': DeepSpeed gathers inside its units, where a"
                 " graph would end; compile functions of your own, or use engine='fsdp2'."
             )
+        if self.activation_checkpointing.target == "selective" and self.stage == 3:
+            raise ValueError(
+                "activation_checkpointing='selective' with engine='deepspeed' at stage 3, which has to compute all of a"
+                " unit again to know when to gather: use 'full', stage 1 or 2, or engine='fsdp2'."
+            )
         if self.transport != "auto":
             raise ValueError(
                 f"transport={self.transport!r} with engine='deepspeed': DeepSpeed has its own; leave it unset, or use"
                 " engine='fsdp2'."
             )
         for f in fields(self):
-            given, recomputes = getattr(self, f.name), self.deepspeed.activation_checkpointing
+            given, recomputes = getattr(self, f.name), self.activation_checkpointing.target != "none"
             if f.name in ("units", "min_unit_numel") and given != f.default and not recomputes:
                 raise ValueError(
                     f"{f.name}={given!r} with engine='deepspeed': DeepSpeed gathers each module by itself, and units"
-                    " are what activations are recomputed by; set deepspeed.activation_checkpointing=True, leave it"
+                    " are what activations are recomputed by; set activation_checkpointing='full', leave it"
                     " unset, or use engine='fsdp2'."
                 )
         for name in _given(self.deepspeed):
@@ -579,6 +612,12 @@ def _gib_or_none(name: str, value: Any) -> None:
 
 def _as_offload(value: Any) -> OffloadConfig:
     return _by_target(OffloadConfig, "offload", value, OFFLOAD_TARGETS)
+
+
+def _as_checkpointing(value: Any) -> ActivationCheckpointingConfig:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ActivationCheckpointingConfig(target="full", units=_as_names("activation_checkpointing", value))
+    return _by_target(ActivationCheckpointingConfig, "activation_checkpointing", value, CHECKPOINTING_TARGETS)
 
 
 def _as_compile(value: Any) -> CompileConfig:

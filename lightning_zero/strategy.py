@@ -31,8 +31,10 @@ from lightning_zero.checkpoint.resume import follow, leave_finished_epoch
 from lightning_zero.checkpoint.saving import Collecting, Saving
 from lightning_zero.comm.agree import Agreement, set_run_agreement
 from lightning_zero.config import (
+    ActivationCheckpointingConfig,
     AfterFit,
     CheckpointForm,
+    CheckpointingTarget,
     CompileConfig,
     CompileTarget,
     DeepSpeedConfig,
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
 
 _NOTHING_SET = DeepSpeedConfig()
 _AS_THE_USER_DOES = CompileConfig()
+_KEEPS_ALL = ActivationCheckpointingConfig()
 
 
 class ZeroStrategy(Launched, DDPStrategy):
@@ -105,6 +108,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         units: Sequence[str] | None = None,
         min_unit_numel: int = 100_000,
         compile: CompileTarget | CompileConfig = _AS_THE_USER_DOES,
+        activation_checkpointing: CheckpointingTarget | Sequence[str] | ActivationCheckpointingConfig = _KEEPS_ALL,
         find_unused_parameters: bool = True,
         shard_size: int | Literal["auto"] | None = None,
         keep_global_batch: bool = False,

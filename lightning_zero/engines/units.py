@@ -84,7 +84,7 @@ def plan_units(
     if patterns is None:
         chosen = [m for m in _automatic(module, min_unit_numel) if m is not module]
     else:
-        chosen = _matching(module, patterns)
+        chosen = matching(module, patterns)
     names = {m: name for name, m in module.named_modules()}
     owners = _owners(module, set(chosen))
     while shared := {m for m in chosen if _shares_parameters(m, owners)}:
@@ -154,7 +154,12 @@ def _has_own_methods(module: nn.Module) -> bool:
     return False
 
 
-def _matching(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+def matching(module: nn.Module, patterns: Sequence[str], setting: str = "units") -> list[nn.Module]:
+    """The modules below ``module`` that hold parameters and are named by ``patterns``, the value of ``setting``.
+
+    Raises:
+        ValueError: When a pattern matches no module that holds parameters.
+    """
     chosen: dict[nn.Module, None] = {}
     for pattern in patterns:
         found = [
@@ -167,8 +172,8 @@ def _matching(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
             reason = "matches only containers or modules without parameters" if found else "matches no module"
             classes = sorted({type(m).__name__ for m in module.modules() if _holds_parameters(m)})
             raise ValueError(
-                f"units={list(patterns)!r}: {pattern!r} {reason}. Use a class name ({', '.join(classes)}) or a pattern"
-                f" on module names such as {_example_name(module)!r}."
+                f"{setting}={list(patterns)!r}: {pattern!r} {reason}. Use a class name ({', '.join(classes)}) or a"
+                f" pattern on module names such as {_example_name(module)!r}."
             )
         chosen.update(dict.fromkeys(usable))
     return list(chosen)

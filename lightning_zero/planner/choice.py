@@ -7,24 +7,31 @@ from collections.abc import Sequence
 from lightning_zero.planner.rows import Row
 from lightning_zero.planner.show import GIB, gib
 
+_UNASKED = " (with activation_checkpointing='full', without which no stage fits)"
+
 
 def choose(
-    rows: Sequence[Row], usable: float | None, host_gib: float | None, ranks_per_host: int, engine: str | None = None
+    rows: Sequence[Row],
+    usable: float | None,
+    host_gib: float | None,
+    ranks_per_host: int,
+    engine: str | None = None,
+    recomputes: bool = False,
 ) -> tuple[str | None, bool, str]:
     """``(name, needs checkpointing, reason)`` of the cheapest row that fits.
 
     Rows are tried in the order of their traffic and recomputation: stages 1, 2, 3 on the device, then with activation
     checkpointing, then with offload. DDP is never the answer: stage 1 sends the same and stores less. With ``engine``
-    only rows that it runs.
+    only rows that it runs; with ``recomputes`` activation checkpointing is on already.
     """
     candidates = [r for r in rows if r.stage and engine in (None, r.engine)]
     if usable is None:
-        return "zero3", False, "zero3: no device memory was given, and stage 3 stores the least."
+        return "zero3", recomputes, "zero3: no device memory was given, and stage 3 stores the least."
     on_device = [r for r in candidates if r.offload == "none"]
     offloaded = [r for r in candidates if r.offload != "none"]
     tried: list[str] = []
     for group in (on_device, offloaded):
-        for checkpointing in (False, True):
+        for checkpointing in (True,) if recomputes else (False, True):
             for row in group:
                 peak = row.peak_checkpointed if checkpointing else row.peak
                 if peak > usable:
@@ -32,7 +39,8 @@ def choose(
                 elif host_gib is not None and row.host * ranks_per_host > host_gib * GIB:
                     tried.append(f"{row.name} {gib(row.host * ranks_per_host)} of host memory")
                 else:
-                    return row.name, checkpointing, _reason(row, peak, usable, checkpointing, group, on_device)
+                    reason = _reason(row, peak, usable, checkpointing, group, on_device)
+                    return row.name, checkpointing, reason.replace(_UNASKED, "") if recomputes else reason
     least = min((r for r in candidates), key=lambda r: r.peak_checkpointed)
     return (
         None,
@@ -61,5 +69,5 @@ def _reason(
     else:
         extra = ", and no stage sends less per step"
     if checkpointing:
-        extra += " (with activation checkpointing, without which no stage fits)" if row.offload == "none" else ""
+        extra += _UNASKED if row.offload == "none" else ""
     return f"{needs}{extra}."

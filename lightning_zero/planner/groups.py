@@ -38,15 +38,16 @@ def smallest_group(
     for count in (n for n in range(1, hosts) if hosts % n == 0 and n * ranks_per_host > 1):
         made = planned(count * ranks_per_host)
         row, size = made.row(name), count * ranks_per_host
+        peak = row.peak_checkpointed if config.activation_checkpointing.target == "full" else row.peak
         if made.usable_bytes is None:
             return _noted(planned(None), None, "all ranks: no device memory was given, and they store the least")
-        if row.peak > made.usable_bytes:
-            tried = f"; groups of {size} would need {gib(row.peak)} of {gib(made.usable_bytes)} usable GiB"
+        if peak > made.usable_bytes:
+            tried = f"; groups of {size} would need {gib(peak)} of {gib(made.usable_bytes)} usable GiB"
         elif host_gib is not None and row.host * ranks_per_host > host_gib * GIB:
             tried = f"; groups of {size} would need {gib(row.host * ranks_per_host)} GiB of a host's memory"
         else:
             group = "the ranks of one host" if count == 1 else f"the ranks of {count} hosts"
-            why = f"{name} needs {gib(row.peak)} of {gib(made.usable_bytes)} usable GiB there{tried}"
+            why = f"{name} needs {gib(peak)} of {gib(made.usable_bytes)} usable GiB there{tried}"
             return _noted(made, size, f"{size}, {group}: {why}")
     return _noted(planned(None), None, f"all ranks{tried}")
 

@@ -107,7 +107,9 @@ def plan(
     for offload in OFFLOADS:
         for stage in (3,) if offload == "nvme" else (1, 2, 3):
             rows.append(study.row(stage, offload, rules, usable))
-    choice, checkpointing, reason = choose(rows, usable, host_memory_gib, on_host)
+    choice, checkpointing, reason = choose(
+        rows, usable, host_memory_gib, on_host, recomputes=config.activation_checkpointing.target == "full"
+    )
     return Plan(
         module=type(module).__name__,
         num_parameters=study.layout.num_parameters,

@@ -238,7 +238,7 @@ def test_recomputed_activations_change_nothing(ranks2: Any, stage: int) -> None:
     settings = {"engine": "deepspeed", "stage": stage}
     recomputes = {
         "units": ["Sequential"],
-        "deepspeed": lightning_zero.DeepSpeedConfig(activation_checkpointing=True, activation_cpu_offload=True),
+        "activation_checkpointing": {"target": "full", "offload": True},
     }
     want, calls, _ = ranks2(_fit, settings, Blocks, timeout_seconds=240)[0]
     got, more_calls, _ = ranks2(_fit, {**settings, **recomputes}, Blocks, timeout_seconds=240)[0]

@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.config import STAGES, CompileConfig, DeepSpeedConfig, OffloadConfig, RawConfig, ZeroConfig
+from lightning_zero.config import (
+    STAGES,
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    DeepSpeedConfig,
+    OffloadConfig,
+    RawConfig,
+    ZeroConfig,
+)
 
 FILE = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
@@ -43,6 +51,13 @@ def test_every_stage_is_accepted(stage: int) -> None:
         ({"offload": {"targt": "cpu"}}, ["offload.targt='cpu'", "Did you mean 'target'"]),
         ({"offload": {"target": "disk"}}, ["offload.target='disk'"]),
         ({"offload": 3}, ["offload=3", "OffloadConfig"]),
+        ({"activation_checkpointing": "ful"}, ["activation_checkpointing='ful'", "Did you mean 'full'?"]),
+        ({"activation_checkpointing": True}, ["activation_checkpointing=True", "'selective'", "a mapping"]),
+        ({"activation_checkpointing": {"unit": ["A"]}}, ["activation_checkpointing.unit=", "Did you mean 'units'"]),
+        (
+            {"activation_checkpointing": "selective", "engine": "deepspeed"},
+            ["activation_checkpointing='selective'", "use 'full'"],
+        ),
         ({"compile": "blocks"}, ["compile='blocks'", "'none', 'units'"]),
         ({"compile": True}, ["compile=True", "'units'", "CompileConfig"]),
         ({"compile": {"target": "units", "moed": "default"}}, ["compile.moed='default'", "Did you mean 'mode'"]),
@@ -68,8 +83,8 @@ def test_every_stage_is_accepted(stage: int) -> None:
         ({"transport": "gloo"}, ["transport='gloo'", "'direct'"]),
         ({"engine": "deepspeed", "transport": "torch"}, ["transport='torch'", "engine='deepspeed'"]),
         ({"engine": "deepspeed", "shard_size": 2}, ["shard_size=2", "engine='deepspeed'", "engine='fsdp2'"]),
-        ({"engine": "deepspeed", "units": ["Block"]}, ["units=['Block']", "activation_checkpointing=True"]),
-        ({"engine": "deepspeed", "min_unit_numel": 1}, ["min_unit_numel=1", "activation_checkpointing=True"]),
+        ({"engine": "deepspeed", "units": ["Block"]}, ["units=['Block']", "activation_checkpointing='full'"]),
+        ({"engine": "deepspeed", "min_unit_numel": 1}, ["min_unit_numel=1", "activation_checkpointing='full'"]),
         ({"engine": "deepspeed", "auto": True}, ["auto=True", "engine='deepspeed'"]),
         (
             {"engine": "deepspeed", "stage": 1, "offload": OffloadConfig(target="cpu", parameters=True)},
@@ -138,7 +153,9 @@ def test_refusals_name_setting_value_and_repair(settings: dict[str, Any], parts:
         (DeepSpeedConfig, {"prefetch_numel": -1}, ["prefetch_numel=-1", "0 or more"]),
         (DeepSpeedConfig, {"overlap_comm": "yes"}, ["overlap_comm='yes'"]),
         (DeepSpeedConfig, {"communication_dtype": "int8"}, ["communication_dtype='int8'", "'bf16'"]),
-        (DeepSpeedConfig, {"activation_cpu_offload": True}, ["activation_checkpointing=True"]),
+        (ActivationCheckpointingConfig, {"offload": True}, ["offload=True", "target='full' or 'selective'"]),
+        (ActivationCheckpointingConfig, {"target": "some"}, ["activation_checkpointing.target='some'", "'selective'"]),
+        (ActivationCheckpointingConfig, {"target": "full", "units": []}, ["units=[]", "name modules"]),
     ],
 )
 def test_sections_refuse_on_their_own(config: Any, settings: dict[str, Any], parts: list[str]) -> None:
@@ -152,7 +169,7 @@ def test_every_setting_of_deepspeed_says_at_which_stage_it_counts() -> None:
     for f in dataclasses.fields(DeepSpeedConfig):
         value: Any = 2 if f.name.endswith(("_numel", "_size")) else True
         value = "bf16" if f.name == "communication_dtype" else value
-        settings = {f.name: value, "activation_checkpointing": True}
+        settings = {f.name: value}
         accepted = []
         for stage in STAGES:
             try:

@@ -240,7 +240,7 @@ def _rows(*, device: list[float], checkpointed: list[float] | None = None) -> An
         ([9, 7, 6, 5, 3, 2, 1], None, "zero1", False, "no stage sends less"),
         ([99, 20, 7, 5, 3, 2, 1], None, "zero2", False, "where zero1 20"),
         ([99, 30, 20, 5, 3, 2, 1], None, "zero3", False, "zero1 30.0, zero2 20.0"),
-        ([99, 30, 20, 15, 3, 2, 1], [99, 30, 7, 5, 3, 2, 1], "zero2", True, "activation checkpointing"),
+        ([99, 30, 20, 15, 3, 2, 1], [99, 30, 7, 5, 3, 2, 1], "zero2", True, "activation_checkpointing="),
         ([99, 30, 20, 15, 3, 2, 1], None, "zero1_offload", False, "without offload even zero3"),
         ([99, 30, 20, 15, 30, 20, 11], None, None, False, "nothing fits: even zero3_offload"),
     ],

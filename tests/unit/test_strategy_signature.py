@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -14,6 +15,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_zero import ZeroStrategy
 from lightning_zero.auto import AutoStrategy
 from lightning_zero.config import (
+    ActivationCheckpointingConfig,
+    CheckpointingTarget,
     CompileConfig,
     CompileTarget,
     DeepSpeedConfig,
@@ -28,6 +31,7 @@ ACCEPTED = {
     "stage": Stage | None,
     "offload": OffloadTarget | OffloadConfig | None,
     "compile": CompileTarget | CompileConfig,
+    "activation_checkpointing": CheckpointingTarget | Sequence[str] | ActivationCheckpointingConfig,
 }
 """Fields that hold less, once resolved, than the constructor takes."""
 
@@ -49,7 +53,7 @@ def test_every_keyword_reaches_the_config() -> None:
         "keep_global_batch": True,
         "broadcast_buffers": False, "after_fit": "whole", "checkpoint": "sharded", "process_group_backend": "gloo",
         "timeout_seconds": 5.0, "device_memory_gib": 3.0, "start_method": "spawn", "rank_logs": "logs",
-        "offload": "cpu", "compile": "units",
+        "offload": "cpu", "compile": "units", "activation_checkpointing": "full",
     }  # fmt: skip
     assert ZeroStrategy(**given).config == ZeroConfig(**given)
     config = ZeroConfig(**given)

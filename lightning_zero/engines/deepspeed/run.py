@@ -24,7 +24,7 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import AfterRun
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.deepspeed import private
-from lightning_zero.engines.deepspeed.activations import Recomputed, configure_deepspeeds_own
+from lightning_zero.engines.deepspeed.activations import configure_deepspeeds_own, inside_backward
 from lightning_zero.engines.deepspeed.ds_config import (
     RunFacts,
     check_micro_batch,
@@ -37,7 +37,9 @@ from lightning_zero.engines.deepspeed.known_keys import check_keys, deprecated_k
 from lightning_zero.engines.deepspeed.nvme_folder import SwapFolder, open_folder, swap_bytes
 from lightning_zero.engines.deepspeed.ops import ASYNC_IO, CPU_ADAM, prepare_op
 from lightning_zero.engines.precision import DtypePolicy
+from lightning_zero.engines.recompute import Recomputed
 from lightning_zero.engines.run import EngineRun, Place
+from lightning_zero.engines.units import ROOT, plan_units
 from lightning_zero.host import require_deepspeed
 
 if TYPE_CHECKING:
@@ -177,11 +179,18 @@ class DeepSpeedRun(EngineRun):
                 rank_zero_info(f"DeepSpeed's CPU Adam cannot be built ({why}): PyTorch's fused one serves instead.")
 
         configure_deepspeeds_own(made)
-        if self.config.deepspeed.activation_checkpointing:
-            on_cpu = bool(self.config.deepspeed.activation_cpu_offload)
-            units = self.config.units, self.config.min_unit_numel
-            self._recomputed = Recomputed(module, *units, on_cpu, gathers=self.config.stage == 3)
+        recomputes = self.config.activation_checkpointing
+        if recomputes.target != "none":
+            how = inside_backward if self.config.stage == 3 else None
+            self._recomputed = Recomputed(recomputes, module, self._units_of(module), how)
+            self._recomputed.begin()
         engine.offload_path, engine.cpu_adam = self.offload_path, self.cpu_adam
+
+    def _units_of(self, module: nn.Module) -> list[nn.Module]:
+        """Those that ``fully_shard`` would have: DeepSpeed knows none."""
+        sharded = any(map(private.is_managed, module.parameters()))  # by zero.Init: they look empty
+        plan = plan_units(module, self.config.units, 0 if sharded else self.config.min_unit_numel)
+        return [unit.module for unit in plan.units if unit.name != ROOT]
 
     def _warn_of_the_file(self) -> None:
         if (raw := self.config.raw) is None:
@@ -234,7 +243,7 @@ class DeepSpeedRun(EngineRun):
             wait_for_all("the end of a run with offload='nvme'")  # others may still read
         self._take_back()
         if self._recomputed is not None:
-            self._recomputed.close()
+            self._recomputed.undo()
             self._recomputed = None
         if self.folder is not None and after is not AfterRun.SHARDED:
             self.folder.close()

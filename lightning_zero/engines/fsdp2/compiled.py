@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_zero.config import CompileConfig
+from lightning_zero.engines.recompute import Recomputed
 from lightning_zero.private.torch import call_with_hooks, compiled_call, dynamo_error, set_compiled_call
 
 _log = logging.getLogger(__name__)
@@ -27,12 +28,13 @@ class CompiledUnits:
 
     Args:
         units: Names and modules, not the root's.
+        recomputed: Of those among them that recompute, the recomputing forward is compiled.
 
     Raises:
         ValueError: For a backend that torch does not know.
     """
 
-    def __init__(self, config: CompileConfig, units: Iterable[tuple[str, nn.Module]]) -> None:
+    def __init__(self, config: CompileConfig, units: Iterable[tuple[str, nn.Module]], recomputed: Recomputed) -> None:
         known = torch.compiler.list_backends(exclude_tags=())
         if config.backend is not None and config.backend not in known:
             raise ValueError(
@@ -41,7 +43,12 @@ class CompiledUnits:
             )
         self._units = [(name, unit) for name, unit in units if compiled_call(unit) is None]
         for name, unit in self._units:
-            set_compiled_call(unit, _compiled(name, unit, config))
+            set_compiled_call(unit, _compiled(name, unit, config, recomputed))
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those that are compiled."""
+        return [unit for _, unit in self._units]
 
     def undo(self) -> None:
         """The units are called as they were before."""
@@ -49,8 +56,8 @@ class CompiledUnits:
             set_compiled_call(unit, None)
 
 
-def _compiled(name: str, unit: nn.Module, config: CompileConfig) -> Callable[..., Any]:
-    plain = unit.forward  # equal blocks share its code, and so what was compiled
+def _compiled(name: str, unit: nn.Module, config: CompileConfig, recomputed: Recomputed) -> Callable[..., Any]:
+    plain = recomputed.forward_of(unit)  # equal blocks share its code, and so what was compiled
     compiled = torch.compile(
         plain,
         backend=config.backend or "inductor",
@@ -71,8 +78,10 @@ def _compiled(name: str, unit: nn.Module, config: CompileConfig) -> Callable[...
                     _log.warning("%s", _why_not(name, error))
         return plain(*args, **kwargs)
 
+    outermost = recomputed.offloading(forward) if unit in recomputed else forward
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        return call_with_hooks(unit, forward, *args, **kwargs)
+        return call_with_hooks(unit, outermost, *args, **kwargs)
 
     return call
 

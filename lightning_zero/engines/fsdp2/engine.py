@@ -88,6 +88,7 @@ from lightning_zero.engines.fsdp2.writes import Writes
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.optimizer_step import ShardedStep, hand_back
 from lightning_zero.engines.precision import DtypePolicy
+from lightning_zero.engines.recompute import Recomputed
 from lightning_zero.engines.units import plan_units
 from lightning_zero.private.torch import BatchNorm, DisableTorchFunction
 
@@ -133,6 +134,7 @@ class Fsdp2Engine(Engine):
         keep_whole = (BatchNorm,) if self.dtypes.is_mixed else ()
         plan = plan_units(module, self.config.units, self.config.min_unit_numel, keep_whole)
         self.units_table = plan.table()
+        self._recomputed = Recomputed(self.config.activation_checkpointing, module, [u.module for u in plan.units[:-1]])
         self._transport = choose_transport(self.config, self.device, self.mesh)
         self._copies = PlainCopies(module)
         self._sharded = shard_units(module, plan, self.mesh, self.config, self.dtypes, self.device)
@@ -159,7 +161,8 @@ class Fsdp2Engine(Engine):
         self._copies.begin()
         if self.config.compile.target == "units":
             blocks = zip(self._sharded.names[:-1], self._sharded.units[:-1], strict=True)
-            self._compiled = CompiledUnits(self.config.compile, blocks)
+            self._compiled = CompiledUnits(self.config.compile, blocks, self._recomputed)
+        self._recomputed.begin(but=self._compiled.modules if self._compiled is not None else ())
         self._writes = Writes(self._groups, self._transport)
         self._usage = Usage(self._transport, self._sharded.parameters, self._sharded.names)
 
@@ -452,6 +455,7 @@ class Fsdp2Engine(Engine):
                 handle.remove()
             if self._compiled is not None:
                 self._compiled.undo()
+            self._recomputed.undo()
             self._transport.close()
             for unit in self._sharded.units:
                 private.undo(unit)

@@ -1,0 +1,163 @@
+"""The setting ``activation_checkpointing``: chosen modules compute their activations again in the backward.
+
+PyTorch's ``checkpoint`` does it, for a module's ``forward`` alone: its hooks, an engine's among them, run around it
+once. Where units are compiled, what is compiled is the recomputing forward (checkpoint, then compile, then shard).
+
+Modules keep their class, their names in a ``state_dict`` and their attributes; copies and pickles of them are of
+ordinary modules: nothing but the attribute is set that torch itself leaves out of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lightning_zero.config import ActivationCheckpointingConfig
+from lightning_zero.engines.units import matching
+from lightning_zero.private.torch import call_with_hooks, compiled_call, set_compiled_call
+
+Forward = Callable[..., Any]
+Recompute = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
+"""Calls a forward with these arguments, and again in the backward."""
+
+_log = logging.getLogger(__name__)
+_aten = torch.ops.aten
+_MATRIX_PRODUCTS = frozenset([_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default])
+_ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "flex_attention")
+
+
+class Recomputed:
+    """Modules that compute their activations again, until :meth:`undo`.
+
+    Args:
+        config: Which, and what is kept.
+        module: Not yet sharded.
+        units: The shard units but the root's: what is recomputed where ``config`` names nothing else.
+        recompute: How, where it is not :func:`on_unpacking`.
+
+    Raises:
+        ValueError: On all ranks, where there is nothing to recompute, or the user has compiled it.
+    """
+
+    def __init__(
+        self,
+        config: ActivationCheckpointingConfig,
+        module: nn.Module,
+        units: Sequence[nn.Module],
+        recompute: Recompute | None = None,
+    ) -> None:
+        self._config, self._modules = config, list[nn.Module]()
+        if config.target == "none":
+            return
+        self._modules = [m for m in _chosen(config, module, units) if m is not module]
+        names = {m: name for name, m in module.named_modules()}
+        if by_hand := [names[m] for m in self._modules if compiled_call(m) is not None]:
+            raise ValueError(
+                f"activation_checkpointing={config.target!r} of {by_hand[0]!r}, which you have compiled: use"
+                " compile='units' in the place of your own compile(), or name other modules."
+            )
+        if any(getattr(m, "gradient_checkpointing", False) for m in module.modules()) and _speaks():
+            _log.warning(
+                "%s",
+                "activation_checkpointing beside a module's own gradient_checkpointing: activations are recomputed"
+                " twice; switch one of them off.",
+            )
+        how = recompute or (_keeping_what_is_costly if config.target == "selective" else on_unpacking)
+        self._forwards = {m: _recomputing(m.forward, how) for m in self._modules}
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._modules
+
+    def forward_of(self, module: nn.Module) -> Forward:
+        """What ``module`` computes: its own forward, or the recomputing one."""
+        return self._forwards[module] if module in self._modules else module.forward
+
+    def offloading(self, forward: Forward) -> Forward:
+        """``forward``, where it keeps its inputs only, with these in host memory."""
+        if not self._config.offload:
+            return forward
+
+        @wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # The hooks get the inputs, which checkpoint itself saves; it drops the tensors that forward would save.
+            with save_on_cpu(pin_memory=torch.cuda.is_available()):
+                return forward(*args, **kwargs)
+
+        return call
+
+    def begin(self, but: Collection[nn.Module] = ()) -> None:
+        """Modules are called so from now on; those in ``but`` somebody else calls."""
+        for m in self._modules:
+            if m not in but:
+                set_compiled_call(m, _with_hooks(m, self.offloading(self._forwards[m])))
+
+    def undo(self) -> None:
+        """The modules keep their activations again."""
+        for m in self._modules:
+            set_compiled_call(m, None)
+        self._modules = []
+
+
+def _speaks() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _chosen(
+    config: ActivationCheckpointingConfig, module: nn.Module, units: Sequence[nn.Module]
+) -> Sequence[nn.Module]:
+    if config.units is not None:
+        return matching(module, config.units, "activation_checkpointing.units")
+    if not [unit for unit in units if unit is not module]:
+        raise ValueError(
+            f"activation_checkpointing={config.target!r}, but the module has no unit to recompute: name its blocks, as"
+            " activation_checkpointing=['Block'], or in units=[...]."
+        )
+    return units
+
+
+def _with_hooks(module: nn.Module, forward: Forward) -> Forward:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return call_with_hooks(module, forward, *args, **kwargs)
+
+    return call
+
+
+def _recomputing(forward: Forward, recompute: Recompute) -> Forward:
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return recompute(forward, args, kwargs)
+
+    return recomputing
+
+
+def on_unpacking(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """When the first tensor is needed again; any kind of arguments, ``torch.autograd.grad`` too."""
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _keeping_what_is_costly(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=_costly_is_kept, **kwargs)
+
+
+def _costly_is_kept() -> Any:
+    """Every second matrix product and attention are kept, as torchtitan's selective checkpointing has it."""
+    products = {False: 0, True: 0}  # counted alike in the forward and when it is computed again
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if func in _MATRIX_PRODUCTS:
+            products[context.is_recompute] += 1
+            keeps = products[context.is_recompute] % 2 == 1
+        else:
+            keeps = func.__name__.startswith(_ATTENTION)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
