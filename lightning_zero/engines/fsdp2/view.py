@@ -74,7 +74,7 @@ _GRAD: Any = Tensor.grad  # a descriptor
 _GET_GRAD, _ASSIGN_GRAD = _GRAD.__get__, (_GRAD.__set__, _GRAD.__delete__)
 _SET_REQUIRES_GRAD = Tensor.requires_grad.__set__, Tensor.requires_grad_  # type: ignore[attr-defined]
 _DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
-_BACKWARDS = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
+BACKWARDS = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
 _BY_IDENTITY = frozenset("register_hook retain_grad __hash__".split())
 """Functions for which a parameter is a leaf of the graph, whether it is gathered or away."""
 
@@ -118,7 +118,7 @@ class WholeView(TorchFunctionMode):
         if func == _GET_GRAD:
             known = self._own.get(id(args[0]))
             return func(*args) if known is None else private.grad_of(known)
-        if func in _BACKWARDS:
+        if func in BACKWARDS:
             with backwards_inside(self):
                 return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
