@@ -75,6 +75,8 @@ _GET_GRAD, _ASSIGN_GRAD = _GRAD.__get__, (_GRAD.__set__, _GRAD.__delete__)
 _SET_REQUIRES_GRAD = Tensor.requires_grad.__set__, Tensor.requires_grad_  # type: ignore[attr-defined]
 _DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 BACKWARDS = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
+_OF_A_PARAMETER = frozenset([_GET_GRAD, *_ASSIGN_GRAD, *_SET_REQUIRES_GRAD, *_DATA, *BACKWARDS])
+"""Functions that mean something else to a gathered parameter of the user's than to a plain tensor."""
 _BY_IDENTITY = frozenset("register_hook retain_grad __hash__".split())
 """Functions for which a parameter is a leaf of the graph, whether it is gathered or away."""
 
@@ -107,6 +109,8 @@ class WholeView(TorchFunctionMode):
         self._on_write, self._on_data = on_write, on_data
         self._own: Mapping[int, private.ShardedParam] = {} if own is None else own
         self._whole, self._on_use = whole, on_use
+        self.notices = on_use is not None
+        """Whether :meth:`notice` has anything to do."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -135,8 +139,8 @@ class WholeView(TorchFunctionMode):
                     return _copy_into(*args)
         if not self._concerns(args) and not (kwargs and self._concerns(kwargs.values())):
             result = func(*args, **kwargs)
-            if self._on_use is not None and args and torch.is_grad_enabled():
-                self._notice(args, result)
+            if self.notices and args:
+                self.notice(args, result)
             return result
         if func.__name__ in _BY_IDENTITY and not _any_sharded(args):
             return func(*args, **kwargs)
@@ -144,6 +148,26 @@ class WholeView(TorchFunctionMode):
         args, kwargs = self._shards(args), dict(zip(kwargs, self._shards(kwargs.values()), strict=True))
         result = self._on_shards(func, args, kwargs)
         return away[0] if away and args and result is args[0] else result
+
+    def passes(self, func: Callable[..., Any], args: Sequence[Any]) -> bool:
+        """Whether this is a call of positional plain tensors and gathered parameters, for the view to let through. To
+        be asked before the view is, by those who can: most calls of a forward are so.
+
+        What it leaves to the caller is :meth:`notice`.
+        """
+        if func in _OF_A_PARAMETER:
+            return False
+        own = self._own
+        for value in args:
+            if type(value) is Tensor:
+                continue
+            known = own.get(id(value))
+            if known is None:
+                if isinstance(value, (DTensor, list, tuple)):
+                    return False
+            elif private.is_away(known):
+                return False
+        return True
 
     def _concerns(self, values: Iterable[Any]) -> bool:
         """Whether one of ``values``, or of a list among them, is a shard or a parameter that is away."""
@@ -160,13 +184,15 @@ class WholeView(TorchFunctionMode):
                 return True
         return False
 
-    def _notice(self, args: Sequence[Any], result: Any) -> None:
+    def notice(self, args: Sequence[Any], result: Any) -> None:
+        """``result`` was computed of ``args``, and of keywords."""
+        if not isinstance(result, Tensor) or result.grad_fn is None or self._on_use is None:
+            return
         first = args[0]
         if id(first) not in self._own and isinstance(first, Tensor) and first.requires_grad:
             return  # an activation: on its way to the output of a unit, whose backward gathers
         p = next((value for value in args if id(value) in self._own), None)
-        if p is not None and isinstance(result, Tensor) and result.grad_fn is not None:
-            assert self._on_use is not None
+        if p is not None:
             self._on_use(p, result)
 
     def _shards(self, values: Iterable[Any]) -> list[Any]:
