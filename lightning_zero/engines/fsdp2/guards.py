@@ -46,7 +46,8 @@ class Guards:
         self._parameters = list(parameters)
         self._guarded = {kind: _guarded(kind, self._ask) for kind in {type(p) for p in self._parameters}}
         self._plain = {guarded: kind for kind, guarded in self._guarded.items()}
-        self._ours = {*self._plain, DTensor}
+        # functions of torch that are written in Python name plain tensors, too
+        self._ours = frozenset([*self._plain, *self._guarded, DTensor, Tensor])
         # A class that translates calls itself must go on to do so
         self._possible = all(torch_function_of(kind) is disabled_torch_function for kind in self._guarded)
         self._on = False
@@ -82,16 +83,17 @@ class Guards:
         set_torch_function(DTensor, self._ask_of_shard if on else disabled_torch_function)
 
     def _ask(self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any], kwargs: Any) -> Any:
-        if not kwargs and len(types) == 1 and self._view.passes(func, args):
+        ours = self._ours.issuperset(types)
+        if ours and self._view.passes(func, (*args, *kwargs.values()) if kwargs else args):
             with DisableTorchFunctionSubclass():
-                result = func(*args)
+                result = func(*args, **(kwargs or {}))
                 if self._view.notices:
                     self._view.notice(args, result)
             return result
         if func in BACKWARDS:  # user code runs inside
             with self._lifted(self._parameters):
                 return self._view.__torch_function__(func, types, args, kwargs)
-        if not self._ours.issuperset(types):  # another class of tensor that translates calls has its say, too
+        if not ours:  # another class of tensor that translates calls has its say, too
             with self._lifted(_each((args, kwargs))):
                 return self._view.__torch_function__(func, types, args, kwargs)
         with DisableTorchFunctionSubclass():

@@ -18,7 +18,8 @@ assignment to it becomes a copy.
 With CPU offload a shard lies in host memory while its mesh is of an accelerator. What is read then lies on the device,
 where ``p.device`` says it is, and what is written waits for copies of the old values that are still under way.
 
-Plain tensors, that is all of an ordinary forward, pass with one check per argument.
+Between steps the view is a mode and sees each call; plain tensors pass with one check per argument. Inside a step it is
+asked only about calls that touch a parameter or a shard (see :mod:`.guards`).
 """
 
 from __future__ import annotations
@@ -150,11 +151,8 @@ class WholeView(TorchFunctionMode):
         return away[0] if away and args and result is args[0] else result
 
     def passes(self, func: Callable[..., Any], args: Sequence[Any]) -> bool:
-        """Whether this is a call of positional plain tensors and gathered parameters, for the view to let through. To
-        be asked before the view is, by those who can: most calls of a forward are so.
-
-        What it leaves to the caller is :meth:`notice`.
-        """
+        """Whether this is a call of plain tensors and gathered parameters, which the view would let through: most are.
+        It leaves :meth:`notice` to the caller."""
         if func in _OF_A_PARAMETER:
             return False
         own = self._own
