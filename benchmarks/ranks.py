@@ -1,7 +1,7 @@
 """Host sockets, threads, memory, start and step of many ranks on one machine, beside Lightning's DDP.
 
-    python benchmarks/ranks.py                       # 2, 4, 8, 16, 32 ranks; some minutes
-    python benchmarks/ranks.py --ranks 64            # other numbers
+    python benchmarks/ranks.py                       # 2, 4, ... 64 ranks; ten minutes
+    python benchmarks/ranks.py --ranks 64            # one number
     python benchmarks/ranks.py docs/scaling.md       # replaces the table in that page
     python benchmarks/ranks.py --open-files 256      # under a limit of open files, as `ulimit -n 256`
 
@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from lightning_zero import ZeroStrategy
 
 BEGIN, END = "<!-- table: python benchmarks/ranks.py docs/scaling.md -->", "<!-- end of table of ranks -->"
-RANKS = (2, 4, 8, 16, 32)
+RANKS = (2, 4, 8, 16, 32, 64)
 STEPS, WARM_UP = 40, 10
 
 

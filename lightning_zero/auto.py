@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_zero.config import OffloadConfig, ZeroConfig
 from lightning_zero.host import available_host_bytes
-from lightning_zero.planner import GIB, Plan, Planner, choose, device_memory_bytes, first_batch
-from lightning_zero.private.lightning import training_source
+from lightning_zero.planner import GIB, HEADROOM, Plan, Planner, choose, smallest_device_bytes, training_batch
 from lightning_zero.strategy import ZeroStrategy
-
-HEADROOM = 0.1
 
 
 def make_strategy(config: ZeroConfig) -> ZeroStrategy:
@@ -39,7 +34,7 @@ class AutoStrategy(ZeroStrategy):
         self._asked: OffloadConfig | None = None  # by the user; config holds what was picked for the last run
 
     def _resolve_stage(self, trainer: Any) -> None:
-        memory = self._smallest_device_bytes()
+        memory = smallest_device_bytes(trainer, self.config)
         self._asked = self._asked or self.config.offload
         answer: tuple[int, str, str, str] | None = None
         if self.is_global_zero:  # every rank would find the same; one of them asks the data
@@ -53,16 +48,6 @@ class AutoStrategy(ZeroStrategy):
         self.config = self.config.with_(stage=stage, offload=moved)
         rank_zero_info(f"zero_auto takes {line}")
 
-    def _smallest_device_bytes(self) -> float:
-        if self.config.device_memory_gib is not None:
-            return self.config.device_memory_gib * GIB
-        mine = device_memory_bytes(self.root_device, self.num_processes)
-        if not dist.is_initialized() or self.world_size == 1:
-            return mine
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, mine)
-        return min(everyone)
-
     def _answer(self, trainer: Any, memory: float) -> tuple[int, str, str, str]:
         """``(stage, offload, why, error)``: an error is raised by all ranks, not by one."""
         module = self.lightning_module
@@ -70,8 +55,10 @@ class AutoStrategy(ZeroStrategy):
         try:
             if trainer.state.fn != TrainerFn.FITTING:
                 return self._answer_without_fit(module, memory)
-            batch = first_batch(_loader_of(trainer))
-            planner = Planner.of_run(trainer, module, device_memory_gib=memory / GIB, headroom=HEADROOM)
+            batch = training_batch(trainer)
+            on_all = self.config.with_(shard_size=None)  # groups are made smaller afterwards, where that fits, too
+            settings = {"device_memory_gib": memory / GIB, "headroom": HEADROOM, "config": on_all}
+            planner = Planner.of_run(trainer, module, **settings)
             plan = self.plan = planner(batch)
         except Exception as error:
             text = f"strategy='zero_auto': the run could not be planned ({type(error).__name__}: {error}); "
@@ -101,13 +88,3 @@ class AutoStrategy(ZeroStrategy):
         if whole <= usable:
             return 1, "none", f"whole parameters: {sizes}.", ""
         return 3, "none", f"zero3: {sizes}.", ""
-
-
-def _loader_of(trainer: Any) -> Any:
-    """The training dataloader, before the loop has set it up."""
-    source = training_source(trainer)
-    if source is None:
-        return None
-    if isinstance(source, LightningModule) or hasattr(source, "train_dataloader"):
-        return source.train_dataloader()
-    return source

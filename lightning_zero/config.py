@@ -330,9 +330,13 @@ class ZeroConfig:
     find_unused_parameters: bool = True
     """Agree after each synchronized backward which parameters no rank used, so that their gradients stay ``None`` as
     under DDP. ``False`` saves one small all-reduce per step and leaves zeros there instead."""
-    shard_size: int | None = None
+    shard_size: int | Literal["auto"] | None = None
     """Ranks that share one copy of the model: shards lie inside groups of this many consecutive ranks (the GPUs of a
-    host, say), and the groups are replicas of each other (HSDP). ``None`` shards over all ranks."""
+    host, say), and the groups are replicas of each other (HSDP). ``None`` shards over all ranks; ``"auto"`` takes the
+    smallest group of whole hosts in which the plan says that the run fits, and says why."""
+    keep_global_batch: bool = False
+    """Resume on another number of ranks with as many samples per optimizer step as before, by accumulating more or
+    fewer micro-batches. What the Trainer counts in batches (``val_check_interval``, ...) stays in those of one rank."""
     transport: TransportName = "auto"
     """What carries shards and gradients with ``fsdp2``: ``"torch"`` is ``fully_shard``'s own collectives and schedule,
     ``"direct"`` an exchange between CPU processes over gloo, which sends and holds less; ``"auto"`` is direct there,
@@ -381,11 +385,12 @@ class ZeroConfig:
         if isinstance(self.min_unit_numel, bool) or not isinstance(self.min_unit_numel, int) or self.min_unit_numel < 0:
             raise ValueError(f"min_unit_numel={self.min_unit_numel!r}: use a number of elements, 0 or more.")
         size = self.shard_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 2):
-            raise ValueError(f"shard_size={size!r}: use a number of ranks, 2 or more, or None for all of them.")
+        if size not in (None, "auto") and (isinstance(size, bool) or not isinstance(size, int) or size < 2):
+            raise ValueError(f"shard_size={size!r}: use a number of ranks, 2 or more, 'auto', or None for all of them.")
         declared = _as_names("elementwise_optimizers", self.elementwise_optimizers, "class names")
         object.__setattr__(self, "elementwise_optimizers", declared or ())
         _boolean("find_unused_parameters", self.find_unused_parameters)
+        _boolean("keep_global_batch", self.keep_global_batch)
         _one_of("transport", self.transport, TRANSPORTS)
         _boolean("broadcast_buffers", self.broadcast_buffers)
         _one_of("after_fit", self.after_fit, AFTER_FIT)

@@ -11,22 +11,21 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import Callback
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_zero.checkpoint.global_batch import keep_global_batch
 from lightning_zero.checkpoint.later import leaving_for_later
 from lightning_zero.checkpoint.resume import follow, leave_finished_epoch
 from lightning_zero.checkpoint.saving import Collecting, Saving
@@ -53,6 +52,7 @@ from lightning_zero.engines.deepspeed.run import DeepSpeedRun
 from lightning_zero.engines.elementwise import note_on_whole_steps
 from lightning_zero.engines.fsdp2.private import FULLY_SHARD
 from lightning_zero.engines.fsdp2.run import Fsdp2Run
+from lightning_zero.engines.hooks import user_looks_between_micro_batches
 from lightning_zero.engines.optimizer_step import refuse_sharding
 from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision, adapt_precision
 from lightning_zero.engines.run import EngineRun, Place
@@ -77,8 +77,6 @@ if TYPE_CHECKING:
 
 _NOTHING_SET = DeepSpeedConfig()
 _AS_THE_USER_DOES = CompileConfig()
-_BETWEEN_MICRO_BATCHES = ("on_after_backward", "on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
-"""Hooks that can look at the module after one micro-batch and before the next."""
 
 
 class ZeroStrategy(Launched, DDPStrategy):
@@ -108,7 +106,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         min_unit_numel: int = 100_000,
         compile: CompileTarget | CompileConfig = _AS_THE_USER_DOES,
         find_unused_parameters: bool = True,
-        shard_size: int | None = None,
+        shard_size: int | Literal["auto"] | None = None,
+        keep_global_batch: bool = False,
         transport: TransportName = "auto",
         elementwise_optimizers: Sequence[str] | None = None,
         broadcast_buffers: bool = True,
@@ -158,6 +157,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         """What shards the module; ``None`` outside a run."""
         self._ended: Engine | None = None  # knows the optimizers' shards after the run
         self._view: AbstractContextManager[Any] | None = None
+        self._in_groups_that_fit = config.shard_size == "auto"
         self._failed = False  # since the set-up of this run
         self._inference_mode = InferenceMode()
         self._agreement: Agreement | None = None
@@ -228,6 +228,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         if make_whole(module):
             self.engine = None
         self._resolve_stage(trainer)
+        if self._in_groups_that_fit:
+            self._resolve_shard_size(trainer)
         self._run.config = self.config
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and (sync := layer_sync(self)):
@@ -305,6 +307,16 @@ class ZeroStrategy(Launched, DDPStrategy):
         """``self.config.stage`` is the one to run afterwards, the same on every rank."""
         if self.config.auto:
             raise ValueError("auto=True needs the planner: use strategy='zero_auto', or stage=1, 2 or 3.")
+
+    def _resolve_shard_size(self, trainer: Any) -> None:
+        """``"auto"`` becomes a number of ranks, or all of them: what rank 0 finds."""
+        from lightning_zero.planner import resolve_shard_size  # builds on all of PyTorch's tracing
+
+        module, config = self.lightning_module, self.config.with_(shard_size="auto")
+        assert module is not None
+        size, why = resolve_shard_size(trainer, module, config, self.broadcast)
+        self.config = config.with_(shard_size=size)
+        rank_zero_info(why)
 
     def _start_engine(self, trainer: Any) -> None:
         module = self.lightning_module
@@ -612,6 +624,11 @@ class ZeroStrategy(Launched, DDPStrategy):
         """
         content = self._saving.load(checkpoint_path, weights_only, self.checkpoint_io)
         self._run.begin_view()  # its tensors go into a module that may have been built sharded
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self.config.keep_global_batch and trainer.state.fn == TrainerFn.FITTING:
+            said = keep_global_batch(content, trainer, self.world_size)
+            rank_zero_info(said) if said else None
         return content
 
     def units_table(self) -> str:
@@ -668,11 +685,3 @@ def trainer_facts(trainer: Any) -> dict[str, Any]:
         "clip_value": trainer.gradient_clip_val,
         "clip_algorithm": str(trainer.gradient_clip_algorithm or "norm"),
     }
-
-
-def user_looks_between_micro_batches(trainer: Any, module: nn.Module) -> bool:
-    """Whether a hook outside Lightning itself runs after one micro-batch and before the next."""
-    if any(is_overridden(hook, module) for hook in _BETWEEN_MICRO_BATCHES):
-        return True
-    foreign = [c for c in trainer.callbacks if not type(c).__module__.startswith(("lightning.", "lightning_zero."))]
-    return any(is_overridden(hook, c, parent=Callback) for c in foreign for hook in _BETWEEN_MICRO_BATCHES)

@@ -1,19 +1,22 @@
 """Finds mistakes on a command line before anything heavy is imported: within half a second.
 
-Hydra finds the rest once it has composed the config, for which it needs the Trainer's signature, so PyTorch and
-Lightning. Standard library only.
+Hydra finds the rest once it has composed the config, for which PyTorch and Lightning are imported. Standard library
+only.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 
-from lightning_zero.config import ZeroConfig
+from lightning_zero.config import PlanConfig, ZeroConfig
 from lightning_zero.registry import NAMES
 
 GROUPS = Path(__file__).resolve().parents[1] / "conf"
@@ -44,7 +47,8 @@ def mistake(arguments: Sequence[str], own_flags: Sequence[str] = ()) -> str | No
     foreign = any(flag in _OTHER_GROUPS for flag, _ in _flags(arguments))
     if foreign or any(item.lstrip("+").startswith("hydra.searchpath") for item in plain):
         return None
-    return next((text for text in map(_unknown_choice, plain) if text), None)
+    checks = (_unknown_choice, unknown_setting, _unknown_key)
+    return next((text for item in plain for check in checks if (text := check(item))), None)
 
 
 def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
@@ -102,3 +106,59 @@ def _unknown_choice(override: str) -> str | None:
             meant = f" did you mean {group}={close[0]}?" if close else ""
             return f"{group}={choice}: there is no such choice.{meant} {group} is one of {', '.join(known)}."
     return None
+
+
+def unknown_setting(override: str) -> str | None:
+    """What to write instead of an override that names a group's insides wrongly; ``None`` where it is right, or not
+    known to be wrong."""
+    match = re.fullmatch(r"(?:\+{0,2}|~)(strategy|trainer|plan)\.(\w+)(?:=(.*))?", override)
+    if not match:
+        return None
+    where, name, value = match.groups()
+    if where == "strategy" and (GROUPS / where / name).is_dir() and name != "engine":
+        return f"strategy.{name} is a group of settings: use strategy/{name}={value}."
+    if where == "trainer" and name in ("strategy", "callbacks"):
+        return f"{name} is a group of its own: use {name}={value}."
+    known = {
+        "strategy": (*(f.name for f in fields(ZeroConfig)), "name"),  # the name of one of Lightning's own
+        "trainer": trainer_settings(),
+        "plan": tuple(f.name for f in fields(PlanConfig)),
+    }[where]
+    if not known or name in (*known, "_target_"):
+        return None
+    close = get_close_matches(name, known, n=1)
+    repair = f"did you mean {where}.{close[0]}?" if close else f"known: {', '.join(known)}."
+    return f"{where}.{name} is no setting; {repair}"
+
+
+@cache
+def trainer_settings() -> tuple[str, ...]:
+    """The arguments of Lightning's Trainer, read from its source, as importing it takes seconds; empty where the source
+    lies elsewhere than expected."""
+    spec = find_spec("lightning")
+    path = Path((spec.origin if spec else None) or "").parent / "pytorch" / "trainer" / "trainer.py"
+    if not path.is_file():
+        return ()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef) and node.name == "Trainer":
+            (init,) = (each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__")
+            return tuple(argument.arg for argument in init.args.kwonlyargs)
+    return ()
+
+
+def _unknown_key(override: str) -> str | None:
+    """The message about an override whose first name is neither a group nor a setting of ``config.yaml``."""
+    match = re.fullmatch(r"\+{0,2}(\w+)(\W.*)?", override, flags=re.DOTALL)
+    text = (GROUPS / "config.yaml").read_text(encoding="utf-8")
+    known = {"hydra", *re.findall(r"^(\w+):", text, flags=re.MULTILINE)} - {"defaults"}
+    known |= {path.name for path in GROUPS.iterdir() if path.is_dir() and not path.name.startswith("_")}
+    if not match or "=" not in override or match[1] in known:  # without, it is the value of a flag
+        return None
+    name, rest = match.groups()
+    setting = _setting(name)
+    if setting == name or (setting.partition(".")[0] == "trainer" and name not in trainer_settings()):
+        close = get_close_matches(name, sorted(known), n=1)
+        meant = f"did you mean {close[0]}{rest}?" if close else f"known: {', '.join(sorted(known))}."
+    else:
+        meant = f"write {setting}{rest}."
+    return f"{name} is neither a group nor a setting; {meant}"

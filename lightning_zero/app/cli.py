@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning_zero
-from lightning_zero.app.arguments import mistake
+from lightning_zero.app.arguments import mistake, unknown_setting
 from lightning_zero.checkpoint import FORMATS
 
 COMMANDS = {
@@ -373,12 +373,10 @@ def _exit_with(message: str, status: int = 2) -> None:
 
 def _explain(error: BaseException, arguments: list[str]) -> str:
     """The message of ``error`` with the override that would have worked, if one is known."""
-    from lightning_zero.app.hydra_config import hint
-
     lines = str(error).splitlines()
     if error.__cause__ is not None and str(error.__cause__) not in str(error):
         lines += str(error.__cause__).splitlines()
-    hints = [text for text in map(hint, arguments) if text]
+    hints = [text for text in map(unknown_setting, arguments) if text]
     # The schemas are closed: Hydra's advice to append a key with + leads nowhere, ours to the key that was meant.
     unwanted = (
         r"\s*(full_key|object_type|reference_type|To append to your config use)"

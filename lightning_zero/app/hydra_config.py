@@ -13,7 +13,6 @@ import dataclasses
 import difflib
 import functools
 import inspect
-import re
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -170,26 +169,6 @@ def register_configs() -> None:
     OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True)
     for name, schema in schemas.items():
         store.store(name=f"_{name}_schema", node=schema, provider="lightning_zero")
-
-
-def hint(override: str) -> str | None:
-    """What to write instead of a command-line override that names a group's insides wrongly; ``None`` where it is
-    right, or not known to be wrong."""
-    match = re.fullmatch(r"(?:\+{0,2}|~)(strategy|trainer|plan)\.(\w+)(?:=(.*))?", override)
-    if not match:
-        return None
-    where, name, value = match.groups()
-    if where == "strategy" and name in ("offload", "compile"):
-        return f"strategy.{name} is a group of settings: use strategy/{name}={value}."
-    if where == "trainer" and name in _OF_GROUPS:
-        return f"{name} is a group of its own: use {name}={value}."
-    schemas = {
-        "trainer": [trainer_schema()],
-        "strategy": [schema_of(ZeroConfig), LightningStrategy],
-        "plan": [schema_of(PlanConfig)],
-    }[where]
-    known = [name for schema in schemas for name in _settings(schema)]
-    return None if name in (*known, "_target_") else f"{where}.{name} is no setting; {_repair(where, name, known)}"
 
 
 def _settings(schema: type) -> list[str]:

@@ -28,6 +28,8 @@ from torch import Tensor
 
 from lightning_zero.errors import CheckpointError
 
+ACCUMULATION = "accumulate_grad_batches"
+"""Under :data:`EXTRA`, the micro-batches per optimizer step of the run."""
 EXTRA = "lightning_zero"
 """Key of the random states and loader states of every rank, which Lightning does not keep, and ignores."""
 MARKER = "checkpoint.json"

@@ -5,6 +5,8 @@
 - *orders*: for each map-style training loader, the state from which its sampler drew the current epoch's order.
 - *loaders*: the ``state_dict`` of each training loader that has one (Lightning keeps rank 0's only).
 
+Beside them, once: how many micro-batches a step takes (see :mod:`.global_batch`).
+
 [What happens on resume]
 In mid-epoch a map-style loader's sampler draws the same order again and is moved on past the batches that are done,
 at any world size: with the same global batch, ``DistributedSampler`` deals the same samples into each batch. Random
@@ -23,7 +25,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero.checkpoint.layout import EXTRA
+from lightning_zero.checkpoint.layout import ACCUMULATION, EXTRA
 from lightning_zero.checkpoint.store import together
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.private.lightning import combined_loader, data_fetcher, set_restarting, without_warning_on_reset
@@ -138,7 +140,8 @@ def _loaders(trainer: Any) -> list[Any]:
 
 def collect(trainer: Any, agreement: Agreement) -> dict[str, Any]:
     """What :data:`~lightning_zero.checkpoint.layout.EXTRA` holds (collective)."""
-    return {"ranks": agreement.gather(together(agreement, lambda: _of_this_rank(trainer)))}
+    ranks = agreement.gather(together(agreement, lambda: _of_this_rank(trainer)))
+    return {"ranks": ranks, ACCUMULATION: trainer.accumulate_grad_batches}
 
 
 def _of_this_rank(trainer: Any) -> dict[str, Any]:

@@ -144,6 +144,10 @@ class Engine(ABC):
     """The argument of :meth:`shard`."""
     mesh: DeviceMesh
     """Of all ranks; shards lie along its axis "shard"."""
+    root: nn.Module
+    """The module whose call runs a step; holds the user's module. From :meth:`shard` on."""
+    whole_bytes: int
+    """Bytes of the module's whole parameters. From :meth:`shard` on."""
 
     peer_memory: PeerMemory | None = None
     """Among all ranks, where this engine has connections of its own between processes on CPUs."""
@@ -152,6 +156,8 @@ class Engine(ABC):
         self.config = config
         self.device = device
         self.dtypes = dtypes
+        self.shards_device = device
+        """The device of the gradients' shards, on which their norms are joined."""
         self.keep_gathered = False
         """Whether parameters may stay whole between micro-batches: no user hook looks at the module there."""
         self.automatic = True
@@ -171,11 +177,6 @@ class Engine(ABC):
         self.optimizers: list[Optimizer] | None = None
         """Of a fit. A parameter that came beside the others after the set-up may stay if none of them holds it."""
         self._broadcasts_next = True
-
-    @property
-    @abstractmethod
-    def root(self) -> nn.Module:
-        """The module whose call runs a step; holds the user's module."""
 
     @abstractmethod
     def shard(self, module: nn.Module) -> None:
@@ -222,11 +223,6 @@ class Engine(ABC):
     @abstractmethod
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         """Those of ``optimizer``, as plain tensors: this rank's shards, and the replicated ones."""
-
-    @property
-    def shards_device(self) -> torch.device:
-        """The device of the gradients' shards, on which their norms are joined."""
-        return self.device
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Scales all gradients of ``optimizer`` so that their joint 2-norm is at most ``max_norm``; returns the norm
@@ -317,11 +313,6 @@ class Engine(ABC):
     @abstractmethod
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
         """The tensors that this rank holds right now, and their places; not collective."""
-
-    @property
-    @abstractmethod
-    def whole_bytes(self) -> int:
-        """Bytes of the module's whole parameters."""
 
     @abstractmethod
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

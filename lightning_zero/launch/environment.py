@@ -114,9 +114,15 @@ def check_world(environment: Any, devices: int, num_nodes: int) -> None:
     elif isinstance(environment, MpiEnvironment):
         found, per_node = environment.world_size(), environment._local_size
         who, options = "mpirun", f"-n {wanted} with {devices} on each host"
-    else:
+    elif type(environment) is LightningEnvironment:
         _check_variables(wanted, devices, environment)
         return
+    elif isinstance(environment, LightningEnvironment):
+        return  # it asks another program, as Ray's does, whose workers know neither devices nor num_nodes
+    else:
+        found = environment.world_size()
+        per_node = devices if found % devices == 0 else found
+        who, options = type(environment).__name__, f"of {wanted} ranks"
     if found != wanted or per_node != devices:
         raise ValueError(
             f"{who} started {found} ranks, {per_node} on this host, but the Trainer has devices={devices} and"

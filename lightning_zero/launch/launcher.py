@@ -514,6 +514,11 @@ class Launched:
         if stack is not None:
             stack.close()
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The ranks that are there, which an environment of the user's may count otherwise than the Trainer."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}  # type: ignore[attr-defined]
+
     def setup_distributed(self) -> None:
         """As DDP's, but ranks that are still importing are waited for, by name and for as long as a start takes."""
         self.set_world_ranks()  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ every stage through these findings. Nothing runs on a device and no process grou
 
 from __future__ import annotations
 
+from lightning_zero.planner.at_start import HEADROOM, resolve_shard_size, smallest_device_bytes, training_batch
 from lightning_zero.planner.choice import choose
 from lightning_zero.planner.rows import Plan, Row
 from lightning_zero.planner.run import Planner, device_memory_bytes, first_batch, plan
@@ -15,6 +16,7 @@ from lightning_zero.planner.study import OFFLOADS, PRECISIONS
 
 __all__ = [
     "GIB",
+    "HEADROOM",
     "OFFLOADS",
     "PRECISIONS",
     "Plan",
@@ -24,4 +26,7 @@ __all__ = [
     "device_memory_bytes",
     "first_batch",
     "plan",
+    "resolve_shard_size",
+    "smallest_device_bytes",
+    "training_batch",
 ]

@@ -294,6 +294,9 @@ class StepRules:
 
     stage: int
     world_size: int
+    """Ranks that share one copy."""
+    replicas: int = 1
+    """Groups of so many ranks (HSDP), which all-reduce their shards of gradients."""
     micro_batches: int = 1
     """Accumulated before one optimizer step."""
     keep_gathered: bool = True
@@ -393,10 +396,11 @@ class _Account(ABC):
             self.peak, self.at_peak = total, dict(self.alive)
 
     def send(self, collective: str, nbytes: float) -> None:
-        self.sent[collective] += wire_bytes(collective, nbytes, self.n)
+        ranks = self.n if collective in ("all_gather", "reduce_scatter") else self.n * self.rules.replicas
+        self.sent[collective] += wire_bytes(collective, nbytes, ranks)
 
     def agree_on(self, nbytes: float) -> None:
-        self.send("all_reduce", agreement_bytes(nbytes, self.n))
+        self.send("all_reduce", agreement_bytes(nbytes, self.n * self.rules.replicas))
 
     def see(self, moment: Moment) -> None:
         """The activations since the last moment, then those of now."""
@@ -645,6 +649,7 @@ class _FullyShard(_Account):
             self.add("gradients", 0.0 if output != shard else shard)
         if n > 1:
             self.send("reduce_scatter", size.reduced_bytes(n))
+            self.sent["all_reduce"] += wire_bytes("all_reduce", size.reduced_bytes(n) / n, self.rules.replicas)
             self.reductions += 1
 
     def end(self, last: bool, reduces: bool) -> None:

@@ -57,6 +57,8 @@ class Plan:
     num_parameters: int
     num_trainable: int
     world_size: int
+    shard_size: int | None = None
+    """Ranks that share one copy; ``None`` is all of them."""
     ranks_per_host: int
     precision: str
     micro_batch: int

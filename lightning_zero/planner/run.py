@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from contextlib import nullcontext
 from typing import Any, cast
@@ -12,15 +13,16 @@ from torch.utils.data import DataLoader
 
 from lightning_zero.comm.direct import SMALL_BYTES
 from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.hooks import user_looks_between_micro_batches
 from lightning_zero.host import available_host_bytes
 from lightning_zero.planner.choice import choose
+from lightning_zero.planner.groups import smallest_group
 from lightning_zero.planner.memory import StepRules
 from lightning_zero.planner.rows import Plan
 from lightning_zero.planner.show import GIB
 from lightning_zero.planner.silent import quiet
 from lightning_zero.planner.study import OFFLOADS, Study, precision_name
 from lightning_zero.planner.tracing import shadow
-from lightning_zero.strategy import user_looks_between_micro_batches
 
 
 def plan(
@@ -55,18 +57,42 @@ def plan(
         micro_batches: Accumulated per optimizer step.
         max_steps: The answer of ``trainer.estimated_stepping_batches`` while optimizers are configured.
         keep_gathered: No hook of the user's looks at the module between micro-batches.
-        config: Units and agreements of the run; its stage is not looked at.
+        config: Units, agreements and ``shard_size`` of the run; its stage and offload are looked at only by
+            ``shard_size="auto"``.
 
     Raises:
         ValueError: For an unknown precision, or a module without trainable parameters.
     """
-    name = precision_name(precision)
-    study = Study(module, batch, name, torch.device(device), config or ZeroConfig(), world_size, max_steps)
+    config = config or ZeroConfig()
+    on_host = ranks_per_host or world_size
+    if config.shard_size == "auto":
+
+        def planned(size: int | None) -> Plan:
+            return plan(
+                module,
+                batch,
+                world_size=world_size,
+                ranks_per_host=ranks_per_host,
+                precision=precision,
+                device=device,
+                device_memory_gib=device_memory_gib,
+                host_memory_gib=host_memory_gib,
+                headroom=headroom,
+                micro_batches=micro_batches,
+                max_steps=max_steps,
+                keep_gathered=keep_gathered,
+                config=config.with_(shard_size=size),
+            )
+
+        return smallest_group(planned, config, world_size, on_host, host_memory_gib)
+    name, shards = precision_name(precision), config.shard_size or world_size
+    study = Study(module, batch, name, torch.device(device), config, shards, max_steps)
     usable = None if device_memory_gib is None else device_memory_gib * GIB * (1 - headroom)
     exchanges_directly = study.target.type == "cpu" and study.config.transport != "torch"
     rules = StepRules(
         stage=3,
-        world_size=world_size,
+        world_size=shards,
+        replicas=world_size // shards,
         micro_batches=micro_batches,
         keep_gathered=keep_gathered,
         gathers_up_front=exchanges_directly,
@@ -77,17 +103,17 @@ def plan(
         broadcasts_buffers=study.config.broadcast_buffers,
         zeroes_late=module.automatic_optimization,
     )
-    rows = [study.row(0, "none", rules, usable)]
+    rows = [study.row(0, "none", dataclasses.replace(rules, world_size=world_size, replicas=1), usable)]
     for offload in OFFLOADS:
         for stage in (3,) if offload == "nvme" else (1, 2, 3):
             rows.append(study.row(stage, offload, rules, usable))
-    on_host = ranks_per_host or world_size
     choice, checkpointing, reason = choose(rows, usable, host_memory_gib, on_host)
     return Plan(
         module=type(module).__name__,
         num_parameters=study.layout.num_parameters,
         num_trainable=sum(p.numel for p in study.layout.parameters if p.trainable),
         world_size=world_size,
+        shard_size=config.shard_size,
         ranks_per_host=on_host,
         precision=name,
         micro_batch=study.batch_size,

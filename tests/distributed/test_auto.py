@@ -9,8 +9,8 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
-from lightning_zero import ZeroConfig, auto, plan
-from lightning_zero.planner import GIB
+from lightning_zero import ZeroConfig, auto, plan, strategy
+from lightning_zero.planner import GIB, at_start
 from tests.helpers import account, zoo
 from tests.helpers.ranks import outcome
 
@@ -64,6 +64,32 @@ def test_the_cheapest_stage_that_fits_is_run_on_every_rank(ranks2, stage, gib):
     (line,) = results[0][1]
     assert line.startswith(f"zero_auto takes zero{stage}: needs")
     assert results[1][1] == []
+
+
+def _fit_as_if_on_two_hosts(settings: Any) -> tuple[Any, list[str], list[float]]:
+    of_run = at_start.Planner.of_run
+    at_start.Planner.of_run = lambda trainer, module, **more: of_run(trainer, module, **{**more, "ranks_per_host": 2})
+    said: list[str] = []
+    original, strategy.rank_zero_info = strategy.rank_zero_info, rank_zero_only(said.append)
+    try:
+        torch.manual_seed(1)
+        module = account.Mlp()
+        trainer = zoo.make_trainer(settings, **OPTIONS)
+        for _ in range(2):  # the second decides anew
+            trainer.fit(module, DataLoader(account.Tokens(), batch_size=4))
+    finally:
+        at_start.Planner.of_run, strategy.rank_zero_info = of_run, original
+    return trainer.strategy.config.shard_size, said, [float(p.sum()) for p in module.parameters()]
+
+
+def test_groups_are_those_of_hosts_where_they_fit(ranks4):
+    chosen = ranks4(_fit_as_if_on_two_hosts, {"stage": 3, "min_unit_numel": 1, "shard_size": "auto"})
+    named = ranks4(_fit_as_if_on_two_hosts, {"stage": 3, "min_unit_numel": 1, "shard_size": 2})
+    assert [c[0] for c in chosen] == [2] * 4
+    assert [c[2] for c in chosen] == [n[2] for n in named]
+    lines = [line for line in chosen[0][1] if "shard_size='auto'" in line]
+    assert len(lines) == 2
+    assert "takes 2, the ranks of one host: zero3 needs" in lines[0]
 
 
 def test_when_nothing_fits_stage_3_runs(ranks2):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
 import pytest
 
-from lightning_zero.app.arguments import GROUPS, mistake
+from lightning_zero.app.arguments import GROUPS, mistake, trainer_settings
 from lightning_zero.app.cli import main
 
 
@@ -27,6 +28,17 @@ from lightning_zero.app.cli import main
         (["strategy=zer3"], "did you mean strategy=zero3?"),
         (["callbacks=[default,early_stoping]"], "did you mean callbacks=early_stopping?"),
         (["strategy/offload=cpus"], "did you mean strategy/offload=cpu?"),
+        (["strategi=zero3"], "did you mean strategy=zero3?"),
+        (["devices=2"], "write trainer.devices=2."),
+        (["stage=2"], "write strategy.stage=2."),
+        (["resume=last.ckpt"], "write ckpt_path=last.ckpt."),
+        (["models.width=3"], "did you mean model.width=3?"),
+        (["+nothing_like_it=3"], "known: callbacks, ckpt_path"),
+        (["trainer.max_step=3"], "did you mean trainer.max_steps?"),
+        (["strategy.stagee=3"], "did you mean strategy.stage?"),
+        (["strategy.offload=cpu"], "use strategy/offload=cpu."),
+        (["trainer.strategy=zero3"], "use strategy=zero3."),
+        (["plan.headrom=3"], "did you mean plan.headroom?"),
     ],
 )
 def test_mistakes_are_said_in_hydras_form(arguments, said):
@@ -124,3 +136,9 @@ def test_a_first_word_that_is_no_command(word, said, monkeypatch, capsys):
 def test_importing_the_package_alone_imports_nothing():
     code = "import sys, lightning_zero; print([n for n in ('torch', 'lightning') if n in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_the_trainers_settings_are_those_of_its_signature():
+    from lightning.pytorch import Trainer
+
+    assert trainer_settings() == tuple(inspect.signature(Trainer.__init__).parameters)[1:]

@@ -11,9 +11,9 @@ from typing import Any, Literal, Optional, Union
 import pytest
 from lightning.pytorch import Trainer
 
+from lightning_zero.app.arguments import unknown_setting
 from lightning_zero.app.hydra_config import (
     ConfigError,
-    hint,
     make_strategy,
     make_zero_config,
     plain_type,
@@ -170,7 +170,7 @@ def test_trainer_takes_every_argument_of_lightnings():
     ],
 )
 def test_hints_name_the_override_that_works(override, text):
-    said = hint(override)
+    said = unknown_setting(override)
     assert said is None if text is None else text in said
 
 

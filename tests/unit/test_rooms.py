@@ -23,11 +23,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "engines.fsdp2": ("config", "errors", "host", "private", "comm", "checkpoint", "engines"),
     "engines.deepspeed": ("config", "errors", "host", "private", "comm", "checkpoint", "engines"),
     "launch": ("errors", "host", "private", "comm", "checkpoint"),
+    "planner": ("config", "errors", "host", "private", "comm", "checkpoint", "engines"),
     "strategy": (
         *("config", "errors", "host", "private", "comm", "checkpoint"),
-        *("engines", "engines.fsdp2", "engines.deepspeed", "launch"),
+        *("engines", "engines.fsdp2", "engines.deepspeed", "launch", "planner"),
     ),
-    "planner": ("config", "errors", "host", "private", "comm", "checkpoint", "engines", "strategy"),
     "callbacks": ("private", "comm", "engines", "planner"),
     "auto": ("config", "host", "private", "planner", "strategy"),
     "registry": ("config", "auto"),
@@ -45,7 +45,15 @@ FRONT = ("", "__main__", "conf", "hydra_config")
 LIBRARIES: dict[str, tuple[str, ...]] = {
     # library -> the rooms and modules that may import it
     "lightning": (
-        *("private.lightning", "engines.precision", "engines.deepspeed.run", "checkpoint.resume", "checkpoint.saving"),
+        *(
+            "private.lightning",
+            "engines.precision",
+            "engines.hooks",
+            "engines.deepspeed.run",
+            "checkpoint.resume",
+            "checkpoint.saving",
+            "checkpoint.global_batch",
+        ),
         *("launch", "strategy", "planner", "callbacks", "auto", "registry", "recipes", "app"),
     ),
     "hydra": ("private.hydra", "app", "launch.hydra_job", "launch.restart"),

@@ -82,18 +82,15 @@ class DeepSpeedEngine(Engine):
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
-    @property
-    def root(self) -> nn.Module:
-        return self._root
-
     def view(self) -> Any:
         return ShardView(self._access)
 
     def shard(self, module: nn.Module) -> None:
         self.module = module
-        self._root = _Root(module)
+        self.root = _Root(module)
         refuse_late_hooks(dict(module.named_parameters()))
         self._params = Parameters(module, self._stage3)
+        self.whole_bytes = sum(shape.numel() * p.element_size() for p, shape in self._params.shapes.items())
         # A group of its own, so that an agreement never meets an engine's collective
         if dist.get_world_size() > 1 and self.config.find_unused_parameters:
             self._agreement = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.timeout_seconds))
@@ -118,7 +115,7 @@ class DeepSpeedEngine(Engine):
         self._usage.follow(trainable)
         facts = {"offload_path": self.offload_path, **trainer}
         self._engine = start(
-            self._root, params, trainable, joined, self.config, self.device, self.dtypes.is_mixed, facts
+            self.root, params, trainable, joined, self.config, self.device, self.dtypes.is_mixed, facts
         )
         if self._stage3:
             private.without_view(self._engine, lambda: Phase.WHOLE in self._under_way)
@@ -138,10 +135,6 @@ class DeepSpeedEngine(Engine):
     def known_parameters(self) -> Collection[Tensor]:
         return self._params.shapes
 
-    @property
-    def whole_bytes(self) -> int:
-        return self._params.whole_bytes
-
     # -- forward -------------------------------------------------------------------------------------------------
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +145,7 @@ class DeepSpeedEngine(Engine):
             self._attach_again()
         with self._under_way.during(Phase.STEP):
             with torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
-                output = self._root(method, *args, **kwargs)[0]
+                output = self.root(method, *args, **kwargs)[0]
                 if self._order.is_followed:
                     self._order.require_same()
                 return output
@@ -306,7 +299,7 @@ class DeepSpeedEngine(Engine):
             self._steps.take_back(optimizer)
         self._usage.close()
         attributes = {id(p): private.own_attributes(p) for p in self._params.shapes} | self._attributes
-        private.end(self._engine, self._root, attributes)
+        private.end(self._engine, self.root, attributes)
         for p, value in values.items():
             p.grad = None
             p.data = value

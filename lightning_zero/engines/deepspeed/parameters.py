@@ -54,11 +54,6 @@ class Parameters:
         assert self.managed is not None
         return self.managed
 
-    @property
-    def whole_bytes(self) -> int:
-        """Of all of them, whole."""
-        return sum(shape.numel() * p.element_size() for p, shape in self.shapes.items())
-
     def table(self) -> str:
         """Stages 1 and 2: one row per flat. Stage 3: one per module that is gathered by itself."""
         if self.stage3:

@@ -114,6 +114,8 @@ class Fsdp2Engine(Engine):
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         super().__init__(config, device, dtypes)
         self._on_host = isinstance(offload_policy(config, device), CPUOffloadPolicy)
+        if self._on_host:
+            self.shards_device = torch.device("cpu")
         self._phase = Phase.BETWEEN
         self._marks = Marks()
         self._reduced: set[int] = set()  # groups that autograd's own schedule reduced in this backward, by id
@@ -122,10 +124,6 @@ class Fsdp2Engine(Engine):
         self._compiled: CompiledUnits | None = None
 
     # -- sharding ------------------------------------------------------------------------------------------------
-
-    @property
-    def root(self) -> nn.Module:
-        return self._sharded.root
 
     def shard(self, module: nn.Module) -> None:
         refuse_script_modules(module)
@@ -140,13 +138,14 @@ class Fsdp2Engine(Engine):
         self._copies = PlainCopies(module)
         self._sharded = shard_units(module, plan, self.mesh, self.config, self.dtypes, self.device)
         self.units = self._sharded.units
-        self._root: Any = self._sharded.root
+        self.root = self._sharded.root
+        self.whole_bytes = sum(p.numel() * p.element_size() for p in self._sharded.originals)
         self._transport.install(self._sharded.units)
         for unit in self._sharded.units:
             private.give_class_back(unit)
-        private.init_now(self._root)  # before start: shards move to where they stay
+        private.init_now(self.root)  # before start: shards move to where they stay
         self._groups = [group for unit in self._sharded.units for group in private.groups(unit)]
-        self._root_groups = private.groups(self._root)
+        self._root_groups = private.groups(self.root)
         self._transport.start(self._sharded.units, self._sharded.names)
         self._identity = Identity(self._groups, self._sharded.originals)  # after start: shards may alias copies
         self.shards: Mapping[Tensor, DTensor] = self._identity.shards
@@ -175,10 +174,6 @@ class Fsdp2Engine(Engine):
             refuse_sparse_gradients(self.module)
         self._identity.attach(optimizers)
         self.optimizers = optimizers
-
-    @property
-    def whole_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self._sharded.originals)
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -227,7 +222,7 @@ class Fsdp2Engine(Engine):
         for group in self._root_groups:
             if not private.is_gathered(group):
                 with torch.inference_mode(False):
-                    private.unshard(self._root)
+                    private.unshard(self.root)
             elif not self.automatic:
                 private.follow_requires_grad(group)
 
@@ -242,7 +237,7 @@ class Fsdp2Engine(Engine):
             else:
                 with DisableTorchFunction():
                     self._transport.forward_begins(wants_grad and self.keep_gathered)
-                output = self._root(method, *args, **kwargs)
+                output = self.root(method, *args, **kwargs)
             self._transport.forward_ends()
         if not torch.is_grad_enabled() or output is None or not self.automatic:
             self.reshard()
@@ -254,13 +249,13 @@ class Fsdp2Engine(Engine):
 
     def _drop_gathered(self) -> None:
         self._transport.released()
-        if private.is_resharded(self._root, self._groups):
+        if private.is_resharded(self.root, self._groups):
             return
         for group in self._groups:
             private.unpin(group)
         for unit in self._sharded.units:
             private.reshard(unit)
-        private.forget_forwards(self._root)
+        private.forget_forwards(self.root)
 
     def view(self) -> WholeView:
         on_use = self._keep_for_backward if self.config.stage == 3 and self.mesh["shard"].size() > 1 else None
@@ -399,10 +394,6 @@ class Fsdp2Engine(Engine):
         params = self._identity.held(optimizer)
         shards = [local(p.grad) for p in params if isinstance(p, DTensor) and p.grad is not None]
         return shards, [p.grad for p in params if not isinstance(p, DTensor) and p.grad is not None]
-
-    @property
-    def shards_device(self) -> torch.device:
-        return torch.device("cpu") if self._on_host else self.device
 
     # -- whole state ---------------------------------------------------------------------------------------------
 

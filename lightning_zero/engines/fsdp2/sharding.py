@@ -57,6 +57,7 @@ class Sharded:
 def make_mesh(config: ZeroConfig, device: torch.device) -> DeviceMesh:
     """Axis "shard" over all ranks; with ``shard_size``, axes "replicate" and "shard" (consecutive ranks)."""
     world_size, size = dist.get_world_size(), config.shard_size
+    assert size != "auto", "the strategy has put a number in its place"
     if size is None or size == world_size:
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     if world_size % size:

@@ -1,0 +1,61 @@
+"""``shard_size="auto"``: the smallest group of whole hosts that fits, and the plan of a run in groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero import ZeroConfig, plan
+from lightning_zero.planner import GIB, Plan
+from tests.helpers import account
+
+
+def _plan(shard_size: Any, device_memory_gib: float | None = None, **more: Any) -> Plan:
+    settings: dict[str, Any] = {"world_size": 8, "ranks_per_host": 2, "headroom": 0.0, **more}
+    config = ZeroConfig(stage=3, min_unit_numel=1, shard_size=shard_size)
+    batch = torch.zeros(4, 65, dtype=torch.long)
+    return plan(account.Mlp(), batch, device_memory_gib=device_memory_gib, config=config, **settings)
+
+
+def _peak(shard_size: int | None) -> float:
+    return _plan(shard_size).row("zero3").peak / GIB
+
+
+@pytest.mark.parametrize(
+    ("gib", "size", "said"),
+    [
+        (lambda: 10.0, 2, "takes 2, the ranks of one host: zero3 needs"),
+        (lambda: (_peak(2) + _peak(4)) / 2, 4, "takes 4, the ranks of 2 hosts: zero3 needs"),
+        (lambda: (_peak(4) + _peak(None)) / 2, None, "takes all ranks; groups of 4 would need"),
+        (lambda: None, None, "takes all ranks: no device memory was given"),
+    ],
+)
+def test_the_smallest_group_of_hosts_that_fits(gib, size, said):
+    made = _plan("auto", gib())
+    assert made.shard_size == size
+    assert said in made.notes[-1]
+    assert made.rows == _plan(size, gib()).rows
+
+
+@pytest.mark.parametrize(("ranks_per_host", "said"), [(8, "on one host"), (3, "equally many")])
+def test_without_several_equal_hosts_all_ranks_share(ranks_per_host, said):
+    made = _plan("auto", 10.0, ranks_per_host=ranks_per_host)
+    assert made.shard_size is None
+    assert said in made.notes[-1]
+
+
+def test_a_group_holds_what_so_many_ranks_alone_would_and_sends_its_gradients_on():
+    grouped, alone = _plan(2).row("zero3"), _plan(None, world_size=2).row("zero3")
+    assert grouped.optimizer == alone.optimizer
+    assert grouped.peak == alone.peak
+    assert grouped.sent["all_gather"] == alone.sent["all_gather"]
+    shard = grouped.gradients  # fp32, as they are reduced
+    assert grouped.sent["all_reduce"] - alone.sent.get("all_reduce", 0.0) >= 2 * 3 / 4 * shard  # over four groups
+    assert _plan(2).row("ddp") == _plan(None).row("ddp")
+
+
+def test_another_word_is_refused():
+    with pytest.raises(ValueError, match="'auto', or None"):
+        ZeroConfig(shard_size="host")  # type: ignore[arg-type]
