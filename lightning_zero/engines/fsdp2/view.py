@@ -184,7 +184,8 @@ class WholeView(TorchFunctionMode):
 
     def notice(self, args: Sequence[Any], result: Any) -> None:
         """``result`` was computed of ``args``, and of keywords."""
-        if not isinstance(result, Tensor) or result.grad_fn is None or self._on_use is None:
+        is_tracked = torch.is_grad_enabled() and isinstance(result, Tensor) and result.grad_fn is not None
+        if not is_tracked or self._on_use is None:
             return
         first = args[0]
         if id(first) not in self._own and isinstance(first, Tensor) and first.requires_grad:
