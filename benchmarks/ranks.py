@@ -74,6 +74,7 @@ def _fit(name: str, ranks: int, folder: str) -> None:
         "ddp": lambda: DDPStrategy(start_method="fork"),
         "zero1": lambda: ZeroStrategy(stage=1, start_method="fork"),
         "zero3": lambda: ZeroStrategy(stage=3, start_method="fork"),
+        "zero3, torch": lambda: ZeroStrategy(stage=3, transport="torch", start_method="fork"),
         "zero3, groups": lambda: ZeroStrategy(stage=3, shard_size=max(ranks // 8, 2), start_method="fork"),
     }
     trainer = L.Trainer(

@@ -95,3 +95,17 @@ def require_deepspeed() -> None:
             "engine='deepspeed' needs the package deepspeed, which is not installed: pip install deepspeed (on Linux it"
             " comes with lightning-zero), or use engine='fsdp2'."
         )
+
+
+def allow_open_files(count: int) -> None:
+    """Raises this process' limit of open files to ``count``, as far as the system lets it; never lowers it.
+
+    Many systems start programs with 1,024 and allow far more to those that ask.
+    """
+    import resource  # not on every system
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        with contextlib.suppress(ValueError, OSError):  # a system's own maximum below its hard limit (macOS)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, soft), hard))

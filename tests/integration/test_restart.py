@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +68,89 @@ def test_restarts_go_on_from_the_newest_checkpoint(tmp_path):
     steps = [entry["step"] for entry in requeued.read_losses(tmp_path / "losses.jsonl")]
     assert steps == list(range(15, STEPS)), output
     assert not (tmp_path / ".lightning_zero").exists()
+
+
+ELASTIC = """
+import os
+import time
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_zero import ZeroStrategy
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+
+    def training_step(self, batch, index):
+        time.sleep(0.05)
+        if self.global_rank == 0 and index % self.trainer.accumulate_grad_batches == 0:
+            with open("steps", "a") as file:
+                print(self.global_step, self.trainer.world_size, self.trainer.accumulate_grad_batches, file=file)
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+L.Trainer(
+    accelerator="cpu", devices=1, num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
+    strategy=ZeroStrategy(stage=3, keep_global_batch=True), max_steps=40, logger=False, enable_progress_bar=False,
+    callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=5, save_top_k=-1)],
+).fit(Net(), DataLoader(torch.randn(400, 16), batch_size=4, shuffle=True))
+"""
+
+
+def _node(folder: Path, port: int, is_host: str) -> subprocess.Popen[bytes]:
+    conf = f"last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,is_host={is_host}"
+    words = ["--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    words += ["--rdzv-id=job9", "--max-restarts=3", f"--rdzv-conf={conf}", "train.py"]
+    with open(folder / f"node-{is_host}.log", "w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *words],
+            cwd=folder, stdout=log, stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+
+def _kill_with_children(process: subprocess.Popen[bytes]) -> None:
+    """As a node ends whose power fails: its agent gets to do nothing any more."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(child), signal.SIGKILL)
+
+
+@pytest.mark.rest
+def test_a_node_that_is_lost_leaves_the_run_to_the_others(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (tmp_path / "train.py").write_text(ELASTIC)
+    nodes = [_node(tmp_path, port, "true"), _node(tmp_path, port, "false")]
+    try:
+        waited = time.monotonic() + 60
+        while not list(tmp_path.glob("checkpoints/*step=5.ckpt")) and time.monotonic() < waited:
+            time.sleep(0.1)
+        _kill_with_children(nodes[1])
+        assert nodes[0].wait(120) == 0, (tmp_path / "node-true.log").read_text()
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                _kill_with_children(node)
+    lives = [[int(word) for word in line.split()] for line in (tmp_path / "steps").read_text().splitlines()]
+    before, after = [life for life in lives if life[1] == 2], [life for life in lives if life[1] == 1]
+    assert before == [[step, 2, 1] for step in range(len(before))]
+    begun = after[0][0]
+    assert begun % 5 == 0
+    assert 5 <= begun <= len(before)  # the newest checkpoint
+    assert after == [[step, 1, 2] for step in range(begun, 40)]  # twice the micro-batches per step
 
 
 def test_notes_are_kept_per_run_and_name_the_newest_that_exists(tmp_path, monkeypatch):

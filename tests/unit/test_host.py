@@ -81,3 +81,14 @@ def test_freed_memory_goes_back() -> None:
         return int(done.stdout) // 1024
 
     assert resident("ours") + 50 < resident("glibc")
+
+
+@pytest.mark.parametrize(("wanted", "then"), [(100, 256), (400, 400), (1000, 512)])
+def test_the_limit_of_open_files_rises_as_far_as_it_may(wanted, then) -> None:
+    code = (
+        "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))\n"
+        f"from lightning_zero.host import allow_open_files\nallow_open_files({wanted})\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"({then}, 512)"
