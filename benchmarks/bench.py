@@ -120,7 +120,7 @@ def measure(table: dict[str, Any], names: list[str], rounds: int) -> dict[str, A
             print(
                 f"round {number + 1}/{rounds} {said}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True
             )
-    return {"table": table, "machine": _machine(), "imports": imports(), "rounds": ran, "failed": failed}
+    return {"table": table, "machine": machine(), "imports": imports(), "rounds": ran, "failed": failed}
 
 
 def _groups(names: list[str], ranks: int) -> list[list[str]]:
@@ -249,6 +249,8 @@ def _same_losses(measured: dict[str, Any], name: str) -> bool:
 
 def page() -> str:
     """docs/speed.md, from what is stored."""
+    from benchmarks import view  # which measures with the tests' helpers, and those need more than this page
+
     stored = _stored()
     head = PAGE.read_text().split("<!-- tables -->")[0] if PAGE.exists() else "# Speed\n\n"
     parts = [head.rstrip(), "<!-- tables -->", bounds.render(stored)]
@@ -261,6 +263,8 @@ def page() -> str:
             f" `import lightning_zero` took {added['lightning_zero_adds'] * 1e3:.0f} ms more than `import"
             f" lightning.pytorch` ({added['lightning'] * 1e3:.0f} ms).",
         ]
+    if view.RESULT.exists():
+        parts.append(view.render(json.loads(view.RESULT.read_text())).rstrip())
     return "\n\n".join(parts) + "\n"
 
 
@@ -277,7 +281,8 @@ def _path(table: dict[str, Any]) -> Path:
     return RESULTS / f"speed-{table['shape']}-{table['ranks']}ranks-{table['accumulate']}x.json"
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """Where and with which versions something was measured."""
     names = ["torch", "lightning", "deepspeed", "accelerate"]
     return {
         "date": date.today().isoformat(),

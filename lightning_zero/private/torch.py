@@ -6,6 +6,7 @@ under their own names. So are ``os._exit`` and ``sys._getframe``, which Python d
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -40,6 +41,10 @@ TORCH = Library(
         # private/torch_optim.py
         Needed("torch:Tensor._make_subclass"),
         Needed("torch:_C._len_torch_function_stack"),
+        Needed("torch:_C._current_graph_task_id"),
+        Needed("torch:_C._pop_torch_function_stack"),
+        Needed("torch:_C._push_on_torch_function_stack"),
+        Needed("torch._dynamo.eval_frame:cached_backends"),
         Needed("torch.optim.optimizer:_global_optimizer_pre_hooks"),
         Needed("torch.optim.optimizer:_global_optimizer_post_hooks"),
         Needed(
@@ -91,6 +96,7 @@ with importing(TORCH):
     DisableTorchFunction = torch._C.DisableTorchFunction
     """Inside it, no ``__torch_function__`` runs, neither a mode's (our views') nor a subclass's. Public is
     ``DisableTorchFunctionSubclass``, which leaves modes on."""
+    DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # documented by this name
     disabled_torch_function = torch._C._disabled_torch_function_impl
     """``__torch_function__`` of a subclass that has none; public for ``torch.compile`` only, by the same name."""
     ITEM = torch.ops.aten._local_scalar_dense.default
@@ -101,13 +107,16 @@ with importing(TORCH):
     """Attributes that autograd itself reads, as a ``TorchFunctionMode`` meets them."""
 
 __all__ = [
-    "GETTERS", "INITIALIZERS", "ITEM", "PICKLED", "TORCH", "BatchNorm", "DisableTorchFunction", "FakeTensorMode",
+    "GETTERS", "INITIALIZERS", "ITEM", "PICKLED", "TORCH", "BatchNorm", "DisableTorchFunction",
+    "DisableTorchFunctionSubclass", "FakeTensorMode",
     "MemoryFormats", "StorageInfo", "TorchDispatchMode", "abort_process_groups", "at_end_of_backward", "backward_hooks",
     "backwards_inside", "base_of", "call_with_hooks", "compiled_call", "disabled_torch_function", "dynamo_error",
-    "found_inf", "functional_collectives", "has_accumulation_hooks", "local_tensor", "loss_scale", "module_tables",
+    "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward", "local_tensor",
+    "loss_scale", "module_tables",
     "overload_packet", "own_parameters", "pytree", "run_first", "saved_tensors", "saves_elsewhere", "schema_of",
     "set_compiled_call", "set_data", "set_found_inf",
-    "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "version_of", "wrapper_subclass",
+    "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "set_torch_function", "torch_function_of",
+    "version_of", "without_modes", "wrapper_subclass",
 ]  # fmt: skip
 
 PICKLED = {
@@ -148,6 +157,33 @@ def run_first(module: nn.Module, handle: Any) -> None:
     """The hook of ``handle``, registered on ``module.state_dict()``, runs before those of users."""
     hooks: Any = module._state_dict_hooks  # an OrderedDict
     hooks.move_to_end(handle.id, last=False)
+
+
+def torch_function_of(kind: Any) -> Any:
+    """``kind.__torch_function__``, which torch's annotations leave out of ``type``."""
+    return kind.__torch_function__
+
+
+def set_torch_function(kind: Any, function: Any) -> None:
+    """Has torch functions that meet an instance of ``kind`` call ``function``. Torch looks it up at each call."""
+    kind.__torch_function__ = staticmethod(function)
+
+
+@contextmanager
+def without_modes(kind: type[TorchFunctionMode]) -> Iterator[None]:
+    """No ``TorchFunctionMode`` of ``kind`` is active; others stay, in their order."""
+    before = _exchange_modes(lambda modes: [mode for mode in modes if not isinstance(mode, kind)])
+    try:
+        yield
+    finally:
+        _exchange_modes(lambda modes: before)
+
+
+def _exchange_modes(choose: Callable[[list[TorchFunctionMode]], list[TorchFunctionMode]]) -> list[TorchFunctionMode]:
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())][::-1]
+    for mode in choose(modes):
+        torch._C._push_on_torch_function_stack(mode)
+    return modes
 
 
 @contextmanager
@@ -206,6 +242,12 @@ def dynamo_error() -> type[Exception]:
     return TorchDynamoException
 
 
+def has_compiled() -> bool:
+    """Whether ``torch.compile`` was given anything in this process, since Dynamo was reset; nothing public tells."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and any(backend is not None for backend in dynamo.cached_backends.values())
+
+
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """What ``module.compile()`` has put in the place of calling the module."""
     return module._compiled_call_impl
@@ -252,6 +294,11 @@ def overload_packet(func: Any) -> Any:
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Called within a backward: ``call`` comes when it ends. ``fully_shard`` and DDP use the same."""
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
+def in_backward() -> bool:
+    """Whether autograd runs on this thread, which of an accelerator's backward is one of torch's own."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def saves_elsewhere() -> bool:

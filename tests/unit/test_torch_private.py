@@ -50,6 +50,69 @@ def test_modes_are_off() -> None:
         assert seen.functions
 
 
+def test_modes_of_a_kind_are_off() -> None:
+    """And the others in their order, also after an error."""
+
+    class Other(_Seen):
+        pass
+
+    with Other() as below, _Seen() as seen, Other() as above:
+        with pytest.raises(KeyError), private.without_modes(_Seen):
+            raise KeyError
+        with private.without_modes(Other):
+            torch.ones(1) + 1
+        assert [len(each.functions) for each in (below, seen, above)] == [0, 2, 0]
+        torch.ones(1) + 1
+        assert [len(each.functions) for each in (below, seen, above)] == [2, 4, 2]
+        assert torch._C._len_torch_function_stack() == 3
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_torch_looks_a_class_up_at_each_call(world_of_one: None) -> None:
+    """A parameter may change its class, and a class its ``__torch_function__``, while they are in use."""
+    assert private.torch_function_of(DTensor) is private.torch_function_of(nn.Parameter)
+    assert private.torch_function_of(DTensor) is private.disabled_torch_function
+
+    class Guarded(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return "asked"
+
+    p: Any = nn.Parameter(torch.ones(2))
+    shard = DTensor.from_local(torch.ones(2), dist.init_device_mesh("cpu", (1,)), [Shard(0)])
+    p.__class__ = Guarded
+    private.set_torch_function(DTensor, lambda *unused: "asked of a shard")
+    try:
+        assert (torch.ones(2) + p, p.grad, torch.stack([p])) == ("asked",) * 3
+        assert shard + 1 == "asked of a shard"
+        with private.DisableTorchFunctionSubclass():
+            assert type(p + 1) is Tensor
+    finally:
+        private.set_torch_function(DTensor, private.disabled_torch_function)
+        p.__class__ = nn.Parameter
+    assert type(torch.ones(2) + p) is Tensor
+    assert type(shard + 1) is DTensor
+
+
+def test_what_was_compiled_is_known() -> None:
+    """Also where its backend has not run; what Dynamo is told to leave alone does not count."""
+    torch._dynamo.reset()
+    torch.compiler.disable(lambda: None)
+    assert not private.has_compiled()
+    torch.compile(lambda x: x, backend="eager")
+    assert private.has_compiled()
+    torch._dynamo.reset()
+
+
+def test_a_backward_is_known() -> None:
+    x, seen = torch.ones(1, requires_grad=True), []
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(private.in_backward()))
+    assert not private.in_backward()
+    y.backward()
+    assert seen == [True]
+
+
 def test_getters_are_what_modes_meet() -> None:
     p = nn.Parameter(torch.ones(1))
     with _Seen() as seen:

@@ -47,7 +47,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -70,6 +70,7 @@ from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2 import whole as whole_state
 from lightning_zero.engines.fsdp2.compiled import CompiledUnits
 from lightning_zero.engines.fsdp2.cpu import Direct
+from lightning_zero.engines.fsdp2.guards import Guards
 from lightning_zero.engines.fsdp2.identity import Identity, PlainCopies, Read, WholeStateDicts
 from lightning_zero.engines.fsdp2.sharding import (
     make_mesh,
@@ -164,6 +165,7 @@ class Fsdp2Engine(Engine):
             self._compiled = CompiledUnits(self.config.compile, blocks, self._recomputed)
         self._recomputed.begin(but=self._compiled.modules if self._compiled is not None else ())
         self._writes = Writes(self._groups, self._transport)
+        self._guards = Guards(self.view(), self._identity.shards)
         self._usage = Usage(self._transport, self._sharded.parameters, self._sharded.names)
 
     @property
@@ -182,8 +184,10 @@ class Fsdp2Engine(Engine):
     def _in(self, phase: Phase) -> Iterator[None]:
         before = self._phase
         self._begin(phase)
+        quietly = self._guards.instead_of_mode() if phase in (Phase.STEP, Phase.BACKWARD) else nullcontext()
         try:
-            yield
+            with quietly:
+                yield
         finally:
             self._begin(before)
 
@@ -256,7 +260,7 @@ class Fsdp2Engine(Engine):
             private.reshard(unit)
         private.forget_forwards(self.root)
 
-    def view(self) -> AbstractContextManager[Any]:
+    def view(self) -> WholeView:
         on_use = self._keep_for_backward if self.config.stage == 3 and self.mesh["shard"].size() > 1 else None
         told = self._transport.user_writes, self._writes.data_taken
         return WholeView(*told, self._identity.own, self._read, on_use, self._marks)

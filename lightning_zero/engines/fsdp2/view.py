@@ -18,7 +18,8 @@ assignment to it becomes a copy.
 With CPU offload a shard lies in host memory while its mesh is of an accelerator. What is read then lies on the device,
 where ``p.device`` says it is, and what is written waits for copies of the old values that are still under way.
 
-Plain tensors, that is all of an ordinary forward, pass with one check per argument.
+Between steps the view is a mode and sees each call; plain tensors pass with one check per argument. Inside a step it is
+asked only about calls that touch a parameter or a shard (see :mod:`.guards`).
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ _GRAD: Any = Tensor.grad  # a descriptor
 _GET_GRAD, _ASSIGN_GRAD = _GRAD.__get__, (_GRAD.__set__, _GRAD.__delete__)
 _SET_REQUIRES_GRAD = Tensor.requires_grad.__set__, Tensor.requires_grad_  # type: ignore[attr-defined]
 _DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
-_BACKWARDS = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
+BACKWARDS = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
+_OF_A_PARAMETER = frozenset([_GET_GRAD, *_ASSIGN_GRAD, *_SET_REQUIRES_GRAD, *_DATA, *BACKWARDS])
+"""Functions that mean something else to a gathered parameter of the user's than to a plain tensor."""
 _BY_IDENTITY = frozenset("register_hook retain_grad __hash__".split())
 """Functions for which a parameter is a leaf of the graph, whether it is gathered or away."""
 
@@ -107,6 +110,8 @@ class WholeView(TorchFunctionMode):
         self._on_write, self._on_data = on_write, on_data
         self._own: Mapping[int, private.ShardedParam] = {} if own is None else own
         self._whole, self._on_use = whole, on_use
+        self.notices = on_use is not None
+        """Whether :meth:`notice` has anything to do."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -118,7 +123,7 @@ class WholeView(TorchFunctionMode):
         if func == _GET_GRAD:
             known = self._own.get(id(args[0]))
             return func(*args) if known is None else private.grad_of(known)
-        if func in _BACKWARDS:
+        if func in BACKWARDS:
             with backwards_inside(self):
                 return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
@@ -135,8 +140,8 @@ class WholeView(TorchFunctionMode):
                     return _copy_into(*args)
         if not self._concerns(args) and not (kwargs and self._concerns(kwargs.values())):
             result = func(*args, **kwargs)
-            if self._on_use is not None and args and torch.is_grad_enabled():
-                self._notice(args, result)
+            if self.notices and args:
+                self.notice(args, result)
             return result
         if func.__name__ in _BY_IDENTITY and not _any_sharded(args):
             return func(*args, **kwargs)
@@ -144,6 +149,23 @@ class WholeView(TorchFunctionMode):
         args, kwargs = self._shards(args), dict(zip(kwargs, self._shards(kwargs.values()), strict=True))
         result = self._on_shards(func, args, kwargs)
         return away[0] if away and args and result is args[0] else result
+
+    def passes(self, func: Callable[..., Any], args: Sequence[Any]) -> bool:
+        """Whether this is a call of plain tensors and gathered parameters, which the view would let through: most are.
+        It leaves :meth:`notice` to the caller."""
+        if func in _OF_A_PARAMETER:
+            return False
+        own = self._own
+        for value in args:
+            if type(value) is Tensor:
+                continue
+            known = own.get(id(value))
+            if known is None:
+                if isinstance(value, (DTensor, list, tuple)):
+                    return False
+            elif private.is_away(known):
+                return False
+        return True
 
     def _concerns(self, values: Iterable[Any]) -> bool:
         """Whether one of ``values``, or of a list among them, is a shard or a parameter that is away."""
@@ -160,13 +182,16 @@ class WholeView(TorchFunctionMode):
                 return True
         return False
 
-    def _notice(self, args: Sequence[Any], result: Any) -> None:
+    def notice(self, args: Sequence[Any], result: Any) -> None:
+        """``result`` was computed of ``args``, and of keywords."""
+        is_tracked = torch.is_grad_enabled() and isinstance(result, Tensor) and result.grad_fn is not None
+        if not is_tracked or self._on_use is None:
+            return
         first = args[0]
         if id(first) not in self._own and isinstance(first, Tensor) and first.requires_grad:
             return  # an activation: on its way to the output of a unit, whose backward gathers
         p = next((value for value in args if id(value) in self._own), None)
-        if p is not None and isinstance(result, Tensor) and result.grad_fn is not None:
-            assert self._on_use is not None
+        if p is not None:
             self._on_use(p, result)
 
     def _shards(self, values: Iterable[Any]) -> list[Any]:
