@@ -37,6 +37,13 @@ PAGES = (
         " `ZeroStrategy(compile=...)` takes. [compile.md](compile.md) explains them.",
     ),
     (
+        config.ActivationCheckpointingConfig,
+        "Recomputed activations",
+        "`strategy/activation_checkpointing=full|selective` (a group) and `strategy.activation_checkpointing.NAME=VALUE`;"
+        " the fields of `ActivationCheckpointingConfig`, which `ZeroStrategy(activation_checkpointing=...)` takes, as well"
+        " as a word or a list of modules. [compile.md](compile.md#recomputed-activations) explains them.",
+    ),
+    (
         config.DeepSpeedConfig,
         "What only the engine `deepspeed` has",
         "`strategy.deepspeed.NAME=VALUE`; the fields of `DeepSpeedConfig`. [deepspeed.md](deepspeed.md) explains them.",
