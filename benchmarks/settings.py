@@ -39,9 +39,10 @@ PAGES = (
     (
         config.ActivationCheckpointingConfig,
         "Recomputed activations",
-        "`strategy/activation_checkpointing=full|selective` (a group) and `strategy.activation_checkpointing.NAME=VALUE`;"
-        " the fields of `ActivationCheckpointingConfig`, which `ZeroStrategy(activation_checkpointing=...)` takes, as well"
-        " as a word or a list of modules. [compile.md](compile.md#recomputed-activations) explains them.",
+        "`strategy/activation_checkpointing=full|selective` (a group) and"
+        " `strategy.activation_checkpointing.NAME=VALUE`; the fields of `ActivationCheckpointingConfig`, which"
+        " `ZeroStrategy(activation_checkpointing=...)` takes, as well as a word or a list of modules."
+        " [compile.md](compile.md#recomputed-activations) explains them.",
     ),
     (
         config.DeepSpeedConfig,
