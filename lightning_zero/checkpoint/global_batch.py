@@ -19,8 +19,9 @@ _PROGRESS = "epoch_loop.batch_progress"
 
 
 def keep_global_batch(checkpoint: Mapping[str, Any], trainer: Any, world_size: int) -> None:
-    """Sets ``trainer.accumulate_grad_batches``, and the progress in ``checkpoint`` to micro-batches of that size; says so
-    in a line where that is a change.
+    """Sets ``trainer.accumulate_grad_batches``, and the progress in ``checkpoint`` to micro-batches of that size.
+
+    Where that is a change, a line says so.
 
     Raises:
         ValueError: Where no number of micro-batches makes up the same batch, or ``checkpoint`` does not tell it.
