@@ -152,9 +152,9 @@ def _from_the_same_buffers(module: nn.Module, forward: Forward) -> Forward:
         if torch.compiler.is_compiling():  # a graph writes its buffers once, in the forward
             return forward(*args, **kwargs)
         if found is None:
-            found = [(m, name, buffer.detach().clone()) for m, name, buffer in _buffers(module)]
+            found = [(m, name, buffer.detach().clone()) for m, name, buffer in _held_buffers(module)]
             return forward(*args, **kwargs)
-        now = _buffers(module)
+        now = _held_buffers(module)
         try:
             # Others take their place: autograd may have saved those of now, which a write would make stale.
             for m, name, buffer in found:
@@ -167,7 +167,7 @@ def _from_the_same_buffers(module: nn.Module, forward: Forward) -> Forward:
     return call
 
 
-def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+def _held_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     return [(m, name, buffer) for m in module.modules() for name, buffer in m.named_buffers(recurse=False)]
 
 
