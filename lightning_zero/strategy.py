@@ -29,7 +29,7 @@ from lightning_zero.checkpoint.global_batch import keep_global_batch
 from lightning_zero.checkpoint.later import leaving_for_later
 from lightning_zero.checkpoint.resume import follow, leave_finished_epoch
 from lightning_zero.checkpoint.saving import Collecting, Saving
-from lightning_zero.comm.agree import Agreement, set_run_agreement
+from lightning_zero.comm.agree import Agreement, set_run_agreement, shared_agreement
 from lightning_zero.config import (
     ActivationCheckpointingConfig,
     AfterFit,
@@ -359,9 +359,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         super().setup_environment()
         if self.root_device.type == "cpu":
             return_freed_memory()
-        if self._agreement is not None:
-            self._agreement.close()
-        self._agreement = Agreement(self.config.timeout_seconds)
+        self._agreement = shared_agreement(self.config.timeout_seconds)
         set_run_agreement(self._agreement)
         self._saving.begin(self._agreement)
 

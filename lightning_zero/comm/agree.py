@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -82,6 +83,7 @@ class Agreement:
         several = not alone and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds)) if several else None
+        self.lost = False  # a call has failed: gloo's connections do not recover
         # Connects now: a rank that later makes a call alone would first wait for the connection, and fail late
         self.gather(None, "the strategy's set-up")
 
@@ -104,6 +106,7 @@ class Agreement:
         try:
             dist.all_gather_object(values, value, group=self.group)
         except Exception as error:  # gloo raises RuntimeError, or a DistBackendError where the peer is gone
+            self.lost = True
             raise RuntimeError(
                 f"{call} on rank {self.rank}: not all ranks made this call within timeout_seconds="
                 f"{self.timeout_seconds:g}, or one has ended. It is collective: make it on every rank, outside of"
@@ -140,6 +143,28 @@ class Agreement:
         for rank, other in enumerate(found):
             if other is not None:
                 raise _REPEATABLE[other[0]](f"on rank {rank}: {other[1]}")
+
+
+_shared: WeakKeyDictionary[dist.ProcessGroup, dict[float, Agreement]] = WeakKeyDictionary()
+"""The agreements of each default process group, by their ``timeout_seconds``."""
+
+
+def shared_agreement(timeout_seconds: float) -> Agreement:
+    """The agreement of all runs in this default process group that have this ``timeout_seconds``. Collective.
+
+    One for all of them: a group holds three threads and its sockets until the process group ends, and a strategy must
+    not close its own at the end of its run, because a trainer saves after ``fit`` as well. Only for the main thread, on
+    which all ranks make the same calls. Whether a group is made depends on earlier calls alone, never on garbage
+    collection, so all ranks do the same.
+    """
+    if not dist.is_initialized():
+        return Agreement(timeout_seconds)
+    world = dist.group.WORLD
+    assert world is not None
+    made = _shared.setdefault(world, {})
+    if timeout_seconds not in made or made[timeout_seconds].lost:
+        made[timeout_seconds] = Agreement(timeout_seconds)
+    return made[timeout_seconds]
 
 
 _of_run: list[Agreement] = []
