@@ -59,7 +59,7 @@ HEAD = """\
 <!-- Made by `make settings` from the dataclasses; do not edit. -->
 
 What is wrong with a value is an error before the first step, which names the setting, the value and the repair.
-`trainer.NAME=VALUE` is every argument of `lightning.Trainer`, and `lightning-zero fit --help` shows them all with the
+`trainer.NAME=VALUE` is every argument of `lightning.Trainer`; `lightning-zero fit --cfg job` shows them all with the
 values that your overrides make.
 """
 

@@ -51,6 +51,27 @@ def mistake(arguments: Sequence[str], own_flags: Sequence[str] = ()) -> str | No
     return next((text for item in plain for check in checks if (text := check(item))), None)
 
 
+def help_page() -> str:
+    """The page of ``fit --help``: that of Hydra's template, without the config, which takes seconds to compose."""
+    import yaml  # only here, for speed
+
+    config = yaml.safe_load((GROUPS / "config.yaml").read_text(encoding="utf-8"))
+    page, _, _ = config["hydra"]["help"]["template"].partition("The config as these overrides make it")
+    groups = "".join(f"{group}: {', '.join(choices(group))}\n" for group in _groups())
+    return f"{page.replace('$APP_CONFIG_GROUPS', groups).rstrip()}\n"
+
+
+def _groups() -> list[str]:
+    folders = {path.parent.relative_to(GROUPS).as_posix() for path in GROUPS.rglob("*.yaml")} - {"."}
+    return sorted(folder for folder in folders if not folder.startswith("hydra"))
+
+
+def choices(group: str) -> list[str]:
+    """Those of a group of ours, in order."""
+    found = {path.stem for path in (GROUPS / group).glob("*.yaml")}
+    return sorted(found | set(NAMES if group == "strategy" else ()))
+
+
 def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Every flag with its value, or with the next word, which may be its value."""
     skip = False
@@ -98,7 +119,7 @@ def _unknown_choice(override: str) -> str | None:
     if not match or not (GROUPS / match[1]).is_dir():
         return None
     group = match[1]
-    known = sorted({path.stem for path in (GROUPS / group).glob("*.yaml")} | set(NAMES if group == "strategy" else ()))
+    known = choices(group)
     for choice in match[2].split(","):
         choice = choice.strip()
         if choice and choice != "null" and "/" not in choice and choice not in known:

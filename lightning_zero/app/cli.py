@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning_zero
-from lightning_zero.app.arguments import mistake, unknown_setting
+from lightning_zero.app.arguments import help_page, mistake, unknown_setting
 from lightning_zero.checkpoint import FORMATS
 
 COMMANDS = {
@@ -64,7 +64,7 @@ def _run(arguments: list[str]) -> None:
         "  lightning-zero fit experiment=main_job\n"
         "  lightning-zero fit strategy=zero2 trainer.devices=2 trainer.max_steps=100\n"
         "  lightning-zero plan trainer.devices=8 trainer.precision=bf16-mixed plan.device_memory_gib=80\n"
-        "  lightning-zero fit --help        every group, its choices and the config they make\n"
+        "  lightning-zero fit --help        every group and its choices\n"
         "  lightning-zero fit --cfg job     the config alone",
     )
     parser.add_argument("--version", action="version", version=f"lightning-zero {lightning_zero.__version__}")
@@ -150,6 +150,9 @@ def _init(arguments: argparse.Namespace) -> None:
 
 
 def _run_hydra(command: str, arguments: list[str]) -> None:
+    if arguments in (["--help"], ["-h"]):
+        print(help_page())
+        return
     if wrong := mistake(arguments, own_flags=("--dry-run",) if command == "submit" else ()):
         _exit_with(wrong)
     import hydra  # half a second that --help does not need

@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
+from hydra.errors import CompactHydraException, InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback, Trainer
@@ -41,8 +41,8 @@ _OF_GROUPS = ("strategy", "callbacks")
 _PRIMITIVE = {int, float, bool, str, type(None)}
 
 
-class ConfigError(ValueError):
-    """A setting that cannot be used, said in a way that needs no traceback."""
+class ConfigError(CompactHydraException, ValueError):
+    """A setting that cannot be used, said in a way that needs no traceback; ``hydra.main`` shows none then."""
 
 
 # -- schemas ---------------------------------------------------------------------------------------------------------

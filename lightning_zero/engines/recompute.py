@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -72,7 +72,7 @@ class Recomputed:
                 " twice; switch one of them off.",
             )
         how = recompute or (_keeping_what_is_costly if config.target == "selective" else on_unpacking)
-        self._forwards = {m: _recomputing(m.forward, how) for m in self._recomputing}
+        self._forwards = {m: _recomputing(m, how) for m in self._recomputing}
 
     def __contains__(self, module: nn.Module) -> bool:
         return module in self._recomputing
@@ -131,13 +131,44 @@ def _with_hooks(module: nn.Module, forward: Forward) -> Forward:
     return call
 
 
-def _recomputing(forward: Forward, recompute: Recompute) -> Forward:
+def _recomputing(module: nn.Module, recompute: Recompute) -> Forward:
+    forward = module.forward
+
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return recompute(forward, args, kwargs)
+        return recompute(_from_the_same_buffers(module, forward), args, kwargs)
 
     return recomputing
+
+
+def _from_the_same_buffers(module: nn.Module, forward: Forward) -> Forward:
+    """``forward`` for one forward and its recomputations, which start from the buffers it found and leave those alone
+    that the module has by then: batch norm would count each batch twice, spectral norm compute other weights."""
+    found: list[tuple[nn.Module, str, Tensor]] | None = None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal found
+        if torch.compiler.is_compiling():  # a graph writes its buffers once, in the forward
+            return forward(*args, **kwargs)
+        if found is None:
+            found = [(m, name, buffer.detach().clone()) for m, name, buffer in _buffers(module)]
+            return forward(*args, **kwargs)
+        now = _buffers(module)
+        try:
+            # Others take their place: autograd may have saved those of now, which a write would make stale.
+            for m, name, buffer in found:
+                setattr(m, name, buffer.clone())  # a graph that is kept is computed again from `found`
+            return forward(*args, **kwargs)
+        finally:  # checkpoint ends a recomputation early by an exception
+            for m, name, buffer in now:
+                setattr(m, name, buffer)
+
+    return call
+
+
+def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    return [(m, name, buffer) for m in module.modules() for name, buffer in m.named_buffers(recurse=False)]
 
 
 def on_unpacking(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -54,7 +54,7 @@ def serve(address: str, port: int = 0) -> int:
 
 
 def forget() -> None:
-    """The ranks of a session are gone, and with them its store."""
+    """The ranks of a session are gone, and with them its store and what was counted there."""
     _stores.clear()
     _counts.clear()
 
@@ -107,7 +107,7 @@ def meet(address: str, port: int, rank: int, size: int, expected: str) -> Any:
 
 def _store(address: str, port: int, rank: int, seconds: float) -> Any:
     if (address, port) not in _stores:
-        _stores.clear()  # of ranks that this process belonged to before
+        forget()  # ranks that this process belonged to before: a port may come again, with others who never counted
         of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if rank == 0 and not of_agent:
             _stores[address, port] = _open(address, port, serves=True, seconds=seconds)

@@ -25,24 +25,41 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class Block(nn.Module):
-    """A residual, attention, and dropout, which must be the same when it is computed again."""
+class Growing(nn.Module):
+    """Its result depends on how often it ran, as that of spectral norm."""
+
+    ran: Tensor
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("ran", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ran += 1
+        return x * (1 + 0.1 * self.ran)
+
+
+class Block(nn.Module):
+    """A residual, attention, and dropout, which must be the same when it is computed again."""
+
+    def __init__(self, normed: bool) -> None:
+        super().__init__()
+        self.norm = nn.Sequential(nn.BatchNorm1d(5), Growing()) if normed else nn.Identity()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.forwards = 0
 
     def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
         self.forwards += 1
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, dim=-1))
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         return x + scale * F.dropout(self.out(mixed), 0.2, self.training)
 
 
 class Module(zoo.Zoo):
+    normed = False
+
     def build(self) -> None:
-        self.net = nn.ModuleList(Block() for _ in range(3))
+        self.net = nn.ModuleList(Block(self.normed) for _ in range(3))
         self.head = nn.Linear(WIDTH, 1)
         self.hooked = 0
         self.net[0].register_forward_hook(self._count)
@@ -82,6 +99,12 @@ class Module(zoo.Zoo):
 
 class Manual(Module):
     automatic_optimization = False
+
+
+class Normed(Module):
+    """Its forward writes to buffers, as batch norm's and spectral norm's do."""
+
+    normed = True
 
 
 class Products(TorchDispatchMode):
@@ -157,8 +180,9 @@ def test_every_setting_changes_nothing_but_what_is_kept(stage: int, ranks2: Any)
         (Manual, {}),
         (Module, {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
         (Module, {"gradient_clip_val": 0.1}),
+        (Normed, {}),
     ],
-    ids=["manual", "accumulation in bf16-mixed", "clipping"],
+    ids=["manual", "accumulation in bf16-mixed", "clipping", "written buffers"],
 )
 def test_with_whatever_a_trainer_does(cls: type[Module], trainer: dict[str, Any], ranks2: Any) -> None:
     settings = {

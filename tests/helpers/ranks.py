@@ -344,8 +344,11 @@ def _reset(env: dict[str, str]) -> None:
     import torch.distributed as dist
     from lightning.pytorch.utilities import rank_zero_only
 
+    from lightning_zero.launch import rendezvous
+
     if dist.is_initialized():
         dist.destroy_process_group()
+    rendezvous.forget()  # the next job's agent may have the port of one that only some of its ranks were in
     os.environ.clear()
     os.environ.update(env)
     os.chdir(ROOT)

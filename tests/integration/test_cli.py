@@ -94,6 +94,9 @@ def test_help_and_config_say_what_can_be_set(tmp_path):
     choices = re.search("^strategy: (.*)$", helped.stdout, re.MULTILINE)
     assert choices
     assert {"ddp", "zero1", "zero2", "zero3_offload_deepspeed"} <= set(choices[1].split(", "))
+    with_config = run_imported("fit", "seed=7", "--help", cwd=tmp_path).stdout  # Hydra's own, from the same template
+    assert with_config.startswith(helped.stdout)
+    assert "seed: 7" in with_config.removeprefix(helped.stdout)
     config = run_imported("fit", "--cfg", "job", "strategy=zero1", cwd=tmp_path).stdout
     assert "stage: 1" in config
     assert "find_unused_parameters: true" in config

@@ -269,6 +269,9 @@ def test_init_makes_a_project_that_trains_and_tests_itself(tmp_path):
     assert record["ranks"] == 2
     assert record["metrics"]["val_accuracy"] > 0.6
     assert (folder / "run" / "metrics.csv").is_file()
+    wrong = run("train.py", "strategy.stage=4", cwd=folder)
+    assert "strategy: stage=4: use one of 1, 2, 3." in wrong.stdout
+    assert "Traceback" not in wrong.stdout
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_project.py", cwd=folder, timeout_seconds=200)
     assert done.returncode == 0, done.stdout
     assert subprocess.run(["bash", "-n", str(folder / "train.sbatch")], check=False).returncode == 0

@@ -93,6 +93,7 @@ COMMANDS = [
     ["--version"],
     ["fti"],
     ["convert", "--help"],
+    ["fit", "--help"],
     ["fit", "--devices=2"],
     ["fit", "strategy=zer3"],
     ["fit", "--config", "x.yaml"],

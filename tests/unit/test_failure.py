@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from typing import Any
 
@@ -68,9 +69,22 @@ def test_ranks_that_meet_get_one_store_and_the_missing_is_named(monkeypatch, cap
     rendezvous.forget()
 
 
-def test_a_taken_port_is_said():
-    import socket
+def test_what_was_counted_at_a_port_is_forgotten_with_its_store():
+    """A port that comes again may bring ranks that have never been there: they would wait for each other for ever."""
+    rendezvous.forget()
+    first = rendezvous.serve("127.0.0.1")
+    rendezvous.meet("127.0.0.1", first, 0, 1, "devices=1, num_nodes=1")
+    rendezvous.meet("127.0.0.1", first, 0, 1, "devices=1, num_nodes=1")
+    assert rendezvous.count("meet", "127.0.0.1", first) == 3
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        second = free.getsockname()[1]
+    rendezvous.meet("127.0.0.1", second, 0, 1, "devices=1, num_nodes=1")
+    assert rendezvous.count("meet", "127.0.0.1", first) == 1
+    rendezvous.forget()
 
+
+def test_a_taken_port_is_said():
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
