@@ -46,6 +46,12 @@ def test_so_they_do_with_other_settings(world_size, settings, ranks):
 
 
 @pytest.mark.rest
+def test_rarer_things_that_constructors_do(ranks2):
+    for found in ranks2(building.odd_ones):
+        assert found == [(how, []) for how in building.ODD]
+
+
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_models_from_config(kind, ranks):
     pytest.importorskip("transformers")
@@ -103,6 +109,21 @@ def test_an_error_of_one_rank_ends_all(ranks2):
     assert (first, last) == ("RuntimeError", "KeyError")
     assert "on rank 1: 'no such layer'" in text
     assert "no such layer" in own
+
+
+@pytest.mark.rest
+def test_a_thread_that_uses_what_is_shared_out_is_named(ranks2):
+    """It is in no exchange, so without an error it would read freed memory, and crash."""
+    for error, text in ranks2(outcome, building.fit_odd, "reads_in_threads", "auto"):
+        assert error == "RuntimeError"
+        for each in ("thread ThreadPoolExecutor", "uses Linear.weight", "build='whole'"):
+            assert each in text
+    (first, text), (last, own) = ranks2(outcome, building.fit_odd, "fails_in_a_thread", "auto")
+    assert (first, last) == ("RuntimeError", "RuntimeError")
+    assert "on rank 1: thread Thread-" in text
+    assert "build='whole'" in own
+    for found, _ in ranks2(outcome, building.fit_odd, "reads_in_threads", "whole"):
+        assert found == "ok"
 
 
 @pytest.mark.rest

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import os
+import pickle
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader
 
 from lightning_zero.engines.fsdp2 import build
@@ -201,6 +206,95 @@ class Wild(Zoo):
         self.start = {k: v.detach().clone() for k, v in self.state_dict().items()}
 
 
+class Odd(Zoo):
+    """Does one thing in ``configure_model`` that fits nowhere else: ``options["how"]``."""
+
+    def build(self) -> None:
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.start: dict[str, Tensor] = {}
+        self.body: Any = None
+
+    def configure_model(self) -> None:
+        if self.body is not None:
+            return
+        torch.manual_seed(3)
+        layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.body = layers
+        getattr(self, self.options["how"])(layers)
+
+    def spectral_norm(self, layers: nn.Sequential) -> None:
+        for layer, norm in zip(
+            layers,
+            (parametrizations.spectral_norm, parametrizations.orthogonal, nn.utils.spectral_norm, nn.utils.weight_norm),
+            strict=True,
+        ):
+            norm(layer)  # type: ignore[operator]
+
+    def lazy(self, layers: nn.Sequential) -> None:
+        self.body = nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyLinear(WIDTH), layers)
+        self.body(torch.ones(2, WIDTH))
+
+    def compiled(self, layers: nn.Sequential) -> None:
+        self.body = torch.compile(layers, backend="eager")
+        with torch.no_grad():
+            self.register_buffer("seen", self.body(torch.ones(1, WIDTH)).sum())
+
+    def loaded(self, layers: nn.Sequential) -> None:
+        file = io.BytesIO()
+        torch.save(layers.state_dict(), file)
+        pickled = pickle.loads(pickle.dumps(layers))
+        pickled.load_state_dict(torch.load(io.BytesIO(file.getvalue())), assign=True)
+        self.body = nn.Sequential(layers, pickled)
+
+    def containers(self, layers: nn.Sequential) -> None:
+        self.many = nn.ParameterList([torch.randn(WIDTH, WIDTH) for _ in range(3)])
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, 2)
+        vector = nn.utils.parameters_to_vector(layers.half().float().parameters())
+        nn.utils.vector_to_parameters(vector * 2, layers.parameters())
+
+    def functional(self, layers: nn.Sequential) -> None:
+        stacked, _ = torch.func.stack_module_state(list(layers))
+        with torch.no_grad():
+            out = torch.func.functional_call(layers, dict(layers.named_parameters()), (torch.ones(1, WIDTH),))
+        self.register_buffer("out", out + stacked["weight"].sum())
+        self.body = torch.fx.symbolic_trace(layers)
+
+    def builds_in_threads(self, layers: nn.Sequential) -> None:
+        def make(_: int) -> nn.Module:
+            layer = nn.Linear(WIDTH, WIDTH)
+            nn.init.eye_(layer.weight)  # threads share one generator of random numbers
+            nn.init.zeros_(layer.bias)
+            return layer
+
+        with ThreadPoolExecutor(2) as pool:
+            self.body = nn.Sequential(*pool.map(make, range(4)))
+
+    def reads_in_threads(self, layers: nn.Sequential) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            self.sums = list(pool.map(lambda p: p.sum().item(), layers.parameters()))
+
+    def fails_in_a_thread(self, layers: nn.Sequential) -> None:
+        threading.excepthook, before = lambda args: None, threading.excepthook
+        thread = threading.Thread(target=layers[0].weight.sum if os.environ["RANK"] == "1" else int)
+        thread.start()
+        thread.join()
+        threading.excepthook = before
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.entry(x))
+
+    def on_train_start(self) -> None:
+        self.start = {k: v.detach().clone() for k, v in self.state_dict().items()}
+
+
+ODD = ("spectral_norm", "lazy", "compiled", "loaded", "containers", "functional", "builds_in_threads")
+
+
+def odd_ones() -> list[tuple[str, list[str]]]:
+    """``(how, what differs)``"""
+    return [(how, differences(Odd, {"how": how}, {})) for how in ODD]
+
+
 class Published(Zoo):
     """A model of transformers' from config, alone or with weights of a folder."""
 
@@ -268,6 +362,12 @@ class Unlike(Counted):
             self.body[0].inner.sum()
         if last and how == "raises":
             raise KeyError("no such layer")
+
+
+def fit_odd(how: str, build_as: str) -> None:
+    with everything_closes():
+        trainer = make_trainer({**SETTINGS, "build": build_as}, max_steps=1, limit_val_batches=0)
+        trainer.fit(Odd(how=how), loader())
 
 
 def fit_unlike(how: str, build_as: str) -> None:

@@ -17,6 +17,9 @@ code make them in the same order; before each, ranks compare what they are about
 An open lot may be read and written by one rank alone: rank 0's bytes count when it is closed, or sharded at last.
 
 [Escapes] Bytes that leave the reach of operators (``numpy()``, ``data_ptr()``, ...) are never closed.
+
+[Threads] Only the thread that builds takes part in exchanges: the order of others' operators is no rank's to promise.
+An open lot that another thread uses stays open; a closed one makes it, and then every rank, raise.
 """
 
 from __future__ import annotations
@@ -82,6 +85,9 @@ class Build:
         self._escaped: dict[int, StorageWeakRef] = {}
         self._num_lots = 0
         self._busy = False  # inside an exchange, whose own operators are nobody's
+        self._thread = threading.get_ident()
+        self._lock = threading.Lock()  # lots do not change while another thread looks at them
+        self._misuse: RuntimeError | None = None  # of another thread, which may have nobody to tell
         self._differs = False  # all ranks have raised
         self._entered: ExitStack | None = None
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
@@ -93,14 +99,13 @@ class Build:
         Raises:
             RuntimeError: On all ranks, where they build different modules or one of them fails.
         """
-        thread = threading.get_ident()
 
         def on_parameter(module: nn.Module, name: str, p: Any) -> None:
-            if threading.get_ident() == thread and p is not None:
+            if not self._is_elsewhere and p is not None:
                 self._register([(f"{type(module).__name__}.{name}", p)])
 
         def on_module(module: nn.Module, name: str, child: Any) -> None:
-            if threading.get_ident() == thread and child is not None:
+            if not self._is_elsewhere and child is not None:
                 kind = type(child).__name__
                 self._register((f"{kind}.{inner}", p) for inner, p in child.named_parameters())
 
@@ -111,6 +116,8 @@ class Build:
         try:
             with self.view():
                 yield
+            if self._misuse is not None:
+                raise self._misuse
         except Exception as error:
             if not self._differs:
                 self._agreement.agree(error)  # the others are in an exchange, or at their end
@@ -128,7 +135,7 @@ class Build:
     @contextmanager
     def view(self) -> Iterator[None]:
         """What is closed opens as it is used."""
-        with _Escapes(self), _Operators(self):
+        with _threads_under(self), _Escapes(self), _Operators(self):
             yield
 
     def begin_view(self) -> None:
@@ -187,6 +194,9 @@ class Build:
 
     def touched(self, tensors: Iterable[Any]) -> None:
         """Before an operator runs on ``tensors``: opens what is closed (collective where that is anything)."""
+        if self._is_elsewhere:
+            self._use_elsewhere(tensors)
+            return
         if self._busy or not self._lots:
             return
         with self._exchanging():
@@ -198,29 +208,56 @@ class Build:
 
     def copied(self, source: Any, result: Any) -> None:
         """``result`` is a clone of ``source``: that of a parameter is going to be one, mostly (``copy.deepcopy``)."""
-        if not self._busy and isinstance(source, Tensor) and (lot := self._lots.get(_key_of(source))) is not None:
+        if self._is_elsewhere or self._busy or not isinstance(source, Tensor):
+            return
+        if (lot := self._lots.get(_key_of(source))) is not None:
             self._register([(lot.name, result)])
 
     def replaced(self, p: nn.Parameter) -> None:
         """``p.data`` was assigned: it lies elsewhere now."""
-        if not self._busy:
+        if not self._is_elsewhere and not self._busy:
             self._register([(type(p).__name__, p)])
 
     def escapes(self, tensor: Any) -> None:
         """The memory of ``tensor`` is about to be known by its address: it stays where it is."""
+        if self._is_elsewhere:
+            self._use_elsewhere([tensor])
+            return
         if self._busy or not isinstance(tensor, Tensor) or not (key := _key_of(tensor)):
             return
         self.touched([tensor])
         with self._exchanging():
-            self._escaped.setdefault(key, StorageWeakRef(tensor.untyped_storage()))
-            self._open.pop(key, None)
-            self._lots.pop(key, None)
+            self._keep_open(key, tensor.untyped_storage())
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return threading.get_ident() != self._thread
+
+    def _use_elsewhere(self, tensors: Iterable[Any]) -> None:
+        """Before another thread uses ``tensors``."""
+        if not self._lots:
+            return
+        with self._lock, DisableTorchFunction():
+            for key, storage in self._used(tensors).items():
+                if self._lots[key].part is not None:
+                    self._misuse = RuntimeError(
+                        f"thread {threading.current_thread().name} uses {self._lots[key].name}, which is shared out"
+                        " between the ranks while configure_model builds the module: use it in the thread that builds,"
+                        " or build='whole', with which every rank builds the whole module."
+                    )
+                    raise self._misuse
+                self._keep_open(key, storage)
+
+    def _keep_open(self, key: int, storage: Any) -> None:
+        self._escaped.setdefault(key, StorageWeakRef(storage))
+        self._open.pop(key, None)
+        self._lots.pop(key, None)
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
         self._busy = True
         try:
-            with DisableTorchFunction(), torch.no_grad():
+            with self._lock, DisableTorchFunction(), torch.no_grad():
                 yield
         finally:
             self._busy = False
@@ -339,6 +376,29 @@ class _Escapes(TorchFunctionMode):
         if func == _SET_DATA and isinstance(args[0], nn.Parameter):  # torch makes a wrapper anew for each call
             self._build.replaced(args[0])
         return result
+
+
+@contextmanager
+def _threads_under(build: Build) -> Iterator[None]:
+    """Threads that start inside have the modes, too, which are each thread's own: without them they would read memory
+    that is not there, and crash."""
+    start = threading.Thread.start
+
+    def start_under_modes(thread: threading.Thread) -> None:
+        run = thread.run
+
+        def run_under_modes() -> None:
+            with _Escapes(build), _Operators(build):
+                run()
+
+        thread.run = run_under_modes  # type: ignore[method-assign]
+        start(thread)
+
+    threading.Thread.start = start_under_modes  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
 
 
 def _agreement() -> Agreement:
