@@ -131,8 +131,23 @@ where.
 
 ## Models that no process can hold
 
-At stage 3 a step needs 16Ψ/N bytes and the gathered units, but a module that `__init__` or `configure_model` builds as
-usual is whole on every rank until it is sharded. On the meta device it is not:
+At stage 3 a step needs 16Ψ/N bytes and the gathered units. A module that `__init__` builds is whole on every rank until
+it is sharded. One that `configure_model` builds is not: `fsdp2` shares out its parameters as they come.
+
+```python
+def configure_model(self):
+    if not hasattr(self, "model"):
+        self.model = GPT(...)  # or AutoModelForCausalLM.from_config(config)
+```
+
+Constructors run as they are, on whole tensors and with the random numbers of ordinary construction, so values are the
+same, bit for bit. As soon as 64 MiB of parameters are whole, the oldest of them go: each rank keeps its part of rank
+0's bytes. Whatever uses them later (`self.apply(init)`, ties, copies of layers, `load_state_dict`, `from_pretrained`)
+gets them whole for as long as it takes. All ranks must run the same code there, as they do under DDP; where one builds
+or reads something that the others don't, all of them say so and end. `build="whole"` builds the whole module on every
+rank instead, as stages 1 and 2 do, and so does `zero_auto`, which knows its stage only afterwards.
+
+On the meta device nothing is built twice, and nothing is initialized that a file fills:
 
 ```python
 def configure_model(self):
@@ -141,9 +156,10 @@ def configure_model(self):
             self.model = GPT(...)  # or AutoModelForCausalLM.from_config(config)
 ```
 
-or, outside of the module, `with trainer.init_module(empty_init=True): module = MyModule()`. `fsdp2` then gives one
-shard unit after the other memory and values, and shards it before the next one begins; what belongs to the root (mostly
-the embedding and the head) stays whole until the end, as it does in each step. Values come from
+or, outside of the module, `with trainer.init_module(empty_init=True): module = MyModule()` (without `empty_init=True`
+it is whole: there are no other processes yet to share it with). `fsdp2` then gives one shard unit after the other
+memory and values, and shards it before the next one begins; what belongs to the root (mostly the embedding and the
+head) stays whole until the end, as it does in each step. Values come from
 
 1. `ckpt_path` or [`load_pretrained`](checkpoints.md#published-weights), one tensor at a time, read by rank 0 and sent
    to the others; nothing is initialized then;

@@ -21,6 +21,7 @@ AfterFit = Literal["auto", "whole", "sharded"]
 TransportName = Literal["auto", "direct", "torch"]
 StartMethod = Literal["auto", "popen", "spawn", "fork"]
 CompileTarget = Literal["none", "units"]
+BuildName = Literal["auto", "whole"]
 
 STAGES: tuple[int, ...] = get_args(Stage)
 ENGINES: tuple[str, ...] = get_args(EngineName)
@@ -30,6 +31,7 @@ AFTER_FIT: tuple[str, ...] = get_args(AfterFit)
 TRANSPORTS: tuple[str, ...] = get_args(TransportName)
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
 COMPILE_TARGETS: tuple[str, ...] = get_args(CompileTarget)
+BUILDS: tuple[str, ...] = get_args(BuildName)
 
 _Section = TypeVar("_Section", "OffloadConfig", "CompileConfig", "ActivationCheckpointingConfig", "DeepSpeedConfig")
 _Targeted = TypeVar("_Targeted", "OffloadConfig", "CompileConfig", "ActivationCheckpointingConfig")
@@ -378,6 +380,9 @@ class ZeroConfig:
     but that element's own values and gradients: they step on shards. All others step on whole tensors."""
     broadcast_buffers: bool = True
     """Rank 0's buffers become everybody's at each training forward, as under DDP."""
+    build: BuildName = "auto"
+    """``"auto"`` shares out what ``configure_model`` builds at stage 3 as it comes, so that no rank holds all of it;
+    ``"whole"`` builds the whole module on every rank first. ``deepspeed`` shards at stage 3 whatever is set here."""
     after_fit: AfterFit = "auto"
     """``"whole"`` gives every rank plain full parameters when the run ends, ``"sharded"`` leaves the shards,
     ``"auto"`` takes whole where host memory allows."""
@@ -426,6 +431,7 @@ class ZeroConfig:
         _boolean("keep_global_batch", self.keep_global_batch)
         _one_of("transport", self.transport, TRANSPORTS)
         _boolean("broadcast_buffers", self.broadcast_buffers)
+        _one_of("build", self.build, BUILDS)
         _one_of("after_fit", self.after_fit, AFTER_FIT)
         _one_of("checkpoint", self.checkpoint, CHECKPOINTS)
         if self.process_group_backend is not None and not isinstance(self.process_group_backend, str):
@@ -444,6 +450,11 @@ class ZeroConfig:
     def raw(self) -> RawConfig | None:
         """The ``deepspeed_config``, read."""
         return self.deepspeed_config  # type: ignore[return-value]
+
+    @property
+    def builds_sharded(self) -> bool:
+        """Whether ``fsdp2`` shares out what ``configure_model`` builds while it does."""
+        return self.engine == "fsdp2" and self.stage == 3 and self.build == "auto" and not self.auto
 
     @property
     def offloads_optimizer(self) -> bool:

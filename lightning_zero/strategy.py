@@ -33,6 +33,7 @@ from lightning_zero.comm.agree import Agreement, set_run_agreement, shared_agree
 from lightning_zero.config import (
     ActivationCheckpointingConfig,
     AfterFit,
+    BuildName,
     CheckpointForm,
     CheckpointingTarget,
     CompileConfig,
@@ -115,6 +116,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         transport: TransportName = "auto",
         elementwise_optimizers: Sequence[str] | None = None,
         broadcast_buffers: bool = True,
+        build: BuildName = "auto",
         after_fit: AfterFit = "auto",
         checkpoint: CheckpointForm = "file",
         process_group_backend: str | None = None,
@@ -224,7 +226,7 @@ class ZeroStrategy(Launched, DDPStrategy):
     def setup(self, trainer: Any) -> None:
         module: Any = self.lightning_module
         refuse_lost(module)
-        self._run.end_view()
+        self._run.begin_setup()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._step_sync = sync_steps(trainer, self)

@@ -54,6 +54,10 @@ class EngineRun(ABC):
     def end_view(self) -> None:  # noqa: B027
         """See :meth:`begin_view`."""
 
+    def begin_setup(self) -> None:
+        """The strategy's set-up begins, which ends in the engine's start."""
+        self.end_view()
+
     def loads_on_host(self, device: torch.device) -> bool:
         """Whether the module stays in host memory until the engine takes it from there, unit by unit."""
         return False

@@ -143,13 +143,13 @@ def _has_stack(module: nn.Module) -> bool:
 
 
 def _has_own_methods(module: nn.Module) -> bool:
-    """Whether the class has public methods beside ``forward``: called directly, they bypass the unit's hooks, and its
-    parameters would not be gathered."""
+    """Whether the class has public methods beside ``forward`` and the initializer that modules on the meta device need:
+    called directly, they bypass the unit's hooks, and its parameters would not be gathered."""
     for cls in type(module).__mro__:
         if cls.__module__.split(".")[0] == "torch":
             return False
         for name, value in vars(cls).items():
-            if not name.startswith("_") and name != "forward" and callable(value):
+            if not name.startswith("_") and name not in ("forward", "reset_parameters") and callable(value):
                 return True
     return False
 

@@ -71,6 +71,7 @@ TORCH = Library(
         Needed("torch.amp.grad_scaler:GradScaler.unscale_", stores="_per_optimizer_states"),
         Needed("torch.amp.grad_scaler:GradScaler._lazy_init_scale_growth_tracker", takes="self, dev"),
         Needed("torch.distributed.distributed_c10d:_abort_process_group", takes=""),
+        Needed("torch:UntypedStorage._cdata"),
         Needed("torch.distributed.tensor:DTensor.to_local", stores="_local_tensor"),
         Needed("torch.distributed._functional_collectives:wait_tensor", takes="tensor"),
         Needed("torch.distributed.checkpoint.filesystem:_StorageInfo"),
@@ -115,7 +116,8 @@ __all__ = [
     "loss_scale", "module_tables",
     "overload_packet", "own_parameters", "pytree", "run_first", "saved_tensors", "saves_elsewhere", "schema_of",
     "set_compiled_call", "set_data", "set_found_inf",
-    "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "set_torch_function", "torch_function_of",
+    "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "set_torch_function", "storage_key",
+    "torch_function_of",
     "version_of", "without_modes", "wrapper_subclass",
 ]  # fmt: skip
 
@@ -135,6 +137,10 @@ local_tensor: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 """A module's own parameters, by attribute, to be read and written. ``named_parameters(recurse=False)`` is a copy and
 leaves out what is there twice."""
+
+storage_key: Callable[[Any], int] = attrgetter("_cdata")
+"""Which storage it is, whatever memory it has; ``data_ptr`` is 0 for all that have none. As long as a
+``torch.multiprocessing.reductions.StorageWeakRef`` of it lives, no other has the same."""
 
 
 def set_local_tensor(sharded: Any, part: Tensor) -> None:

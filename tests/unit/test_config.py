@@ -107,6 +107,7 @@ def test_every_stage_is_accepted(stage: int) -> None:
         ({"min_unit_numel": True}, ["min_unit_numel=True"]),
         ({"find_unused_parameters": 1}, ["find_unused_parameters=1", "True or False"]),
         ({"broadcast_buffers": "yes"}, ["broadcast_buffers='yes'", "True or False"]),
+        ({"build": "sharded"}, ["build='sharded'", "'auto'", "'whole'"]),
         ({"after_fit": "keep"}, ["after_fit='keep'", "'whole'", "'sharded'"]),
         ({"process_group_backend": 1}, ["process_group_backend=1", "'gloo'"]),
         ({"auto": "yes"}, ["auto='yes'", "True or False"]),

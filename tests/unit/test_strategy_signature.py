@@ -53,7 +53,7 @@ def test_every_keyword_reaches_the_config() -> None:
         "keep_global_batch": True,
         "broadcast_buffers": False, "after_fit": "whole", "checkpoint": "sharded", "process_group_backend": "gloo",
         "timeout_seconds": 5.0, "device_memory_gib": 3.0, "start_method": "spawn", "rank_logs": "logs",
-        "offload": "cpu", "compile": "units", "activation_checkpointing": "full",
+        "build": "whole", "offload": "cpu", "compile": "units", "activation_checkpointing": "full",
     }  # fmt: skip
     assert ZeroStrategy(**given).config == ZeroConfig(**given)
     config = ZeroConfig(**given)

@@ -68,6 +68,7 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine, undetached_state_dict
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2 import whole as whole_state
+from lightning_zero.engines.fsdp2.build import Build
 from lightning_zero.engines.fsdp2.compiled import CompiledUnits
 from lightning_zero.engines.fsdp2.cpu import Direct
 from lightning_zero.engines.fsdp2.guards import Guards
@@ -112,8 +113,11 @@ class Phase(Enum):
 class Fsdp2Engine(Engine):
     """See the module's text for the plan and :class:`~lightning_zero.engines.base.Engine` for the contract."""
 
-    def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
+    def __init__(
+        self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy, build: Build | None = None
+    ) -> None:
         super().__init__(config, device, dtypes)
+        self._build = build
         self._on_host = isinstance(offload_policy(config, device), CPUOffloadPolicy)
         if self._on_host:
             self.shards_device = torch.device("cpu")
@@ -138,7 +142,8 @@ class Fsdp2Engine(Engine):
         self._recomputed = Recomputed(self.config.activation_checkpointing, module, [u.module for u in plan.units[:-1]])
         self._transport = choose_transport(self.config, self.device, self.mesh)
         self._copies = PlainCopies(module)
-        self._sharded = shard_units(module, plan, self.mesh, self.config, self.dtypes, self.device)
+        build, self._build = self._build, None
+        self._sharded = shard_units(module, plan, self.mesh, self.config, self.dtypes, self.device, build)
         self.units = self._sharded.units
         self.root = self._sharded.root
         self.whole_bytes = sum(p.numel() * p.element_size() for p in self._sharded.originals)

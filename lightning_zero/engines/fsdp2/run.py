@@ -1,20 +1,63 @@
-"""The parts of a run beside the engine ``fsdp2``: next to nothing."""
+"""The parts of a run beside the engine ``fsdp2``: the module as ``configure_model`` builds it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.optimizer_step import fusible_groups
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.run import EngineRun
 
+if TYPE_CHECKING:
+    from lightning_zero.engines.fsdp2.build import Build
+
 
 class Fsdp2Run(EngineRun):
     """See :class:`~lightning_zero.engines.run.EngineRun`."""
+
+    def __init__(self, config: ZeroConfig) -> None:
+        super().__init__(config)
+        self.builds_sharded = config.builds_sharded
+        self._built: Build | None = None  # by configure_model, until the engine has taken it over
+
+    @contextmanager
+    def building(self, module: nn.Module, trainer_facts: Mapping[str, Any], device: torch.device) -> Iterator[None]:
+        """At stage 3 what is built inside is shared out as it comes (collective)."""
+        if not self.config.builds_sharded or not dist.is_initialized() or dist.get_world_size() == 1:
+            yield
+            return
+        from lightning_zero.engines.fsdp2.build import Build
+
+        self._built = Build(module)
+        with self._built.building():
+            yield
+
+    def begin_setup(self) -> None:
+        self.begin_view()
+
+    def begin_view(self) -> None:
+        if self._built is not None:
+            self._built.begin_view()
+
+    def end_view(self) -> None:
+        if self._built is not None:
+            self._built.end_view()
+
+    def take_built(self) -> Build | None:
+        built, self._built = self._built, None
+        if built is None or not built.found:
+            return None
+        built.leave_aside()
+        return built
 
     def loads_on_host(self, device: torch.device) -> bool:
         return self.config.offload.target != "none" and device.type != "cpu"
@@ -22,7 +65,8 @@ class Fsdp2Run(EngineRun):
     def make_engine(self, device: torch.device, dtypes: DtypePolicy) -> Engine:
         from lightning_zero.engines.fsdp2.engine import Fsdp2Engine  # imported with the first run, not with the package
 
-        return Fsdp2Engine(self.config, device, dtypes)
+        self.end_view()
+        return Fsdp2Engine(self.config, device, dtypes, self._built)
 
     def note_on_optimizers(self, optimizers: Collection[Optimizer]) -> str:
         names = sorted({type(o).__name__ for o in optimizers if fusible_groups(o)})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +20,11 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Root, refuse_late_hooks
 from lightning_zero.engines.birth import Birth
 from lightning_zero.engines.fsdp2 import private
+from lightning_zero.engines.fsdp2.build import Build
 from lightning_zero.engines.fsdp2.view import WholeView
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.units import UnitPlan
-from lightning_zero.private.torch import module_tables
+from lightning_zero.private.torch import module_tables, storage_key
 
 
 @dataclass
@@ -80,11 +83,13 @@ def shard_units(
     config: ZeroConfig,
     dtypes: DtypePolicy,
     device: torch.device,
+    build: Build | None = None,
 ) -> Sharded:
-    """Every rank has rank 0's values, then only its share of them (collective)."""
+    """Every rank has rank 0's values, then only its share of them (collective). What ``build`` has shared out already
+    comes back unit by unit."""
     sharded = Sharded(plan, module, Root(module), list(plan.replicated.values()))
     on_host = isinstance(offload_policy(config, device), CPUOffloadPolicy)
-    birth = Birth(module, torch.device("cpu") if on_host else device, WholeView)
+    birth = Birth(module, torch.device("cpu") if on_host else device, partial(_looking_whole, build))
     birth.require_initializers()
     policy = MixedPrecisionPolicy(
         param_dtype=dtypes.param_dtype, reduce_dtype=dtypes.reduce_dtype, cast_forward_inputs=False
@@ -96,7 +101,7 @@ def shard_units(
         target: Any = sharded.root if is_root else unit.module
         mine = dict(unit.parameters)
         birth.bring_up(unit.module, list(mine.values()))
-        _start_from_rank_0(list(mine.values()), device)
+        _start_from_rank_0(list(mine.values()), device, build)
         fully_shard(
             target,
             mesh=mesh,
@@ -114,15 +119,22 @@ def shard_units(
         sharded.units.append(target)
     birth.bring_up(module, [*sharded.replicated, *module.buffers()])
     birth.finish()
-    _start_from_rank_0([*sharded.replicated, *module.buffers()], device)
+    _start_from_rank_0([*sharded.replicated, *module.buffers()], device, build)
     return sharded
 
 
-def _start_from_rank_0(tensors: Sequence[Tensor], device: torch.device) -> None:
+@contextmanager
+def _looking_whole(build: Build | None) -> Iterator[None]:
+    with WholeView(), build.view() if build is not None else nullcontext():
+        yield
+
+
+def _start_from_rank_0(tensors: Sequence[Tensor], device: torch.device, build: Build | None) -> None:
     """Rank 0's values, on the device. Unit by unit: a module that is offloaded need not fit there."""
+    differ = tensors if build is None else build.release(tensors)
     for tensor in tensors:
         tensor.data = tensor.data.to(device)
-    broadcast_coalesced(tensors)
+    broadcast_coalesced(differ)
 
 
 def refuse_script_modules(module: nn.Module) -> None:
@@ -138,15 +150,14 @@ def refuse_script_modules(module: nn.Module) -> None:
 def refuse_held_views(module: nn.Module) -> None:
     """Raises ``ValueError`` for an attribute that lies in a parameter's memory, which the run leaves: it would be
     stale from the first step on. Parameters themselves may be held anywhere."""
-    named = {p.untyped_storage().data_ptr(): name for name, p in module.named_parameters() if p.numel()}
-    named.pop(0, None)  # on device meta, nothing lies anywhere
+    named = {storage_key(p.untyped_storage()): name for name, p in module.named_parameters() if p.numel()}
     for owner, m in module.named_modules():
         parameters, buffers, children = module_tables(m)
         for attribute, value in {**vars(m), **buffers}.items():
             if value is parameters or value is children or f"{attribute}_orig" in parameters:
                 continue  # made anew for each forward by torch.nn.utils.spectral_norm and prune
             for held in _tensors_in(value):
-                name = named.get(held.untyped_storage().data_ptr())
+                name = named.get(storage_key(held.untyped_storage()))
                 if name is not None:
                     where = f"{owner}.{attribute}".lstrip(".")
                     raise ValueError(
