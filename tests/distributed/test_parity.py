@@ -44,7 +44,7 @@ class Case:
     def refusal(self) -> str | None:
         """The pattern of the error that every rank owes."""
         kind = KINDS[self.kind]
-        if self.engine == "fsdp2" and kind.refused:
+        if kind.refused and (self.engine == "fsdp2" or self.stage in kind.refused_deepspeed):
             return kind.refused
         if self.world_size == 1:
             return None
