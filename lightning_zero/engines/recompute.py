@@ -54,12 +54,12 @@ class Recomputed:
         units: Sequence[nn.Module],
         recompute: Recompute | None = None,
     ) -> None:
-        self._config, self._modules = config, list[nn.Module]()
+        self._config, self._recomputing = config, list[nn.Module]()
         if config.target == "none":
             return
-        self._modules = [m for m in _chosen(config, module, units) if m is not module]
+        self._recomputing = [m for m in _chosen(config, module, units) if m is not module]
         names = {m: name for name, m in module.named_modules()}
-        if by_hand := [names[m] for m in self._modules if compiled_call(m) is not None]:
+        if by_hand := [names[m] for m in self._recomputing if compiled_call(m) is not None]:
             raise ValueError(
                 f"activation_checkpointing={config.target!r} of {by_hand[0]!r}, which you have compiled: use"
                 " compile='units' in the place of your own compile(), or name other modules."
@@ -71,14 +71,14 @@ class Recomputed:
                 " twice; switch one of them off.",
             )
         how = recompute or (_keeping_what_is_costly if config.target == "selective" else on_unpacking)
-        self._forwards = {m: _recomputing(m.forward, how) for m in self._modules}
+        self._forwards = {m: _recomputing(m.forward, how) for m in self._recomputing}
 
     def __contains__(self, module: nn.Module) -> bool:
-        return module in self._modules
+        return module in self._recomputing
 
     def forward_of(self, module: nn.Module) -> Forward:
         """What ``module`` computes: its own forward, or the recomputing one."""
-        return self._forwards[module] if module in self._modules else module.forward
+        return self._forwards[module] if module in self._recomputing else module.forward
 
     def offloading(self, forward: Forward) -> Forward:
         """``forward``, where it keeps its inputs only, with these in host memory."""
@@ -95,15 +95,15 @@ class Recomputed:
 
     def begin(self, but: Collection[nn.Module] = ()) -> None:
         """Modules are called so from now on; those in ``but`` somebody else calls."""
-        for m in self._modules:
+        for m in self._recomputing:
             if m not in but:
                 set_compiled_call(m, _with_hooks(m, self.offloading(self._forwards[m])))
 
     def undo(self) -> None:
         """The modules keep their activations again."""
-        for m in self._modules:
+        for m in self._recomputing:
             set_compiled_call(m, None)
-        self._modules = []
+        self._recomputing = []
 
 
 def _speaks() -> bool:
