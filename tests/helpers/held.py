@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -411,6 +412,27 @@ class LoadedStates(Zoo):
             optimizer.load_state_dict(self.kept)
 
 
+class StatesWritten(Zoo):
+    """Momentum is damped, walked over, forgotten for one parameter and for all, by hand."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        optimizer, head = self.optimizers().optimizer, self.net.head.weight
+        if batch_idx == 1:
+            optimizer.state[head]["momentum_buffer"].mul_(0.5)
+        if batch_idx == 2:
+            norms = [state["momentum_buffer"].norm() for state in optimizer.state.values()]
+            self.extra[f"momenta {self.current_epoch}"] = torch.stack([whole(n) for n in norms])
+        if batch_idx == 3:
+            assert head in optimizer.state
+            del optimizer.state[head]
+            assert head not in optimizer.state
+        if batch_idx == 4:
+            if self.current_epoch:
+                optimizer.state.clear()
+            else:
+                optimizer.state = defaultdict(dict)
+
+
 class Scripted(Zoo):
     def build(self) -> None:
         super().build()
@@ -490,7 +512,7 @@ HELD: dict[str, Kind] = {
     "attributes_on_parameters": Kind(module=_of(Marked)),
     "parameter_of_a_class": Kind(module=_of(Spheres)),
     "optimizer_made_in_init": Kind(module=_of(MadeEarly)),
-    "parameters_held": Kind(module=_of(HeldWeights), on_deepspeed=False),
+    "parameters_held": Kind(module=_of(HeldWeights)),
     "view_held": Kind(module=_of(HeldView), refused="'flat' holds a view of parameter 'net.head.weight'"),
     "average_held": Kind(module=_of(HeldAverage)),
     "layerdrop": Kind(module=_of(LayerDrop), reference=UNUSED),
@@ -522,6 +544,7 @@ HELD: dict[str, Kind] = {
     "states_loaded_at_first": Kind(module=_of(LoadedStates, where="configure_optimizers"), reason=ADAM),
     "states_loaded_on_start": Kind(module=_of(LoadedStates, where="on_train_start"), reason=ADAM),
     "states_loaded_in_mid_run": Kind(module=_of(LoadedStates, where="mid-run"), reason=ADAM),
+    "states_written": Kind(module=_of(StatesWritten)),
     "scripted": Kind(
         module=_of(Scripted),
         refused=r"'net\.blocks\.1' is of torch\.jit .*script or trace it after the run",
