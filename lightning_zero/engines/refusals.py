@@ -72,9 +72,9 @@ def refuse_tracing() -> None:
 
 
 def refuse_transforms() -> None:
-    """Raises ``RuntimeError`` inside a transform of ``torch.func``."""
+    """Raises ``ValueError`` inside a transform of ``torch.func``."""
     if in_transform():
-        raise RuntimeError(
+        raise ValueError(
             "torch.func (vmap, grad, jvp, ...) and torch.vmap cannot pass through a module that stage 3 of"
             " engine='deepspeed' holds, because DeepSpeed's hooks have no rules for them: use stage=2, engine='fsdp2',"
             " or a copy, copy.deepcopy(module), made in a hook on every rank."

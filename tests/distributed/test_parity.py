@@ -44,8 +44,8 @@ class Case:
     def refusal(self) -> str | None:
         """The pattern of the error that every rank owes."""
         kind = KINDS[self.kind]
-        if kind.refused and (self.engine == "fsdp2" or self.stage in kind.refused_deepspeed):
-            return kind.refused
+        if refusal := kind.refusal(self.engine, self.stage):
+            return refusal
         if self.world_size == 1:
             return None
         if self.engine == "deepspeed":

@@ -1208,6 +1208,10 @@ class Kind:
     """Whether engine ``deepspeed`` is held to it, too."""
     note: str = ""
 
+    def refusal(self, engine: str, stage: int) -> str | None:
+        """``refused``, if ``engine`` does at ``stage``."""
+        return self.refused if engine == "fsdp2" or stage in self.refused_deepspeed else None
+
 
 SAME_UNITS = r"units .*net\.blocks\.\d.* ran on some ranks only.*(units=|stage=2)"
 SAME_MODULES = r"units .* ran on some ranks only.*stage=2"
