@@ -56,8 +56,10 @@ class AutoStrategy(ZeroStrategy):
             if trainer.state.fn != TrainerFn.FITTING:
                 return self._answer_without_fit(module, memory)
             batch = training_batch(trainer)
-            on_all = self.config.with_(shard_size=None)  # groups are made smaller afterwards, where that fits, too
-            settings = {"device_memory_gib": memory / GIB, "headroom": HEADROOM, "config": on_all}
+            given = self.config
+            if given.shard_size == "auto":  # groups are chosen for the stage, once it is known
+                given = given.with_(shard_size=None)
+            settings = {"device_memory_gib": memory / GIB, "headroom": HEADROOM, "config": given}
             planner = Planner.of_run(trainer, module, **settings)
             plan = self.plan = planner(batch)
         except Exception as error:
@@ -72,11 +74,11 @@ class AutoStrategy(ZeroStrategy):
             host,
             plan.ranks_per_host,
             engine=self.config.engine,
-            recomputes=self.config.activation_checkpointing.target == "full",
+            recomputes=self.config.activation_checkpointing.of_all_units,
         )
         notes = "".join(f" ({note})" for note in plan.notes)
         if name is not None:
-            if checkpointing and self.config.activation_checkpointing.target != "full":
+            if checkpointing and not self.config.activation_checkpointing.of_all_units:
                 notes += " Use activation_checkpointing='full', or your module's own: without it no stage fits."
             row = plan.row(name)
             return row.stage, row.offload, reason + notes, ""

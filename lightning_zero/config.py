@@ -157,6 +157,11 @@ class ActivationCheckpointingConfig:
                     " activation_checkpointing.target='none': use target='full' or 'selective'."
                 )
 
+    @property
+    def of_all_units(self) -> bool:
+        """Whether every shard unit keeps nothing but its inputs, which is what a plan counts as recomputed."""
+        return self.target == "full" and self.units is None
+
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 

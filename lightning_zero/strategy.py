@@ -628,11 +628,9 @@ class ZeroStrategy(Launched, DDPStrategy):
         """
         content = self._saving.load(checkpoint_path, weights_only, self.checkpoint_io)
         self._run.begin_view()  # its tensors go into a module that may have been built sharded
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        if self.config.keep_global_batch and trainer.state.fn == TrainerFn.FITTING:
-            said = keep_global_batch(content, trainer, self.world_size)
-            rank_zero_info(said) if said else None
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        if self.config.keep_global_batch and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            keep_global_batch(content, trainer, self.world_size)
         return content
 
     def units_table(self) -> str:

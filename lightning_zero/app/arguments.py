@@ -116,6 +116,10 @@ def unknown_setting(override: str) -> str | None:
         return None
     where, name, value = match.groups()
     if where == "strategy" and (GROUPS / where / name).is_dir() and name != "engine":
+        if value is not None and value.startswith("{"):  # its settings, which are merged
+            return None
+        if value is not None and value.startswith("["):
+            return f"strategy.{name} is a group of settings: set each by its name, strategy.{name}.NAME=VALUE."
         return f"strategy.{name} is a group of settings: use strategy/{name}={value}."
     if where == "trainer" and name in ("strategy", "callbacks"):
         return f"{name} is a group of its own: use {name}={value}."

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_zero.checkpoint.layout import ACCUMULATION, EXTRA
@@ -17,11 +18,10 @@ from lightning_zero.checkpoint.layout import ACCUMULATION, EXTRA
 _PROGRESS = "epoch_loop.batch_progress"
 
 
-def keep_global_batch(checkpoint: Mapping[str, Any], trainer: Any, world_size: int) -> str | None:
+def keep_global_batch(checkpoint: Mapping[str, Any], trainer: Any, world_size: int) -> None:
     """Sets ``trainer.accumulate_grad_batches``, and the progress in ``checkpoint`` to micro-batches of that size.
 
-    Returns:
-        What was changed, in a line; ``None`` if the number of ranks is the same.
+    Where that is a change, a line says so.
 
     Raises:
         ValueError: Where no number of micro-batches makes up the same batch, or ``checkpoint`` does not tell it.
@@ -47,10 +47,10 @@ def keep_global_batch(checkpoint: Mapping[str, Any], trainer: Any, world_size: i
         )
     trainer.accumulate_grad_batches = now
     if now == before:
-        return None
+        return
     for progress in _progress_of(checkpoint):
         _rescale(progress, now, before)
-    return (
+    rank_zero_info(
         f"keep_global_batch: {world_size} ranks accumulate {now} micro-batch(es) per step, where {ranks} accumulated"
         f" {before}."
     )

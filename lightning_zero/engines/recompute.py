@@ -55,6 +55,7 @@ class Recomputed:
         recompute: Recompute | None = None,
     ) -> None:
         self._config, self._recomputing = config, list[nn.Module]()
+        self._forwards: dict[nn.Module, Forward] = {}
         if config.target == "none":
             return
         self._recomputing = [m for m in _chosen(config, module, units) if m is not module]

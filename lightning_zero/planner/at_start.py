@@ -52,7 +52,7 @@ def resolve_shard_size(
     if trainer.is_global_zero:  # every rank would find the same; one of them asks the data
         try:
             answer = _group_of(trainer, module, config, memory)
-        except Exception as error:
+        except Exception as error:  # whatever the module raises while it is traced: every rank has to hear of it
             text = f"shard_size='auto': the run could not be planned ({type(error).__name__}: {error}); use a number."
             answer = None, "", text
     answer = broadcast(answer)

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from lightning_zero.planner.rows import Row
 from lightning_zero.planner.show import GIB, gib
 
-_UNASKED = " (with activation_checkpointing='full', without which no stage fits)"
-
 
 def choose(
     rows: Sequence[Row],
@@ -40,7 +38,9 @@ def choose(
                     tried.append(f"{row.name} {gib(row.host * ranks_per_host)} of host memory")
                 else:
                     reason = _reason(row, peak, usable, checkpointing, group, on_device)
-                    return row.name, checkpointing, reason.replace(_UNASKED, "") if recomputes else reason
+                    if checkpointing and not recomputes and row.offload == "none":
+                        reason += " It needs activation_checkpointing='full': without it no stage fits."
+                    return row.name, checkpointing, reason
     least = min((r for r in candidates), key=lambda r: r.peak_checkpointed)
     return (
         None,
@@ -68,6 +68,4 @@ def _reason(
         extra = f", where {short} would be needed"
     else:
         extra = ", and no stage sends less per step"
-    if checkpointing:
-        extra += _UNASKED if row.offload == "none" else ""
     return f"{needs}{extra}."

@@ -61,7 +61,7 @@ def plan(
             ``shard_size="auto"``.
 
     Raises:
-        ValueError: For an unknown precision, or a module without trainable parameters.
+        ValueError: For an unknown precision, a module without trainable parameters, or groups that are not equal.
     """
     config = config or ZeroConfig()
     on_host = ranks_per_host or world_size
@@ -86,6 +86,8 @@ def plan(
 
         return smallest_group(planned, config, world_size, on_host, host_memory_gib)
     name, shards = precision_name(precision), config.shard_size or world_size
+    if world_size % shards:
+        raise ValueError(f"shard_size={shards} does not divide {world_size} ranks into equal groups.")
     study = Study(module, batch, name, torch.device(device), config, shards, max_steps)
     usable = None if device_memory_gib is None else device_memory_gib * GIB * (1 - headroom)
     exchanges_directly = study.target.type == "cpu" and study.config.transport != "torch"
@@ -108,7 +110,7 @@ def plan(
         for stage in (3,) if offload == "nvme" else (1, 2, 3):
             rows.append(study.row(stage, offload, rules, usable))
     choice, checkpointing, reason = choose(
-        rows, usable, host_memory_gib, on_host, recomputes=config.activation_checkpointing.target == "full"
+        rows, usable, host_memory_gib, on_host, recomputes=config.activation_checkpointing.of_all_units
     )
     return Plan(
         module=type(module).__name__,

@@ -37,6 +37,7 @@ from lightning_zero.app.cli import main
         (["trainer.max_step=3"], "did you mean trainer.max_steps?"),
         (["strategy.stagee=3"], "did you mean strategy.stage?"),
         (["strategy.offload=cpu"], "use strategy/offload=cpu."),
+        (["strategy.activation_checkpointing=[A,B]"], "by its name, strategy.activation_checkpointing.NAME=VALUE."),
         (["trainer.strategy=zero3"], "use strategy=zero3."),
         (["plan.headrom=3"], "did you mean plan.headroom?"),
     ],
@@ -60,6 +61,7 @@ def test_mistakes_are_said_in_hydras_form(arguments, said):
         ["hydra.searchpath=[file:///x]", "model=mine"],
         ["trainer.limit_train_batches=-1", "model._target_=a.B", "strategy=zero3_offload"],
         ["callbacks=[default,zero_monitor]", "logger=csv"],
+        ["strategy.compile={target:units,backend:eager}", "strategy.offload.target=cpu"],
         ["-cd", "--odd-folder"],
     ],
 )

@@ -59,3 +59,17 @@ def test_a_group_holds_what_so_many_ranks_alone_would_and_sends_its_gradients_on
 def test_another_word_is_refused():
     with pytest.raises(ValueError, match="'auto', or None"):
         ZeroConfig(shard_size="host")  # type: ignore[arg-type]
+
+
+def test_groups_that_are_not_equal_are_refused():
+    with pytest.raises(ValueError, match="shard_size=3 does not divide 8 ranks"):
+        _plan(3)
+
+
+@pytest.mark.parametrize(("setting", "recomputes"), [("full", True), (["Linear"], False), ("selective", False)])
+def test_recomputed_peaks_count_only_where_every_unit_recomputes(setting, recomputes):
+    config = ZeroConfig(stage=3, min_unit_numel=1, activation_checkpointing=setting)
+    batch = torch.zeros(4, 65, dtype=torch.long)
+    made = plan(account.Mlp(), batch, world_size=2, device_memory_gib=10.0, config=config)
+    assert made.checkpointing == recomputes
+    assert "It needs activation_checkpointing" not in made.reason
