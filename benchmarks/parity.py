@@ -73,16 +73,15 @@ def _row(pool: RankPool, name: str, world_size: int) -> list[str]:
             continue
         strategy = _strategy(engine, stage)
         unsupported = kind.unsupported_units if engine == "fsdp2" else kind.unsupported_deepspeed
-        refusal = unsupported.get(stage) if world_size > 1 else None
-        if engine == "fsdp2":
-            refusal = kind.refused or refusal
+        refusal = kind.refusal(engine, stage) or (unsupported.get(stage) if world_size > 1 else None)
         try:
             if refusal:
                 answer = pool.run(
                     outcome, zoo.train, name, strategy, True, world_size=world_size, timeout_seconds=TIMEOUT_SECONDS
                 )
                 said = all(error == "ValueError" and re.search(refusal, text) for error, text in answer)
-                cells.append("ValueError ¹" if said else "**no ValueError**")
+                note = "¹" if "some ranks only" in refusal else "²"
+                cells.append(f"ValueError {note}" if said else "**no ValueError**")
                 continue
             results = pool.run(zoo.train, name, strategy, True, world_size=world_size, timeout_seconds=TIMEOUT_SECONDS)
         except RankError as error:
@@ -130,7 +129,9 @@ other numbers of ranks.
     print(
         "\n¹ Stage 3 gathers a unit when it runs, so one that only some ranks run cannot be gathered; the error names"
         "\nthe units and what to set instead (`units=`, or stage 2). As one unit these kinds train as under DDP. The"
-        "\nunits of `deepspeed` are the smallest modules.\n"
+        "\nunits of `deepspeed` are the smallest modules."
+        "\n\n² Refused by name: before the first step, or, a transform of `torch.func`, where the step makes it. The"
+        "\nerror says what to do instead.\n"
         "\n## Why the tolerances are not 0\n"
     )
     reasons: dict[tuple[str, str], list[str]] = {}

@@ -45,6 +45,12 @@ LIMITS: dict[str, dict[str, str]] = {
             " (DeepSpeed issue 7998; deepspeed/runtime/zero/partitioned_param_coordinator.py, reset_step); fsdp2 with"
             " units=[] does it, and stage 2 of either engine"
         ),
+        "torch.func (vmap, grad, jvp) through the module, at stage 3": (
+            "the hooks on its modules are autograd functions without rules for transforms"
+            " (deepspeed/runtime/zero/parameter_offload.py, _register_deepspeed_module); fsdp2 and stage 2 do it"
+        ),
+        "modules of torch.jit.script, at stage 3": "they take no hooks, which gather; stage 2 does it",
+        "Embedding(sparse=True)": "gradients lie in flats (deepspeed/runtime/zero/stage_1_and_2.py)",
         "optimizers that are not element-wise (Muon, Adafactor, LBFGS), and 16-mixed, with offload='nvme'": (
             "masters and states are in memory one flat at a time"
             " (DeepSpeed issue 8461; deepspeed/runtime/swap_tensor/partitioned_optimizer_swapper.py); offload='cpu' and"

@@ -28,6 +28,7 @@ TORCH = Library(
     (
         Needed("torch:_C.DisableTorchFunction"),
         Needed("torch:_C._disabled_torch_function_impl"),
+        Needed("torch:_C._are_functorch_transforms_active"),
         Needed("torch:_C._autograd._top_saved_tensors_default_hooks"),
         Needed("torch:Tensor._version"),
         Needed("torch:Tensor._base"),
@@ -100,6 +101,8 @@ with importing(TORCH):
     DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # documented by this name
     disabled_torch_function = torch._C._disabled_torch_function_impl
     """``__torch_function__`` of a subclass that has none; public for ``torch.compile`` only, by the same name."""
+    in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+    """Whether a transform of ``torch.func`` runs right now; nothing public tells."""
     ITEM = torch.ops.aten._local_scalar_dense.default
     """The operator of ``Tensor.item()``."""
     INITIALIZERS = ("reset_parameters", "_reset_parameters")
@@ -112,8 +115,8 @@ __all__ = [
     "DisableTorchFunctionSubclass", "FakeTensorMode",
     "MemoryFormats", "StorageInfo", "TorchDispatchMode", "abort_process_groups", "at_end_of_backward", "backward_hooks",
     "backwards_inside", "base_of", "call_with_hooks", "compiled_call", "disabled_torch_function", "dynamo_error",
-    "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward", "local_tensor",
-    "loss_scale", "module_tables",
+    "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward", "in_transform",
+    "local_tensor", "loss_scale", "module_tables",
     "overload_packet", "own_parameters", "pytree", "run_first", "saved_tensors", "saves_elsewhere", "schema_of",
     "set_compiled_call", "set_data", "set_found_inf",
     "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "set_torch_function", "storage_key",

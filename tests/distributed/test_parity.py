@@ -44,8 +44,8 @@ class Case:
     def refusal(self) -> str | None:
         """The pattern of the error that every rank owes."""
         kind = KINDS[self.kind]
-        if self.engine == "fsdp2" and kind.refused:
-            return kind.refused
+        if refusal := kind.refusal(self.engine, self.stage):
+            return refusal
         if self.world_size == 1:
             return None
         if self.engine == "deepspeed":

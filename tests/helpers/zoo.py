@@ -1201,10 +1201,16 @@ class Kind:
     unsupported_deepspeed: dict[int, str] = field(default_factory=dict)
     """The same for engine ``deepspeed``, whose units at stage 3 are always the smallest modules."""
     refused: str | None = None
-    """At every stage and number of ranks ``fsdp2`` refuses the kind before the first step; the error's pattern."""
+    """At every stage and number of ranks both engines refuse the kind before the first step; the error's pattern."""
+    refused_deepspeed: tuple[int, ...] = (1, 2, 3)
+    """The stages at which ``deepspeed`` refuses what is ``refused``; at others it trains."""
     on_deepspeed: bool = True
     """Whether engine ``deepspeed`` is held to it, too."""
     note: str = ""
+
+    def refusal(self, engine: str, stage: int) -> str | None:
+        """``refused``, if ``engine`` does at ``stage``."""
+        return self.refused if engine == "fsdp2" or stage in self.refused_deepspeed else None
 
 
 SAME_UNITS = r"units .*net\.blocks\.\d.* ran on some ranks only.*(units=|stage=2)"

@@ -67,7 +67,8 @@ class Access:
             private.fetch(p)
 
     def keep_all(self) -> None:
-        """A gradient is to be differentiated: the second backward passes through parameters in no module's order."""
+        """A backward of the user's own begins inside the step: another one passes through the same parameters, or
+        through those that it read beside, in no module's order."""
         if self._stage3:
             with DisableTorchFunction(), torch.no_grad():
                 for p in self._held:

@@ -57,7 +57,15 @@ from lightning_zero.engines.deepspeed.usage import Usage
 from lightning_zero.engines.deepspeed.view import ShardView
 from lightning_zero.engines.deepspeed.whole import Carried, Whole
 from lightning_zero.engines.model_state import ModelState
+from lightning_zero.engines.plain_copies import PlainCopies, pickle_plainly
 from lightning_zero.engines.precision import DtypePolicy
+from lightning_zero.engines.refusals import (
+    refuse_held_views,
+    refuse_script_modules,
+    refuse_sparse_gradients,
+    refuse_tracing,
+    refuse_transforms,
+)
 from lightning_zero.private.torch import DisableTorchFunction
 
 
@@ -89,6 +97,9 @@ class DeepSpeedEngine(Engine):
         self.module = module
         self.root = _Root(module)
         refuse_late_hooks(dict(module.named_parameters()))
+        refuse_held_views(module)
+        if self._stage3:
+            refuse_script_modules(module)
         self._params = Parameters(module, self._stage3)
         self.whole_bytes = sum(shape.numel() * p.element_size() for p, shape in self._params.shapes.items())
         # A group of its own, so that an agreement never meets an engine's collective
@@ -105,12 +116,16 @@ class DeepSpeedEngine(Engine):
     def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
         """Hands the module to DeepSpeed, grouped as ``optimizers`` group its parameters."""
         params = self._params
-        self._optimizers, self.trainer_facts = optimizers, trainer
+        self._optimizers = self.optimizers = optimizers
+        self.trainer_facts = trainer
         self.check_parameters()
+        if optimizers:
+            refuse_sparse_gradients(self.module)
         self._attributes = {id(p): private.own_attributes(p) for p in params.named.values()}
         trainable = [p for p in params.named.values() if p.requires_grad and p in params.held]
         for p in params.held:
             p.data = p.data.contiguous()  # DeepSpeed looks at it as bytes
+        copies = PlainCopies(params.module, private.is_on_modules)
         joined = Joined(flat_groups(trainable, optimizers)) if optimizers and trainable else None
         self._usage.follow(trainable)
         facts = {"offload_path": self.offload_path, **trainer}
@@ -118,9 +133,11 @@ class DeepSpeedEngine(Engine):
             self.root, params, trainable, joined, self.config, self.device, self.dtypes.is_mixed, facts
         )
         if self._stage3:
+            private.expect_in_flight(self.root, params.held)
             private.without_view(self._engine, lambda: Phase.WHOLE in self._under_way)
             # after without_view, which replaces the same hooks: ranks agree before DeepSpeed looks at a module
             self._order.follow(self._engine, self._usage.trained if joined is not None else None)
+            private.before_modules(self._engine, self._refuse_gather)  # the last is asked first
         if joined is not None:
             shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine)
             params.managed = Managed(shards, joined, params.shapes)
@@ -129,7 +146,19 @@ class DeepSpeedEngine(Engine):
                 optimizer.zero_grad = self._access.zero_grad_of(optimizer)  # type: ignore[method-assign]
                 self._steps.lend_wholes(optimizer)
                 optimizer.state_dict = partial(self._state_dict_of, optimizer)  # type: ignore[method-assign]
+        copies.begin()  # undone by private.end
+        pickle_plainly(params.held, self._plain, self._attributes)
         self.units_table = params.table()
+
+    def _refuse_gather(self, module: nn.Module) -> None:
+        if Phase.WHOLE not in self._under_way:
+            refuse_tracing()
+            refuse_transforms()
+
+    def _plain(self, p: Tensor) -> Tensor:
+        """Its values in memory of their own (collective at stage 3)."""
+        with torch.no_grad(), DisableTorchFunction():
+            return private.gathered_copy(p) if self._stage3 else p.detach().clone()
 
     @property
     def known_parameters(self) -> Collection[Tensor]:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zero.engines.deepspeed.lent_states import LentStates, raw
 from lightning_zero.engines.deepspeed.private import Piece, Shards
 from lightning_zero.engines.elementwise import is_elementwise, is_known, keys_beside_elements
 from lightning_zero.engines.optimizer_family import exchange
@@ -124,13 +125,41 @@ class PieceStep:
         )
         """Whether it is handed its closure, because it may call that itself."""
         self.holds_stand_ins = False
+        self._take_over(optimizer.state)
         self.take_given()
 
     def take_given(self) -> None:
-        """States that stand beside the parameters themselves: made in a constructor (Adagrad), or loaded by a user."""
-        given = [p for p in self.optimizer.state if p in self.managed]
-        if given:
-            self.put_states({p: self.optimizer.state.pop(p) for p in given}, casts=True)
+        """States that stand beside the parameters themselves: made in a constructor (Adagrad), loaded by a user, or
+        lent to user code."""
+        if self.holds_stand_ins:
+            return
+        state = self.optimizer.state
+        if not isinstance(state, LentStates):  # load_state_dict, or a user, has put another in its place
+            self.states.clear()
+            state = self._take_over(state)
+        lent = [p for p in parameters(self.optimizer) if p in state.lent]
+        given = [p for p in raw(state) if p in self.managed and p not in state.lent]
+        self.put_states({p: state.take(p) for p in lent})
+        self.put_states({p: state.take(p) for p in given}, casts=True)
+
+    def _take_over(self, state: Mapping[Tensor, dict[str, Any]]) -> LentStates:
+        lent = LentStates(self.states.keys, self._whole, self._forget, state)
+        self.optimizer.state = lent
+        return lent
+
+    def _whole(self, p: Tensor) -> dict[str, Any]:
+        with self.managed.shards.loaded(self.managed.piece(p).flat):
+            return {
+                key: self.managed.assemble(p, value.piece) if type(value) is Cut else value
+                for key, value in self.state(p).items()
+            }
+
+    def _forget(self, p: Tensor) -> None:
+        self.states.pop(p, None)
+
+    def give_back(self) -> None:
+        """``optimizer.state`` is an ordinary one."""
+        self.optimizer.state = defaultdict(dict, raw(self.optimizer.state))
 
     def put_states(self, whole: Mapping[Tensor, Mapping[str, Any]], casts: bool = False) -> None:
         """:meth:`put_state` of several parameters, wherever their flats lie."""
@@ -282,7 +311,7 @@ class _Swap:
         self._exchange(instead)  # and where it keeps them beside its groups
         if only is not None:  # so that what a group counts is counted once
             self.optimizer.param_groups = [group for group in self.groups if group["params"]]
-        self.optimizer.state = defaultdict(dict, self.state)
+        self.optimizer.state = defaultdict(dict, raw(self.state))
         for p, stand_in in self.pairs:
             entering = self.enter(p)
             if entering is not None:

@@ -119,7 +119,7 @@ DEEPSPEED = Library(
         Needed(f"{_OFFLOAD}.post_sub_module_backward_function", takes="self, sub_module"),
         Needed(f"{_ZERO}.parameter_offload:_inject_parameters", stores="_original_parameters"),
         Needed(f"{_ZERO}.partition_parameters:_init_external_params", stores="_external_params all_parameters"),
-        Needed(_OFFLOAD, stores="pre_bwd_fn post_bwd_fn applied_pre_backward_ref_cnt"),
+        Needed(_OFFLOAD, stores="pre_bwd_fn post_bwd_fn applied_pre_backward_ref_cnt ds_inflight_param_registry"),
     ),
 )
 
@@ -650,6 +650,7 @@ def gathered_copy(p: Any) -> Tensor:
     """The values of a stage-3 parameter, on every rank (collective)."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+    _land(p)
     if p.ds_status == ZeroParamStatus.AVAILABLE:
         return p.detach().clone()
     p.all_gather()
@@ -665,6 +666,7 @@ def store(p: Any, value: Tensor) -> None:
     """
     import deepspeed
 
+    _land(p)
     holders, p.ds_active_sub_modules = p.ds_active_sub_modules, set()  # with any, DeepSpeed would not partition it
     with deepspeed.zero.GatheredParameters([p], modifier_rank=0):
         p.data.copy_(value)
@@ -708,8 +710,22 @@ def fetch(p: Any) -> None:
     """Makes a stage-3 parameter whole for the module that is running, and again for its backward."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, register_external_parameter
 
+    _land(p)
     register_external_parameter(FWD_MODULE_STACK[-1], p)
     p.all_gather()
+
+
+def expect_in_flight(root: nn.Module, params: Iterable[Any]) -> None:
+    """Stage 3 gathers ahead for ``root``: its ``params`` are empty until the module that comes next waits for them,
+    which may never come where a step ends early. Reads and writes of the user's own wait, too."""
+    for p in params:
+        p.ds_in_flight = root.ds_inflight_param_registry
+
+
+def _land(p: Any) -> None:
+    ahead = getattr(p, "ds_in_flight", None)
+    if ahead and p in ahead:
+        ahead.pop(p).wait()
 
 
 def without_view(engine: Any, is_whole: Callable[[], bool]) -> None:
@@ -743,12 +759,21 @@ def without_view(engine: Any, is_whole: Callable[[], bool]) -> None:
 
 def before_gathers(engine: Any, call: Callable[[nn.Module], None]) -> None:
     """``call(module)`` comes before the gather of each module that has parameters of its own."""
+
+    def ask(module: nn.Module) -> None:
+        if any(p is not None for p in own_parameters(module).values()):
+            call(module)
+
+    before_modules(engine, ask)
+
+
+def before_modules(engine: Any, call: Callable[[nn.Module], None]) -> None:
+    """``call(module)`` comes before all else that DeepSpeed does for the forward of each module."""
     offload = _offload(engine)
     gather = offload.pre_sub_module_forward_function
 
     def first(module: nn.Module) -> Any:
-        if any(p is not None for p in own_parameters(module).values()):
-            call(module)
+        call(module)
         return gather(module)
 
     offload.pre_sub_module_forward_function = first
@@ -756,6 +781,7 @@ def before_gathers(engine: Any, call: Callable[[nn.Module], None]) -> None:
 
 def keep(p: Any) -> None:
     """Makes a stage-3 parameter whole until all are released, after the step."""
+    _land(p)
     p.ds_active_sub_modules.add(-1)  # no module's number
     p.all_gather()
 
@@ -787,11 +813,16 @@ def end(engine: Any, root: nn.Module, attributes: dict[int, set[str]]) -> None:
             plain.update(own_parameters(module).items())
             set_own_parameters(module, plain)
         for name in list(vars(module)):
-            if name.startswith("ds_") or name in _ON_MODULES:
+            if is_on_modules(name) or name == "__reduce_ex__":  # the latter of plain_copies
                 delattr(module, name)
-    for parameter in root.parameters():
-        for name in set(vars(parameter)) - attributes.get(id(parameter), set()):
+    for parameter in root.parameters():  # of which some may have come in a hook
+        for name in set(vars(parameter)) - attributes.get(id(parameter), set(vars(parameter))):
             delattr(parameter, name)
+
+
+def is_on_modules(name: str) -> bool:
+    """Whether an attribute of a module is DeepSpeed's."""
+    return name.startswith("ds_") or name in _ON_MODULES
 
 
 _ON_MODULES = (

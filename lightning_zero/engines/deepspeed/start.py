@@ -35,7 +35,8 @@ def start(
         is_mixed: Whether Lightning's autocast computes in another dtype than the parameters'.
         facts: The trainer facts, and the offload's folder.
     """
-    with private.environment(device), _without(params.odd, params.module):
+    not_its = {p for p in root.parameters() if p not in params.held}  # odd ones, and averages that came in a hook
+    with private.environment(device), _without(not_its, params.module):
         deepspeed = private.prepare(device)
         private.count_modules_from_zero()
         if config.parameters_in_files:

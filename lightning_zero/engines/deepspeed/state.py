@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.deepspeed import private
+from lightning_zero.engines.deepspeed.lent_states import raw
 from lightning_zero.engines.deepspeed.optimizer_step import Cut, Managed, PieceStep
 from lightning_zero.engines.model_state import ModelState
 
@@ -71,7 +72,7 @@ class Account:
                 elif isinstance(value, Tensor):
                     self.state.whole["optimizer"] += value.numel() * value.element_size()
                     self.held("optimizer", value, self._place_of_steps(value))
-        for values in step.optimizer.state.values():
+        for values in raw(step.optimizer.state).values():
             for value in values.values():
                 if isinstance(value, Tensor):
                     self.state.whole["optimizer"] += value.numel() * value.element_size()

@@ -180,9 +180,10 @@ class Steps:
         for name in () if is_known(optimizer) else own_methods(optimizer):
             vars(optimizer)[name] = partial(self._on_wholes, optimizer, name)
 
-    @staticmethod
-    def take_back(optimizer: Optimizer) -> None:
-        """The optimizer has its class's own methods again."""
+    def take_back(self, optimizer: Optimizer) -> None:
+        """The optimizer has its class's own methods again, and an ordinary ``state``."""
+        if optimizer in self._steps:
+            self._steps[optimizer].give_back()
         for name in own_methods(optimizer):
             optimizer.__dict__.pop(name, None)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_zero.engines.refusals import refuse_tracing
 from lightning_zero.engines.torch_functions import is_in_place
 from lightning_zero.private.torch import GETTERS, base_of
 
@@ -94,7 +95,7 @@ class ShardView(TorchFunctionMode):
         holder, name = self.holder, func.__name__
         if name == "backward" and func == Tensor.backward and not holder.busy():
             return holder.user_backward(lambda: func(*args, **kwargs))
-        if func == torch.autograd.grad and kwargs.get("create_graph") and holder.in_step():
+        if func == torch.autograd.grad and holder.in_step() and not holder.busy():
             holder.keep_all()
         held = self._held(args) if args else []
         if kwargs:
@@ -132,6 +133,8 @@ class ShardView(TorchFunctionMode):
         if func == _DATA_SET:
             return self._assign(*args)
         away = [p for p in held if holder.is_away(p)]
+        if away:
+            refuse_tracing()
         if name in _SHAPES or func in _SHAPE_GETTERS:
             return func(
                 *_instead(args, {id(p): torch.empty(holder.shape_of(p), device="meta") for p in away}), **kwargs

@@ -15,6 +15,7 @@ from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.shards import gathered
 from lightning_zero.engines.base import require_same_parameters, undetached_state_dict
 from lightning_zero.engines.deepspeed import private
+from lightning_zero.engines.deepspeed.lent_states import raw
 from lightning_zero.engines.deepspeed.optimizer_step import Cut, parameters
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.steps import Steps
@@ -75,9 +76,10 @@ class Whole:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()``, of rows."""
+        rows = self.rows_of_states(optimizer)
         before = optimizer.state
         try:
-            optimizer.state = {**before, **self.rows_of_states(optimizer)}  # type: ignore[assignment]
+            optimizer.state = {**raw(before), **rows}  # type: ignore[assignment]
             return type(optimizer).state_dict(optimizer)  # the class's: its own object has what users see
         finally:
             optimizer.state = before
@@ -108,6 +110,7 @@ class Whole:
         step = self._steps.of(optimizer)
         odd = {i: values for i, values in state["state"].items() if params[i] not in managed}
         optimizer.load_state_dict({**state, "state": odd})
+        step.take_given()
         whole = {params[i]: values for i, values in state["state"].items() if params[i] in managed}
         step.put_states(whole, casts=True)
 

@@ -72,25 +72,29 @@ from lightning_zero.engines.fsdp2.build import Build
 from lightning_zero.engines.fsdp2.compiled import CompiledUnits
 from lightning_zero.engines.fsdp2.cpu import Direct
 from lightning_zero.engines.fsdp2.guards import Guards
-from lightning_zero.engines.fsdp2.identity import Identity, PlainCopies, Read, WholeStateDicts
+from lightning_zero.engines.fsdp2.identity import Identity, Read, WholeStateDicts
 from lightning_zero.engines.fsdp2.sharding import (
     make_mesh,
     offload_policy,
-    refuse_held_views,
-    refuse_script_modules,
-    refuse_sparse_gradients,
     root_owners,
     shard_units,
 )
 from lightning_zero.engines.fsdp2.traced import Marks, after_entry, before_owner, untraced
 from lightning_zero.engines.fsdp2.transport import Transport
 from lightning_zero.engines.fsdp2.usage import Usage
-from lightning_zero.engines.fsdp2.view import WholeView, refuse_tracing
+from lightning_zero.engines.fsdp2.view import WholeView
 from lightning_zero.engines.fsdp2.writes import Writes
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.optimizer_step import ShardedStep, hand_back
+from lightning_zero.engines.plain_copies import PlainCopies
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.recompute import Recomputed
+from lightning_zero.engines.refusals import (
+    refuse_held_views,
+    refuse_script_modules,
+    refuse_sparse_gradients,
+    refuse_tracing,
+)
 from lightning_zero.engines.units import plan_units
 from lightning_zero.private.torch import BatchNorm, DisableTorchFunction
 
@@ -141,7 +145,7 @@ class Fsdp2Engine(Engine):
         self.units_table = plan.table()
         self._recomputed = Recomputed(self.config.activation_checkpointing, module, [u.module for u in plan.units[:-1]])
         self._transport = choose_transport(self.config, self.device, self.mesh)
-        self._copies = PlainCopies(module)
+        self._copies = PlainCopies(module, private.STATE_KEYS.__contains__)
         build, self._build = self._build, None
         self._sharded = shard_units(module, plan, self.mesh, self.config, self.dtypes, self.device, build)
         self.units = self._sharded.units

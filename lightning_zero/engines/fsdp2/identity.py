@@ -6,8 +6,8 @@ taken back. The user's ``nn.Parameter``, with its class, attributes and hooks, *
 one. It stays registered while it is not gathered; then it is *away*: empty, or where shards lie in copies stale but for
 this rank's rows. The view (:mod:`.view`) finds out by :attr:`Identity.own` and answers with the shards' values.
 
-Modules keep their class, and are copied and pickled as ordinary ones: hooks and state of ``fully_shard`` and of the
-engine stay out of :func:`copy.deepcopy` and ``torch.save``, whose parameters the view makes whole.
+Modules keep their class, and are copied and pickled as ordinary ones (:mod:`~lightning_zero.engines.plain_copies`):
+parameters in copies are made whole by the view.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.optimizer_family import family
 from lightning_zero.private.torch import DisableTorchFunction, own_parameters, run_first, set_data
 from lightning_zero.private.torch_optim import has_hooks
-
-_COPIED = "__reduce_ex__"
-"""Looked up on the object by :mod:`copy` and :mod:`pickle` alike."""
 
 
 class Identity:
@@ -216,43 +213,3 @@ class WholeStateDicts:
                     state[prefix + name] = self._seen[p]
             if not prefix:  # the module that was asked
                 self._seen.clear()
-
-
-class PlainCopies:
-    """Modules of a run are copied and pickled without what the engine has hung on them.
-
-    Args:
-        module: Each module below gets the means; :meth:`undo` takes it away.
-        hooked: Each module's dictionaries of hooks, as they were before the engine came.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._kept = {m: {name: set(hooks) for name, hooks in _hooks_of(m)} for m in module.modules()}
-
-    def begin(self) -> None:
-        """The engine's hooks are those that have come since."""
-        for m, kept in self._kept.items():
-            ours = {name: set(hooks) - kept[name] for name, hooks in _hooks_of(m)}
-            m.__dict__[_COPIED] = partial(_reduced, m, {name: ids for name, ids in ours.items() if ids})
-
-    def undo(self) -> None:
-        """Modules are copied as they were before."""
-        for m in self._kept:
-            m.__dict__.pop(_COPIED, None)
-
-
-def _hooks_of(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
-    return ((name, value) for name, value in vars(module).items() if "_hooks" in name and isinstance(value, dict))
-
-
-def _reduced(module: nn.Module, ours: Mapping[str, set[int]], protocol: Any) -> Any:
-    """What ``module.__reduce_ex__`` would return for a module that no engine has touched."""
-    reduced: Any = type(module).__reduce_ex__(module, protocol)
-    made, arguments, *rest = reduced
-    if rest and isinstance(rest[0], dict):
-        state = {key: value for key, value in rest[0].items() if key not in (_COPIED, *private.STATE_KEYS)}
-        for name, ids in ours.items():
-            if name in state:
-                state[name] = type(state[name])((key, hook) for key, hook in state[name].items() if key not in ids)
-        rest[0] = state
-    return made, arguments, *rest

@@ -44,6 +44,7 @@ from lightning_zero.comm.shards import (
 )
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.traced import Marks
+from lightning_zero.engines.refusals import refuse_tracing
 from lightning_zero.engines.torch_functions import is_in_place
 from lightning_zero.private.torch import backwards_inside
 
@@ -241,15 +242,6 @@ class WholeView(TorchFunctionMode):
         if torch.is_grad_enabled() and tensor.requires_grad:
             return self._whole(tensor)
         return read_only(tensor)
-
-
-def refuse_tracing() -> None:
-    """Raises ``RuntimeError`` inside ``torch.jit.trace``, on all ranks before anything is gathered."""
-    if torch.jit.is_tracing():
-        raise RuntimeError(
-            "torch.jit.trace of a module in a run would record how its parameters are gathered: trace a copy,"
-            " torch.jit.trace(copy.deepcopy(module), ...), on every rank."
-        )
 
 
 def _any_sharded(values: Any) -> bool:
