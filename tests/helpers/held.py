@@ -228,7 +228,7 @@ class Stacked(Zoo):
 
 
 class Saves(Zoo):
-    """``torch.save`` of a submodule and of its ``state_dict()`` in a hook on all ranks."""
+    """``torch.save`` of a submodule and of its ``state_dict()``, with and without a prefix, in a hook on all ranks."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         file = io.BytesIO()
@@ -243,6 +243,8 @@ class Saves(Zoo):
         state = torch.load(file)
         assert all(type(value) is Tensor for value in state.values())
         torch.testing.assert_close(state["head.weight"], loaded.head.weight.detach())
+        prefixed = self.net.state_dict(prefix="student.")
+        assert all(torch.equal(value, state[name.removeprefix("student.")]) for name, value in prefixed.items())
 
 
 class Compared(Zoo):

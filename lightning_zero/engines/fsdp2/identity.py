@@ -12,6 +12,7 @@ parameters in copies are made whole by the view.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -178,6 +179,7 @@ class WholeStateDicts:
     def __init__(self, module: nn.Module, identity: Identity) -> None:
         self._identity = identity
         self._raw = False
+        self._call: Callable[[], Any] = lambda: None  # the dictionary that is being filled, if it still lives
         self._seen: dict[Tensor, Tensor] = {}  # during one call: parameters -> whole values
         self._handles = []
         for m in module.modules():
@@ -202,6 +204,9 @@ class WholeStateDicts:
     def _complete(self, module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
         if self._raw:
             return
+        if self._call() is not state:  # another call's values may be old: it may have failed, or had a prefix
+            self._seen.clear()
+            self._call = weakref.ref(state) if type(state) is not dict else lambda: state
         with torch.no_grad(), DisableTorchFunction():
             for name, p in own_parameters(module).items():
                 value = state.get(prefix + name)
@@ -212,4 +217,5 @@ class WholeStateDicts:
                         self._seen[p] = gathered(value) if isinstance(value, DTensor) else value.clone()
                     state[prefix + name] = self._seen[p]
             if not prefix:  # the module that was asked
+                self._call = lambda: None
                 self._seen.clear()
