@@ -28,7 +28,7 @@ from torchmetrics import Metric
 from lightning_zero.checkpoint.global_batch import keep_global_batch
 from lightning_zero.checkpoint.later import leaving_for_later
 from lightning_zero.checkpoint.resume import follow, leave_finished_epoch
-from lightning_zero.checkpoint.saving import Collecting, Saving
+from lightning_zero.checkpoint.saving import Collecting, Saving, on_whole_files
 from lightning_zero.comm.agree import Agreement, set_run_agreement, shared_agreement
 from lightning_zero.config import (
     ActivationCheckpointingConfig,
@@ -173,6 +173,16 @@ class ZeroStrategy(Launched, DDPStrategy):
             # On the object only: Trainer.init_module warns of strategies whose class has it
             self.model_sharded_context = self._build_sharded  # type: ignore[method-assign,assignment]
         self._saving.refuse_plugin(of_lightning.get("checkpoint_io"))
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads files on rank 0: the user's plugin, or Lightning's with our way of writing."""
+        self.checkpoint_io = on_whole_files(given_checkpoint_io(self))
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        DDPStrategy.checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
 
     # -- what Lightning asks of a strategy by its type ------------------------------------------------------------
 

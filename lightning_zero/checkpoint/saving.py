@@ -59,7 +59,7 @@ class Saving:
 
     def refuse_plugin(self, checkpoint_io: Any) -> None:
         """Raises ``ValueError`` for a plugin beside a form that plugins know nothing of."""
-        if self._form != "file" and type(checkpoint_io) not in (type(None), TorchCheckpointIO):
+        if self._form != "file" and type(checkpoint_io) not in (type(None), *_ON_FILES):
             raise ValueError(
                 f"checkpoint={self._form!r} with a CheckpointIO plugin ({type(checkpoint_io).__name__}):"
                 " plugins write the one-file form; use checkpoint='file' or no plugin."
@@ -179,7 +179,7 @@ class Saving:
         path = self.agreement.gather(os.fspath(checkpoint_path))[0]
         if self._background is not None:
             together(self.agreement, self._background.wait)
-        ours = type(_innermost(checkpoint_io)) is TorchCheckpointIO  # plugins around it change the writing only
+        ours = type(_innermost(checkpoint_io)) in _ON_FILES  # plugins around it change the writing only
         if ours or together(self.agreement, lambda: is_directory(path)):
             self._loaded = load(path, weights_only, self.agreement)
         else:
@@ -203,12 +203,31 @@ class Saving:
 
 def _write_file(checkpoint: dict[str, Any], path: str, trainer: Any, storage_options: Any) -> None:
     strategy = trainer.strategy
-    if not strategy.is_global_zero:
-        return
-    if storage_options is None and type(strategy.checkpoint_io) is TorchCheckpointIO:
-        file.write(checkpoint, path)
-    else:
+    if strategy.is_global_zero:
         strategy.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+
+class WholeFileIO(TorchCheckpointIO):
+    """Lightning's, with files that appear all at once, when all of their content is on the disk."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """See :func:`~lightning_zero.checkpoint.file.write`."""
+        if storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)  # says that it knows none
+        file.write(checkpoint, os.fspath(path))
+
+
+_ON_FILES = (TorchCheckpointIO, WholeFileIO)
+
+
+def on_whole_files(checkpoint_io: Any) -> Any:
+    """``checkpoint_io``, or :class:`WholeFileIO` in the place of none and of Lightning's own; a plugin that wraps
+    another (``AsyncCheckpointIO``) and was given none wraps ours."""
+    if type(checkpoint_io) in (type(None), TorchCheckpointIO):
+        return WholeFileIO()
+    if hasattr(checkpoint_io, "checkpoint_io"):
+        checkpoint_io.checkpoint_io = WholeFileIO()  # Lightning's setter leaves one that is there
+    return checkpoint_io
 
 
 def _innermost(checkpoint_io: Any) -> Any:

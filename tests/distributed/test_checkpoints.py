@@ -20,7 +20,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim.swa_utils import get_ema_avg_fn
@@ -739,6 +739,50 @@ def test_a_checkpoint_io_plugin_is_honoured(ranks2, tmp_path: Path) -> None:
     results = ranks2(_plugin, str(tmp_path / "x.ckpt"))
     assert [r[:2] for r in results] == [(1, 1), (0, 1)]
     assert [len(r[2]) for r in results] == [2, 2]
+
+
+def _synced(path: str, form: str, plugins: list[Any]) -> set[str]:
+    """Files and folders that this rank has had the system write to the disk, by their names from the folder of ``path``
+    on."""
+    fsync, found = os.fsync, set()
+
+    def noting(descriptor: int) -> None:
+        found.add(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), os.path.dirname(path)))
+        fsync(descriptor)
+
+    os.fsync = noting
+    try:
+        settings = {"stage": 3, "min_unit_numel": 1, "checkpoint": form}
+        trainer = make_trainer(settings, max_steps=1, plugins=[plugin() for plugin in plugins])
+        trainer.fit(moves.Features(), moves.loader("epoch end", 1))
+        trainer.save_checkpoint(path)
+        trainer.strategy.teardown()  # waits for what is under way
+    finally:
+        os.fsync = fsync
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+@pytest.mark.parametrize(
+    ("form", "plugins"),
+    [
+        ("file", []),
+        ("file", [TorchCheckpointIO]),
+        ("file", [AsyncCheckpointIO]),
+        ("sharded", []),
+        ("sharded-async", []),
+    ],
+)
+def test_every_save_ends_on_the_disk(form: str, plugins: list[Any], ranks2, tmp_path: Path) -> None:
+    """Or a power failure could leave a name without content."""
+    first, second = ranks2(_synced, str(tmp_path / "x.ckpt"), form, plugins)
+    assert (tmp_path / "x.ckpt").exists()
+    assert "." in first  # the rename
+    if form == "file":
+        assert any(".x.ckpt." in name for name in first)
+        return
+    for rank, found in enumerate((first, second)):
+        assert any(Path(name).name.startswith(f"__{rank}_") for name in found), found
 
 
 def test_a_plugin_with_shards_is_refused() -> None:
