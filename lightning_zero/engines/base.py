@@ -49,6 +49,9 @@ LIMITS: dict[str, dict[str, str]] = {
             "the hooks on its modules are autograd functions without rules for transforms"
             " (deepspeed/runtime/zero/parameter_offload.py, _register_deepspeed_module); fsdp2 and stage 2 do it"
         ),
+        "parameters that an autograd function's own backward reads (torchdiffeq's odeint_adjoint), at stage 3": (
+            "they are partitioned by then, and torch says that their storage is too small; stage 2 and fsdp2 do it"
+        ),
         "modules of torch.jit.script, at stage 3": "they take no hooks, which gather; stage 2 does it",
         "Embedding(sparse=True)": "gradients lie in flats (deepspeed/runtime/zero/stage_1_and_2.py)",
         "optimizers that are not element-wise (Muon, Adafactor, LBFGS), and 16-mixed, with offload='nvme'": (

@@ -1,0 +1,173 @@
+"""Kinds of :mod:`tests.helpers.held` that are made of public packages, each named where it is used.
+
+``PACKAGED`` says which packages a kind needs; ``compare`` trains kinds on the calling rank, under DDP and each stage.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from tests.helpers import models, zoo
+from tests.helpers.zoo import KINDS, UNUSED, WIDTH, Kind, TokenDataset, Zoo, _of, whole
+
+PACKAGED: dict[str, tuple[str, ...]] = {
+    # kind -> distributions
+    "save_pretrained": ("transformers", "safetensors"),
+    "save_pretrained_adapter": ("peft", "transformers", "safetensors"),
+    "safetensors_in_hooks": ("safetensors",),
+    "odeint_adjoint": ("torchdiffeq",),
+    "model_ema_v3": ("timm",),
+    "torch_ema": ("torch-ema",),
+}
+
+LEFT_OUT = {
+    ("save_pretrained", "deepspeed", 3): "tied weights are written twice",
+    ("odeint_adjoint", "deepspeed", 3): "parameters of the field are not gathered for the adjoint's own backward",
+}
+"""(kind, engine, stage) -> why it is not as under DDP; docs/deepspeed.md says so."""
+
+MADE_EARLY = {"torch_ema"}
+"""They take values in ``__init__``, before ranks have rank 0's."""
+
+
+def stages(kind: str, engine: str) -> list[int]:
+    """Those that are compared."""
+    return [stage for stage in (1, 2, 3) if (kind, engine, stage) not in LEFT_OUT]
+
+
+def missing(kind: str) -> str | None:
+    """The package without which ``kind`` cannot be trained here."""
+    return next((name for name in PACKAGED[kind] if not models.version_of(name)), None)
+
+
+class SavesPretrained(Zoo):
+    """``save_pretrained`` in a hook on every rank: the whole model, or what an adapter trains."""
+
+    def build(self) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(
+            vocab_size=13, n_positions=8, n_embd=WIDTH, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+        self.net = GPT2LMHeadModel(config)
+        if self.options["adapter"]:
+            from peft import LoraConfig, get_peft_model
+
+            self.net = get_peft_model(self.net, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, following = batch
+        return F.cross_entropy(self.net(tokens).logits.flatten(0, 1), following.flatten())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        from safetensors.torch import load_file
+
+        if batch_idx % 3 == 2:
+            with tempfile.TemporaryDirectory() as folder:
+                self.net.save_pretrained(folder)
+                files = list(Path(folder).glob("*.safetensors"))
+                assert files or self.global_rank  # transformers writes on rank 0 alone
+                for file in files:
+                    self.extra |= {f"{len(self.losses)}/{name}": value for name, value in load_file(file).items()}
+
+
+class SavesTensors(Zoo):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        from safetensors.torch import load_file, save_file
+
+        with tempfile.TemporaryDirectory() as folder:
+            save_file(self.net.state_dict(), f"{folder}/net.safetensors")
+            save_file(self.net.blocks[0].state_dict(), f"{folder}/block.safetensors")
+            for name in ("net", "block"):
+                found = load_file(f"{folder}/{name}.safetensors")
+                self.extra |= {f"{len(self.losses)}/{name}/{key}": value for key, value in found.items()}
+
+
+class NeuralOde(Zoo):
+    """The adjoint's backward calls the module again, and differentiates with respect to its parameters."""
+
+    def build(self) -> None:
+        super().build()
+        self.field = _Field()
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torchdiffeq import odeint_adjoint
+
+        times = torch.tensor([0.0, 0.3])
+        return self.net(odeint_adjoint(self.field, x, times, method="rk4", options={"step_size": 0.1})[-1])
+
+
+class _Field(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, t: Tensor, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class TimmEma(Zoo):
+    """timm's ``ModelEmaV3``, made in a hook and updated after each step."""
+
+    def on_fit_start(self) -> None:
+        from timm.utils import ModelEmaV3
+
+        self.ema = [ModelEmaV3(self.net, decay=0.7)]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.ema[0].update(self.net)
+
+    def on_train_end(self) -> None:
+        self.extra |= {name: whole(value) for name, value in self.ema[0].module.state_dict().items()}
+
+
+class TorchEma(Zoo):
+    """torch_ema's average of ``__init__``, swapped in at each epoch's end."""
+
+    def build(self) -> None:
+        from torch_ema import ExponentialMovingAverage
+
+        super().build()
+        self.ema = ExponentialMovingAverage(self.parameters(), decay=0.8)
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        self.ema.update()
+
+    def on_train_epoch_end(self) -> None:
+        with self.ema.average_parameters():
+            self.extra |= {f"{self.current_epoch}/{n}": whole(p) for n, p in self.net.named_parameters()}
+
+
+_KINDS = {
+    "save_pretrained": Kind(module=_of(SavesPretrained, adapter=False), dataset=TokenDataset),
+    "save_pretrained_adapter": Kind(module=_of(SavesPretrained, adapter=True), dataset=TokenDataset),
+    "safetensors_in_hooks": Kind(module=_of(SavesTensors)),
+    "odeint_adjoint": Kind(module=_of(NeuralOde), reference=UNUSED),
+    "model_ema_v3": Kind(module=_of(TimmEma)),
+    "torch_ema": Kind(module=_of(TorchEma)),
+}
+
+
+def compare(names: list[str], engines: tuple[str, ...]) -> dict[tuple[str, str, int], float | str]:
+    """(kind, engine, stage) -> this rank's difference from DDP, or the error."""
+    models.find_packages()
+    KINDS.update(_KINDS)
+    found: dict[tuple[str, str, int], float | str] = {}
+    for name in names:
+        different = name not in MADE_EARLY
+        reference = zoo.train(name, KINDS[name].reference, different)
+        for engine in engines:
+            for stage in stages(name, engine):
+                settings = {"engine": engine, "stage": stage, **(zoo.BLOCKS if engine == "fsdp2" else {})}
+                result = zoo.train(name, settings, different)
+                found[name, engine, stage] = zoo.difference([result], [reference]).largest
+    return found
