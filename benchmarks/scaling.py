@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning_zero.host import files_of_a_run
+
 STATE_BYTES_PER_PARAMETER = 12
 """fp32 master weights and Adam's two moments (Rajbhandari et al. 2020, section 3.1)."""
 FLOPS_PER_PARAMETER_AND_TOKEN = 6
@@ -38,6 +40,8 @@ class Cluster:
     """What the whole file system takes; an assumption as well."""
     connect_seconds_per_rank: float = 1e-3
     """One rank's registration with the store that rank 0 keeps (one TCP round trip and one thread): an assumption."""
+    host_latency_seconds: float = 25e-6
+    """One small message between two hosts' CPUs over TCP: an assumption."""
     import_seconds: float = 10.0
     """Starting Python and importing torch and lightning: an assumption, minutes on a cold network file system."""
 
@@ -202,6 +206,29 @@ def tokens_that_hide_the_traffic(run: Run, cluster: Cluster) -> float:
     return communication_seconds(run, cluster) / run.micro_batches / per_token
 
 
+def host_sockets(ranks: int, rank: int, strategy: str = "zero3") -> int:
+    """Of one process with a CPU rank, in mid-run: a straight line through the measured table of docs/scaling.md. One
+    connection to each other rank, and at rank 0 another for each, to the store that it keeps; DDP has two groups."""
+    if strategy == "ddp":
+        return 2 * ranks + 2
+    return 2 * ranks + 18 if rank == 0 else ranks + 13
+
+
+HOST_THREADS = 14
+"""Of one process with a CPU rank, in mid-run, at any number of ranks; from the same table."""
+
+
+def step_sync_seconds(ranks: int, cluster: Cluster) -> float:
+    """What ranks tell each other before each batch, beside the forward on accelerators: gloo's all-reduce of one small
+    message, a ring of ``2 (N - 1)`` hops (gloo/allreduce.cc, its default algorithm)."""
+    return 2 * (ranks - 1) * cluster.host_latency_seconds
+
+
+def agreement_seconds(ranks: int, cluster: Cluster) -> float:
+    """A checkpoint's: two gathers of gloo, the sizes and the values, of ``N - 1`` hops each (gloo/allgather.cc)."""
+    return 2 * (ranks - 1) * cluster.host_latency_seconds
+
+
 SIZES = (8, 64, 512, 4096)
 """GPUs of the tables."""
 
@@ -218,24 +245,47 @@ def tables(cluster: Cluster | None = None) -> str:
 
         parts.append(f"### {name} parameters, stage 3, {Run.tokens_per_gpu} tokens per GPU and step\n")
         parts.append(_table(run, cluster))
+    parts.append("### On the host, any model\n")
+    parts.append(_host_table(cluster))
     return "\n".join(parts)
 
 
+def _host_table(cluster: Cluster) -> str:
+    return _lines(
+        [
+            ("sockets of rank 0, CPU ranks", lambda n: f"{host_sockets(n, 0):,}"),
+            ("– of the others", lambda n: f"{host_sockets(n, 1):,}"),
+            ("– of each, DDP", lambda n: f"{host_sockets(n, 0, 'ddp'):,}"),
+            ("open files that a start asks the system for", lambda n: f"{files_of_a_run(n):,}"),
+            ("threads, CPU ranks", lambda n: f"{HOST_THREADS}"),
+            ("registration at the store, s", lambda n: f"{n * cluster.connect_seconds_per_rank:.2f}"),
+            ("step sync, ms, beside the forward", lambda n: f"{step_sync_seconds(n, cluster) * 1e3:.1f}"),
+            ("agreement of a checkpoint, ms", lambda n: f"{agreement_seconds(n, cluster) * 1e3:.1f}"),
+        ],
+        "ranks",
+    )
+
+
 def _table(run: Callable[..., Run], cluster: Cluster) -> str:
-    rows: list[tuple[str, Callable[[int], str]]] = [
-        ("sent per GPU and step, GB", lambda n: f"{sum(sent_bytes(run(n)).values()) / 1e9:.0f}"),
-        ("– by each adapter, GB/s of the step", lambda n: f"{_network_rate(run(n), cluster) / 1e9:.0f}"),
-        ("computing, s", lambda n: f"{compute_seconds(run(n), cluster):.2f}"),
-        ("communicating, all ranks sharing, s", lambda n: f"{communication_seconds(run(n), cluster):.2f}"),
-        ("step, all ranks sharing, s", lambda n: f"{step_seconds(run(n), cluster):.2f}"),
-        ("shortest step's `shard_size` in 60 GB", lambda n: str(best_shard_size(run(n), cluster, 60e9) or "–")),
-        ("step with it, s", lambda n: _best_step(run, n, cluster)),
-        ("states per GPU, all ranks sharing, GB", lambda n: f"{state_bytes_per_gpu(run(n)) / 1e9:.2f}"),
-        ("start-up, s", lambda n: f"{start_seconds(run(n), cluster):.0f}"),
-        ("checkpoint, sharded, s", lambda n: f"{checkpoint_seconds(run(n), cluster, True):.0f}"),
-        ("checkpoint, one whole file, s", lambda n: f"{checkpoint_seconds(run(n), cluster, False):.0f}"),
-    ]
-    lines = ["| GPUs | " + " | ".join(f"{n:,}" for n in SIZES) + " |", "|---|" + "---|" * len(SIZES)]
+    return _lines(
+        [
+            ("sent per GPU and step, GB", lambda n: f"{sum(sent_bytes(run(n)).values()) / 1e9:.0f}"),
+            ("– by each adapter, GB/s of the step", lambda n: f"{_network_rate(run(n), cluster) / 1e9:.0f}"),
+            ("computing, s", lambda n: f"{compute_seconds(run(n), cluster):.2f}"),
+            ("communicating, all ranks sharing, s", lambda n: f"{communication_seconds(run(n), cluster):.2f}"),
+            ("step, all ranks sharing, s", lambda n: f"{step_seconds(run(n), cluster):.2f}"),
+            ("shortest step's `shard_size` in 60 GB", lambda n: str(best_shard_size(run(n), cluster, 60e9) or "–")),
+            ("step with it, s", lambda n: _best_step(run, n, cluster)),
+            ("states per GPU, all ranks sharing, GB", lambda n: f"{state_bytes_per_gpu(run(n)) / 1e9:.2f}"),
+            ("start-up, s", lambda n: f"{start_seconds(run(n), cluster):.0f}"),
+            ("checkpoint, sharded, s", lambda n: f"{checkpoint_seconds(run(n), cluster, True):.0f}"),
+            ("checkpoint, one whole file, s", lambda n: f"{checkpoint_seconds(run(n), cluster, False):.0f}"),
+        ]
+    )
+
+
+def _lines(rows: list[tuple[str, Callable[[int], str]]], heading: str = "GPUs") -> str:
+    lines = [f"| {heading} | " + " | ".join(f"{n:,}" for n in SIZES) + " |", "|---|" + "---|" * len(SIZES)]
     lines += [f"| {text} | " + " | ".join(cell(n) for n in SIZES) + " |" for text, cell in rows]
     return "\n".join(lines) + "\n"
 

@@ -97,6 +97,12 @@ def require_deepspeed() -> None:
         )
 
 
+def files_of_a_run(world_size: int) -> int:
+    """Open files that a rank should be allowed: two connections to each other one, and 960 for data loaders, logs and
+    the user's own."""
+    return 960 + 2 * world_size
+
+
 def allow_open_files(count: int) -> None:
     """Raises this process' limit of open files to ``count``, as far as the system lets it; never lowers it.
 

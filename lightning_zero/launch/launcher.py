@@ -38,7 +38,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_zero.host import allow_open_files
+from lightning_zero.host import allow_open_files, files_of_a_run
 from lightning_zero.launch import failure, rendezvous, restart, supervisor, tracebacks
 from lightning_zero.launch.environment import adapt_environment, check_world, without_requeueing
 from lightning_zero.launch.interrupt import leave_at_once, set_starting
@@ -68,8 +68,6 @@ from lightning_zero.private.lightning import (
 )
 from lightning_zero.private.torch import abort_process_groups
 
-FILES_OF_A_RUN = 960
-"""Open files beside the connections between ranks: data loaders, logs, what the user opens."""
 program_arguments: list[str] = []
 """What stands on the command line before Hydra's own arguments, if this program has such words."""
 
@@ -532,7 +530,7 @@ class Launched:
             # Each gloo group of each rank would connect with every other rank: more open files than a process may have.
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
             # Of the rest, rank 0's store and the exchange between CPU processes have one per rank (docs/scaling.md).
-            allow_open_files(FILES_OF_A_RUN + 2 * self.world_size)  # type: ignore[attr-defined]
+            allow_open_files(files_of_a_run(self.world_size))  # type: ignore[attr-defined]
             limit: timedelta = timeout_of(self) or default_pg_timeout  # type: ignore[arg-type]
             rank, size = self.global_rank, self.world_size  # type: ignore[attr-defined]
             backend = backend_of(self)

@@ -80,6 +80,18 @@ def test_checkpoints_and_start():
     assert scaling.start_seconds(many, Cluster()) > scaling.start_seconds(SEVEN, Cluster())
 
 
+def test_sockets_are_those_that_were_measured():
+    """The page's second table: the most of any rank, which is rank 0's."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (ddp|zero1|zero3) \| (\d+) \| (\d+) \|", page, flags=re.MULTILINE)
+    assert len(rows) == 18
+    for ranks, strategy, sockets, threads in rows:
+        expected = scaling.host_sockets(int(ranks), 0, strategy)
+        assert 0 <= expected - int(sockets) <= 11, (ranks, strategy)
+        assert strategy == "ddp" or int(threads) == scaling.HOST_THREADS
+        assert scaling.host_sockets(int(ranks), 0) <= 2 * scaling.host_sockets(int(ranks), 0, "ddp") + 16
+
+
 @pytest.mark.parametrize("wrong", [{"stage": 4}, {"shard_size": 7}])
 def test_impossible_runs_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
