@@ -228,7 +228,12 @@ class Stacked(Zoo):
 
 
 class Saves(Zoo):
-    """``torch.save`` of a submodule and of its ``state_dict()``, with and without a prefix, in a hook on all ranks."""
+    """``torch.save`` of a submodule and of its ``state_dict()``, with and without a prefix, in a hook on all ranks;
+    tied weights stay one."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.blocks[1].up.weight = self.net.blocks[0].up.weight
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         file = io.BytesIO()
@@ -236,11 +241,13 @@ class Saves(Zoo):
         file.seek(0)
         loaded = torch.load(file, weights_only=False)
         assert type(loaded) is Net
+        assert loaded.blocks[0].up.weight is loaded.blocks[1].up.weight
         self.extra |= {f"{len(self.losses)}/{k}": v.detach().clone() for k, v in loaded.state_dict().items()}
         file = io.BytesIO()
         torch.save(self.net.state_dict(), file)
         file.seek(0)
         state = torch.load(file)
+        assert state["blocks.0.up.weight"].data_ptr() == state["blocks.1.up.weight"].data_ptr()
         assert all(type(value) is Tensor for value in state.values())
         torch.testing.assert_close(state["head.weight"], loaded.head.weight.detach())
         prefixed = self.net.state_dict(prefix="student.")
@@ -422,8 +429,9 @@ class StatesWritten(Zoo):
         if batch_idx == 1:
             optimizer.state[head]["momentum_buffer"].mul_(0.5)
         if batch_idx == 2:
-            norms = [state["momentum_buffer"].norm() for state in optimizer.state.values()]
-            self.extra[f"momenta {self.current_epoch}"] = torch.stack([whole(n) for n in norms])
+            norms = {id(p): state["momentum_buffer"].norm() for p, state in optimizer.state.items()}
+            momenta = [whole(norms[id(p)]) for p in self.parameters()]  # whichever was forgotten comes last there
+            self.extra[f"momenta {self.current_epoch}"] = torch.stack(momenta)
         if batch_idx == 3:
             assert head in optimizer.state
             del optimizer.state[head]

@@ -28,7 +28,6 @@ PACKAGED: dict[str, tuple[str, ...]] = {
 }
 
 LEFT_OUT = {
-    ("save_pretrained", "deepspeed", 3): "tied weights are written twice",
     ("odeint_adjoint", "deepspeed", 3): "parameters of the field are not gathered for the adjoint's own backward",
 }
 """(kind, engine, stage) -> why it is not as under DDP; docs/deepspeed.md says so."""

@@ -66,6 +66,7 @@ from lightning_zero.engines.refusals import (
     refuse_tracing,
     refuse_transforms,
 )
+from lightning_zero.engines.state_dicts import WholeStateDicts
 from lightning_zero.private.torch import DisableTorchFunction
 
 
@@ -87,6 +88,7 @@ class DeepSpeedEngine(Engine):
         self._optimizers: list[Optimizer] = []
         self._stage3 = config.stage == 3
         self._under_way = UnderWay()
+        self._state_dicts: WholeStateDicts | None = None
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
@@ -146,6 +148,8 @@ class DeepSpeedEngine(Engine):
                 optimizer.zero_grad = self._access.zero_grad_of(optimizer)  # type: ignore[method-assign]
                 self._steps.lend_wholes(optimizer)
                 optimizer.state_dict = partial(self._state_dict_of, optimizer)  # type: ignore[method-assign]
+        if self._stage3:
+            self._state_dicts = WholeStateDicts(self.module, self._own_memory_of)
         copies.begin()  # undone by private.end
         pickle_plainly(params.held, self._plain, self._attributes)
         self.units_table = params.table()
@@ -159,6 +163,12 @@ class DeepSpeedEngine(Engine):
         """Its values in memory of their own (collective at stage 3)."""
         with torch.no_grad(), DisableTorchFunction():
             return private.gathered_copy(p) if self._stage3 else p.detach().clone()
+
+    def _own_memory_of(self, p: Tensor, value: Tensor) -> Tensor | None:
+        """For ``state_dict()`` of user code: the view has gathered ``value``, or else ``p`` is whole for now."""
+        if p not in self._params.held:
+            return None
+        return value.clone() if value.data_ptr() == p.data_ptr() else value
 
     @property
     def known_parameters(self) -> Collection[Tensor]:
@@ -327,6 +337,8 @@ class DeepSpeedEngine(Engine):
             optimizer.__dict__.pop("state_dict", None)
             self._steps.take_back(optimizer)
         self._usage.close()
+        if self._state_dicts is not None:
+            self._state_dicts.undo()
         attributes = {id(p): private.own_attributes(p) for p in self._params.shapes} | self._attributes
         private.end(self._engine, self.root, attributes)
         for p, value in values.items():

@@ -72,7 +72,7 @@ from lightning_zero.engines.fsdp2.build import Build
 from lightning_zero.engines.fsdp2.compiled import CompiledUnits
 from lightning_zero.engines.fsdp2.cpu import Direct
 from lightning_zero.engines.fsdp2.guards import Guards
-from lightning_zero.engines.fsdp2.identity import Identity, Read, WholeStateDicts
+from lightning_zero.engines.fsdp2.identity import Identity, Read
 from lightning_zero.engines.fsdp2.sharding import (
     make_mesh,
     offload_policy,
@@ -95,6 +95,7 @@ from lightning_zero.engines.refusals import (
     refuse_sparse_gradients,
     refuse_tracing,
 )
+from lightning_zero.engines.state_dicts import WholeStateDicts
 from lightning_zero.engines.units import plan_units
 from lightning_zero.private.torch import BatchNorm, DisableTorchFunction
 
@@ -217,7 +218,7 @@ class Fsdp2Engine(Engine):
         end_evaluation = after_entry(self._marks, self.reshard)
         for entry in (self.module, *self.module.children()):
             self._handles.append(entry.register_forward_hook(end_evaluation))
-        self._states = WholeStateDicts(self.module, self._identity)
+        self._states = WholeStateDicts(self.module, self._identity.whole_value)
 
     def _before_unit(self, index: int, unit: Any, *unused: Any) -> None:
         if self._phase is Phase.WHOLE:

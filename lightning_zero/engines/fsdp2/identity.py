@@ -12,9 +12,7 @@ parameters in copies are made whole by the view.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,7 +25,7 @@ from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.shards import as_shard, gathered, local, shard_like, whole
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.optimizer_family import family
-from lightning_zero.private.torch import DisableTorchFunction, own_parameters, run_first, set_data
+from lightning_zero.private.torch import DisableTorchFunction, set_data
 from lightning_zero.private.torch_optim import has_hooks
 
 
@@ -128,6 +126,13 @@ class Identity:
 
     _shard_states.of_engine = True  # type: ignore[attr-defined]  # else states would count as the user's to write
 
+    def whole_value(self, p: Tensor, value: Tensor) -> Tensor | None:
+        """For ``state_dict()``: ``value``, which torch has found for ``p``, in memory of its own."""
+        if p not in self.shards and not isinstance(p, DTensor):  # the latter left by a run
+            return None
+        # What is gathered now is gone, or old, after the step
+        return gathered(value) if isinstance(value, DTensor) else value.clone()
+
     def held(self, optimizer: Optimizer) -> list[Tensor]:
         """What ``optimizer`` steps on, shards in the place of the user's parameters."""
         return [self.shards.get(p, p) for group in optimizer.param_groups for p in group["params"]]
@@ -168,54 +173,3 @@ class Read(torch.autograd.Function):
         with DisableTorchFunction():
             torch.autograd.backward(ctx.value, grad, retain_graph=True)
         return None, None, None
-
-
-# -- modules ----------------------------------------------------------------------------------------------------------
-
-
-class WholeStateDicts:
-    """``state_dict()`` of any module of a run holds whole plain tensors, a tied one once (collective)."""
-
-    def __init__(self, module: nn.Module, identity: Identity) -> None:
-        self._identity = identity
-        self._raw = False
-        self._call: Callable[[], Any] = lambda: None  # the dictionary that is being filled, if it still lives
-        self._seen: dict[Tensor, Tensor] = {}  # during one call: parameters -> whole values
-        self._handles = []
-        for m in module.modules():
-            handle = m.register_state_dict_post_hook(partial(self._complete))  # torch sets an attribute on it
-            run_first(m, handle)  # hooks of users look at values, too
-            self._handles.append(handle)
-
-    def undo(self) -> None:
-        """Takes the hooks back."""
-        for handle in self._handles:
-            handle.remove()
-
-    @contextmanager
-    def raw(self) -> Iterator[None]:
-        """The engine's own calls get shards."""
-        self._raw = True
-        try:
-            yield
-        finally:
-            self._raw = False
-
-    def _complete(self, module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
-        if self._raw:
-            return
-        if self._call() is not state:  # another call's values may be old: it may have failed, or had a prefix
-            self._seen.clear()
-            self._call = weakref.ref(state) if type(state) is not dict else lambda: state
-        with torch.no_grad(), DisableTorchFunction():
-            for name, p in own_parameters(module).items():
-                value = state.get(prefix + name)
-                is_shared = p in self._identity.shards or isinstance(p, DTensor)  # the latter left by a run
-                if p is not None and is_shared and value is not None and value is not p:
-                    if p not in self._seen:
-                        # What is gathered now is gone, or old, after the step
-                        self._seen[p] = gathered(value) if isinstance(value, DTensor) else value.clone()
-                    state[prefix + name] = self._seen[p]
-            if not prefix:  # the module that was asked
-                self._call = lambda: None
-                self._seen.clear()
