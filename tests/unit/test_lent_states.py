@@ -59,6 +59,16 @@ def test_what_is_deleted_is_gone_from_the_flats(states, flats):
         del states[A]
 
 
+def test_what_is_there_is_no_default(states, flats):
+    assert states.setdefault(A, {})["m"].tolist() == [1.0, 2.0]
+    assert states.setdefault(C, {})["m"].tolist() == [0.0, 0.0]
+    assert {id(states.popitem()[0]) for _ in range(3)} == {id(p) for p in (A, B, C)}
+    assert not flats
+    assert states.setdefault(A, {}) == {}
+    with pytest.raises(KeyError):
+        LentStates(dict, None, None, {}).popitem()
+
+
 def test_a_state_that_nobody_has_begins_empty(states):
     new = torch.nn.Parameter(torch.ones(1))
     assert states.get(new) is None

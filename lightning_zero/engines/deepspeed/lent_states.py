@@ -69,6 +69,15 @@ class LentStates(defaultdict[Tensor, dict[str, Any]]):
         self._forget(p)
         return self.take(p)
 
+    def popitem(self) -> tuple[Tensor, dict[str, Any]]:
+        if not self:
+            return super().popitem()
+        p = list(self)[-1]
+        return p, self.pop(p)
+
+    def setdefault(self, p: Tensor, default: Any = None) -> Any:
+        return self[p] if p in self else super().setdefault(p, default)
+
     def __delitem__(self, p: Tensor) -> None:
         self.pop(p)
 
