@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_zero.planner import show
+from lightning_zero.planner.life import Life
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,8 @@ class Plan:
     usable_bytes: float | None
     flops_per_micro_batch: float
     rows: Sequence[Row]
+    life: Life | None
+    """Before the first step and after the last, at ``zero3``; ``None`` for one rank."""
     choice: str | None
     """Name of the row to take; ``None`` if none fits."""
     checkpointing: bool

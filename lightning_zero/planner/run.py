@@ -17,7 +17,8 @@ from lightning_zero.engines.hooks import user_looks_between_micro_batches
 from lightning_zero.host import available_host_bytes
 from lightning_zero.planner.choice import choose
 from lightning_zero.planner.groups import smallest_group
-from lightning_zero.planner.memory import StepRules
+from lightning_zero.planner.life import Life, life_of
+from lightning_zero.planner.memory import StepRules, state_bytes
 from lightning_zero.planner.rows import Plan
 from lightning_zero.planner.show import GIB
 from lightning_zero.planner.silent import quiet
@@ -128,11 +129,17 @@ def plan(
         usable_bytes=usable,
         flops_per_micro_batch=study.flops,
         rows=tuple(rows),
+        life=None if world_size == 1 else _life(study, shards),
         choice=choice,
         checkpointing=checkpointing,
         reason=reason,
         notes=tuple(study.notes),
     )
+
+
+def _life(study: Any, shards: int) -> Life:
+    on_host = study.target.type == "cpu" or study.config.offload.target == "cpu"
+    return life_of(study.layout, shards, state_bytes(study.layout, 3, shards), on_host, study.config.build)
 
 
 class Planner:

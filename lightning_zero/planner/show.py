@@ -78,8 +78,27 @@ def table(plan: Any) -> str:
         foot.append("* arithmetic only: no engine runs it here yet.")
     if any(r.engine not in (None, *ACCOUNTED) for r in plan.rows):
         foot.append("+ run by DeepSpeed, whose own buffers are not counted; states are the same.")
+    if plan.life is not None:
+        foot += _life(plan.life, plan.ranks_per_host)
     foot += [f"note: {note}." for note in plan.notes]
     return "\n".join([*head, *lines, *foot, "", f"take {plan.reason}" if plan.choice else plan.reason])
+
+
+def _life(life: Any, ranks_per_host: int) -> list[str]:
+    """Most that host memory has to hold beside the steps."""
+    phases = {
+        "made by configure_model": life.made,
+        "made in __init__, or below stage 3": life.whole,
+        "loaded from a file": life.loaded,
+        "saved as one file, rank 0": life.saved,
+        "ended whole": life.ended,
+    }
+    width = max(map(len, phases))
+    lines = ["", f"zero3 before and after its steps, host memory in GiB: of a rank, of a host with {ranks_per_host}"]
+    for phase, nbytes in phases.items():
+        of_host = nbytes * (1 if phase.endswith("rank 0") else ranks_per_host)
+        lines.append(f"  {phase.ljust(width)}  {gib(nbytes).rjust(7)}  {gib(of_host).rjust(7)}")
+    return [*lines, "  with checkpoint=sharded and after_fit=sharded saving and ending take no more than a step"]
 
 
 def plot(plan: Any, path: str) -> None:

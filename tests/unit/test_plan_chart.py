@@ -53,6 +53,7 @@ def a_plan(device_gib: float | None) -> Plan:
         usable_bytes=0.9 * device_gib * GIB if device_gib is not None else None,
         flops_per_micro_batch=1.0,
         rows=(a_row("ddp", 0, 1600, 1577), a_row("zero1", 1, 276, 161), a_row("zero3", 3, 148, 34)),
+        life=None,
         choice="zero3",
         checkpointing=known,
         reason="zero3: it fits.",

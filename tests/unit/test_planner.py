@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -276,6 +277,36 @@ def test_host_memory_limits_offload():
 
 
 # -- what is shown ---------------------------------------------------------------------------------------------------
+
+
+class Deep(zoo.Zoo):
+    """32 layers of 16 MiB, without memory."""
+
+    def build(self) -> None:
+        with torch.device("meta"):
+            self.net = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(32))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_the_life_beside_the_steps_is_counted():
+    module = Deep()
+    module.configure_model()
+    layer, whole = 16 * 2**20, 32 * 16 * 2**20
+    shard = whole // 4
+    life = plan(module, world_size=4, config=BLOCKS).life
+    assert life.whole == whole
+    assert life.made == shard + 64 * 2**20 + layer  # the shards, what may be open, what is being made
+    assert life.loaded == shard + layer
+    assert life.saved == 3 * shard + 2 * whole  # rank 0's parameters, gradients and momenta beside the file's content
+    assert life.ended == 2 * shard + 2 * whole
+    assert plan(module, world_size=4, config=dataclasses.replace(BLOCKS, build="whole")).life.made == whole
+    on_cuda = plan(module, world_size=4, config=BLOCKS, device="cuda").life
+    assert (on_cuda.loaded, on_cuda.saved, on_cuda.ended) == (layer, 2 * whole, 2 * whole)
+    assert plan(module, config=BLOCKS).life is None
+    text = str(plan(module, world_size=4, ranks_per_host=2, config=BLOCKS))
+    assert re.search(r"of a host with 2\n +made by configure_model +0\.20 +0\.41\n", text), text
 
 
 def test_table_and_json_hold_every_row(tmp_path):

@@ -42,10 +42,9 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.comm.agree import Agreement, run_agreement
+from lightning_zero.engines.birth import OPEN_BYTES
 from lightning_zero.private.torch import DisableTorchFunction, TorchDispatchMode, pytree, set_data, storage_key
 
-OPEN_BYTES = 64 * 2**20
-"""Lots stay open up to this sum. A module that is smaller is built as ever."""
 LEAST_BYTES = 64 * 2**10
 """Smaller lots are not worth a message: biases and norms of a large module are a thousandth of it."""
 
