@@ -144,8 +144,10 @@ Constructors run as they are, on whole tensors and with the random numbers of or
 same, bit for bit. As soon as 64 MiB of parameters are whole, the oldest of them go: each rank keeps its part of rank
 0's bytes. Whatever uses them later (`self.apply(init)`, ties, copies of layers, `load_state_dict`, `from_pretrained`)
 gets them whole for as long as it takes. All ranks must run the same code there, as they do under DDP; where one builds
-or reads something that the others don't, all of them say so and end. `build="whole"` builds the whole module on every
-rank instead, as stages 1 and 2 do, and so does `zero_auto`, which knows its stage only afterwards.
+or reads something that the others don't, all of them say so and end. A thread that `configure_model` starts may use
+what is still whole, and is named otherwise; one that runs since before it must not touch the module. `build="whole"`
+builds the whole module on every rank instead, as stages 1 and 2 do, and so does `zero_auto`, which knows its stage only
+afterwards.
 
 On the meta device nothing is built twice, and nothing is initialized that a file fills:
 

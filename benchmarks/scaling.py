@@ -218,14 +218,10 @@ HOST_THREADS = 14
 """Of one process with a CPU rank, in mid-run, at any number of ranks; from the same table."""
 
 
-def step_sync_seconds(ranks: int, cluster: Cluster) -> float:
-    """What ranks tell each other before each batch, beside the forward on accelerators: gloo's all-reduce of one small
-    message, a ring of ``2 (N - 1)`` hops (gloo/allreduce.cc, its default algorithm)."""
-    return 2 * (ranks - 1) * cluster.host_latency_seconds
-
-
-def agreement_seconds(ranks: int, cluster: Cluster) -> float:
-    """A checkpoint's: two gathers of gloo, the sizes and the values, of ``N - 1`` hops each (gloo/allgather.cc)."""
+def host_agreement_seconds(ranks: int, cluster: Cluster) -> float:
+    """One round of small messages between hosts' CPUs, a ring of ``2 (N - 1)`` hops: the step sync before each batch,
+    gloo's all-reduce (gloo/allreduce.cc, its default algorithm), and a checkpoint's agreement, two of gloo's
+    all-gathers, of the sizes and of the values (gloo/allgather.cc)."""
     return 2 * (ranks - 1) * cluster.host_latency_seconds
 
 
@@ -259,8 +255,10 @@ def _host_table(cluster: Cluster) -> str:
             ("open files that a start asks the system for", lambda n: f"{files_of_a_run(n):,}"),
             ("threads, CPU ranks", lambda n: f"{HOST_THREADS}"),
             ("registration at the store, s", lambda n: f"{n * cluster.connect_seconds_per_rank:.2f}"),
-            ("step sync, ms, beside the forward", lambda n: f"{step_sync_seconds(n, cluster) * 1e3:.1f}"),
-            ("agreement of a checkpoint, ms", lambda n: f"{agreement_seconds(n, cluster) * 1e3:.1f}"),
+            (
+                "step sync (beside the forward) or a checkpoint's agreement, ms",
+                lambda n: f"{host_agreement_seconds(n, cluster) * 1e3:.1f}",
+            ),
         ],
         "ranks",
     )

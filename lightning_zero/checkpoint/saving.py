@@ -213,8 +213,8 @@ class WholeFileIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """See :func:`~lightning_zero.checkpoint.file.write`."""
         if storage_options is not None:
-            super().save_checkpoint(checkpoint, path, storage_options)  # says that it knows none
-        file.write(checkpoint, os.fspath(path))
+            return super().save_checkpoint(checkpoint, path, storage_options)  # says that it knows none
+        return file.write(checkpoint, os.fspath(path))
 
 
 _ON_FILES = (TorchCheckpointIO, WholeFileIO)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -28,6 +28,16 @@ class Place(NamedTuple):
     """Ranks of a host."""
 
 
+class Built(Sharded, Protocol):
+    """A module that ``configure_model`` has built sharded."""
+
+    def begin_view(self) -> None:
+        """From here to :meth:`end_view` it looks whole."""
+
+    def end_view(self) -> None:
+        """See :meth:`begin_view`."""
+
+
 class EngineRun(ABC):
     """One strategy's runs with an engine; the methods stand in the order of a run. Unless an engine says otherwise
     there is nothing beside it."""
@@ -38,6 +48,8 @@ class EngineRun(ABC):
     def __init__(self, config: ZeroConfig) -> None:
         self.config = config
         """Of the run that comes: ``zero_auto`` picks stage and offload when it is set up."""
+        self.built: Built | None = None
+        """By ``configure_model``, until the engine has taken it over."""
 
     def connect(self, module: Any) -> None:  # noqa: B027
         """Before Lightning looks for the module's hooks."""
@@ -48,11 +60,15 @@ class EngineRun(ABC):
         """Around ``configure_model`` (collective)."""
         return nullcontext()
 
-    def begin_view(self) -> None:  # noqa: B027
+    def begin_view(self) -> None:
         """From here to :meth:`end_view` the module looks whole, though it may have been built sharded."""
+        if self.built is not None:
+            self.built.begin_view()
 
-    def end_view(self) -> None:  # noqa: B027
+    def end_view(self) -> None:
         """See :meth:`begin_view`."""
+        if self.built is not None:
+            self.built.end_view()
 
     def begin_setup(self) -> None:
         """The strategy's set-up begins, which ends in the engine's start."""

@@ -137,10 +137,13 @@ class PieceStep:
         if not isinstance(state, LentStates):  # load_state_dict, or a user, has put another in its place
             self.states.clear()
             state = self._take_over(state)
-        lent = [p for p in parameters(self.optimizer) if p in state.lent]
-        given = [p for p in raw(state) if p in self.managed and p not in state.lent]
-        self.put_states({p: state.take(p) for p in lent})
-        self.put_states({p: state.take(p) for p in given}, casts=True)
+        standing = raw(state)  # nothing, in most steps
+        lent = [p for p in parameters(self.optimizer) if p in state.lent] if state.lent else []
+        given = [p for p in standing if p in self.managed and p not in state.lent]
+        if lent:
+            self.put_states({p: state.take(p) for p in lent})
+        if given:
+            self.put_states({p: state.take(p) for p in given}, casts=True)
 
     def _take_over(self, state: Mapping[Tensor, dict[str, Any]]) -> LentStates:
         lent = LentStates(self.states.keys, self._whole, self._forget, state)

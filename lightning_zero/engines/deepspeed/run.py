@@ -51,6 +51,8 @@ _HOOK = "configure_optimizers"
 class DeepSpeedRun(EngineRun):
     """See :class:`~lightning_zero.engines.run.EngineRun`."""
 
+    built: Build | None
+
     def __init__(self, config: ZeroConfig) -> None:
         require_deepspeed()
         if config.raw is not None:
@@ -63,7 +65,6 @@ class DeepSpeedRun(EngineRun):
         self._supplied: LightningModule | None = None
         self._recomputed: Recomputed | None = None
         self._linear: Any = None
-        self._built: Build | None = None  # by configure_model, until the engine has taken it over
 
     @property
     def offload_path(self) -> str | None:
@@ -100,7 +101,7 @@ class DeepSpeedRun(EngineRun):
 
     def whole_for_optimizers(self, engine: Engine) -> AbstractContextManager[Any]:
         """Parameters that were built sharded, too."""
-        return engine.view() if self._built is not None else nullcontext()
+        return engine.view() if self.built is not None else nullcontext()
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Raises ``ValueError`` if the module's own optimizers are not the file's."""
@@ -122,20 +123,12 @@ class DeepSpeedRun(EngineRun):
         if "mixed" in str(trainer_facts["precision"]):  # parameters are fp32, as in the engine
             for section in ("bf16", "fp16", "data_types"):
                 made.pop(section, None)
-        self._built = Build(module, made, device)
-        with self._built.building():
+        self.built = Build(module, made, device)
+        with self.built.building():
             yield
 
-    def begin_view(self) -> None:
-        if self._built is not None:
-            self._built.begin_view()
-
-    def end_view(self) -> None:
-        if self._built is not None:
-            self._built.end_view()
-
     def take_built(self) -> Build | None:
-        built, self._built = self._built, None
+        built, self.built = self.built, None
         if built is not None:
             built.end_view()
         return built if built is not None and built.found else None

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 class Fsdp2Run(EngineRun):
     """See :class:`~lightning_zero.engines.run.EngineRun`."""
 
+    built: Build | None
+
     def __init__(self, config: ZeroConfig) -> None:
         super().__init__(config)
         self.builds_sharded = config.builds_sharded
-        self._built: Build | None = None  # by configure_model, until the engine has taken it over
 
     @contextmanager
     def building(self, module: nn.Module, trainer_facts: Mapping[str, Any], device: torch.device) -> Iterator[None]:
@@ -37,23 +38,15 @@ class Fsdp2Run(EngineRun):
             return
         from lightning_zero.engines.fsdp2.build import Build
 
-        self._built = Build(module)
-        with self._built.building():
+        self.built = Build(module)
+        with self.built.building():
             yield
 
     def begin_setup(self) -> None:
         self.begin_view()
 
-    def begin_view(self) -> None:
-        if self._built is not None:
-            self._built.begin_view()
-
-    def end_view(self) -> None:
-        if self._built is not None:
-            self._built.end_view()
-
     def take_built(self) -> Build | None:
-        built, self._built = self._built, None
+        built, self.built = self.built, None
         if built is None or not built.found:
             return None
         built.leave_aside()
@@ -66,7 +59,7 @@ class Fsdp2Run(EngineRun):
         from lightning_zero.engines.fsdp2.engine import Fsdp2Engine  # imported with the first run, not with the package
 
         self.end_view()
-        return Fsdp2Engine(self.config, device, dtypes, self._built)
+        return Fsdp2Engine(self.config, device, dtypes, self.built)
 
     def note_on_optimizers(self, optimizers: Collection[Optimizer]) -> str:
         names = sorted({type(o).__name__ for o in optimizers if fusible_groups(o)})
