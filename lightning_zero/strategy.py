@@ -550,7 +550,9 @@ class ZeroStrategy(Launched, DDPStrategy):
         state = self.engine.sharded_state_dict()
         if collecting is Collecting.SHARDS:
             return state
-        full: dict[str, Any] = self.engine.full(state, on_rank_0=collecting is Collecting.FOR_RANK_0)
+        full: dict[str, Any] = self.engine.full(
+            state, self._saving.agreement if collecting is Collecting.FOR_RANK_0 else None
+        )
         return full
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -565,7 +567,9 @@ class ZeroStrategy(Launched, DDPStrategy):
         state = engine.sharded_optimizer_state(optimizer)
         if collecting is Collecting.SHARDS:
             return state
-        full: dict[str, Any] = engine.full(state, on_rank_0=collecting is Collecting.FOR_RANK_0)
+        full: dict[str, Any] = engine.full(
+            state, self._saving.agreement if collecting is Collecting.FOR_RANK_0 else None
+        )
         return full
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -189,6 +189,15 @@ class Agreement:
             raise
         return [pickle.loads(each) for each in everyones]
 
+    def collect(self, mine: Tensor, sizes: Sequence[int], members: Sequence[int], into: Tensor | None) -> None:
+        """See :func:`~lightning_zero.comm.tree.collect`."""
+        assert self.channel is not None
+        try:
+            tree.collect(mine, sizes, members, self.channel.group, self.tag(_COLLECTED), into)
+        except BaseException:
+            self.channel.lost = True
+            raise
+
     def meet(self, call: str) -> None:
         """Waits until every rank makes ``call``.
 
@@ -222,8 +231,9 @@ class Agreement:
 
 KINDS = 8
 """Tags of a run: what may be under way at the same time."""
-OF_RUN, IN_STEP, STEP_SYNC, IN_BACKGROUND = range(4)
-"""The main thread's agreements; the engine's; the step sync's, which travel ahead; those of a save in the background.
+OF_RUN, IN_STEP, STEP_SYNC, IN_BACKGROUND, _COLLECTED = range(5)
+"""The main thread's agreements; the engine's; the step sync's, which travel ahead; those of a save in the background;
+shards on their way into one file.
 """
 
 

@@ -7,6 +7,7 @@ it lies in host memory while the mesh is of an accelerator, and the gathered ten
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from lightning_zero.comm import direct
+from lightning_zero.comm.agree import Agreement
 from lightning_zero.private.torch import DisableTorchFunction, local_tensor, set_local_tensor
 
 
@@ -187,10 +189,12 @@ def _finish_copies(device: torch.device) -> None:
 
 
 @torch.no_grad()
-def gathered_on_rank_0(tensor: Tensor) -> Tensor | None:
+def gathered_on_rank_0(tensor: Tensor, agreement: Agreement) -> Tensor | None:
     """As :func:`gathered` on rank 0; ``None`` on the others, which only send their rows (collective).
 
     Rows are received directly in the result: an all-gather over gloo needs room for the result twice on every rank.
+    From an accelerator they travel between the hosts, over the channel of ``agreement``, into host memory: NCCL opens a
+    communicator for each pair of ranks that send and receive.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach() if dist.get_rank() == 0 else None
@@ -201,6 +205,8 @@ def gathered_on_rank_0(tensor: Tensor) -> Tensor | None:
     if any(at for i, at in enumerate(coordinate) if i != axis):
         return None  # a further replica; the shards of the first are sent
     group, each = mesh.get_group(axis), -(-tensor.shape[0] // mesh.size(axis))
+    if mesh.device_type != "cpu" and mesh.size(axis) > 1:
+        return _collected_between_hosts(tensor, group, each, agreement)
     if coordinate[axis]:
         if shard.numel():
             dist.send(_bytes_of(shard.contiguous()), group=group, group_dst=0)
@@ -212,6 +218,19 @@ def gathered_on_rank_0(tensor: Tensor) -> Tensor | None:
             part.copy_(shard)
         elif part.numel():
             dist.recv(_bytes_of(part), group=group, group_src=sender)
+    return whole
+
+
+def _collected_between_hosts(
+    tensor: DTensor, group: dist.ProcessGroup, each: int, agreement: Agreement
+) -> Tensor | None:
+    """``each`` is the number of rows that the first ranks of ``group`` have."""
+    mine, rows = local(tensor).detach().cpu().contiguous(), tensor.shape[0]
+    row_bytes = tensor.element_size() * math.prod(tensor.shape[1:])
+    sizes = [max(min(each, rows - i * each), 0) * row_bytes for i in range(group.size())]
+    whole = torch.empty(tensor.shape, dtype=mine.dtype) if group.rank() == 0 else None
+    members = dist.get_process_group_ranks(group)
+    agreement.collect(_bytes_of(mine), sizes, members, None if whole is None else _bytes_of(whole))
     return whole
 
 

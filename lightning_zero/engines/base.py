@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors, placeholder
-from lightning_zero.comm.agree import broadcast_coalesced
+from lightning_zero.comm.agree import Agreement, broadcast_coalesced
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.comm.shards import gathered, gathered_on_rank_0
 from lightning_zero.config import ZeroConfig
@@ -268,16 +268,17 @@ class Engine(ABC):
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` in PyTorch's own form, holding this rank's shards themselves."""
 
-    def full(self, state: Any, on_rank_0: bool = False) -> Any:
+    def full(self, state: Any, on_rank_0: Agreement | None = None) -> Any:
         """``state``, as one of the two above gave it, with whole tensors on the CPU, gathered one at a time.
 
-        With ``on_rank_0`` the others send their parts and get meta tensors, which hold shape and dtype only.
+        With ``on_rank_0``, an agreement of all ranks, the others send their parts and get meta tensors, which hold
+        shape and dtype only.
         """
         done: dict[int, Tensor] = {}
 
         def one(path: Any, tensor: Tensor) -> Tensor:
             if id(tensor) not in done:
-                value = gathered_on_rank_0(tensor) if on_rank_0 else gathered(tensor)
+                value = gathered_on_rank_0(tensor, on_rank_0) if on_rank_0 else gathered(tensor)
                 done[id(tensor)] = placeholder(tensor) if value is None else value.cpu()
             return done[id(tensor)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -67,6 +68,29 @@ def _at_once() -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_messages_of_different_kinds_never_meet(ranks, world_size):
     ranks(_at_once, world_size=world_size)
+
+
+def _collected(sizes: list[int], members: list[int], piece_bytes: int) -> list[int] | None:
+    dist.init_process_group("gloo")
+    agreement, rank = shared_agreement(60), dist.get_rank()
+    if rank not in members:
+        return None
+    at = members.index(rank)
+    mine = (torch.arange(sizes[at]) + 50 * at).to(torch.uint8)
+    into = torch.zeros(sum(sizes), dtype=torch.uint8) if at == 0 else None
+    with mock.patch.object(tree, "PIECE_BYTES", piece_bytes):
+        agreement.collect(mine, sizes, members, into)
+    return None if into is None else into.tolist()
+
+
+@pytest.mark.parametrize("members", [[0, 1, 2, 3], [0, 2], [1, 2, 3]], ids=str)
+@pytest.mark.parametrize("sizes", [[3, 3, 3, 1], [64, 64, 64, 64], [70, 200, 1, 0], [0, 0, 0, 0]], ids=str)
+def test_everyones_bytes_end_one_after_the_other_on_the_first(sizes, members, ranks4):
+    """Pieces that end where a rank's bytes do, and that do not."""
+    sizes = sizes[: len(members)]
+    found = ranks4(_collected, sizes, members, 64)
+    expected = [(i + 50 * at) % 256 for at, size in enumerate(sizes) for i in range(size)]
+    assert found == [expected if rank == members[0] else None for rank in range(4)]
 
 
 def _left_under_way() -> tuple[bool, list[int]]:

@@ -7,14 +7,17 @@ run is a test of all its operators; a tensor in the wrong memory is named. ``tes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
@@ -281,6 +284,45 @@ def test_reads_lie_on_the_device_and_writes_reach_the_host(rank):
     assert found.pop("device") == (pretend.NAME,) * 3
     assert found.pop("full_parameters") == {"device"}
     assert all(places == {"host"} for places in found.values()), found
+
+
+class _Hosts:
+    """Stands in for the agreement of all ranks, whose first one this is: notes what it collects between the hosts."""
+
+    def __init__(self) -> None:
+        self.collected: list[tuple[int, list[int], set[str]]] = []
+
+    def collect(self, mine: Tensor, sizes: list[int], members: list[int], into: Tensor | None) -> None:
+        assert into is not None
+        assert (mine.numel(), into.numel()) == (sizes[0], sum(sizes))
+        self.collected.append((sum(sizes), members, {pretend.where(mine), pretend.where(into)}))
+
+
+def _into_one_file(offload: Any) -> tuple[list[int], list[tuple[int, list[int], set[str]]], set[str]]:
+    """Bytes of every sharded tensor; what was collected; where the results lie. A collective of the device raises."""
+    with pretend.accelerator(RANKS) as device:
+        engine = _engine(device, 3, mixed=True, offload=offload)
+        engine.backward(engine.run("training_step", torch.randn(4, zoo.WIDTH, device=device)).backward)
+        optimizer = torch.optim.AdamW(engine.module.parameters())
+        engine.step(optimizer)
+        states = [engine.sharded_state_dict(), engine.sharded_optimizer_state(optimizer)["state"]]
+        hosts: Any = _Hosts()
+        refused = mock.Mock(side_effect=AssertionError("a communicator of NCCL's for each pair"))
+        with ExitStack() as stack:
+            for name in ("send", "recv", "isend", "irecv", "all_gather_into_tensor", "batch_isend_irecv"):
+                stack.enter_context(mock.patch.object(dist, name, refused))
+            files = [engine.full(state, hosts) for state in states]
+        sharded = {id(t): t for t in tree_leaves(states) if isinstance(t, DTensor)}
+        places = {pretend.where(t) for t in tree_leaves(files) if isinstance(t, Tensor)}
+        return sorted(t.nbytes for t in sharded.values()), hosts.collected, places
+
+
+@pytest.mark.parametrize("offload", [pretend.OFFLOAD, "none"], ids=["offloaded", "on the device"])
+def test_one_file_is_collected_between_the_hosts(offload, rank):
+    sizes, collected, places = rank(_into_one_file, offload)[0]
+    assert sorted(size for size, _, _ in collected) == sizes
+    assert all(members == list(range(RANKS)) for _, members, _ in collected)
+    assert {place for _, _, each in collected for place in each} == places == {"host"}
 
 
 def _scaled() -> dict[str, Any]:
