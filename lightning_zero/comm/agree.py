@@ -181,7 +181,7 @@ class Agreement:
             self.channel.lost = True
             raise RuntimeError(
                 f"{call} on rank {self.rank}: not all ranks made this call within timeout_seconds="
-                f"{self.timeout_seconds:g}, or one has ended ({error}). It is collective: make it on every rank,"
+                f"{self.timeout_seconds:g} ({error}). It is collective: make it on every rank,"
                 " outside of `if trainer.is_global_zero` and @rank_zero_only."
             ) from error
         except BaseException:  # Ctrl-C
@@ -266,6 +266,8 @@ def shared_agreement(timeout_seconds: float) -> Agreement:
     before = shared.agreements.get(timeout_seconds)
     channel = before.channel if before is not None else None
     # Those of other time limits are as they are: each has a channel of its own
+    if channel is not None and channel.lost:
+        tree.forget_missing()
     if channel is not None and _any_lost(world, channel.lost, shared.asked, timeout_seconds):
         channel = None
     made = Agreement(timeout_seconds, channel=channel or Channel(timeout_seconds), run=shared.asked)

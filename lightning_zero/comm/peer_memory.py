@@ -234,7 +234,8 @@ class PeerMemory:
 
     def _lost(self, rank: int, reason: object) -> RuntimeError:
         return RuntimeError(
-            f"rank {dist.get_global_rank(self._group, rank)} has ended, or has not come within timeout_seconds="
+            f"rank {tree.missing(dist.get_global_rank(self._group, rank))} has ended, or has not come within"
+            f" timeout_seconds="
             f"{self._timeout_seconds:g} ({reason}): its last output says why."
         )
 

@@ -17,8 +17,10 @@ those of one tag begin in the same order on all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -64,10 +66,50 @@ class Peers(Protocol):
 
 
 class LostRankError(RuntimeError):
-    """The rank that this one has waited for in vain; it, or one that it waits for itself, does not answer."""
+    """A rank does not answer: the one that this rank has waited for in vain, or one that that one waits for itself."""
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"this rank has waited for rank {rank}, and so perhaps for one that rank {rank} waits for")
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+        self.rank = missing(dist.get_global_rank(group, rank))
+        super().__init__(f"rank {self.rank} has ended, or has not come in time: its last output says why")
+
+
+_WAITED = "lightning_zero/waited_for"
+_PATIENCE_SECONDS = 1.5
+"""How long a rank may take to say for whom it has waited. All give up at about the same time, or at once where one has
+closed its connections."""
+
+
+def missing(rank: int) -> int:
+    """The rank that all wait for, where this one has waited for ``rank``: ranks that have given up say for whom at the
+    store of the process group, and one that is waited for and says nothing is missing. By global ranks."""
+    found, world = [rank], dist.group.WORLD
+    if world is None:
+        return rank
+
+    def follow() -> None:
+        with contextlib.suppress(Exception):  # the store may be gone with the rank that keeps it
+            store = world.get_group_store()
+            store.set(f"{_WAITED}/{dist.get_rank()}", str(rank))
+            until = time.monotonic() + _PATIENCE_SECONDS
+            while time.monotonic() < until:
+                if not store.check([f"{_WAITED}/{found[-1]}"]):
+                    time.sleep(0.05)
+                elif (other := int(store.get(f"{_WAITED}/{found[-1]}"))) in found:
+                    return
+                else:
+                    found.append(other)
+
+    # On a thread: a store whose process is stopped answers never
+    following = threading.Thread(target=follow, daemon=True, name="missing rank")
+    following.start()
+    following.join(_PATIENCE_SECONDS + 1)
+    return found[-1]
+
+
+def forget_missing() -> None:
+    """Before ranks begin anew: takes back what this one has said."""
+    if dist.group.WORLD is not None:
+        dist.group.WORLD.get_group_store().delete_key(f"{_WAITED}/{dist.get_rank()}")
 
 
 @torch.no_grad()
@@ -85,7 +127,10 @@ def all_reduce(message: Tensor, op: Any, group: dist.ProcessGroup, tag: int, pee
 
     def hear(peer: int) -> Tensor:
         if peer in arriving:
-            return arriving[peer].wait()
+            try:
+                return arriving[peer].wait()
+            except RuntimeError as error:
+                raise LostRankError(group, peer) from error
         assert peers is not None
         content = bytearray(peers.hear(peer, tag, message.nbytes))
         return torch.frombuffer(content, dtype=message.dtype) if content else message.new_empty(0)
@@ -245,7 +290,7 @@ class _Round:
         try:
             return dist.irecv(into, group=self._group, group_src=peer, tag=self._tag), into
         except RuntimeError as error:
-            raise LostRankError(peer) from error
+            raise LostRankError(self._group, peer) from error
 
     def receive(self, peer: int) -> bytes:
         """What ``peer`` says in this round."""
@@ -268,7 +313,7 @@ class _Round:
                 try:
                     work = dist.isend(memory, group=self._group, group_dst=peer, tag=self._tag)
                 except RuntimeError as error:
-                    raise LostRankError(peer) from error
+                    raise LostRankError(self._group, peer) from error
                 self._sent.append((work, peer, memory))
 
     def finish(self) -> None:
@@ -281,4 +326,4 @@ class _Round:
         try:
             work.wait(timedelta(seconds=left))
         except RuntimeError as error:
-            raise LostRankError(peer) from error
+            raise LostRankError(self._group, peer) from error

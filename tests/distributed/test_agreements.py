@@ -131,7 +131,5 @@ def test_after_a_failed_agreement_the_next_run_gets_a_new_channel_on_all_ranks(a
         assert knew == (rank != absent)
         if rank != absent:
             assert "the call on rank" in said
-            assert "within timeout_seconds=4" in said
+            assert f"within timeout_seconds=4 (rank {absent} has ended, or has not come in time" in said
             assert seconds < 12
-    neighbour = tree.parent(absent) if absent else 1
-    assert f"waited for rank {absent}," in found[neighbour][0]

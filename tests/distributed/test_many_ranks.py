@@ -1,0 +1,61 @@
+"""Sixteen ranks with a limit of 256 open files: with one that is slow losses are right, and one that ends or stops ends
+the run and is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.helpers import many_ranks
+
+CASES = ["slow-zero1", "slow-zero3", "slow-groups", "kill-zero1", "kill-groups", "stop-zero3"]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All cases, in one process that has imported once."""
+    command = [sys.executable, "-m", "tests.helpers.many_ranks", str(tmp_path_factory.mktemp("many")), *CASES]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=many_ranks.ROOT, env=env, capture_output=True, text=True, timeout=400, check=False
+    )
+    lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("SEEN ")]
+    assert [line["case"] for line in lines] == CASES, done.stdout + done.stderr
+    return {line.pop("case"): many_ranks.Seen(**line) for line in lines}
+
+
+pytestmark = [
+    pytest.mark.rest,
+    pytest.mark.timeout(500),
+    pytest.mark.skipif(sys.platform != "linux", reason="/proc; ranks are forked"),
+]
+
+
+@pytest.mark.parametrize("name", many_ranks.STRATEGIES)
+def test_with_a_slow_rank_losses_are_those_of_one_process(name, seen):
+    found = seen[f"slow-{name}"]
+    assert found.losses == pytest.approx(many_ranks.expected_losses(), rel=1e-5)  # the order of summation
+    assert len(found.sockets) == many_ranks.RANKS
+    assert max(found.sockets) <= 2 * (2 * many_ranks.RANKS + 2) + 16  # twice what DDP has, and 16
+    assert not found.left
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("kill")])
+def test_a_killed_rank_ends_the_run_within_seconds_and_is_named(case, seen):
+    found = seen[case]
+    assert f"process {many_ranks.ODD} terminated with signal SIGKILL" in found.error
+    assert found.seconds < 30  # on a busy machine; some 0.2
+    assert not found.left
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("stop")])
+def test_a_stopped_rank_ends_the_run_after_the_time_limit_and_is_named(case, seen):
+    found = seen[case]
+    assert f"rank {many_ranks.ODD} has ended, or has not come" in found.error
+    assert many_ranks.LIMIT_SECONDS <= found.seconds < many_ranks.LIMIT_SECONDS + 40
+    assert not found.left
