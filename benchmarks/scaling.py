@@ -207,22 +207,44 @@ def tokens_that_hide_the_traffic(run: Run, cluster: Cluster) -> float:
 
 
 def host_sockets(ranks: int, rank: int, strategy: str = "zero3") -> int:
-    """Of one process with a CPU rank, in mid-run: a straight line through the measured table of docs/scaling.md. One
-    connection to each other rank, and at rank 0 another for each, to the store that it keeps; DDP has two groups."""
+    """Of one process with a CPU rank, in mid-run: an upper bound close to the measured table of docs/scaling.md. One
+    connection to each other rank, those of the agreements' tree, and at rank 0 one for each rank, to the store that it
+    keeps; DDP has two groups."""
     if strategy == "ddp":
         return 2 * ranks + 2
-    return 2 * ranks + 18 if rank == 0 else ranks + 13
+    return ranks + tree_levels(ranks) + 12 + (ranks if rank == 0 else 0)
 
 
-HOST_THREADS = 14
+def accelerator_sockets(ranks: int, communicators: int = 1) -> int:
+    """Of the host, of one process with an accelerator's rank whose data travels over NVLink and InfiniBand; the store
+    that torch.distributed keeps, in rank 0 or in torchrun's agent, has another for each rank.
+
+    One to the store and one of gloo's listeners for each of two groups, the default one's and the agreements'; of the
+    default group on the host the two neighbours in a ring (norms of offloaded gradients); the agreements' tree. For
+    each communicator of NCCL, an assumption after its design: the two neighbours of its bootstrap's ring, three
+    listeners, and a connection between each rank's proxy and each rank of its host, at most 8, both ways.
+    """
+    return 1 + 2 + 2 + tree_levels(ranks) + communicators * (5 + 2 * 8)
+
+
+def tree_levels(ranks: int) -> int:
+    """Of the binomial tree of the agreements: the most connections of a rank, and the hops of half a round."""
+    return (ranks - 1).bit_length()
+
+
+HOST_THREADS = 8
 """Of one process with a CPU rank, in mid-run, at any number of ranks; from the same table."""
 
 
 def host_agreement_seconds(ranks: int, cluster: Cluster) -> float:
-    """One round of small messages between hosts' CPUs, a ring of ``2 (N - 1)`` hops: the step sync before each batch,
-    gloo's all-reduce (gloo/allreduce.cc, its default algorithm), and a checkpoint's agreement, two of gloo's
-    all-gathers, of the sizes and of the values (gloo/allgather.cc)."""
-    return 2 * (ranks - 1) * cluster.host_latency_seconds
+    """One round of small messages between hosts' CPUs, up and down the tree (``lightning_zero/comm/tree.py``): the step
+    sync before each batch, or a checkpoint's agreement."""
+    return 2 * tree_levels(ranks) * cluster.host_latency_seconds
+
+
+def host_messages(ranks: int) -> int:
+    """The most that a rank sends in a round, rank 0: to each of its children. On average a rank sends two."""
+    return tree_levels(ranks)
 
 
 SIZES = (8, 64, 512, 4096)
@@ -252,6 +274,8 @@ def _host_table(cluster: Cluster) -> str:
             ("sockets of rank 0, CPU ranks", lambda n: f"{host_sockets(n, 0):,}"),
             ("– of the others", lambda n: f"{host_sockets(n, 1):,}"),
             ("– of each, DDP", lambda n: f"{host_sockets(n, 0, 'ddp'):,}"),
+            ("– of each, accelerators; with HSDP", lambda n: f"{accelerator_sockets(n)}; {accelerator_sockets(n, 2)}"),
+            ("– the store beside them, in rank 0 or torchrun's agent", lambda n: f"{n:,}"),
             ("open files that a start asks the system for", lambda n: f"{files_of_a_run(n):,}"),
             ("threads, CPU ranks", lambda n: f"{HOST_THREADS}"),
             ("registration at the store, s", lambda n: f"{n * cluster.connect_seconds_per_rank:.2f}"),
@@ -259,6 +283,7 @@ def _host_table(cluster: Cluster) -> str:
                 "step sync (beside the forward) or a checkpoint's agreement, ms",
                 lambda n: f"{host_agreement_seconds(n, cluster) * 1e3:.1f}",
             ),
+            ("– messages that a rank sends: the most", lambda n: f"{host_messages(n)}"),
         ],
         "ranks",
     )

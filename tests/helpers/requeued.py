@@ -12,6 +12,7 @@ import shlex
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def run_interrupted(
     script = folder / "train.sbatch"
     # SLURM counts in minutes and is up to half a minute early with its signal: it comes 55 to 85 s after the start.
     script.write_text(batch_script(python, command(steps, step_seconds), 2 if by_signal else 5, 35))
-    slurm = Slurm({**slurm.env, **env, "LOSSES": str(folder / "losses.jsonl")})
+    slurm = replace(slurm, env={**slurm.env, **env, "LOSSES": str(folder / "losses.jsonl")})
     job = slurm.run("sbatch", "--parsable", str(script), cwd=folder).strip()
     losses = folder / "losses.jsonl"
     wait_for_step(slurm, job, losses, 0, 8, 100.0)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +36,22 @@ def _path() -> str:
 
 @dataclass(frozen=True)
 class Slurm:
-    """A running SLURM of one node with two CPUs."""
+    """A running SLURM of one node with two CPUs, or of several with one."""
 
     env: dict[str, str]
+    folder: Path
+    daemons: Mapping[str, subprocess.Popen[bytes]]
+    """The ``slurmd`` of each node."""
+
+    def fail(self, node: str) -> None:
+        """The node loses its power, and its controller notices."""
+        marks = {f"SLURMD_NODENAME={node}".encode(), f"SLURM_CONF={self.env['SLURM_CONF']}".encode()}
+        self.daemons[node].kill()
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if marks <= {*(entry / "environ").read_bytes().split(b"\0")}:
+                    os.kill(int(entry.name), signal.SIGKILL)
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
     def run(self, *command: str, timeout_seconds: float = 60.0, cwd: Path | None = None) -> str:
         """Output of a SLURM command; raises if it fails."""
@@ -53,10 +67,20 @@ class Slurm:
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
+    def wait_for(self, job: str, states: Collection[str], limit_seconds: float = 60.0) -> dict[str, str]:
+        """What SLURM says of the job once it is in one of ``states``."""
+        deadline = time.monotonic() + limit_seconds
+        while (state := self.job(job))["JobState"] not in states:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"job {job} is not {' or '.join(states)} within {limit_seconds} s: {state}")
+            time.sleep(0.3)
+        return state
+
 
 @contextlib.contextmanager
-def running_slurm() -> Iterator[Slurm]:
-    """Starts it, and ends every process of it afterwards."""
+def running_slurm(num_nodes: int = 1) -> Iterator[Slurm]:
+    """Starts it, and ends every process of it afterwards. Several nodes are several ``slurmd`` of one CPU each on this
+    machine, ``n0``, ``n1``, ...; ``n0`` cannot be told from ``n1`` by its address."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     folder.chmod(0o755)
     env = {**os.environ, "PATH": _path(), "SLURM_CONF": str(folder / "slurm.conf")}
@@ -66,12 +90,16 @@ def running_slurm() -> Iterator[Slurm]:
     try:
         socket_path = _munge(folder, env, processes)
         host = socket.gethostname().split(".")[0]
-        (folder / "slurm.conf").write_text(_config(folder, host, socket_path))
-        for name in ("state", "spool"):
+        nodes = [host] if num_nodes == 1 else [f"n{i}" for i in range(num_nodes)]
+        (folder / "slurm.conf").write_text(_config(folder, host, nodes, socket_path))
+        for name in ("state", "spool", *(f"spool-{node}" for node in nodes)):
             (folder / name).mkdir()
         _start(["slurmctld", "-D"], folder, env, processes)
-        _start(["slurmd", "-D", "-N", host], folder, env, processes)
-        slurm = Slurm(env)
+        daemons = {}
+        for node in nodes:
+            _start(["slurmd", "-D", "-N", node], folder, env, processes)
+            daemons[node] = processes[-1]
+        slurm = Slurm(env, folder, daemons)
         _wait_until_idle(slurm, folder)
         yield slurm
         with contextlib.suppress(RuntimeError):
@@ -124,7 +152,12 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _config(folder: Path, host: str, munge_socket: Path) -> str:
+def _config(folder: Path, host: str, nodes: Sequence[str], munge_socket: Path) -> str:
+    cpus = 2 if len(nodes) == 1 else 1
+    lines = [
+        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={_free_port()} CPUs={cpus} State=UNKNOWN"
+        for node in nodes
+    ]
     return f"""
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -136,11 +169,11 @@ AuthType=auth/munge
 AuthInfo=socket={munge_socket},cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -150,8 +183,8 @@ ReturnToService=2
 JobRequeue=1
 KillWait=20
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
-PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+{chr(10).join(lines)}
+PartitionName=main Nodes={",".join(nodes)} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
 
 
@@ -160,9 +193,9 @@ def _wait_until_idle(slurm: Slurm, folder: Path) -> None:
     answer = ""
     while time.monotonic() < deadline:
         with contextlib.suppress(RuntimeError):
-            answer = slurm.run("sinfo", "--noheader", "--format=%T")
-            if answer.strip() in ("idle", "mixed"):
+            answer = slurm.run("sinfo", "--Node", "--noheader", "--format=%T")
+            if {*answer.split()} <= {"idle", "mixed"}:
                 return
         time.sleep(0.3)
-    logs = "\n".join((folder / f"{name}.log").read_text()[-2000:] for name in ("slurmctld", "slurmd"))
+    logs = "\n".join(path.read_text()[-2000:] for path in folder.glob("slurm*.log"))
     raise RuntimeError(f"SLURM did not become idle ({answer.strip()}):\n{logs}")

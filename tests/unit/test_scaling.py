@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import scaling
 from benchmarks.scaling import Cluster, Run
+from lightning_zero.comm import tree
 
 SEVEN = Run(parameters=7.5e9, num_layers=32, gpus=64)
 
@@ -90,6 +91,16 @@ def test_sockets_are_those_that_were_measured():
         assert 0 <= expected - int(sockets) <= 11, (ranks, strategy)
         assert strategy == "ddp" or int(threads) == scaling.HOST_THREADS
         assert scaling.host_sockets(int(ranks), 0) <= 2 * scaling.host_sockets(int(ranks), 0, "ddp") + 16
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64, 512, 4096])
+def test_what_ranks_agree_on_stays_small_however_many_there_are(ranks):
+    """The tree is that of the package; on accelerators at most 64 sockets, also with HSDP's two communicators."""
+    edges = [len(tree.children(rank, ranks)) + bool(rank) for rank in range(ranks)]
+    assert max(edges) <= scaling.tree_levels(ranks)
+    assert max(len(tree.children(rank, ranks)) for rank in range(ranks)) == scaling.host_messages(ranks)
+    assert scaling.accelerator_sockets(ranks, communicators=2) <= 64
+    assert scaling.host_agreement_seconds(ranks, Cluster()) <= 0.7e-3
 
 
 @pytest.mark.parametrize("wrong", [{"stage": 4}, {"shard_size": 7}])
