@@ -167,7 +167,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._failed = False  # since the set-up of this run
         self._inference_mode = InferenceMode()
         self._agreement: Agreement | None = None
-        self._saving = Saving(config.checkpoint, config.timeout_seconds)
+        self._saving = Saving(config.checkpoint)
         self._run: EngineRun = (DeepSpeedRun if config.engine == "deepspeed" else Fsdp2Run)(config)
         if self._run.builds_sharded:
             # On the object only: Trainer.init_module warns of strategies whose class has it

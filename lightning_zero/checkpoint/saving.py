@@ -17,7 +17,7 @@ from lightning_zero.checkpoint import directory, file
 from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.resume import Resume, collect
 from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
-from lightning_zero.comm.agree import Agreement
+from lightning_zero.comm.agree import IN_BACKGROUND, Agreement
 from lightning_zero.private.lightning import checkpoint_connector
 from lightning_zero.private.torch import DisableTorchFunction
 
@@ -46,11 +46,10 @@ class Saving:
 
     Args:
         form: ``"file"``, ``"sharded"`` or ``"sharded-async"``, as in ``ZeroConfig.checkpoint``.
-        timeout_seconds: For the agreements of saves in the background.
     """
 
-    def __init__(self, form: str, timeout_seconds: float) -> None:
-        self._form, self._timeout_seconds = form, timeout_seconds
+    def __init__(self, form: str) -> None:
+        self._form = form
         self.collecting = Collecting.NOTHING
         self._agreement: Agreement | None = None
         self._loaded: Loaded | None = None
@@ -139,10 +138,12 @@ class Saving:
             if self._form == "file":
                 together(self.agreement, lambda: _write_file(checkpoint, path, trainer, storage_options))
             elif self._form == "sharded" or not beside_training:
+                if self._background is not None:  # the writer's collectives are for one thread at a time
+                    together(self.agreement, self._background.wait)
                 directory.write(checkpoint, path, self.agreement)
             else:
                 if self._background is None:  # its thread agrees in messages of its own
-                    self._background = BackgroundSaver(Agreement(self._timeout_seconds))
+                    self._background = BackgroundSaver(self.agreement.beside(IN_BACKGROUND))
                 self._background.save(checkpoint, path)
 
     def wait(self) -> None:

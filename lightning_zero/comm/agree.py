@@ -6,6 +6,7 @@ All functions are collective over ``group`` and do nothing when it holds one ran
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.comm import direct, tree
+from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.errors import CheckpointError
 
 BUCKET_BYTES = 64 * 2**20
@@ -68,31 +71,98 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+class Channel:
+    """The gloo group of everything that ranks agree upon, so that none of it meets an engine's messages. Its
+    constructor is collective.
+
+    One for all: connections lie along a tree, few per rank (:mod:`~lightning_zero.comm.tree`). What may be under way at
+    the same time differs in its tag, threads included; collectives of gloo's own on this group (those of
+    ``torch.distributed.checkpoint``) are for one thread at a time, which waits for saves in the background first.
+
+    Attributes:
+        lost: A call on this rank has failed, or was left in the middle: gloo's connections do not recover.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        self.lost = False
+
+
 class Agreement:
-    """Agreements of all ranks on a gloo group of their own, so that none is ever mixed up with an engine's messages.
+    """Agreements of all ranks on a :class:`Channel`.
 
     The constructor is collective, and so are ``gather``, ``meet`` and ``agree``; on one rank these return at once.
 
     Args:
         timeout_seconds: How long a call waits for the other ranks before it raises.
         alone: This process agrees with itself, even inside a process group.
+        channel: One that there is already; ``None`` makes one.
+        run: Counts the runs that use the channel: what an earlier one has left under way is never met again.
+        kind: Of messages, as in :meth:`tag`; agreements that may be under way together differ in it.
     """
 
-    def __init__(self, timeout_seconds: float = 1800.0, alone: bool = False) -> None:
+    def __init__(
+        self,
+        timeout_seconds: float = 1800.0,
+        alone: bool = False,
+        channel: Channel | None = None,
+        run: int = 0,
+        kind: int = 0,
+    ) -> None:
         self.timeout_seconds = timeout_seconds
         several = not alone and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds)) if several else None
-        self.lost = False  # a call has failed: gloo's connections do not recover
+        self._owns = channel is None
+        self.channel = (channel or Channel(timeout_seconds)) if several else None
+        self._run, self._kind = run, kind
+        self._latest: dict[int, dist.Work] = {}  # by kind
         # Connects now: a rank that later makes a call alone would first wait for the connection, and fail late
         self.gather(None, "the strategy's set-up")
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The channel's; ``None`` on one rank."""
+        return None if self.channel is None else self.channel.group
+
+    def tag(self, kind: int) -> int:
+        """Of this run's messages of ``kind``, one of those below :data:`KINDS`."""
+        return tree.FIRST_TAG + KINDS + self._run * KINDS + kind
+
+    def beside(self, kind: int) -> Agreement:
+        """Another one on the same channel, for another thread."""
+        if self.channel is None:
+            return Agreement(self.timeout_seconds, alone=True)
+        return Agreement(self.timeout_seconds, channel=self.channel, run=self._run, kind=kind)
+
     def close(self) -> None:
-        """Gives the group back, if its process group still lives."""
-        if self.group is not None and dist.is_initialized():
+        """Gives back a channel of its own, if its process group still lives."""
+        if self._owns and self.channel is not None and dist.is_initialized():
             with contextlib.suppress(ValueError):  # destroyed already, together with an earlier process group
-                dist.destroy_process_group(self.group)
-        self.group = None
+                dist.destroy_process_group(self.channel.group)
+        self.channel = None
+
+    def all_reduce(self, message: Tensor, op: Any, kind: int, peer_memory: PeerMemory | None = None) -> dist.Work:
+        """``message`` (a few numbers, in host memory) becomes its sum or maximum over the ranks, as ``op`` says, when
+        this has been waited for; the calls of its kind that began before are then complete, too."""
+        assert self.channel is not None
+        try:
+            work = direct.all_reduce(message, op, self.channel.group, peer_memory, self.tag(kind))
+        except BaseException:
+            self.channel.lost = True
+            raise
+        self._latest[kind] = direct.Begun(self._heard(self._latest.get(kind), work))
+        return self._latest[kind]
+
+    def _heard(self, before: dist.Work | None, work: dist.Work) -> Iterator[None]:
+        assert self.channel is not None
+        try:
+            if before is not None:  # a rank passes messages on while it waits: in one order on all of them
+                before.wait()
+            work.wait()
+        except BaseException:
+            self.channel.lost = True
+            raise
+        yield
 
     def gather(self, value: Any, call: str = "a checkpoint's agreement") -> list[Any]:
         """Every rank's ``value`` (picklable, small), by rank.
@@ -100,19 +170,24 @@ class Agreement:
         Raises:
             RuntimeError: When a rank does not make the call within ``timeout_seconds``; names ``call``.
         """
-        if self.group is None:
+        if self.channel is None:
             return [value]
-        values: list[Any] = [None] * self.world_size
+        content = pickle.dumps(value)  # an error here is the caller's
         try:
-            dist.all_gather_object(values, value, group=self.group)
+            if self.channel.lost:
+                raise RuntimeError("an earlier call has failed")
+            everyones = tree.gather(content, self.channel.group, self.tag(self._kind), self.timeout_seconds)
         except Exception as error:  # gloo raises RuntimeError, or a DistBackendError where the peer is gone
-            self.lost = True
+            self.channel.lost = True
             raise RuntimeError(
                 f"{call} on rank {self.rank}: not all ranks made this call within timeout_seconds="
-                f"{self.timeout_seconds:g}, or one has ended. It is collective: make it on every rank, outside of"
-                " `if trainer.is_global_zero` and @rank_zero_only."
+                f"{self.timeout_seconds:g}, or one has ended ({error}). It is collective: make it on every rank,"
+                " outside of `if trainer.is_global_zero` and @rank_zero_only."
             ) from error
-        return values
+        except BaseException:  # Ctrl-C
+            self.channel.lost = True
+            raise
+        return [pickle.loads(each) for each in everyones]
 
     def meet(self, call: str) -> None:
         """Waits until every rank makes ``call``.
@@ -145,26 +220,69 @@ class Agreement:
                 raise _REPEATABLE[other[0]](f"on rank {rank}: {other[1]}")
 
 
-_shared: WeakKeyDictionary[dist.ProcessGroup, dict[float, Agreement]] = WeakKeyDictionary()
-"""The agreements of each default process group, by their ``timeout_seconds``."""
+KINDS = 8
+"""Tags of a run: what may be under way at the same time."""
+OF_RUN, IN_STEP, STEP_SYNC, IN_BACKGROUND = range(4)
+"""The main thread's agreements; the engine's; the step sync's, which travel ahead; those of a save in the background.
+"""
+
+
+class _Shared:
+    """The agreements of a default process group, by their ``timeout_seconds``, and how often they were asked for."""
+
+    def __init__(self) -> None:
+        self.agreements: dict[float, Agreement] = {}
+        self.asked = 0
+
+
+_shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
 
 
 def shared_agreement(timeout_seconds: float) -> Agreement:
-    """The agreement of all runs in this default process group that have this ``timeout_seconds``. Collective.
+    """The agreement of a run that begins in this default process group. Collective.
 
-    One for all of them: a group holds three threads and its sockets until the process group ends, and a strategy must
-    not close its own at the end of its run, because a trainer saves after ``fit`` as well. Only for the main thread, on
-    which all ranks make the same calls. Whether a group is made depends on earlier calls alone, never on garbage
-    collection, so all ranks do the same.
+    All runs with this ``timeout_seconds`` share one channel: a group holds three threads and its sockets until the
+    process group ends, and a strategy must not close its own at the end of its run, because a trainer saves after
+    ``fit`` as well. It is replaced when a call on it has failed on any rank: ranks that were elsewhere then, in an
+    error of their own perhaps, do not know, so all of them ask each other at the store. Never does garbage collection
+    decide. Only for the main thread, on which all ranks make the same calls.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return Agreement(timeout_seconds)
     world = dist.group.WORLD
     assert world is not None
-    made = _shared.setdefault(world, {})
-    if timeout_seconds not in made or made[timeout_seconds].lost:
-        made[timeout_seconds] = Agreement(timeout_seconds)
-    return made[timeout_seconds]
+    shared = _shared.setdefault(world, _Shared())
+    shared.asked += 1
+    before = shared.agreements.get(timeout_seconds)
+    channel = before.channel if before is not None else None
+    # Those of other time limits are as they are: each has a channel of its own
+    if channel is not None and _any_lost(world, channel.lost, shared.asked, timeout_seconds):
+        channel = None
+    made = Agreement(timeout_seconds, channel=channel or Channel(timeout_seconds), run=shared.asked)
+    shared.agreements[timeout_seconds] = made
+    return made
+
+
+def _any_lost(world: dist.ProcessGroup, lost: bool, asked: int, timeout_seconds: float) -> bool:
+    """Whether ``lost`` holds on any rank (collective): a few words with the store of the process group, each rank's,
+    because the channel itself cannot be asked.
+
+    Raises:
+        RuntimeError: When a rank does not come within ``timeout_seconds``.
+    """
+    store, name = world.get_group_store(), f"lightning_zero/channel_{asked}"
+    if lost:
+        store.add(f"{name}/lost", 1)
+    if store.add(f"{name}/here", 1) == dist.get_world_size():
+        store.set(f"{name}/all", "lost" if store.add(f"{name}/lost", 0) else "all well")
+    try:
+        store.wait([f"{name}/all"], timedelta(seconds=timeout_seconds))
+    except Exception as error:  # DistStoreError
+        raise RuntimeError(
+            f"the strategy's set-up on rank {dist.get_rank()}: not all ranks made this call within timeout_seconds="
+            f"{timeout_seconds:g}, or one has ended: begin each run on every rank."
+        ) from error
+    return bool(store.get(f"{name}/all") == b"lost")
 
 
 _of_run: list[Agreement] = []

@@ -6,9 +6,9 @@ ORDER_BYTES = 16
 """The announcement of a unit at stage 3 between CPU processes: four integers."""
 CHANGED_BYTES = 4
 """The agreement on whether any rank has written to its shards since the last gather: one integer."""
-FEW_RANKS = 4
-"""Up to this many ranks, each sends its message to every other in an agreement. Between 2 ranks that takes half the
-time of gloo's all-reduce, between 4 the same time."""
+FEW_RANKS = 2
+"""Up to this many ranks, each sends its message to every other in an agreement, half a round trip; more of them pass
+theirs up and down a tree, which takes half as long among 4 (``benchmarks/agreements.py``)."""
 
 
 def agreement_bytes(nbytes: float, world_size: int) -> float:

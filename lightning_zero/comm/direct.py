@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from lightning_zero.comm import tree
 from lightning_zero.comm.costs import FEW_RANKS
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.errors import MovedError
@@ -46,7 +47,7 @@ NEAR_PIECE_BYTES = 2**19
 """A piece read from peer memory: small enough to be still in the cache when it is added."""
 SMALL_BYTES = 2**18
 """Shards below this size share one message: one more copy costs less than a message of their own."""
-_GATHER, _REDUCTION, AGREEMENT, STEP_SYNC = 7001, 7002, 7003, 7004
+_GATHER, _REDUCTION = 7001, 7002
 """Tags of messages. A gather may begin and end during a reduction on the same group, so each kind has a tag of its own,
 and none is a number that a user's own messages are likely to have."""
 
@@ -265,22 +266,22 @@ def all_reduce(
     op: Any,
     group: dist.ProcessGroup,
     peer_memory: PeerMemory | None = None,
-    kind: int = AGREEMENT,
+    tag: int = tree.FIRST_TAG,
 ) -> dist.Work:
     """``message``, a few numbers, 1D, will be the sum or the maximum over the ranks, as ``op`` says."""
+    if group.size() > FEW_RANKS:
+        rest = tree.all_reduce(message, op, group, tag, peer_memory)
+        next(rest)
+        return Begun(rest)
     near, far = _near_and_far(group, peer_memory)
-    if group.size() > FEW_RANKS and far:
-        work = dist.all_reduce(message, op, group=group, async_op=True)
-        assert work is not None
-        return work
     everyones = message.new_empty(group.size(), message.numel())
     parts, works = everyones.unbind(), []
     # A copy in memory of this call alone: peers may still read it when this rank has overwritten `message` and gone on.
     mine = parts[group.rank()].copy_(message)
     if far:
-        works.append(_send(parts, mine, group, kind, far))
+        works.append(_send(parts, mine, group, tag, far))
     if peer_memory is not None and near:
-        works.append(_read([(parts, mine)], kind, peer_memory))
+        works.append(_read([(parts, mine)], tag, peer_memory))
 
     def reduce() -> None:
         if op == dist.ReduceOp.MAX:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import pickle
 import socket
 import struct
 import sys
@@ -32,6 +33,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_zero.comm import tree
 
 SMALL_BYTES = 2048
 """Of all tensors of an offer together. Up to this size they travel in the message itself, without
@@ -95,6 +98,8 @@ class PeerMemory:
         self._numbers: dict[int, int] = {}
         self._offers: dict[tuple[int, int], Offer] = {}  # kind, number -> tensors that are still held
         self._heard: dict[tuple[int, int, int], tuple[int, bytes]] = {}  # rank, kind, number -> table, content
+        self._told: dict[tuple[int, int], int] = {}  # rank, kind -> messages so far
+        self._listened: dict[tuple[int, int], int] = {}
 
     @property
     def ranks(self) -> Collection[int]:
@@ -145,6 +150,22 @@ class PeerMemory:
         offer.sources.remove(source.rank)
         if offer.table:  # after the last read: the owner writes to its tensors when all have confirmed
             self._send(source.rank, _HEADER.pack(-offer.kind, offer.number, 0))
+
+    def tell(self, rank: int, kind: int, content: bytes) -> None:
+        """Sends ``content``, a few numbers, to one peer. Kinds of such messages are not those of exchanges."""
+        for piece in _pieces(content):
+            number = self._told[rank, kind] = self._told.get((rank, kind), 0) + 1
+            self._send(rank, _HEADER.pack(kind, number, 0) + piece)
+
+    def hear(self, rank: int, kind: int, nbytes: int) -> bytes:
+        """Waits for the next ``nbytes`` that ``rank`` has told this rank in this ``kind``."""
+        content = b""
+        while len(content) < nbytes:
+            number = self._listened[rank, kind] = self._listened.get((rank, kind), 0) + 1
+            while (rank, kind, number) not in self._heard:
+                self._receive(rank)
+            content += self._heard.pop((rank, kind, number))[1]
+        return content
 
     def look(self) -> None:
         """Releases the tensors that all peers have read by now, without waiting."""
@@ -218,6 +239,10 @@ class PeerMemory:
         )
 
 
+def _pieces(content: bytes) -> list[bytes]:
+    return [content[start : start + SMALL_BYTES] for start in range(0, len(content), SMALL_BYTES)]
+
+
 def _batches(pieces: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
     """Groups ``pieces`` (address here, address there, bytes) into batches within the limits of one call."""
     batch: list[tuple[int, int, int]] = []
@@ -281,11 +306,12 @@ def _meet(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int, _Link]:
         listener.bind("")  # a name of the kernel's choice, in no folder
         listener.listen(group.size())
         name, address = listener.getsockname(), ctypes.addressof(sample)
-        cards = _gather(_Card(_host(), os.getpid(), os.getppid(), name, sample.raw, address), group)
+        card = _Card(_host(), os.getpid(), os.getppid(), name, sample.raw, address)
+        cards = _gather(card, group, timeout_seconds)
         near = {other: card for other, card in enumerate(cards) if card.host == cards[rank].host}
         links: dict[int, _Link] = {}
         works = _connect(links, rank, near, listener)
-    everyones = _gather(works, group)  # the sample must live until all have read it: until here
+    everyones = _gather(works, group, timeout_seconds)  # the sample must live until all have read it: until here
     if not all(everyones[other] for other in near):
         for link in links.values():
             link.socket.close()
@@ -298,10 +324,8 @@ def _meet(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int, _Link]:
     return {other: links[other] for other in sorted(links, key=lambda other: (rank - other) % group.size())}
 
 
-def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    everyones: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyones, mine, group=group)
-    return everyones
+def _gather(mine: Any, group: dist.ProcessGroup, timeout_seconds: float) -> list[Any]:
+    return [pickle.loads(each) for each in tree.gather(pickle.dumps(mine), group, tree.FIRST_TAG, timeout_seconds)]
 
 
 def _host() -> str:

@@ -30,7 +30,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_zero.comm import direct
+from lightning_zero.comm.agree import STEP_SYNC, Agreement, run_agreement, shared_agreement
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.launch import restart
 from lightning_zero.launch.failure import AgreedInterrupt, saves_on_exception
@@ -58,7 +58,7 @@ class StepSync(Callback):
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        self._group: Any = None
+        self._agreement: Agreement | None = None
         self._peer_memory: PeerMemory | None = None
         self._owns_peer_memory = False
         self._pending: tuple[Any, torch.Tensor, int] | None = None
@@ -98,12 +98,13 @@ class StepSync(Callback):
         loop.advance = watched
         self._broadcast_again = without_sigterm_broadcast(loop)
         if trainer.world_size > 1:
-            # A group of its own: ranks at different places of the loop would mix these messages up with the engine's.
-            limit = timeout_of(self._strategy) or timedelta(minutes=30)
-            self._group = dist.new_group(backend="gloo", timeout=limit)
+            # Messages of its own kind: ranks at different places of the loop would mix them up with the engine's.
+            limit = (timeout_of(self._strategy) or timedelta(minutes=30)).total_seconds()
+            self._agreement = run_agreement() or shared_agreement(limit)
             if self._strategy.root_device.type == "cpu":
                 shared = getattr(getattr(self._strategy, "engine", None), "peer_memory", None)
-                self._peer_memory = shared or PeerMemory(self._group, limit.total_seconds())
+                assert self._agreement.group is not None
+                self._peer_memory = shared or PeerMemory(self._agreement.group, limit)
                 self._owns_peer_memory = shared is None
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, *([signal.SIGUSR1] if _slurm_job() else [])):
@@ -146,9 +147,7 @@ class StepSync(Callback):
             self._broadcast_again()
         if self._peer_memory is not None and self._owns_peer_memory:
             self._peer_memory.close()
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._loop = self._broadcast_again = self._group = self._peer_memory = self._pending = None
+        self._loop = self._broadcast_again = self._agreement = self._peer_memory = self._pending = None
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.is_global_zero:
@@ -190,14 +189,14 @@ class StepSync(Callback):
         if self._loop is None:
             return
         asked = self._signal or 0
-        if self._group is None:
+        if self._agreement is None:
             self._agreed = max(self._agreed, asked)
             return
         self.hear()
         here = (place << _SHIFT) + max(index, 0)
         with DisableTorchFunction():  # a plain tensor: the engine's view must not see it
             message = torch.tensor([here, -here, asked])  # the maximum of -here is minus the least place
-            work = direct.all_reduce(message, dist.ReduceOp.MAX, self._group, self._peer_memory, direct.STEP_SYNC)
+            work = self._agreement.all_reduce(message, dist.ReduceOp.MAX, STEP_SYNC, self._peer_memory)
         self._pending = (work, message, here)
 
     def hear(self) -> None:
@@ -213,11 +212,10 @@ class StepSync(Callback):
         self._agreed = max(self._agreed, asked)
 
     def _refuse(self, here: int) -> None:
-        everywhere = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(everywhere, torch.tensor([here]), group=self._group)
+        assert self._agreement is not None
         places: dict[int, list[int]] = {}
-        for rank, place in enumerate(everywhere):
-            places.setdefault(int(place), []).append(rank)
+        for rank, place in enumerate(self._agreement.beside(STEP_SYNC).gather(here, "the step sync")):
+            places.setdefault(place, []).append(rank)
         said = "; ".join(
             f"rank {', '.join(map(str, ranks))} {_PLACES[place >> _SHIFT].format(place & ((1 << _SHIFT) - 1))}"
             for place, ranks in sorted(places.items())

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero.comm import direct
+from lightning_zero.comm import tree
 from lightning_zero.comm.meter import TrafficMeter
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.engines.fsdp2.cpu import Direct
@@ -169,7 +169,7 @@ def _sent(stage: int, accumulate: int, ranks_per_host: int) -> dict[str, float]:
     arrived: Counter[str] = Counter()
 
     def received(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        arrived["sockets"] += tensor.nbytes * (kwargs["tag"] not in (direct.AGREEMENT, direct.STEP_SYNC))
+        arrived["sockets"] += tensor.nbytes * (kwargs["tag"] < tree.FIRST_TAG)
         return receive(tensor, *args, **kwargs)
 
     def been_read(self: PeerMemory, source: Any, into: Sequence[Tensor], *start: int) -> None:

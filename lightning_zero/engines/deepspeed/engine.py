@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -41,7 +40,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from lightning_zero.comm.agree import broadcast_coalesced
+from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement, shared_agreement
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine, Root, refuse_late_hooks
 from lightning_zero.engines.deepspeed import private
@@ -84,7 +83,7 @@ class DeepSpeedEngine(Engine):
         super().__init__(config, device, dtypes)
         self._engine: Any = None  # DeepSpeed's, once attached
         self._attributes: dict[int, set[str]] = {}  # of each parameter, by its id, before DeepSpeed had it
-        self._agreement: dist.ProcessGroup | None = None
+        self._agreement: Agreement | None = None
         self._optimizers: list[Optimizer] = []
         self._stage3 = config.stage == 3
         self._under_way = UnderWay()
@@ -104,9 +103,8 @@ class DeepSpeedEngine(Engine):
             refuse_script_modules(module)
         self._params = Parameters(module, self._stage3)
         self.whole_bytes = sum(shape.numel() * p.element_size() for p, shape in self._params.shapes.items())
-        # A group of its own, so that an agreement never meets an engine's collective
         if dist.get_world_size() > 1 and self.config.find_unused_parameters:
-            self._agreement = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.timeout_seconds))
+            self._agreement = run_agreement() or shared_agreement(self.config.timeout_seconds)
         self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         self._order = Order(self._params, self._agreement, self.device.type == "cpu", self._under_way)
         self._usage = Usage(self._params, self.config, self._agreement)
@@ -324,8 +322,7 @@ class DeepSpeedEngine(Engine):
                 if self._params.managed is not None and optimizer in self._steps:
                     optimizer.state.update(self._whole.rows_of_states(optimizer, self.states_whole_after_fit))
             self._take_off(values)
-            if self._agreement:
-                dist.destroy_process_group(self._agreement)
+            self._agreement = None
 
     def _take_off(self, values: Mapping[Tensor, Tensor]) -> None:
         """DeepSpeed lets go of the module and the optimizers; parameters hold ``values`` and no gradients.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm import direct
+from lightning_zero.comm.agree import IN_STEP, Agreement
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
@@ -24,7 +24,7 @@ class Order:
 
     Args:
         params: All of the module's.
-        group: For these messages alone, so that one never meets a collective of DeepSpeed's; ``None`` does without.
+        agreement: Of all ranks; ``None`` does without.
         on_cpu: Whether gathers are agreed on, too: on an accelerator each message would hold the host up.
         under_way: Says when nothing is gathered.
 
@@ -32,10 +32,10 @@ class Order:
         is_followed: Whether gathers are agreed on.
     """
 
-    def __init__(self, params: Parameters, group: dist.ProcessGroup | None, on_cpu: bool, under_way: UnderWay) -> None:
-        self._params, self._group, self._under_way = params, group, under_way
+    def __init__(self, params: Parameters, agreement: Agreement | None, on_cpu: bool, under_way: UnderWay) -> None:
+        self._params, self._agreement, self._under_way = params, agreement, under_way
         self._trained: Collection[Tensor] = ()
-        self.is_followed = params.stage3 and group is not None and on_cpu
+        self.is_followed = params.stage3 and agreement is not None and on_cpu
 
     def follow(self, engine: Any, trained: Collection[Tensor] | None) -> None:
         """Ranks agree before each gather of DeepSpeed's ``engine``; ``trained`` have gradients, with an optimizer."""
@@ -43,7 +43,7 @@ class Order:
             return
         if self.is_followed:
             private.before_gathers(engine, self.require_same)
-        if trained is not None and self._group is not None:
+        if trained is not None and self._agreement is not None:
             self._trained = trained
             private.before_buckets(engine, self._require_same_bucket)
 
@@ -72,10 +72,10 @@ class Order:
 
     def _say_to_all(self, number: int) -> set[int]:
         """The largest and the smallest number that a rank has said, between the hosts; not about buckets."""
-        assert self._group is not None
+        assert self._agreement is not None
         # One message for both kinds: a rank at a gather and one at a bucket must meet here, and be told
         ends = torch.tensor([number, -number])
-        direct.all_reduce(ends, dist.ReduceOp.MAX, self._group).wait()
+        self._agreement.all_reduce(ends, dist.ReduceOp.MAX, IN_STEP).wait()
         high, low = ends.tolist()
         said = {high, -low}
         if len(said) > 1 and min(said) <= _BUCKETS:

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm import direct
-from lightning_zero.comm.agree import all_reduce_mean
+from lightning_zero.comm.agree import IN_STEP, Agreement, all_reduce_mean
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.private.torch import DisableTorchFunction
@@ -28,8 +27,8 @@ class Usage:
             DeepSpeed cannot be started anew.
     """
 
-    def __init__(self, params: Parameters, config: ZeroConfig, group: dist.ProcessGroup | None) -> None:
-        self._params, self._config, self._group = params, config, group
+    def __init__(self, params: Parameters, config: ZeroConfig, agreement: Agreement | None) -> None:
+        self._params, self._config, self._agreement = params, config, agreement
         self._order: dict[Tensor, int] = {}
         self._touched: set[Tensor] = set()  # since the last agreement
         self._touched_now: set[Tensor] = set()  # in this backward
@@ -110,8 +109,8 @@ class Usage:
         used[[self._order[p] for p in self._touched]] = 1
         if not self._config.find_unused_parameters:
             used[[i for p, i in self._order.items() if p.requires_grad]] = 1
-        if self._group is not None:
-            direct.all_reduce(used, dist.ReduceOp.MAX, self._group).wait()
+        if self._agreement is not None:
+            self._agreement.all_reduce(used, dist.ReduceOp.MAX, IN_STEP).wait()
         for (p, _), count in zip(self._order.items(), used.tolist(), strict=True):
             if count and p in managed:
                 managed.with_grad.add(p)

@@ -78,7 +78,8 @@ class Direct(Transport):
         super().start(units, names)
         if self._agreement is not None:
             if self.peer_memory is None:
-                self.peer_memory = PeerMemory(self._agreement, self.config.timeout_seconds)
+                assert self._agreement.group is not None
+                self.peer_memory = PeerMemory(self._agreement.group, self.config.timeout_seconds)
             if self.config.stage == 3:
                 self._order = Order(self, units, names)
 

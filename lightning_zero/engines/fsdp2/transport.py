@@ -7,14 +7,13 @@ small agreements. Its methods are the moments of a step at which another transpo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_zero.comm import direct
+from lightning_zero.comm.agree import IN_STEP, Agreement, run_agreement, shared_agreement
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.fsdp2 import private
@@ -34,7 +33,7 @@ class Transport:
 
     def __init__(self, config: ZeroConfig, mesh: DeviceMesh, advice: str = "") -> None:
         self.config, self.mesh, self.advice = config, mesh, advice
-        self._agreement: dist.ProcessGroup | None = None
+        self._agreement: Agreement | None = None
         self.peer_memory: PeerMemory | None = None
 
     # -- set-up
@@ -43,32 +42,28 @@ class Transport:
         """The units (``FSDPModule``, the root last) have parameters on the ranks, and no schedule yet."""
 
     def start(self, units: Sequence[Any], names: Sequence[str]) -> None:
-        """The units have a root and a schedule; ``names`` are theirs. Makes the group of agreements (collective)."""
+        """The units have a root and a schedule; ``names`` are theirs (collective)."""
         if self.mesh.size() > 1 and self._needs_agreements():
-            # A group of its own, so that an agreement never meets an engine's collective
-            timeout = timedelta(seconds=self.config.timeout_seconds)
-            self._agreement = dist.new_group(backend="gloo", timeout=timeout)
+            self._agreement = run_agreement() or shared_agreement(self.config.timeout_seconds)
 
     def _needs_agreements(self) -> bool:
         return self.config.find_unused_parameters
 
     def close(self) -> None:
         """Gives back what :meth:`start` has made."""
-        if self._agreement is not None:
-            dist.destroy_process_group(self._agreement)
-            self._agreement = None
+        self._agreement = None
 
     # -- agreements
 
     @property
     def agrees(self) -> bool:
-        """Whether there are other ranks to agree with, and a group to do it over."""
+        """Whether there are other ranks to agree with, and a reason to."""
         return self._agreement is not None
 
     def agree(self, message: Tensor, op: Any) -> dist.Work:
         """``message`` (a few numbers, in host memory) becomes their sum or maximum, when this has been waited for."""
         assert self._agreement is not None
-        return direct.all_reduce(message, op, self._agreement, self.peer_memory)
+        return self._agreement.all_reduce(message, op, IN_STEP, self.peer_memory)
 
     # -- the moments of a step, in their order
 

@@ -1,0 +1,113 @@
+"""What ranks agree upon: everyone hears everyone, nothing meets another message, and a failure is found out alike."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_zero.comm import tree
+from lightning_zero.comm.agree import IN_BACKGROUND, IN_STEP, STEP_SYNC, shared_agreement
+from tests.helpers.ranks import outcome
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13, 64, 4096])
+def test_the_tree_has_each_rank_once_and_few_edges_and_levels(size):
+    below = {rank: tree.children(rank, size) for rank in range(size)}
+    assert sorted(child for each in below.values() for child in each) == list(range(1, size))
+    assert all(tree.parent(child) == rank for rank, each in below.items() for child in each)
+    bits = (size - 1).bit_length()
+    assert max(map(len, below.values())) == len(below[0]) == bits
+    assert all(rank.bit_count() <= bits for rank in below)  # levels above a rank
+    for rank, each in below.items():  # a subtree is a block, which `gather` relies on
+        assert each == [rank + 2**i for i in range(len(each))]
+
+
+def _everyones() -> None:
+    dist.init_process_group("gloo")
+    agreement, rank, n = shared_agreement(60), dist.get_rank(), dist.get_world_size()
+    for size in (0, 1, 900, 1016, 1017, 100_000):  # around what fits into the first message
+        assert agreement.gather(bytes([rank]) * size * (rank + 1)) == [bytes([r]) * size * (r + 1) for r in range(n)]
+    with pytest.raises(RuntimeError, match="rank 0: a; rank 1: b"):
+        agreement.meet("ab"[rank % 2])
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_objects_of_any_size_are_everyones(ranks, world_size):
+    ranks(_everyones, world_size=world_size)
+
+
+def _at_once() -> None:
+    """The step sync travels ahead, the engine agrees several times, a thread saves, the main thread agrees."""
+    dist.init_process_group("gloo")
+    agreement, rank, n = shared_agreement(60), dist.get_rank(), dist.get_world_size()
+    saver = agreement.beside(IN_BACKGROUND)
+    heard: list[list[int]] = []
+    thread = threading.Thread(target=lambda: heard.extend(saver.gather(-rank - i) for i in range(30)))
+    thread.start()
+    for i in range(30):
+        ahead = torch.tensor([1000 * i + rank])
+        works = [agreement.all_reduce(ahead, dist.ReduceOp.MAX, STEP_SYNC)]
+        said = [torch.tensor([rank, i, j]) for j in range(3)]
+        works += [agreement.all_reduce(each, dist.ReduceOp.SUM, IN_STEP) for each in said]
+        if rank == i % n:
+            time.sleep(0.002)
+        assert agreement.gather(rank + i) == [r + i for r in range(n)]
+        for work in reversed(works):  # the last one's wait is that of those before it, too
+            work.wait()
+        assert ahead.tolist() == [1000 * i + n - 1]
+        assert [each.tolist() for each in said] == [[n * (n - 1) // 2, n * i, n * j] for j in range(3)]
+    thread.join(60)
+    assert heard == [[-r - i for r in range(n)] for i in range(30)]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_messages_of_different_kinds_never_meet(ranks, world_size):
+    ranks(_at_once, world_size=world_size)
+
+
+def _left_under_way() -> tuple[bool, list[int]]:
+    """Rank 1 leaves a run in the middle of an agreement, the others before it; then another run begins."""
+    dist.init_process_group("gloo")
+    before = shared_agreement(60)
+    if dist.get_rank() == 1:
+        before.all_reduce(torch.tensor([777]), dist.ReduceOp.MAX, STEP_SYNC)
+    after, message = shared_agreement(60), torch.tensor([dist.get_rank()])
+    after.all_reduce(message, dist.ReduceOp.MAX, STEP_SYNC).wait()
+    return after.channel is before.channel, message.tolist()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_run_never_hears_what_an_earlier_one_has_left(ranks, world_size):
+    assert ranks(_left_under_way, world_size=world_size) == [(True, [world_size - 1])] * world_size
+
+
+def _lost(absent: int) -> tuple[str, float, bool, bool, list[int]]:
+    dist.init_process_group("gloo")
+    agreement, rank, began = shared_agreement(4), dist.get_rank(), time.monotonic()
+    said = outcome(agreement.gather, None, "the call")[1] if rank != absent else time.sleep(3) or ""
+    seconds = time.monotonic() - began
+    knew = agreement.channel is not None and agreement.channel.lost
+    other = shared_agreement(4)  # also on the rank that knows of nothing
+    again = shared_agreement(4)
+    assert again.channel is other.channel
+    return said, seconds, knew, other.channel is not agreement.channel, again.gather(rank)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("absent", [0, 2])
+def test_after_a_failed_agreement_the_next_run_gets_a_new_channel_on_all_ranks(absent, ranks4):
+    found = ranks4(_lost, absent)
+    for rank, (said, seconds, knew, is_new, everyones) in enumerate(found):
+        assert is_new
+        assert everyones == [0, 1, 2, 3]
+        assert knew == (rank != absent)
+        if rank != absent:
+            assert "the call on rank" in said
+            assert "within timeout_seconds=4" in said
+            assert seconds < 12
+    neighbour = tree.parent(absent) if absent else 1
+    assert f"waited for rank {absent}," in found[neighbour][0]
