@@ -64,7 +64,7 @@ def all_raised(
     found: list[tuple[str | None, bool]] = []
 
     def ask() -> None:
-        found.append(_ask_the_others(error, alike, strategy, size, is_over))
+        found.append(ask_the_others(error, alike, strategy, size, is_over))
 
     # On a thread of its own: a call of the store has no time limit once it is connected
     asking = threading.Thread(target=ask, name="lightning_zero-raised", daemon=True)
@@ -73,7 +73,7 @@ def all_raised(
     return found[0] if found else ("rank 0 does not answer", False)
 
 
-def _ask_the_others(
+def ask_the_others(
     error: BaseException, alike: str, strategy: Any, size: int, is_over: Callable[[], bool]
 ) -> tuple[str | None, bool]:
     environment, rank = strategy.cluster_environment, strategy.global_rank

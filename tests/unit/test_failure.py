@@ -124,7 +124,7 @@ def test_a_store_that_never_answers_does_not_keep_a_rank(monkeypatch):
     held = threading.Event()
     monkeypatch.setattr(failure, "WAIT_SECONDS", 0.1)
     monkeypatch.setattr(failure, "ANSWER_SECONDS", 0.2)
-    monkeypatch.setattr(failure, "_ask_the_others", lambda *args: held.wait(60.0))
+    monkeypatch.setattr(failure, "ask_the_others", lambda *args: held.wait(60.0))
     strategy = SimpleNamespace(num_processes=2, num_nodes=1)
     assert failure.all_raised(LookupError("x"), strategy, None, lambda: False) == ("rank 0 does not answer", False)
     held.set()
