@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,6 +28,8 @@ from lightning_zero.launch import rendezvous, tracebacks
 
 WAIT_SECONDS = 4.0
 """How long a rank that has raised waits for the others to raise as well."""
+ANSWER_SECONDS = 2.0
+"""How much longer it waits for the store, which a stopped rank 0 keeps open and never answers from."""
 _POLL_SECONDS = 0.02
 RANK_LOG = "LIGHTNING_ZERO_RANK_LOG"
 """Set in ranks that a supervisor started: the file their output goes to; empty for the terminal."""
@@ -57,12 +60,27 @@ def all_raised(
         return None, False
     if isinstance(error, KeyboardInterrupt) and not isinstance(error, AgreedInterrupt):
         return "this rank was interrupted in the middle of a step", True
+    alike = _what_must_be_alike(error, trainer)
+    found: list[tuple[str | None, bool]] = []
+
+    def ask() -> None:
+        found.append(ask_the_others(error, alike, strategy, size, is_over))
+
+    # On a thread of its own: a call of the store has no time limit once it is connected
+    asking = threading.Thread(target=ask, name="lightning_zero-raised", daemon=True)
+    asking.start()
+    asking.join(WAIT_SECONDS + ANSWER_SECONDS)
+    return found[0] if found else ("rank 0 does not answer", False)
+
+
+def ask_the_others(
+    error: BaseException, alike: str, strategy: Any, size: int, is_over: Callable[[], bool]
+) -> tuple[str | None, bool]:
     environment, rank = strategy.cluster_environment, strategy.global_rank
     address, port = environment.main_address, environment.main_port
     try:
         words = rendezvous.words(address, port, rank)
         store = dist.PrefixStore(f"raised/{rendezvous.count('raised', address, port)}", words)
-        alike = _what_must_be_alike(error, trainer)
         why = compare(store, rank, size, tracebacks.summary(error), alike, is_over)
         return why, why is not None and store.add("told", 1) == 1
     except (RuntimeError, TimeoutError) as lost:  # the store went with rank 0

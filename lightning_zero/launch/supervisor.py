@@ -93,7 +93,8 @@ class Supervisor:
                 _say({"failed": self.failure})
                 deadline = time.monotonic() + REACTION_SECONDS
             if message is None:
-                if deadline is not None and time.monotonic() > deadline:
+                # A stopped rank 0 could not react, however long it is given
+                if deadline is not None and (time.monotonic() > deadline or _is_stopped(self.rank0)):
                     state = STOPPED if _is_stopped(self.rank0) else "did not react to that"
                     _tell(f"rank 0 (process {self.rank0}) {state}: ending it.")
                     self._kill_rank0()

@@ -46,12 +46,13 @@ class Slurm:
     def fail(self, node: str) -> None:
         """The node loses its power, and its controller notices."""
         marks = {f"SLURMD_NODENAME={node}".encode(), f"SLURM_CONF={self.env['SLURM_CONF']}".encode()}
+        # First: a step that fails before its node is known to have failed ends the job for good
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
         self.daemons[node].kill()
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if marks <= {*(entry / "environ").read_bytes().split(b"\0")}:
                     os.kill(int(entry.name), signal.SIGKILL)
-        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
     def run(self, *command: str, timeout_seconds: float = 60.0, cwd: Path | None = None) -> str:
         """Output of a SLURM command; raises if it fails."""

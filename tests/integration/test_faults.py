@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.faults import FAULTS, break_run
 
-OFTEN = ("exception-1", "kill-1", "stop-1", "dry-0", "interrupt")
+OFTEN = ("exception-1", "kill-1", "stop-0", "stop-1", "dry-0", "interrupt")
 """`make test` walks the first and CI all of them; the others take the same ways with the ranks exchanged."""
 
 

@@ -67,7 +67,7 @@ def _submitted(slurm: Slurm, folder: Path, options: str, steps: int = 40, step_s
     (folder / "train.py").write_text(PROGRAM)
     (folder / "job.sbatch").write_text(
         f"#!/bin/bash\n#SBATCH --ntasks-per-node=1 --time=5 --requeue --open-mode=append --output=%x-%a.log {options}\n"
-        f"srun --kill-on-bad-exit=1 {sys.executable} train.py\n"
+        f"srun --ntasks=$SLURM_NNODES --kill-on-bad-exit=1 {sys.executable} train.py\n"
     )
     env = {**slurm.env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
     env |= {"STEPS": str(steps), "STEP_SECONDS": str(step_seconds)}

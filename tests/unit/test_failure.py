@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,3 +117,14 @@ def test_a_folded_traceback_has_the_users_frames_and_fits_on_a_screen():
     assert any("frames of python]" in line for line in lines)
     assert any("in raw_decode" in line or "in decode" in line for line in lines)  # the innermost is shown
     assert not tracebacks.is_told_by_its_message(found.value)
+
+
+def test_a_store_that_never_answers_does_not_keep_a_rank(monkeypatch):
+    """Of a rank 0 that is stopped: connected, and silent."""
+    held = threading.Event()
+    monkeypatch.setattr(failure, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(failure, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(failure, "ask_the_others", lambda *args: held.wait(60.0))
+    strategy = SimpleNamespace(num_processes=2, num_nodes=1)
+    assert failure.all_raised(LookupError("x"), strategy, None, lambda: False) == ("rank 0 does not answer", False)
+    held.set()
