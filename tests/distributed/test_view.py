@@ -72,8 +72,48 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "grad": lambda p: p.grad.clamp_(max=0.1),
     "assign grad": lambda p: setattr(p, "grad", OTHER.clone()),
     "clip": lambda p: nn.utils.clip_grad_norm_([p], 0.1),
+    "row": lambda p: p[4].zero_(),
+    "flat": lambda p: p.view(-1).mul_(2),
+    "flat data": lambda p: p.data.flatten()[3:9].copy_(OTHER.view(-1)[:6]),
+    "transposed": lambda p: p.T.add_(p.T),
+    "item of a view": lambda p: p.view(-1).__setitem__(slice(2, 5), 9.0),
+    "view with a graph": lambda p: _with_graph(p).mul_(2),
+    "view held": lambda p: [f(v) for v in [p.view(-1)] for f in (lambda v: p.mul_(0.5), lambda v: v[:7].add_(1))],
+    "two views": lambda p: [part.mul_(i) for i, part in enumerate(p.split(2), 2)],
+    "initialized row": lambda p: nn.init.constant_(p[1], 0.25),
+    "view of a gradient": lambda p: p.grad.view(-1).clamp_(max=0.1),
+    "orthogonal": lambda p: nn.init.orthogonal_(p, generator=torch.Generator().manual_seed(3)),
+    "identity": lambda p: nn.init.eye_(p),
+    "sparse": lambda p: (torch.manual_seed(3), nn.init.sparse_(p, 0.4)),
+    "out": lambda p: torch.add(OTHER, p, out=p),
+    "several out": lambda p: torch.sort(OTHER, 0, descending=True, out=(p, torch.empty(5, 3, dtype=torch.int64))),
     "from vector": lambda p: nn.utils.vector_to_parameters(torch.arange(15.0), [p]),
+    "data of a row": lambda p: p[4].data.zero_(),
+    "old data": lambda p: _with_old_data(p),
+    "assigned again": lambda p: _assigned_again(p),
 }
+
+
+def _with_old_data(p: Tensor) -> None:
+    """As averages are swapped in and out."""
+    old = p.data
+    p.data = OTHER.clone()
+    assert torch.equal(p.data.clone(), OTHER)
+    p.data = p.data + old * 2
+
+
+def _assigned_again(p: Tensor) -> None:
+    """Lightning's lottery ticket: the second time ``p`` has the memory of ``x`` already."""
+    x = OTHER.clone()
+    p.data = x.data.to("cpu")
+    with torch.no_grad():
+        p.mul_(2.0)
+    p.data = x.data.to("cpu")
+
+
+def _with_graph(p: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return p.view(-1)
 
 
 @contextmanager
@@ -128,7 +168,11 @@ def test_writes_are_kept(ranks2, name):
 def _write_to_a_view() -> list[str]:
     errors = []
     with _pair() as (sharded, _), WholeView(), torch.no_grad():
-        for write in (lambda: sharded[0].zero_(), lambda: sharded.view(-1).mul_(2), lambda: sharded.T.add_(1)):
+        for write in (
+            lambda: torch._foreach_mul_([sharded.view(-1)], 2.0),
+            lambda: torch._foreach_mul_([_with_graph(sharded)], 2.0),
+            lambda: torch.sum(OTHER, 0, out=_with_graph(sharded)[:3]),
+        ):
             try:
                 write()
             except RuntimeError as error:

@@ -274,6 +274,23 @@ class Reinitialized(Zoo):
         self.net.blocks[0].up.reset_parameters()
         nn.init.kaiming_normal_(self.net.head.weight)
 
+    @torch.no_grad()
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        torch.manual_seed(7 + batch_idx)
+        up = self.net.blocks[1].up
+        if batch_idx == 1:
+            nn.init.orthogonal_(up.weight)
+        if batch_idx == 2:
+            up.weight.view(-1)[3:9] *= 0.5
+            up.weight.T.mul_(0.9)
+            self.net.head.weight[0].zero_()
+        if batch_idx == 3:
+            nn.init.eye_(self.net.blocks[0].up.weight)
+            nn.init.sparse_(up.weight, 0.2)
+        if batch_idx == 4:
+            for init in (nn.init.trunc_normal_, nn.init.xavier_uniform_):
+                init(self.net.head.weight)
+
 
 class Pruned(Zoo):
     """``torch.nn.utils.prune`` during fit; what remains is made permanent at the end."""
@@ -517,6 +534,52 @@ def _keep_term(module: nn.Module, *unused: Any) -> None:
     module.term = sum(p.square().sum() * p.exp().mean() for p in module.parameters())  # type: ignore[assignment]
 
 
+class SwapsData(Zoo):
+    """Averages take the place of the weights for validation, by assignment in both directions."""
+
+    def on_fit_start(self) -> None:
+        self.averages = [p.detach().clone() for p in self.parameters()]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for average, p in zip(self.averages, self.parameters(), strict=True):
+            average.lerp_(p, 0.3)
+
+    def on_validation_start(self) -> None:
+        self.kept = [p.data for p in self.parameters()]
+        for average, p in zip(self.averages, self.parameters(), strict=True):
+            p.data = average
+
+    def on_validation_end(self) -> None:
+        for kept, p in zip(self.kept, self.parameters(), strict=True):
+            p.data = kept
+
+
+class PartialForward(Zoo):
+    """Manual optimization; some batches end in the middle of the net, without a backward."""
+
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        if batch_idx % 3 == 1:
+            self.net.blocks[0](self.net.stem(x))
+            return
+        optimizer = self.optimizers()
+        loss = self.record(self.loss(batch))
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+def _pruning(**options: Any) -> Any:
+    from lightning.pytorch.callbacks import ModelPruning
+
+    return lambda: [ModelPruning("l1_unstructured", amount=0.2, **options)]
+
+
 HELD: dict[str, Kind] = {
     "best_weights_by_hand": Kind(module=_of(BestWeights)),
     "attributes_on_parameters": Kind(module=_of(Marked)),
@@ -563,5 +626,8 @@ HELD: dict[str, Kind] = {
     "traced": Kind(module=_of(Traced)),
     "penalty_in_units": Kind(module=_of(PenaltyInUnit), reference=UNUSED),
     "weight_read_in_backward": Kind(module=_of(SharedAcrossFits)),
+    "data_swapped": Kind(module=_of(SwapsData), validates=True),
+    "partial_forward": Kind(module=_of(PartialForward)),
+    "pruned_by_callback": Kind(module=_of(Zoo), callbacks=_pruning(use_lottery_ticket_hypothesis=False)),
 }
 KINDS.update(HELD)

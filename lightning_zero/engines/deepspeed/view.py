@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_zero.engines.aliases import Aliases
 from lightning_zero.engines.refusals import refuse_tracing
 from lightning_zero.engines.torch_functions import is_in_place
 from lightning_zero.private.torch import GETTERS, base_of
@@ -87,6 +88,7 @@ class ShardView(TorchFunctionMode):
         self.holder = holder
         # whole tensors that user code was given in a parameter's stead -> the parameter
         self._lent: Any = WeakIdKeyDictionary()
+        self._aliases = Aliases()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -103,7 +105,7 @@ class ShardView(TorchFunctionMode):
         if held:
             return self._on_parameters(func, name, args, kwargs, held)
         result = func(*args, **kwargs)
-        if self._lent and is_in_place(name):
+        if is_in_place(name):
             self._notice(args or tuple(kwargs.values())[:1])
         return result
 
@@ -141,6 +143,8 @@ class ShardView(TorchFunctionMode):
             )
         if is_in_place(name):
             return self._write(func, name, args, kwargs)
+        if into := self._held((kwargs.get("out"),)):
+            return self._write_out(func, args, kwargs, into)
         if away and holder.in_step():
             for p in away:
                 holder.fetch(p)
@@ -152,6 +156,8 @@ class ShardView(TorchFunctionMode):
             result = func(*_instead(args, wholes), **{k: _instead([v], wholes)[0] for k, v in kwargs.items()})
         if (func == _DATA_GET or name in _SHARES_MEMORY) and isinstance(result, Tensor):
             self._lent[result] = held[0]
+            if func == _DATA_GET or name == "detach":
+                self._aliases.taken(held[0], result)
         return result
 
     def _lend(self, p: Any) -> Tensor:
@@ -167,7 +173,23 @@ class ShardView(TorchFunctionMode):
                 f"assigning a tensor of shape {tuple(value.shape)} to .data of a parameter of shape {tuple(shape)}:"
                 " shapes must agree during a run; change the module before the run starts."
             )
-        self.holder.written(p, value)
+        for alias in self._aliases.assign(p, value, lambda: self.holder.written(p, value)):
+            self._lent.pop(alias, None)
+
+    def _write_out(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], into: list[Any]) -> Any:
+        """``func(..., out=p)``, as ``nn.init.eye_`` does."""
+        if torch.is_grad_enabled() and any(p.requires_grad for p in into):
+            raise RuntimeError(
+                f"{func.__name__} writes to a parameter that requires grad: write under torch.no_grad() or to .data."
+            )
+        everything = self._held(args) + self._held(tuple(kwargs.values()))
+        wholes = {
+            id(p): self.holder.whole(p) for p in {id(p): p for p in everything}.values() if self.holder.is_away(p)
+        }
+        func(*_instead(args, wholes), **{k: _instead([v], wholes)[0] for k, v in kwargs.items()})
+        for p in into:
+            self.holder.written(p, wholes.get(id(p)))
+        return kwargs["out"]
 
     def _write(self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not args:  # torch.nn.init passes its tensor by name
@@ -198,6 +220,9 @@ class ShardView(TorchFunctionMode):
             if isinstance(target, Tensor):
                 base = base_of(target)
                 base = target if base is None else base
+                if isinstance(base, nn.Parameter) and self.holder.holds(base):  # a view of one that is whole here
+                    self.holder.written(base, None)
+                    continue
                 p = self._lent.get(base)
                 if p is None:
                     p = self._lent.get(target)

@@ -9,7 +9,7 @@ while it is not gathered (see :mod:`.identity`),
   gradient is wanted: it is averaged over the ranks, as DDP averages gradients;
 - **writes** it back: an in-place function runs on the shards where it is element-wise, else on the gathered tensor,
   whose shards are then stored;
-- **views** of it are read-only, because a write to a gathered copy would be lost: torch raises on the attempt.
+- **views** of it write back, too (see :mod:`.lent_views`), between steps; inside one torch raises on the attempt.
 
 Parameters that are gathered for a step are plain tensors, and what is written to them in place counts too, because
 their version tells. It does not tell of ``p.data``: whoever owns such parameters is told when that is taken, and an
@@ -25,6 +25,7 @@ asked only about calls that touch a parameter or a shard (see :mod:`.guards`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ from lightning_zero.comm.shards import (
     shard_like,
     whole,
 )
+from lightning_zero.engines.aliases import Aliases
 from lightning_zero.engines.fsdp2 import private
+from lightning_zero.engines.fsdp2.lent_views import LentViews
 from lightning_zero.engines.fsdp2.traced import Marks
 from lightning_zero.engines.refusals import refuse_tracing
 from lightning_zero.engines.torch_functions import is_in_place
@@ -111,6 +114,8 @@ class WholeView(TorchFunctionMode):
         self._on_write, self._on_data = on_write, on_data
         self._own: Mapping[int, private.ShardedParam] = {} if own is None else own
         self._whole, self._on_use = whole, on_use
+        self._views = LentViews()
+        self._aliases = Aliases()
         self.notices = on_use is not None
         """Whether :meth:`notice` has anything to do."""
 
@@ -138,7 +143,13 @@ class WholeView(TorchFunctionMode):
             if func in _DATA and not private.is_away(known):
                 self._on_data(args[0])
                 if len(args) == 2:
-                    return _copy_into(*args)
+                    self._aliases.assign(known.sharded_param, args[1], lambda: _copy_into(*args))
+                    return None
+                return self._aliases.taken(known.sharded_param, func(*args))
+        if self._views:
+            targets, others, named = _by_position(args, kwargs)
+            if (is_in_place(func.__name__) and self._views.owns(targets)) or self._views.owns(kwargs.get("out")):
+                return self._write_to_view(func, targets, others, named)
         if not self._concerns(args) and not (kwargs and self._concerns(kwargs.values())):
             result = func(*args, **kwargs)
             if self.notices and args:
@@ -211,37 +222,83 @@ class WholeView(TorchFunctionMode):
         refuse_tracing()
         name = func.__name__
         if func in _SETTERS:
-            if _SETTERS[func] == "data":
-                self._on_write()
-            return _assign(_SETTERS[func], *args)
+            assign = partial(_assign, _SETTERS[func], *args)
+            if _SETTERS[func] == "grad":
+                return assign()
+            self._on_write()
+            self._aliases.assign(args[0], args[1], assign)
+            return None
         if name == "__get__":
             if func == _DEVICE:
                 return mesh_device(args[0])
+            if func in _DATA:
+                return self._aliases.taken(args[0], func(*args))
             return func(*args) if func not in _VIEW_PROPERTIES else func(self._read_only(args[0]))
         if name in ("register_hook", "register_post_accumulate_grad_hook") and args[0].is_leaf:
             raise ValueError(
                 f"{name} on a sharded parameter would never be called: its gradient is made on the gathered parameter."
                 " Call register_hook before the run, in __init__ or configure_model, or use on_after_backward."
             )
+        if name == "detach":
+            return self._aliases.taken(args[0], func(*args))
         if name in _METADATA or name in ("__set__", "__delete__"):
             return func(*args, **kwargs)
         if name == "__deepcopy__":
             return _deep_copy(*args)
         if is_in_place(name):
-            if not args:  # torch.nn.init passes its tensor by name
-                args, kwargs = list(kwargs.values())[:1], dict(list(kwargs.items())[1:])
-            if _any_sharded(args[:1]):
+            targets, others, named = _by_position(args, kwargs)
+            if _any_sharded(targets):
                 self._on_write()
-                return _write(func, name, args, kwargs)
+                return _write(func, name, [*targets, *others], named)
+        if _any_sharded([kwargs.get("out")]):
+            self._on_write()
+            return _write_out(func, name, args, kwargs)
         if name.endswith("_like"):
             return func(*_map(_stand_in, args), **kwargs)
         read = self._read_only if name in _VIEWS else self._whole
         return func(*_map(read, args), **{key: _map(read, [value])[0] for key, value in kwargs.items()})
 
     def _read_only(self, tensor: DTensor) -> Tensor:
-        if torch.is_grad_enabled() and tensor.requires_grad:
-            return self._whole(tensor)
-        return read_only(tensor)
+        differentiable = torch.is_grad_enabled() and tensor.requires_grad
+        lent = self._whole(tensor) if differentiable else read_only(tensor)
+        self._views.record(lent, tensor)
+        return lent
+
+    def _write_to_view(
+        self, func: Callable[..., Any], targets: Sequence[Any], others: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        name = func.__name__
+        if not isinstance(targets[0], Tensor) or not is_in_place(name):
+            raise RuntimeError(
+                f"{name} writes to a view of a sharded parameter, which would be lost: write to the parameter itself."
+            )
+        if torch.is_grad_enabled() and targets[0].requires_grad and not _initializes(func):
+            raise _needs_no_grad(name)
+        refuse_tracing()
+        self._on_write()
+        with torch.no_grad():
+            others = _map(gathered, self._shards(others))
+            values = _map(gathered, self._shards(kwargs.values()))
+        return self._views.write(func, targets[0], others, dict(zip(kwargs, values, strict=True)))
+
+
+def _by_position(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any], dict[str, Any]]:
+    """The first argument, the others, and those by name: torch.nn.init passes its tensor by name."""
+    if args:
+        return args[:1], args[1:], kwargs
+    return list(kwargs.values())[:1], (), dict(list(kwargs.items())[1:])
+
+
+def _initializes(func: Callable[..., Any]) -> bool:
+    """Without gradients, whoever calls."""
+    return getattr(func, "__module__", "") == nn.init.__name__
+
+
+def _needs_no_grad(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"a leaf Variable that requires grad is being used in an in-place operation ({name}): write to a parameter"
+        " under torch.no_grad() or through .data."
+    )
 
 
 def _any_sharded(values: Any) -> bool:
@@ -312,12 +369,8 @@ def _assign(attribute: str, target: Tensor, value: Tensor | None) -> None:
 def _write(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     targets = list(target) if isinstance(target, (list, tuple)) else [target]
-    initializes = getattr(func, "__module__", "") == nn.init.__name__  # without gradients, whoever calls
-    if torch.is_grad_enabled() and not initializes and any(t.requires_grad and t.is_leaf for t in targets):
-        raise RuntimeError(
-            f"a leaf Variable that requires grad is being used in an in-place operation ({name}): write to a parameter"
-            " under torch.no_grad() or through .data."
-        )
+    if torch.is_grad_enabled() and not _initializes(func) and any(t.requires_grad and t.is_leaf for t in targets):
+        raise _needs_no_grad(name)
     before_host_write(targets[0])
     with torch.no_grad():
         on_shards = name in _ELEMENTWISE and _fits_shards(targets, args[1:], kwargs)
@@ -332,6 +385,24 @@ def _write(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dic
                 if isinstance(t, DTensor):
                     local(t).copy_(local(shard_like(new, t)))
     return target
+
+
+def _write_out(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """``func(..., out=p)``, as ``nn.init.eye_`` does; ``out`` may be several."""
+    out = kwargs["out"]
+    targets = list(out) if isinstance(out, (list, tuple)) else [out]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in targets):
+        raise _needs_no_grad(name)
+    with torch.no_grad():
+        kwargs = {key: _map(whole, [value])[0] for key, value in kwargs.items()}
+        func(*_map(whole, args), **kwargs)
+        values = list(kwargs["out"]) if isinstance(out, (list, tuple)) else [kwargs["out"]]
+        for t, new in zip(targets, values, strict=True):
+            if isinstance(t, DTensor):
+                _require_shape("out", t, new)
+                before_host_write(t)
+                local(t).copy_(local(shard_like(new, t)))
+    return out
 
 
 def _fits_shards(targets: list[Tensor], others: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -1,0 +1,76 @@
+"""``p.data``, which user code takes and assigns, as it would be if the engine did not hold the memory of ``p``.
+
+old = p.data        shares the memory of ``p``, until ...
+p.data = x          ... ``p`` has other memory: ``old`` keeps the values of before, ``p`` takes over those of ``x``
+p.data = x          again changes nothing: by now ``x`` would be the memory of ``p``
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_zero.comm.shards import local
+from lightning_zero.private.torch import DisableTorchFunction, set_data, set_local_tensor
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Aliases:
+    """What was taken and assigned, by parameter."""
+
+    def __init__(self) -> None:
+        self._taken: Any = WeakIdKeyDictionary()  # weak references
+        self._given: Any = WeakIdKeyDictionary()
+
+    def taken(self, owner: Tensor, alias: Any) -> Any:
+        """``alias`` is ``owner.data``, or ``owner.detach()``."""
+        alive = [other for other in self._taken.get(owner, ()) if other() is not None]
+        self._taken[owner] = [*alive, weakref.ref(alias)]
+        return alias
+
+    def assign(self, owner: Tensor, value: Tensor, copy: Callable[[], None]) -> list[Tensor]:
+        """``owner.data = value``; ``copy`` writes it to the engine's memory. Returns what is no alias any more."""
+        given = _Given(value) if not isinstance(value, DTensor) and value.numel() else None
+        if given is not None and given == self._given.get(owner):
+            return []
+        alive = [reference() for reference in self._taken.pop(owner, ())]
+        parted = [alias for alias in alive if alias is not None and alias is not value]
+        for alias in parted:
+            _part(alias)
+        copy()
+        self._given[owner] = given
+        return parted
+
+
+class _Given:
+    """A tensor that was assigned: the same one again if its memory and values are."""
+
+    def __init__(self, value: Tensor) -> None:
+        value = value.detach()
+        self._key = StorageWeakRef(value.untyped_storage()), value.storage_offset(), value.shape, value.stride()
+        # Every rank must come to the same answer, so not of its rows alone; each element counts with its place
+        words = value.contiguous().view(-1).view(_WORDS[min(value.element_size(), 8)]).to(torch.int64)
+        places = torch.arange(1, 2 * words.numel(), 2, device=words.device)
+        self._hash = int(torch.hash_tensor(words * places).view(torch.int64))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Given) and self._key == other._key and self._hash == other._hash
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _part(alias: Tensor) -> None:
+    """Gives ``alias`` memory of its own, with the values it has."""
+    with torch.no_grad(), DisableTorchFunction():
+        if isinstance(alias, DTensor):
+            set_local_tensor(alias, local(alias).clone())
+        else:
+            set_data(alias, alias.clone())
