@@ -1,8 +1,7 @@
 """``p.data``, which user code takes and assigns, as it would be if the engine did not hold the memory of ``p``.
 
-old = p.data        shares the memory of ``p``, until ...
-p.data = x          ... ``p`` has other memory: ``old`` keeps the values of before, ``p`` takes over those of ``x``
-p.data = x          again changes nothing: by now ``x`` would be the memory of ``p``
+- ``old = p.data`` shares the memory of ``p`` until ``p`` gets other memory; then ``old`` keeps the values of before.
+- ``p.data = x`` gives ``p`` the values of ``x``; once more it changes nothing: ``x`` would be the memory of ``p``.
 """
 
 from __future__ import annotations

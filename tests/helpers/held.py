@@ -574,6 +574,14 @@ class PartialForward(Zoo):
         optimizer.step()
 
 
+class SameOnAllRanks(Zoo):
+    """What a callback copies in its ``setup``, before rank 0's values reach the others, is equal everywhere."""
+
+    def build(self) -> None:
+        torch.manual_seed(3)
+        super().build()
+
+
 def _pruning(**options: Any) -> Any:
     from lightning.pytorch.callbacks import ModelPruning
 
@@ -629,5 +637,6 @@ HELD: dict[str, Kind] = {
     "data_swapped": Kind(module=_of(SwapsData), validates=True),
     "partial_forward": Kind(module=_of(PartialForward)),
     "pruned_by_callback": Kind(module=_of(Zoo), callbacks=_pruning(use_lottery_ticket_hypothesis=False)),
+    "lottery_ticket": Kind(module=_of(SameOnAllRanks), callbacks=_pruning(), max_epochs=3),
 }
 KINDS.update(HELD)
