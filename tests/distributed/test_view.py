@@ -89,9 +89,15 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "several out": lambda p: torch.sort(OTHER, 0, descending=True, out=(p, torch.empty(5, 3, dtype=torch.int64))),
     "from vector": lambda p: nn.utils.vector_to_parameters(torch.arange(15.0), [p]),
     "data of a row": lambda p: p[4].data.zero_(),
+    "beside a transform": lambda p: [f(p.data[1]) for f in (_transform, Tensor.zero_)],
     "old data": lambda p: _with_old_data(p),
     "assigned again": lambda p: _assigned_again(p),
 }
+
+
+def _transform(unused: Tensor) -> None:
+    """What it writes to has no memory that could be a view's."""
+    torch.func.vmap(lambda row: row.clone().add_(1.0))(OTHER)
 
 
 def _with_old_data(p: Tensor) -> None:

@@ -29,7 +29,7 @@ class _Lent:
 
 
 class LentViews:
-    """The gathered copies of which views may be held, by the address of their memory."""
+    """The gathered copies of which views may be held, by their storage."""
 
     def __init__(self) -> None:
         self._lent: dict[int, _Lent] = {}
@@ -42,7 +42,7 @@ class LentViews:
         self._lent = {at: lent for at, lent in self._lent.items() if not lent.alive.expired()}
         storage = whole.untyped_storage()
         lent = _Lent(owner, StorageWeakRef(storage), whole.stride(), whole.storage_offset())
-        self._lent[storage.data_ptr()] = lent
+        self._lent[lent.alive.cdata] = lent  # no other storage's as long as this is here
 
     def owns(self, value: Any) -> bool:
         """Whether ``value``, or one of a list, is such a view."""
@@ -53,12 +53,10 @@ class LentViews:
     def _find(self, view: Tensor) -> _Lent | None:
         if isinstance(view, DTensor) or view.layout != torch.strided:
             return None
-        at = view.untyped_storage().data_ptr()
-        lent = self._lent.get(at)
-        if lent is not None and lent.alive.expired():  # other memory at the same address
-            del self._lent[at]
+        try:
+            return self._lent.get(StorageWeakRef(view.untyped_storage()).cdata)
+        except RuntimeError:  # no memory of its own: inside a transform of torch.func
             return None
-        return lent
 
     def write(self, func: Callable[..., Any], view: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``func(view, *args, **kwargs)``, all of whose tensors are whole (collective)."""
