@@ -101,8 +101,9 @@ def missing(rank: int) -> int:
 
     # On a thread: a store whose process is stopped answers never
     following = threading.Thread(target=follow, daemon=True, name="missing rank")
-    following.start()
-    following.join(_PATIENCE_SECONDS + 1)
+    with contextlib.suppress(RuntimeError):  # no memory for its stack
+        following.start()
+        following.join(_PATIENCE_SECONDS + 1)
     return found[-1]
 
 

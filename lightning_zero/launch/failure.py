@@ -68,8 +68,12 @@ def all_raised(
 
     # On a thread of its own: a call of the store has no time limit once it is connected
     asking = threading.Thread(target=ask, name="lightning_zero-raised", daemon=True)
-    asking.start()
-    asking.join(WAIT_SECONDS + ANSWER_SECONDS)
+    try:
+        asking.start()
+    except RuntimeError:  # no memory for its stack: perhaps what has been raised
+        ask()
+    else:
+        asking.join(WAIT_SECONDS + ANSWER_SECONDS)
     return found[0] if found else ("rank 0 does not answer", False)
 
 
