@@ -193,7 +193,6 @@ class BackgroundSaver:
             self.wait()
         finally:
             self._thread.shutdown()
-            self._agreement.close()
 
 
 def _copied(checkpoint: dict[str, Any]) -> dict[str, Any]:

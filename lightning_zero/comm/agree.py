@@ -5,7 +5,6 @@ All functions are collective over ``group`` and do nothing when it holds one ran
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -112,7 +111,6 @@ class Agreement:
         self.timeout_seconds = timeout_seconds
         several = not alone and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        self._owns = channel is None
         self.channel = (channel or Channel(timeout_seconds)) if several else None
         self._run, self._kind = run, kind
         self._latest: dict[int, dist.Work] = {}  # by kind
@@ -133,13 +131,6 @@ class Agreement:
         if self.channel is None:
             return Agreement(self.timeout_seconds, alone=True)
         return Agreement(self.timeout_seconds, channel=self.channel, run=self._run, kind=kind)
-
-    def close(self) -> None:
-        """Gives back a channel of its own, if its process group still lives."""
-        if self._owns and self.channel is not None and dist.is_initialized():
-            with contextlib.suppress(ValueError):  # destroyed already, together with an earlier process group
-                dist.destroy_process_group(self.channel.group)
-        self.channel = None
 
     def all_reduce(self, message: Tensor, op: Any, kind: int, peer_memory: PeerMemory | None = None) -> dist.Work:
         """``message`` (a few numbers, in host memory) becomes its sum or maximum over the ranks, as ``op`` says, when

@@ -74,6 +74,7 @@ TORCH = Library(
         Needed("torch.distributed.distributed_c10d:_abort_process_group", takes=""),
         Needed("torch:UntypedStorage._cdata"),
         Needed("torch.distributed.tensor:DTensor.to_local", stores="_local_tensor"),
+        Needed("torch.distributed.tensor.debug:_clear_sharding_prop_cache", takes=""),
         Needed("torch.distributed._functional_collectives:wait_tensor", takes="tensor"),
         Needed("torch.distributed.checkpoint.filesystem:_StorageInfo"),
         Needed("torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING"),
@@ -91,9 +92,14 @@ with importing(TORCH):
     from torch.distributed import _functional_collectives as functional_collectives  # what DTensor calls, to be counted
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # stands in checkpoints' indexes
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormats  # the same
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_meshes
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # of any dimension; no public class is all of them
     from torch.utils import _pytree as pytree  # what torch itself takes arguments apart with; no public path yet
     from torch.utils._python_dispatch import TorchDispatchMode  # no public path; torch's documentation uses this one
+
+    # `forget_meshes`: DTensor's operators keep what they have found out by its mesh, and give it to results. Meshes are
+    # equal whatever their process groups are, so a later run's results would have an earlier one's groups; nothing
+    # public forgets.
 
     DisableTorchFunction = torch._C.DisableTorchFunction
     """Inside it, no ``__torch_function__`` runs, neither a mode's (our views') nor a subclass's. Public is
@@ -115,8 +121,8 @@ __all__ = [
     "DisableTorchFunctionSubclass", "FakeTensorMode",
     "MemoryFormats", "StorageInfo", "TorchDispatchMode", "abort_process_groups", "at_end_of_backward", "backward_hooks",
     "backwards_inside", "base_of", "call_with_hooks", "compiled_call", "disabled_torch_function", "dynamo_error",
-    "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward", "in_transform",
-    "local_tensor", "loss_scale", "module_tables",
+    "forget_meshes", "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward",
+    "in_transform", "local_tensor", "loss_scale", "module_tables",
     "overload_packet", "own_parameters", "pytree", "run_first", "saved_tensors", "saves_elsewhere", "schema_of",
     "set_compiled_call", "set_data", "set_found_inf",
     "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "set_torch_function", "storage_key",

@@ -31,6 +31,17 @@ def test_the_table() -> None:
     check(private.TORCH)
 
 
+def test_meshes_are_forgotten(world_of_one) -> None:
+    """Or operators give their results the mesh, and so the process groups, of an earlier run."""
+    meshes = []
+    for forgets in (False, False, True):
+        if forgets:
+            private.forget_meshes()
+        meshes.append(dist.init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)))
+        shard = DTensor.from_local(torch.ones(2), meshes[-1], [Shard(0)])
+        assert torch.zeros_like(shard).device_mesh is (meshes[-1] if forgets else meshes[0])
+
+
 class _Seen(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()

@@ -66,7 +66,7 @@ from lightning_zero.engines.refusals import (
     refuse_transforms,
 )
 from lightning_zero.engines.state_dicts import WholeStateDicts
-from lightning_zero.private.torch import DisableTorchFunction
+from lightning_zero.private.torch import DisableTorchFunction, forget_meshes
 
 
 class _Root(Root):
@@ -105,6 +105,7 @@ class DeepSpeedEngine(Engine):
         self.whole_bytes = sum(shape.numel() * p.element_size() for p, shape in self._params.shapes.items())
         if dist.get_world_size() > 1 and self.config.find_unused_parameters:
             self._agreement = run_agreement() or shared_agreement(self.config.timeout_seconds)
+        forget_meshes()
         self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         self._order = Order(self._params, self._agreement, self.device.type == "cpu", self._under_way)
         self._usage = Usage(self._params, self.config, self._agreement)

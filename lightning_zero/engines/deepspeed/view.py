@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.engines.aliases import Aliases
 from lightning_zero.engines.refusals import refuse_tracing
-from lightning_zero.engines.torch_functions import is_in_place
+from lightning_zero.engines.torch_functions import by_position, initializes, is_in_place, needs_no_grad
 from lightning_zero.private.torch import GETTERS, base_of
 
 # slot wrappers are made anew at each access: compared by value
@@ -105,7 +105,7 @@ class ShardView(TorchFunctionMode):
         if held:
             return self._on_parameters(func, name, args, kwargs, held)
         result = func(*args, **kwargs)
-        if is_in_place(name):
+        if is_in_place(name) and not holder.busy():
             self._notice(args or tuple(kwargs.values())[:1])
         return result
 
@@ -143,8 +143,10 @@ class ShardView(TorchFunctionMode):
             )
         if is_in_place(name):
             return self._write(func, name, args, kwargs)
-        if into := self._held((kwargs.get("out"),)):
-            return self._write_out(func, args, kwargs, into)
+        if into := self._held((kwargs.get("out"),)):  # as nn.init.eye_ does
+            if torch.is_grad_enabled() and any(p.requires_grad for p in into):
+                raise needs_no_grad(name)
+            return self._run_and_store(func, args, kwargs, into)
         if away and holder.in_step():
             for p in away:
                 holder.fetch(p)
@@ -176,42 +178,28 @@ class ShardView(TorchFunctionMode):
         for alias in self._aliases.assign(p, value, lambda: self.holder.written(p, value)):
             self._lent.pop(alias, None)
 
-    def _write_out(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], into: list[Any]) -> Any:
-        """``func(..., out=p)``, as ``nn.init.eye_`` does."""
-        if torch.is_grad_enabled() and any(p.requires_grad for p in into):
-            raise RuntimeError(
-                f"{func.__name__} writes to a parameter that requires grad: write under torch.no_grad() or to .data."
-            )
-        everything = self._held(args) + self._held(tuple(kwargs.values()))
-        wholes = {
-            id(p): self.holder.whole(p) for p in {id(p): p for p in everything}.values() if self.holder.is_away(p)
-        }
-        func(*_instead(args, wholes), **{k: _instead([v], wholes)[0] for k, v in kwargs.items()})
-        for p in into:
-            self.holder.written(p, wholes.get(id(p)))
-        return kwargs["out"]
-
     def _write(self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if not args:  # torch.nn.init passes its tensor by name
-            args, kwargs = list(kwargs.values())[:1], dict(list(kwargs.items())[1:])
+        first, others, kwargs = by_position(args, kwargs)
+        args = [*first, *others]
         targets = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
         mine = [t for t in targets if isinstance(t, nn.Parameter) and self.holder.holds(t)]
-        free = getattr(func, "__module__", "") == "torch.nn.init"  # switches gradients off itself
-        if not free and torch.is_grad_enabled() and any(t.requires_grad and t.is_leaf for t in mine):
-            raise RuntimeError(
-                f"a leaf Variable that requires grad is being used in an in-place operation ({name}): write to a"
-                " parameter under torch.no_grad() or through .data."
-            )
-        everything = self._held(args) + self._held(tuple(kwargs.values()))
-        wholes = {
-            id(p): self.holder.whole(p) for p in {id(p): p for p in everything}.values() if self.holder.is_away(p)
-        }
-        func(*_instead(args, wholes), **{k: _instead([v], wholes)[0] for k, v in kwargs.items()})
-        for p in mine:
-            self.holder.written(p, wholes.get(id(p)))
+        if torch.is_grad_enabled() and not initializes(func) and any(t.requires_grad and t.is_leaf for t in mine):
+            raise needs_no_grad(name)
+        self._run_and_store(func, args, kwargs, mine)
         if not mine:
             self._notice(args)
         return args[0]
+
+    def _run_and_store(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], written: Sequence[Any]
+    ) -> Any:
+        """Calls ``func`` with whole parameters; it writes to those that are ``written``."""
+        held = {id(p): p for p in [*self._held(args), *self._held(tuple(kwargs.values()))]}
+        wholes = {key: self.holder.whole(p) for key, p in held.items() if self.holder.is_away(p)}
+        func(*_instead(args, wholes), **{k: _instead([v], wholes)[0] for k, v in kwargs.items()})
+        for p in written:
+            self.holder.written(p, wholes.get(id(p)))
+        return kwargs.get("out")
 
     def _notice(self, args: Sequence[Any]) -> None:
         """Something was written to in place: perhaps to what stands for a parameter, or to a view of it."""
@@ -222,6 +210,8 @@ class ShardView(TorchFunctionMode):
                 base = target if base is None else base
                 if isinstance(base, nn.Parameter) and self.holder.holds(base):  # a view of one that is whole here
                     self.holder.written(base, None)
+                    continue
+                if not self._lent:
                     continue
                 p = self._lent.get(base)
                 if p is None:

@@ -24,6 +24,7 @@ from lightning_zero.engines.fsdp2.build import Build
 from lightning_zero.engines.fsdp2.view import WholeView
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.units import UnitPlan
+from lightning_zero.private.torch import forget_meshes
 
 
 @dataclass
@@ -58,6 +59,7 @@ class Sharded:
 
 def make_mesh(config: ZeroConfig, device: torch.device) -> DeviceMesh:
     """Axis "shard" over all ranks; with ``shard_size``, axes "replicate" and "shard" (consecutive ranks)."""
+    forget_meshes()
     world_size, size = dist.get_world_size(), config.shard_size
     assert size != "auto", "the strategy has put a number in its place"
     if size is None or size == world_size:

@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -48,7 +48,7 @@ from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.lent_views import LentViews
 from lightning_zero.engines.fsdp2.traced import Marks
 from lightning_zero.engines.refusals import refuse_tracing
-from lightning_zero.engines.torch_functions import is_in_place
+from lightning_zero.engines.torch_functions import by_position, initializes, is_in_place, needs_no_grad
 from lightning_zero.private.torch import backwards_inside
 
 _METADATA = frozenset(
@@ -147,7 +147,7 @@ class WholeView(TorchFunctionMode):
                     return None
                 return self._aliases.taken(known.sharded_param, func(*args))
         if self._views:
-            targets, others, named = _by_position(args, kwargs)
+            targets, others, named = by_position(args, kwargs)
             if (is_in_place(func.__name__) and self._views.owns(targets)) or self._views.owns(kwargs.get("out")):
                 return self._write_to_view(func, targets, others, named)
         if not self._concerns(args) and not (kwargs and self._concerns(kwargs.values())):
@@ -246,7 +246,7 @@ class WholeView(TorchFunctionMode):
         if name == "__deepcopy__":
             return _deep_copy(*args)
         if is_in_place(name):
-            targets, others, named = _by_position(args, kwargs)
+            targets, others, named = by_position(args, kwargs)
             if _any_sharded(targets):
                 self._on_write()
                 return _write(func, name, [*targets, *others], named)
@@ -272,33 +272,14 @@ class WholeView(TorchFunctionMode):
             raise RuntimeError(
                 f"{name} writes to a view of a sharded parameter, which would be lost: write to the parameter itself."
             )
-        if torch.is_grad_enabled() and targets[0].requires_grad and not _initializes(func):
-            raise _needs_no_grad(name)
+        if torch.is_grad_enabled() and targets[0].requires_grad and not initializes(func):
+            raise needs_no_grad(name)
         refuse_tracing()
         self._on_write()
         with torch.no_grad():
             others = _map(gathered, self._shards(others))
             values = _map(gathered, self._shards(kwargs.values()))
         return self._views.write(func, targets[0], others, dict(zip(kwargs, values, strict=True)))
-
-
-def _by_position(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Sequence[Any], dict[str, Any]]:
-    """The first argument, the others, and those by name: torch.nn.init passes its tensor by name."""
-    if args:
-        return args[:1], args[1:], kwargs
-    return list(kwargs.values())[:1], (), dict(list(kwargs.items())[1:])
-
-
-def _initializes(func: Callable[..., Any]) -> bool:
-    """Without gradients, whoever calls."""
-    return getattr(func, "__module__", "") == nn.init.__name__
-
-
-def _needs_no_grad(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"a leaf Variable that requires grad is being used in an in-place operation ({name}): write to a parameter"
-        " under torch.no_grad() or through .data."
-    )
 
 
 def _any_sharded(values: Any) -> bool:
@@ -369,8 +350,8 @@ def _assign(attribute: str, target: Tensor, value: Tensor | None) -> None:
 def _write(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     targets = list(target) if isinstance(target, (list, tuple)) else [target]
-    if torch.is_grad_enabled() and not _initializes(func) and any(t.requires_grad and t.is_leaf for t in targets):
-        raise _needs_no_grad(name)
+    if torch.is_grad_enabled() and not initializes(func) and any(t.requires_grad and t.is_leaf for t in targets):
+        raise needs_no_grad(name)
     before_host_write(targets[0])
     with torch.no_grad():
         on_shards = name in _ELEMENTWISE and _fits_shards(targets, args[1:], kwargs)
@@ -392,7 +373,7 @@ def _write_out(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs:
     out = kwargs["out"]
     targets = list(out) if isinstance(out, (list, tuple)) else [out]
     if torch.is_grad_enabled() and any(t.requires_grad for t in targets):
-        raise _needs_no_grad(name)
+        raise needs_no_grad(name)
     with torch.no_grad():
         kwargs = {key: _map(whole, [value])[0] for key, value in kwargs.items()}
         func(*_map(whole, args), **kwargs)
