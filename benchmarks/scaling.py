@@ -207,12 +207,12 @@ def tokens_that_hide_the_traffic(run: Run, cluster: Cluster) -> float:
 
 
 def host_sockets(ranks: int, rank: int, strategy: str = "zero3") -> int:
-    """Of one process with a CPU rank, in mid-run: an upper bound close to the measured table of docs/scaling.md. One
-    connection to each other rank, those of the agreements' tree, and at rank 0 one for each rank, to the store that it
-    keeps; DDP has two groups."""
+    """Of one process with a CPU rank, in mid-run, fitted to the measured table of docs/scaling.md: one connection to
+    each other rank, ``3 log2(N) + 2`` for the agreements' tree and what starts a run, and at rank 0 one for each rank,
+    to the store that it keeps; DDP has two groups."""
     if strategy == "ddp":
         return 2 * ranks + 2
-    return ranks + tree_levels(ranks) + 12 + (ranks if rank == 0 else 0)
+    return ranks + 3 * tree_levels(ranks) + 2 + (ranks if rank == 0 else 0)
 
 
 def accelerator_sockets(ranks: int, communicators: int = 1) -> int:
