@@ -52,6 +52,10 @@ _GATHER, _REDUCTION = 7001, 7002
 and none is a number that a user's own messages are likely to have."""
 
 
+Parts = Sequence[Tensor]
+"""One for each rank."""
+
+
 @torch.no_grad()
 def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, tag: int = _GATHER) -> dist.Work:
     """``output``, N times the size of ``shard``, will hold every rank's shard in the order of ranks; 1D, contiguous.
@@ -65,15 +69,16 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, tag: int
 
 @torch.no_grad()
 def all_gather_each(
-    outputs: Sequence[Tensor],
+    outputs: Sequence[Parts],
     shards: Sequence[Tensor],
     group: dist.ProcessGroup,
     pool: Pool,
     peer_memory: PeerMemory | None = None,
 ) -> dist.Work:
-    """:func:`all_gather` of every pair. Peers read ``shards`` in place: until ``peer_memory.await_readers()`` nobody
-    may write to them, even after the wait."""
-    pairs = [(o.chunk(group.size()), s) for o, s in zip(outputs, shards, strict=True) if s.numel()]
+    """:func:`all_gather` of every pair, into outputs that are cut into the parts of the ranks already: those that stay
+    are cut once. Peers read ``shards`` in place: until ``peer_memory.await_readers()`` nobody may write to them, even
+    after the wait."""
+    pairs = [(parts, shard) for parts, shard in zip(outputs, shards, strict=True) if shard.numel()]
     for parts, shard in pairs:
         _place(parts[group.rank()], shard)
     near, far = _near_and_far(group, peer_memory)
@@ -86,10 +91,6 @@ def all_gather_each(
 def _place(part: Tensor, shard: Tensor) -> None:
     if part.data_ptr() != shard.data_ptr():
         part.copy_(shard)
-
-
-Parts = Sequence[Tensor]
-"""One for each rank."""
 
 
 def _send(parts: Parts, mine: Tensor, group: dist.ProcessGroup, tag: int, peers: Sequence[int]) -> dist.Work:

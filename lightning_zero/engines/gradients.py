@@ -15,8 +15,8 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     tensors = [t for t in tensors if t.numel()]
     if not tensors:
         return torch.zeros((), device=device, dtype=dtype)
-    norms = torch._foreach_norm(tensors)
-    return torch.stack([n.to(device, dtype) for n in norms]).square().sum()
+    norms = [torch.stack(torch._foreach_norm(kind)).to(device, dtype) for kind in by_kind(tensors)]
+    return torch.cat(norms).square().sum()
 
 
 def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -263,6 +263,9 @@ def whole_state_bytes(optimizers: Collection[Optimizer]) -> int:
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, DTensor))
 
 
+_NOTHING: dict[str, DTensor] = {}
+
+
 class _Swap(ABC):
     """Replaces the sharded parameters of an optimizer and their states, and brings both back."""
 
@@ -272,13 +275,16 @@ class _Swap(ABC):
         self.knows_all = is_known(self.optimizer)
         """Whether groups and state are all that there is."""
         members = self._members()
-        lists = (group["params"] for member in members for group in member.param_groups)
-        held = [(p, step.shards.get(p, p)) for params in lists for p in params]
-        sharded = {id(p): (original, p) for original, p in held if isinstance(p, DTensor)}
-        self.pairs: list[tuple[DTensor, Tensor]] = [(p, self.stand_in(p)) for _, p in sharded.values()]
-        self._held = [original for original, _ in sharded.values()]  # beside ``pairs``
-        self.seen: dict[tuple[int, str], Any] = {}  # (id of a parameter's state, key) -> what users saw there
-        self._entries: list[dict[str, Any]] = []
+        held: dict[Tensor, DTensor] = {}
+        for original in (p for member in members for group in member.param_groups for p in group["params"]):
+            p = step.shards.get(original, original)
+            if isinstance(p, DTensor):
+                held[original] = p
+        self.pairs: list[tuple[DTensor, Tensor]] = [(p, self.stand_in(p)) for p in held.values()]
+        self._held = list(held)  # beside ``pairs``
+        self._stand_ins = [stand_in for _, stand_in in self.pairs]
+        self._seen: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        """id of a parameter's state -> that state, so that its id stays its own, and what users saw there."""
         self.filled = False
         self.hold()
 
@@ -287,25 +293,25 @@ class _Swap(ABC):
 
     def hold(self, with_states: bool = True) -> None:
         """The optimizer has stand-ins."""
-        stand_ins = [stand_in for _, stand_in in self.pairs]
-        self._exchange(list(zip(self._held, stand_ins, strict=True)), with_states)
+        self._exchange(self._held, self._stand_ins, with_states)
 
     def release(self, with_states: bool = True) -> None:
         """The optimizer has the module's own parameters."""
-        stand_ins = [stand_in for _, stand_in in self.pairs]
-        self._exchange(list(zip(stand_ins, self._held, strict=True)), with_states)
+        self._exchange(self._stand_ins, self._held, with_states)
 
-    def _exchange(self, pairs: list[tuple[Any, Any]], with_states: bool) -> None:
+    def _exchange(self, old: Sequence[Tensor], new: Sequence[Tensor], with_states: bool) -> None:
         members = self._members()  # anew: load_state_dict makes new groups and states
-        exchange(members, {id(old): new for old, new in pairs}, hidden=not self.knows_all)
+        exchange(members, dict(zip(map(id, old), new, strict=True)), hidden=not self.knows_all)
         for state in states(members) if with_states else ():
-            for old, new in pairs:
-                if old in state:
-                    state[new] = state.pop(old)
+            for before, after in zip(old, new, strict=True):
+                if before in state:
+                    state[after] = state.pop(before)
 
-    def saw(self, entry: dict[str, Any], key: str, value: Any) -> None:
-        self.seen[id(entry), key] = value
-        self._entries.append(entry)  # its id stays its own
+    def saw(self, entry: dict[str, Any]) -> dict[str, DTensor]:
+        """What users see in a parameter's state and its stand-in's must not have: remembered for :meth:`leave`."""
+        sharded = {key: value for key, value in entry.items() if isinstance(value, DTensor)}
+        self._seen[id(entry)] = entry, sharded
+        return sharded
 
     def entries(self) -> Iterator[tuple[DTensor, Tensor, dict[str, Any]]]:
         """``(parameter, stand-in, state)``, the states being those of stand-ins."""
@@ -321,8 +327,9 @@ class _Swap(ABC):
                 for p, stand_in in self.pairs:
                     self.store(p, stand_in)
                 for p, stand_in, entry in self.entries():
+                    _, seen = self._seen.get(id(entry), (entry, _NOTHING))
                     for key, value in entry.items():
-                        entry[key] = self.leave(p, stand_in, key, value, self.seen.get((id(entry), key)))
+                        entry[key] = self.leave(p, stand_in, key, value, seen.get(key))
             self.release()
             for _, stand_in in self.pairs:
                 self.end(stand_in)
@@ -358,9 +365,9 @@ class _LocalSwap(_Swap):
         for p, stand_in in self.pairs:
             stand_in.grad = None if p.grad is None else local(p.grad)
         for p, _, entry in self.entries() if self.elementwise else ():  # else nobody steps
+            sharded = self.saw(entry)
             for key, value in entry.items():
-                if isinstance(value, DTensor):
-                    self.saw(entry, key, value)
+                if key in sharded:
                     entry[key] = local(value)
                 elif isinstance(value, Tensor) and key not in self.owner.beside and _is_of_shape(value, p.shape):
                     entry[key] = local(shard_like(value, p))  # whole: a user's
@@ -391,10 +398,10 @@ class _WholeSwap(_Swap):
             return
         self.filled = True
         with torch.no_grad():
-            inside = [(entry, key, value) for _, _, entry in self.entries() for key, value in entry.items()]
-            for entry, key, value in inside:
-                if isinstance(value, DTensor):
-                    self.saw(entry, key, value)
+            entries = [entry for _, _, entry in self.entries()]
+            for entry in entries:
+                self.saw(entry)
+            inside = [(entry, key, value) for entry in entries for key, value in entry.items()]
             with_grad = [(stand_in, p.grad) for p, stand_in in self.pairs if p.grad is not None]
             sharded: list[Tensor] = [value for _, _, value in inside if isinstance(value, DTensor)]
             wholes = iter(gathered_each([*(p for p, _ in self.pairs), *(grad for _, grad in with_grad), *sharded]))

@@ -81,7 +81,7 @@ def _exchange(numel: int, dtype: torch.dtype, late: int | None, near: PeerMemory
             time.sleep(0.2)
         shards = [_values(10 * i + rank, i * numel, dtype) for i in range(4)]  # an empty one, small and large ones
         outputs = [torch.empty(n * shard.numel(), dtype=dtype) for shard in shards]
-        gathering = direct.all_gather_each(outputs, shards, group, pool, near)
+        gathering = direct.all_gather_each([output.chunk(n) for output in outputs], shards, group, pool, near)
 
         sent = reduce.allocate([n * numel], dtype=dtype, device=torch.device("cpu"))
         mean = reduce.allocate([numel], dtype=dtype, device=torch.device("cpu"))

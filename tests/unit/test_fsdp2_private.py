@@ -81,19 +81,19 @@ def test_parameters_are_gathered_in_place(tmp_path):
         gathered, outside_transforms = [], []
 
         class Later(dist.Work):
-            def __init__(self, outputs, shards):
+            def __init__(self, parts, shards):
                 super().__init__()
-                self.pairs = list(zip(outputs, shards, strict=True))
+                self.pairs = list(zip(parts, shards, strict=True))
 
             def wait(self, *unused):
                 if torch._C._are_functorch_transforms_active():
                     transform = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
                     assert torch._C._dispatch_tls_is_dispatch_key_excluded(transform)
                     outside_transforms.append(True)
-                gathered.append([output.copy_(shard).numel() for output, shard in self.pairs])
+                gathered.append([part.copy_(shard).numel() for (part,), shard in self.pairs])
                 return True
 
-        private.gather_in_place(inner, lambda outputs, shards, process_group: Later(outputs, shards))
+        private.gather_in_place(inner, lambda parts, shards, process_group: Later(parts, shards))
         model[0].unshard()
         version = private.version(inner)
         for value in (1.0, 2.0):
@@ -163,9 +163,9 @@ def test_what_is_gathered_for_good_is_the_copies(tmp_path):
         dist.destroy_process_group()
 
 
-def _copied(outputs, shards, process_group):
-    for output, shard in zip(outputs, shards, strict=True):
-        output.copy_(shard)
+def _copied(parts, shards, process_group):
+    for (part,), shard in zip(parts, shards, strict=True):
+        part.copy_(shard)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ class Direct(Transport):
 
     # -- exchange
 
-    def _gather(self, outputs: list[Tensor], shards: list[Tensor], process_group: dist.ProcessGroup) -> dist.Work:
+    def _gather(self, outputs: list[direct.Parts], shards: list[Tensor], process_group: dist.ProcessGroup) -> dist.Work:
         """For :func:`private.gather_in_place`."""
         if self._copies is Copies.CURRENT:
             return direct.Begun(iter(()))

@@ -8,7 +8,7 @@ was read in torch 2.11-2.13; :data:`FULLY_SHARD` is checked when a strategy is m
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -294,12 +294,18 @@ def before_reshard(group: Group, action: Callable[[Group], None]) -> None:
     group._to_sharded = to_sharded
 
 
-def gather_in_place(group: Group, gather: Callable[[list[Tensor], list[Tensor], dist.ProcessGroup], dist.Work]) -> None:
-    """Has ``gather(outputs, shards, process_group)`` fill the gathered parameters, instead of a buffer to copy from.
+Gather = Callable[[list[Sequence[Tensor]], list[Tensor], dist.ProcessGroup], dist.Work]
+
+
+def gather_in_place(group: Group, gather: Gather) -> None:
+    """Has ``gather(parts, shards, process_group)`` fill the gathered parameters, each in parts of the ranks, instead of
+    a buffer to copy from.
 
     For one device without streams: a CPU.
     """
     process_group, params = group._all_gather_process_group, group.fsdp_params
+    outputs: list[Tensor] = []  # made by the first gather; afterwards their memory alone comes and goes
+    parts: list[Sequence[Tensor]] = []
 
     @_outside_transforms
     def unshard(async_op: bool = False) -> None:
@@ -307,15 +313,19 @@ def gather_in_place(group: Group, gather: Callable[[list[Tensor], list[Tensor], 
         if group._all_gather_result is not None or group.is_unsharded or is_kept:
             return
         shards = [shard for (shard,) in _get_param_all_gather_inputs(params)]
-        for p, shard in zip(params, shards, strict=True):
+        for p, shard in zip(params, shards, strict=True) if not outputs else ():
             p.init_all_gather_outputs([shard.numel()], [shard.dtype], process_group.size(), group.device)
-            p.alloc_all_gather_outputs()
-        outputs = [p.all_gather_outputs[0] for p in params]
+            outputs.append(p.all_gather_outputs[0])
+        for p in params:
+            if p.free_unsharded_param is not _stay:
+                p.alloc_all_gather_outputs()
+        if not parts:
+            parts.extend(output.detach().chunk(process_group.size()) for output in outputs)
         with (
             torch.autograd._unsafe_preserve_version_counter(tuple(outputs)),
             record_function("FSDP::all_gather"),
         ):
-            work = gather(outputs, shards, process_group)
+            work = gather(parts, shards, process_group)
         group._all_gather_result = AllGatherResult(outputs[0], None, work, [], [], [])
 
     @_outside_transforms

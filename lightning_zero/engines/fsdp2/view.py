@@ -124,7 +124,7 @@ class WholeView(TorchFunctionMode):
     ) -> Any:
         if func in _AS_THEY_ARE:
             return func(*args)
-        if torch.compiler.is_compiling() and not self._marks.between:
+        if not self._marks.between and torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
         if func == _GET_GRAD:
             known = self._own.get(id(args[0]))
