@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -242,11 +243,20 @@ def floor(job: Job) -> None:
     _train(job, model, job.optimizer(model.parameters()))
 
 
-def ddp(job: Job) -> None:
+def _compile_blocks(model: Any) -> None:
+    """In place, as torchtitan does it per block, and before anything shards them."""
+    for block in model.blocks:
+        block.compile()
+
+
+def ddp(job: Job, compiled: bool = False) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     _join(job)
-    model = DistributedDataParallel(job.model())
+    model = job.model()
+    if compiled:
+        _compile_blocks(model)
+    model = DistributedDataParallel(model)
     optimizer = job.optimizer(model.parameters())
     _train(job, model, optimizer, lambda is_last: contextlib.nullcontext() if is_last else model.no_sync())
 
@@ -261,11 +271,13 @@ def _shard(model: Any, reshard_after_forward: bool | None, **settings: Any) -> N
     fully_shard(model, **settings)
 
 
-def _fully_shard(job: Job, reshard_after_forward: bool | None) -> None:
+def _fully_shard(job: Job, reshard_after_forward: bool | None, compiled: bool = False) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     _join(job)
     model = job.model()
+    if compiled:
+        _compile_blocks(model)
     _shard(model, reshard_after_forward, mesh=init_device_mesh(job.device, (job.ranks,)))
     _train(job, model, job.optimizer(model.parameters()))
 
@@ -401,8 +413,9 @@ def _zero(job: Job, **settings: Any) -> None:
 
         if between_hosts:  # as each rank sees it: nobody's memory can be read
             peer_memory._host = lambda: str(job.rank)
-        # The units that the others are given by hand.
-        return ZeroStrategy(**({"units": ["model.blocks.*"]} if "engine" not in settings else {}), **settings)
+        # The units that the others are given by hand, but where a row is about other ones.
+        by_hand = {"units": ["model.blocks.*"]} if "engine" not in settings else {}
+        return ZeroStrategy(**{**by_hand, **settings})
 
     _lightning(job, make)
 
@@ -482,6 +495,25 @@ CONTENDERS: dict[str, tuple[str, Callable[[Job], None]]] = {
         "**lightning_zero, stage 3**, as between hosts",
         lambda job: _zero(job, stage=3, between_hosts=True),
     ),
+    **{
+        f"zero{stage}-units": (
+            f"**lightning_zero, stage {stage}**, units chosen by itself",
+            partial(_zero, stage=stage, units=None),
+        )
+        for stage in (1, 2, 3)
+    },
+    "ddp-compiled": ("DistributedDataParallel, compiled", partial(ddp, compiled=True)),
+    "fully_shard-compiled": (
+        "fully_shard, no argument, compiled",
+        partial(_fully_shard, reshard_after_forward=None, compiled=True),
+    ),
+    **{
+        f"zero{stage}-compiled": (
+            f"**lightning_zero, stage {stage}**, compiled",
+            partial(_zero, stage=stage, compile="units"),
+        )
+        for stage in (1, 2, 3)
+    },
     "fully_shard-2": ("fully_shard(reshard_after_forward=False)", lambda job: _fully_shard(job, False)),
     "deepspeed-1": ("DeepSpeed, stage 1", lambda job: _deepspeed(job, 1)),
     "deepspeed-2": ("DeepSpeed, stage 2", lambda job: _deepspeed(job, 2)),

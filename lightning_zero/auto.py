@@ -74,11 +74,11 @@ class AutoStrategy(ZeroStrategy):
             host,
             plan.ranks_per_host,
             engine=self.config.engine,
-            recomputes=self.config.activation_checkpointing.of_all_units,
+            recomputes=self.config.activation_checkpointing.is_on,
         )
         notes = "".join(f" ({note})" for note in plan.notes)
         if name is not None:
-            if checkpointing and not self.config.activation_checkpointing.of_all_units:
+            if checkpointing and not self.config.activation_checkpointing.is_on:
                 notes += " Use activation_checkpointing='full', or your module's own: without it no stage fits."
             row = plan.row(name)
             return row.stage, row.offload, reason + notes, ""

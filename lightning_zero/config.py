@@ -160,9 +160,14 @@ class ActivationCheckpointingConfig:
                 )
 
     @property
-    def of_all_units(self) -> bool:
-        """Whether every shard unit keeps nothing but its inputs, which is what a plan counts as recomputed."""
-        return self.target == "full" and self.units is None
+    def is_on(self) -> bool:
+        """Whether anything is computed again."""
+        return self.target != "none"
+
+    def __str__(self) -> str:
+        """As it is set."""
+        what = repr(self.target) if self.units is None else repr(list(self.units))
+        return f"activation_checkpointing={what}"
 
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

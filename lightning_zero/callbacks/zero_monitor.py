@@ -424,7 +424,7 @@ class ZeroMonitor(Callback):
         row = self.plan.row(name)
         found = {f"{kind} bytes": getattr(row, kind) for kind in STATES}
         if not self._on_host:  # RSS also holds the interpreter and every library
-            found["memory peak bytes"] = row.peak
+            found["memory peak bytes"] = row.peak_with(config is not None and config.activation_checkpointing.is_on)
         return found | {f"sent per step: {kind} bytes": value for kind, value in row.sent.items()}
 
 

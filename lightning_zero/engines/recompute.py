@@ -58,7 +58,7 @@ class Recomputed:
         self._forwards: dict[nn.Module, Forward] = {}
         if config.target == "none":
             return
-        self._recomputing = [m for m in _chosen(config, module, units) if m is not module]
+        self._recomputing = [m for m in recomputed_modules(config, module, units) if m is not module]
         names = {m: name for name, m in module.named_modules()}
         if by_hand := [names[m] for m in self._recomputing if compiled_call(m) is not None]:
             raise ValueError(
@@ -111,9 +111,14 @@ def _speaks() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _chosen(
+def recomputed_modules(
     config: ActivationCheckpointingConfig, module: nn.Module, units: Sequence[nn.Module]
 ) -> Sequence[nn.Module]:
+    """Those that ``config`` names, or else ``units``.
+
+    Raises:
+        ValueError: Where there is nothing to recompute.
+    """
     if config.units is not None:
         return matching(module, config.units, "activation_checkpointing.units")
     if not [unit for unit in units if unit is not module]:
@@ -177,11 +182,12 @@ def on_unpacking(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _keeping_what_is_costly(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=_costly_is_kept, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=costly_is_kept, **kwargs)
 
 
-def _costly_is_kept() -> Any:
-    """Every second matrix product and attention are kept, as torchtitan's selective checkpointing has it."""
+def costly_is_kept() -> Any:
+    """A ``context_fn`` of ``checkpoint``: every second matrix product and attention are kept, as torchtitan's selective
+    checkpointing has it."""
     products = {False: 0, True: 0}  # counted alike in the forward and when it is computed again
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -31,7 +31,7 @@ def choose(
     for group in (on_device, offloaded):
         for checkpointing in (True,) if recomputes else (False, True):
             for row in group:
-                peak = row.peak_checkpointed if checkpointing else row.peak
+                peak = row.peak_with(checkpointing)
                 if peak > usable:
                     tried.append(f"{row.name} {gib(peak)}")
                 elif host_gib is not None and row.host * ranks_per_host > host_gib * GIB:
@@ -64,7 +64,7 @@ def _reason(
         if row.engine is None:
             extra += "; this offload is not built yet, so it cannot be run here"
     elif before:
-        short = ", ".join(f"{r.name} {gib(r.peak_checkpointed if checkpointing else r.peak)}" for r in before)
+        short = ", ".join(f"{r.name} {gib(r.peak_with(checkpointing))}" for r in before)
         extra = f", where {short} would be needed"
     else:
         extra = ", and no stage sends less per step"

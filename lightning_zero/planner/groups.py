@@ -38,7 +38,7 @@ def smallest_group(
     for count in (n for n in range(1, hosts) if hosts % n == 0 and n * ranks_per_host > 1):
         made = planned(count * ranks_per_host)
         row, size = made.row(name), count * ranks_per_host
-        peak = row.peak_checkpointed if config.activation_checkpointing.of_all_units else row.peak
+        peak = row.peak_with(config.activation_checkpointing.is_on)
         if made.usable_bytes is None:
             return _noted(planned(None), None, "all ranks: no device memory was given, and they store the least")
         if peak > made.usable_bytes:

@@ -28,14 +28,13 @@ class Row:
     gathered_unit: float
     """The largest unit while it is whole."""
     activations: float
-    """Most that the activations of one micro-batch take, without and with recomputation of every unit."""
+    """Most that the activations of one micro-batch take, without and with recomputation (:attr:`Plan.recomputed`)."""
     activations_checkpointed: float
     at_peak: Mapping[str, float]
     """Kind -> device bytes at the peak of a step."""
     peak: float
     at_peak_checkpointed: Mapping[str, float]
     peak_checkpointed: float
-    """With every unit's activations recomputed in the backward."""
     host: float
     disk: float
     sent: Mapping[str, float]
@@ -48,6 +47,10 @@ class Row:
     fits_checkpointed: bool
     max_micro_batch: int
     max_micro_batch_checkpointed: int
+
+    def peak_with(self, checkpointing: bool) -> float:
+        """Device bytes of a step, with recomputation or without."""
+        return self.peak_checkpointed if checkpointing else self.peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,9 @@ class Plan:
     choice: str | None
     """Name of the row to take; ``None`` if none fits."""
     checkpointing: bool
-    """Whether the choice needs activation checkpointing."""
+    """Whether the choice needs activation checkpointing, or has it set."""
+    recomputed: str
+    """What the columns with recomputation are about: the setting, or each unit's activations where none is set."""
     reason: str
     notes: Sequence[str] = field(default_factory=tuple)
 

@@ -111,7 +111,7 @@ def plan(
         for stage in (3,) if offload == "nvme" else (1, 2, 3):
             rows.append(study.row(stage, offload, rules, usable))
     choice, checkpointing, reason = choose(
-        rows, usable, host_memory_gib, on_host, recomputes=config.activation_checkpointing.of_all_units
+        rows, usable, host_memory_gib, on_host, recomputes=config.activation_checkpointing.is_on
     )
     return Plan(
         module=type(module).__name__,
@@ -132,6 +132,9 @@ def plan(
         life=None if world_size == 1 else _life(study, shards),
         choice=choice,
         checkpointing=checkpointing,
+        recomputed=str(config.activation_checkpointing)
+        if config.activation_checkpointing.is_on
+        else "each unit's activations recomputed",
         reason=reason,
         notes=tuple(study.notes),
     )

@@ -71,7 +71,7 @@ def table(plan: Any) -> str:
     foot = [
         "",
         "param, grad, optim: between two steps; unit: the largest gathered one; act: most that activations take;",
-        "peak: most of a step together; ckpt: with each unit's activations recomputed; max batch: the largest",
+        f"peak: most of a step together; ckpt: with {plan.recomputed}; max batch: the largest",
         "micro-batch that fits, without / with that.",
     ]
     if any(r.engine is None for r in plan.rows):
@@ -143,7 +143,7 @@ def plot(plan: Any, path: str) -> None:
     axes.set_xlabel("GiB per rank at the peak of a step")
     axes.set_title(f"{plan.module}, {plan.num_parameters / 1e9:.3g} B parameters, {plan.world_size} rank(s)")
     shown: list[Any] = [Patch(color=colors[kind], label=kind) for kind in KINDS]
-    shown.append(Patch(facecolor="white", edgecolor="grey", hatch="///", label="with recomputation"))
+    shown.append(Patch(facecolor="white", edgecolor="grey", hatch="///", label=f"with {plan.recomputed}"))
     if plan.device_bytes is not None:
         shown.append(Line2D([], [], color="black", linestyle="--", label=f"device, {gib(plan.device_bytes)} GiB"))
         shown.append(Line2D([], [], color="black", linestyle=":", label=f"usable, {gib(plan.usable_bytes)} GiB"))
@@ -161,7 +161,7 @@ def _limit(plan: Any) -> float:
         seen = 2.2 * plan.device_bytes / GIB
         if plan.choice is not None:
             row = plan.row(plan.choice)
-            seen = max(seen, 1.3 * (row.peak_checkpointed if plan.checkpointing else row.peak) / GIB)
+            seen = max(seen, 1.3 * row.peak_with(plan.checkpointing) / GIB)
     else:
         seen = 1.3 * max((peak for peak, stage in peaks if stage == 3), default=longest)
     return 1.1 * longest if longest < 1.5 * seen else seen

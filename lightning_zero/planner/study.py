@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import ZeroConfig
+from lightning_zero.config import ActivationCheckpointingConfig, ZeroConfig
 from lightning_zero.engines.elementwise import is_elementwise
 from lightning_zero.engines.units import UnitPlan, plan_units
 from lightning_zero.planner.memory import (
@@ -37,7 +37,7 @@ from lightning_zero.planner.memory import (
 )
 from lightning_zero.planner.rows import Row
 from lightning_zero.planner.silent import DefaultDtype, SilentTrainer, fake_loss, no_step, quiet, training_step
-from lightning_zero.planner.tracing import LiveBytes, NotTraceable, Trace, fake_batch, shadow, trace
+from lightning_zero.planner.tracing import NO_RECOMPUTATION, LiveBytes, NotTraceable, Trace, fake_batch, shadow, trace
 from lightning_zero.private.lightning import MockOptimizer
 from lightning_zero.private.torch import BatchNorm, FakeTensorMode, pytree
 
@@ -128,6 +128,13 @@ class Study:
         """Manual optimization: the gradients that exist at each step of an optimizer."""
         if not module.automatic_optimization:
             self._note("manual optimization: traffic and peak are those of one forward and backward of every unit")
+        given = config.activation_checkpointing
+        self.recompute = given if given.is_on else ActivationCheckpointingConfig(target="full")
+        """What the columns with recomputation are about: what is set, else all that a unit keeps."""
+        if given.offload and self.target.type != "cpu":
+            self._note(
+                "activation_checkpointing.offload: the inputs that wait in host memory are counted as the device's"
+            )
         self.traces: dict[tuple[bool, bool, int], Trace | None] = {}
         plain = self.trace(sharded=True, checkpointing=False)
         used = plain.used if plain is not None else {n for n, p in stored.named_parameters() if p.requires_grad}
@@ -187,6 +194,7 @@ class Study:
         """One micro-batch, ``times`` as large; ``None`` where it cannot be traced.
 
         ``sharded``: parameters are in the compute dtype, as they are gathered; else stored ones under autocast (DDP).
+        ``checkpointing``: with :attr:`recompute`.
         """
         if self.dtypes.compute is None:
             sharded = True
@@ -221,7 +229,7 @@ class Study:
                     self._plan_units(copied),
                     partial(training_step, copied, batch),
                     self.mode,
-                    checkpointing=checkpointing,
+                    recompute=self.recompute if checkpointing else NO_RECOMPUTATION,
                     autocast=context,
                     known=known,
                 )

@@ -15,7 +15,7 @@ import copy
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
+from lightning_zero.config import ActivationCheckpointingConfig
+from lightning_zero.engines.recompute import costly_is_kept, recomputed_modules
 from lightning_zero.engines.units import UnitPlan
 from lightning_zero.planner.memory import Moment
 from lightning_zero.private.lightning import pretend_device, trainer_of
@@ -39,6 +41,7 @@ from lightning_zero.private.torch import (
     saves_elsewhere,
 )
 
+NO_RECOMPUTATION = ActivationCheckpointingConfig()
 _POSITION = re.compile(r"(^|_)(idx|index|id|number|num|i)$")
 """Attributes that tell equal blocks apart without changing what they do."""
 _EQUAL = torch.ops.aten.equal.default
@@ -294,7 +297,7 @@ def trace(
     step: Callable[[], Tensor | None],
     mode: FakeTensorMode,
     *,
-    checkpointing: bool = False,
+    recompute: ActivationCheckpointingConfig = NO_RECOMPUTATION,
     autocast: Any = None,
     known: Sequence[Tensor] = (),
 ) -> Trace:
@@ -305,7 +308,7 @@ def trace(
         plan: The units of this very module.
         step: What to run.
         mode: The fake tensors' owner.
-        checkpointing: Every unit but the root recomputes its forward in the backward.
+        recompute: Which modules compute their forward again in the backward, and what they keep.
         autocast: A context manager to run the forward in.
         known: Further tensors that exist already (the batch).
 
@@ -314,7 +317,7 @@ def trace(
     """
     error: Exception | None = None
     for replay, truth in ((True, False), (True, True), (False, False), (False, True)):
-        tracer = _Tracer(module, plan, checkpointing, replay, truth, known)
+        tracer = _Tracer(module, plan, recompute, replay, truth, known)
         try:
             with tracer.watching():
                 return tracer.run(step, mode, autocast or nullcontext())
@@ -330,12 +333,15 @@ class _Tracer:
         self,
         module: nn.Module,
         plan: UnitPlan,
-        checkpointing: bool,
+        recompute: ActivationCheckpointingConfig,
         replay: bool,
         truth: bool,
         known: Sequence[Tensor],
     ) -> None:
-        self.module, self.plan, self.checkpointing = module, plan, checkpointing
+        self.module, self.plan = module, plan
+        self.recomputed = _recomputed(recompute, module, plan)
+        kept: dict[str, Any] = {"context_fn": costly_is_kept} if recompute.target == "selective" else {}
+        self.recompute: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **kept)
         self.trace = Trace()
         self.tracker = LiveBytes([*module.parameters(), *module.buffers(), *known], truth)
         self.root = len(plan.units) - 1
@@ -343,7 +349,7 @@ class _Tracer:
         self.leaders: dict[int, tuple[int, int]] = {}  # unit -> first and last of its group
         self.in_backward: dict[int, tuple[int, float, float]] = {}  # unit -> moments, live, flops at its begin
         if replay:
-            for group in _equal_units(plan):
+            for group in _equal_units(plan, self.recomputed):
                 for unit in group:
                     self.leaders[unit] = (group[0], group[-1])
         names = {p: name for name, p in module.named_parameters()}
@@ -367,6 +373,9 @@ class _Tracer:
             wrapped.append(unit.module)
             handles.append(unit.module.register_forward_pre_hook(partial(self.enter, index), with_kwargs=True))
             handles.append(unit.module.register_forward_hook(partial(self.leave, index)))
+        for m in self.recomputed - set(wrapped):
+            m.forward = partial(self.part, m.forward)  # type: ignore[method-assign]
+            wrapped.append(m)
         try:
             yield
         finally:
@@ -478,22 +487,31 @@ class _Tracer:
         run = original
         if saves_elsewhere():  # the user's own checkpointing around the block: nothing is kept as it would be
             return run(*args, **kwargs)
-        if self.checkpointing and torch.is_grad_enabled():
-            run = partial(checkpoint, original, use_reentrant=False, preserve_rng_state=False)
+        module = self.plan.units[unit].module
+        if module in self.recomputed and torch.is_grad_enabled():
+            run = partial(self.recompute, original)
         if unit not in (first, last) or unit in self.records:
             return run(*args, **kwargs)
         live, flops = self.tracker.live, self.tracker.flops
         saved: set[int] = set()
-        with nullcontext() if self.checkpointing else _saved_storages(saved):
+        with nullcontext() if module in self.recomputed else _saved_storages(saved):
             output = run(*args, **kwargs)
-        self.records[unit] = self._recorded(flat, output, live, flops, saved)
+        record = self.records[unit] = self._recorded(flat, output, live, flops)
+        # a unit that recomputes keeps its inputs; those of a part that does are among what autograd saves
+        keeps_all = module in self.recomputed
+        record.saved_inputs = tuple(
+            keeps_all or id(t.untyped_storage()) in saved for t in flat if isinstance(t, Tensor)
+        )
         return output
 
-    def _recorded(self, inputs: list[Any], output: Any, live: float, flops: float, saved: set[int]) -> _Record:
+    def part(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward of a recomputed module that is no unit."""
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        return self.recompute(original, *args, **kwargs)
+
+    def _recorded(self, inputs: list[Any], output: Any, live: float, flops: float) -> _Record:
         record = _Record(signature=_signature(inputs))
-        record.saved_inputs = tuple(
-            self.checkpointing or id(t.untyped_storage()) in saved for t in inputs if isinstance(t, Tensor)
-        )
         flat, spec = pytree.tree_flatten(output)
         tensors = [t for t in flat if isinstance(t, Tensor)]
         own = {id(t.untyped_storage()) for t in inputs if isinstance(t, Tensor)}
@@ -549,11 +567,19 @@ def _signature(flat: list[Any]) -> Any:
     return tuple(map(one, flat))
 
 
-def _equal_units(plan: UnitPlan) -> list[list[int]]:
+def _recomputed(config: ActivationCheckpointingConfig, module: nn.Module, plan: UnitPlan) -> set[nn.Module]:
+    units = [unit.module for unit in plan.units[:-1]]
+    if not config.is_on or (config.units is None and not units):
+        return set()
+    return {m for m in recomputed_modules(config, module, units) if m is not module}
+
+
+def _equal_units(plan: UnitPlan, recomputed: Collection[nn.Module]) -> list[list[int]]:
     """Groups of four or more units that do the same."""
     groups: defaultdict[Any, list[int]] = defaultdict(list)
     for index, unit in enumerate(plan.units[:-1]):
-        groups[_structure(unit.module)].append(index)
+        again = tuple(m in recomputed for m in unit.module.modules())
+        groups[_structure(unit.module), again].append(index)
     return [group for group in groups.values() if len(group) > 3]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from lightning_zero.callbacks import ZeroMonitor
-from lightning_zero.comm.shards import local
+from lightning_zero.engines.model_state import plain_state
 from tests.helpers import zoo
 
 
@@ -35,15 +35,16 @@ class AllocatorPeak(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self.whole_run:
-            self._start(pl_module)
+            self._start(trainer, pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if not self.whole_run:
-            self._start(pl_module)
+            self._start(trainer, pl_module)
 
-    def _start(self, module: nn.Module) -> None:
-        with torch._C.DisableTorchFunction():
-            self.before = sum(local(p).untyped_storage().nbytes() for p in module.parameters())
+    def _start(self, trainer: Any, module: nn.Module) -> None:
+        engine = getattr(trainer.strategy, "engine", None)
+        state = engine.model_state([]) if engine is not None else plain_state(module, [])
+        self.before = state.held("parameters")
         self._profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profiler.start()
 
@@ -65,9 +66,15 @@ class AllocatorPeak(Callback):
         self.bytes = self.before + peak
 
 
-def settings_of(stage: int, units: Mapping[str, Any] = zoo.BLOCKS, offload: str = "none") -> Any:
+def settings_of(stage: int, offload: str = "none", recompute: Any = "none") -> Any:
     return (
-        {"stage": stage, "after_fit": "sharded", "offload": offload, **units}
+        {
+            "stage": stage,
+            "after_fit": "sharded",
+            "offload": offload,
+            "activation_checkpointing": recompute,
+            **zoo.BLOCKS,
+        }
         if stage
         else "ddp_find_unused_parameters_true"
     )
@@ -81,14 +88,16 @@ def observe(
     num_steps: int = 3,
     peak: bool = False,
     offload: str = "none",
+    recompute: Any = "none",
     **trainer_options: Any,
 ) -> dict[str, Any]:
-    """``measured``, ``planned`` (a row), ``notes`` and, if asked, ``peak`` of a short fit on this rank."""
+    """``measured``, ``planned`` (a row), ``expected`` (its peak), ``notes`` and, if asked, ``peak`` of a short fit on
+    this rank."""
     monitor = ZeroMonitor(every_n_steps=1)
     watch = AllocatorPeak(whole_run=stage == 0)
     accumulated = trainer_options.get("accumulate_grad_batches", 1)
     trainer = zoo.make_trainer(
-        settings_of(stage, offload=offload),
+        settings_of(stage, offload, recompute),
         max_epochs=1,
         limit_train_batches=num_steps * accumulated,
         limit_val_batches=0,
@@ -101,6 +110,7 @@ def observe(
     return {
         "measured": monitor.rows[trainer.global_rank],
         "planned": row,
+        "expected": row.peak_with(stage > 0 and recompute != "none"),
         "notes": monitor.plan.notes,
         "peak": watch.bytes,
         "global_step": trainer.global_step,

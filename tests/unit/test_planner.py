@@ -96,21 +96,22 @@ def test_a_module_on_the_meta_device_gives_the_same_plan():
     assert lightning_zero.plan is plan
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["mlp", "attention"])
-def test_replayed_blocks_count_as_if_they_had_run(name, checkpointing, monkeypatch):
+@pytest.mark.parametrize("recompute", ["none", "full", "selective", "part"])
+@pytest.mark.parametrize(("name", "part"), [("mlp", "blocks.*.down"), ("attention", "blocks.*.linear1")])
+def test_replayed_blocks_count_as_if_they_had_run(name, part, recompute, monkeypatch):
     def moments(module: Any) -> Any:
         from lightning_zero.planner.study import Study
 
-        study = Study(module, TOKENS, "32-true", torch.device("cpu"), BLOCKS, 2, 10)
-        found = study.trace(sharded=True, checkpointing=checkpointing)
+        config = BLOCKS.with_(activation_checkpointing=[part] if recompute == "part" else recompute)
+        study = Study(module, TOKENS, "32-true", torch.device("cpu"), config, 2, 10)
+        found = study.trace(sharded=True, checkpointing=recompute != "none")
         # a replayed block's end may be marked before its saved tensors are gone
         shape = [(m.event, m.unit, m.live_bytes, m.gradient_bytes) for m in found.moments if m.event != "backward_end"]
         return found.num_replayed, shape, max(m.peak_bytes for m in found.moments), found.used, found.flops
 
     make = SIZEABLE[name][0]
     replayed = moments(make())
-    monkeypatch.setattr(tracing, "_equal_units", lambda units: [])
+    monkeypatch.setattr(tracing, "_equal_units", lambda *unused: [])
     whole = moments(make())
     assert replayed[0] > 0
     assert whole[0] == 0
@@ -137,6 +138,25 @@ def test_flops_are_those_of_the_matrices():
     tokens, matrices = 8 * 64, 6 * 2 * 4 * 128 * 128 + 128 * 1000
     # forward, and twice that backward: 6 per parameter and token (arXiv:2001.08361, section 2.1)
     assert made.flops_per_micro_batch == pytest.approx(6 * matrices * tokens, rel=1e-6)
+
+
+def test_each_way_to_recompute_takes_what_it_keeps():
+    def activations(setting: Any) -> float:
+        config = BLOCKS.with_(activation_checkpointing=setting)
+        return plan(Attention(), TOKENS, config=config).row("zero3").activations_checkpointed
+
+    full, selective, some = activations("full"), activations("selective"), activations(["blocks.0", "blocks.1"])
+    assert full < selective < plan(Attention(), TOKENS, config=BLOCKS).row("zero3").activations
+    assert full < some
+    assert activations("none") == activations(["TransformerEncoderLayer"]) == full
+
+
+def test_a_plan_says_what_it_counts_as_recomputed():
+    config = BLOCKS.with_(activation_checkpointing=["blocks.0"])
+    assert "ckpt: with activation_checkpointing=['blocks.0']; max" in plan(Mlp(), TOKENS, config=config).table()
+    assert "ckpt: with each unit's activations recomputed; max" in plan(Mlp(), TOKENS, config=BLOCKS).table()
+    with pytest.raises(ValueError, match="'Blok' matches no module"):
+        plan(Mlp(), TOKENS, config=BLOCKS.with_(activation_checkpointing=["Blok"]))
 
 
 def test_recomputation_takes_less_and_the_largest_micro_batch_just_fits():
