@@ -611,15 +611,11 @@ HELD: dict[str, Kind] = {
     "maml": Kind(module=_of(Maml), reference=UNUSED),
     "penalty_first": Kind(module=_of(PenaltyFirst), reference=UNUSED),
     "jacobian": Kind(module=_of(Jacobian), reference=UNUSED),
-    "vmap_through_units": Kind(
-        module=_of(Transforms, how="vmap"), reference=UNUSED, unsupported_deepspeed={3: TRANSFORMS}
-    ),
+    "vmap_through_units": Kind(module=_of(Transforms, how="vmap"), reference=UNUSED, deepspeed_refuses={3: TRANSFORMS}),
     "func_grad_through_units": Kind(
-        module=_of(Transforms, how="grad"), reference=UNUSED, unsupported_deepspeed={3: TRANSFORMS}
+        module=_of(Transforms, how="grad"), reference=UNUSED, deepspeed_refuses={3: TRANSFORMS}
     ),
-    "jvp_through_units": Kind(
-        module=_of(Transforms, how="jvp"), reference=UNUSED, unsupported_deepspeed={3: TRANSFORMS}
-    ),
+    "jvp_through_units": Kind(module=_of(Transforms, how="jvp"), reference=UNUSED, deepspeed_refuses={3: TRANSFORMS}),
     "sparse_embedding": Kind(module=_of(Sparse), dataset=TokenDataset, refused=SPARSE),
     "sparse_adam": Kind(module=_of(Sparse, split=True), dataset=TokenDataset, refused=SPARSE),
     "states_loaded_at_first": Kind(module=_of(LoadedStates, where="configure_optimizers"), reason=ADAM),

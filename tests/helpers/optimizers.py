@@ -427,7 +427,7 @@ KINDS: dict[str, Kind] = {
 }
 
 for _name in ("lookahead", "lookahead_own_state", "sam", "sam_climbs_first"):
-    KINDS[_name].unsupported_deepspeed.update(dict.fromkeys((1, 2, 3), "engine='deepspeed' with .* around .*fsdp2"))
+    KINDS[_name].deepspeed_refuses.update(dict.fromkeys((1, 2, 3), "engine='deepspeed' with .* around .*fsdp2"))
 zoo.KINDS.update(KINDS)
 
 

@@ -1204,13 +1204,17 @@ class Kind:
     """At every stage and number of ranks both engines refuse the kind before the first step; the error's pattern."""
     refused_deepspeed: tuple[int, ...] = (1, 2, 3)
     """The stages at which ``deepspeed`` refuses what is ``refused``; at others it trains."""
+    deepspeed_refuses: dict[int, str] = field(default_factory=dict)
+    """Stage -> pattern of the error, where ``deepspeed`` alone refuses the kind, at any number of ranks."""
     on_deepspeed: bool = True
     """Whether engine ``deepspeed`` is held to it, too."""
     note: str = ""
 
     def refusal(self, engine: str, stage: int) -> str | None:
-        """``refused``, if ``engine`` does at ``stage``."""
-        return self.refused if engine == "fsdp2" or stage in self.refused_deepspeed else None
+        """The pattern of the error, if ``engine`` refuses the kind at ``stage`` with any number of ranks."""
+        if engine == "fsdp2":
+            return self.refused
+        return self.deepspeed_refuses.get(stage) or (self.refused if stage in self.refused_deepspeed else None)
 
 
 SAME_UNITS = r"units .*net\.blocks\.\d.* ran on some ranks only.*(units=|stage=2)"
