@@ -52,7 +52,22 @@ TABLES: list[dict[str, Any]] = [
     {"shape": "many", "ranks": 2, "accumulate": 1, "steps": 12, "turn_steps": 3},
     {"shape": "embedding", "ranks": 2, "accumulate": 1, "steps": 12, "turn_steps": 3},
     {"shape": "tiny", "ranks": 2, "accumulate": 1, "steps": 300, "turn_steps": 20},
+    {"shape": "gpt", "ranks": 2, "accumulate": 1, "steps": 12, "turn_steps": 3, "about": "compiled"},
+    {"shape": "many", "ranks": 2, "accumulate": 1, "steps": 12, "turn_steps": 3, "about": "compiled"},
+    {"shape": "many", "ranks": 2, "accumulate": 1, "steps": 12, "turn_steps": 3, "about": "units"},
 ]
+ABOUT = {
+    "compiled": (
+        "eager and compiled",
+        ["ddp-compiled", "fully_shard-compiled", *(f"zero{stage}-compiled" for stage in (1, 2, 3)), "zero1", "zero3"],
+    ),
+    "units": (
+        "units chosen by itself and by hand",
+        ["lightning-ddp", *(f"zero{stage}-units" for stage in (1, 2, 3)), "zero1", "zero2", "zero3"],
+    ),
+}
+"""A table's subject beside its shape -> its title, and its contenders beside the anchors. The other tables have those
+that belong to none of these."""
 PROCESSES = 20
 """Alive at once: they fit into 24 GiB, the largest holds 1.3 GB."""
 NAMES = {
@@ -68,6 +83,7 @@ def main() -> int:
     parser.add_argument("shapes", nargs="*", choices=[[], *SHAPES], metavar="SHAPE", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("--ranks", type=int, nargs="*", default=None, help="processes")
     parser.add_argument("--accumulate", type=int, nargs="*", default=None, help="micro-batches per step")
+    parser.add_argument("--about", nargs="*", default=None, choices=["", *ABOUT], help="tables of this subject only")
     parser.add_argument("--rounds", type=int, default=3, help="turns per contender (default: %(default)s)")
     parser.add_argument("--only", nargs="*", default=None, choices=[*CONTENDERS], metavar="CONTENDER")
     parser.add_argument("--page", action="store_true", help="only write docs/speed.md from what is stored")
@@ -81,11 +97,12 @@ def main() -> int:
         if (not options.shapes or table["shape"] in options.shapes)
         and (options.ranks is None or table["ranks"] in options.ranks)
         and (options.accumulate is None or table["accumulate"] in options.accumulate)
+        and (options.about is None or table.get("about", "") in options.about)
     ]
     if not tables:
         parser.error("no table has this shape, number of ranks and of micro-batches")
     for table in tables if not options.page else ():
-        names = [name for name in CONTENDERS if options.only is None or name in (*ANCHORS, *options.only)]
+        names = [name for name in _contenders(table) if options.only is None or name in (*ANCHORS, *options.only)]
         measured = measure(table, names, options.rounds)
         RESULTS.mkdir(exist_ok=True)
         _path(table).write_text(json.dumps(measured, indent=1) + "\n")
@@ -93,6 +110,13 @@ def main() -> int:
     if options.page or not (options.shapes or options.only):
         PAGE.write_text(page())
     return 0
+
+
+def _contenders(table: dict[str, Any]) -> list[str]:
+    """Those of ``table``, in the order of :data:`CONTENDERS`."""
+    if "about" in table:
+        return [name for name in CONTENDERS if name in (*ANCHORS, *ABOUT[table["about"]][1])]
+    return [name for name in CONTENDERS if not name.endswith(("-compiled", "-units"))]
 
 
 def check() -> int:
@@ -199,7 +223,8 @@ def render(measured: dict[str, Any]) -> str:
     """One table as Markdown."""
     table = measured["table"]
     lines = [
-        f"### {NAMES[table['shape']]}: {table['ranks']} ranks, {_micro_batches(table['accumulate'])}",
+        f"### {NAMES[table['shape']]}: {table['ranks']} ranks, {_micro_batches(table['accumulate'])}"
+        + (f"; {ABOUT[table['about']][0]}" if "about" in table else ""),
         "",
         "| | step, ms | to the floor | to fully_shard | clip and update, ms | CPU per rank, ms | peak memory, MB"
         " | to fully_shard | imported, MB | sent per rank, MB | start-up, s |",
@@ -278,7 +303,8 @@ def _micro_batches(number: int) -> str:
 
 
 def _path(table: dict[str, Any]) -> Path:
-    return RESULTS / f"speed-{table['shape']}-{table['ranks']}ranks-{table['accumulate']}x.json"
+    about = f"-{table['about']}" if "about" in table else ""
+    return RESULTS / f"speed-{table['shape']}-{table['ranks']}ranks-{table['accumulate']}x{about}.json"
 
 
 def machine() -> dict[str, Any]:

@@ -20,11 +20,13 @@ class Bound:
     of: Callable[[Measured], list[float]]
     """A value per round, whose median counts; none where the table has not what it takes."""
     shape: str = "gpt"
+    about: str = ""
+    """The subject of the table, where it is not all contenders'."""
     at_least: bool = False
     unit: str = ""
 
     def concerns(self, table: dict[str, Any]) -> bool:
-        return table["shape"] == self.shape and table["accumulate"] == 1
+        return (table["shape"], table["accumulate"], table.get("about", "")) == (self.shape, 1, self.about)
 
     def holds(self, values: list[float]) -> bool:
         value = statistics.median(values)
@@ -64,6 +66,13 @@ def _own_share(stage: int) -> Callable[[Measured], list[float]]:
         return [((ours - engine) - (lightning - bare)) * 1e3 for ours, engine, lightning, bare in steps]
 
     return of
+
+
+def _more(name: str, anchor: str) -> Callable[[Measured], list[float]]:
+    """Milliseconds that a step takes beyond ``anchor``'s."""
+    return lambda measured: [
+        (mine["step_seconds"] - other["step_seconds"]) * 1e3 for mine, other in rounds(measured, name, anchor)
+    ]
 
 
 def _start_up(stage: int) -> Callable[[Measured], list[float]]:
@@ -124,6 +133,37 @@ BOUNDS = [
                 _above_imports(f"zero{stage}", "fully_shard"),
             ),
         )
+    ),
+    *(
+        Bound(
+            f"stage {stage}, compiled: step to compiled `fully_shard`'s",
+            0.80,
+            _ratio(f"zero{stage}-compiled", "fully_shard-compiled", "step_seconds"),
+            shape=shape,
+            about="compiled",
+        )
+        for stage in (1, 2, 3)
+        for shape in ("gpt", "many")
+    ),
+    *(
+        Bound(
+            f"stage {stage}, units chosen by itself: step to DDP's",
+            limit,
+            _ratio(f"zero{stage}-units", "lightning-ddp", "step_seconds"),
+            shape="many",
+            about="units",
+        )
+        for stage, limit in ((1, 1.3), (2, 1.3), (3, 1.7))
+    ),
+    *(
+        Bound(
+            f"stage {stage}: beside Lightning's DDP",
+            0.5,
+            _more(f"zero{stage}", "lightning-ddp"),
+            shape="tiny",
+            unit=" ms",
+        )
+        for stage in (1, 2, 3)
     ),
     *(Bound(f"stage {stage}: start-up to Lightning's DDP", 1.1, _start_up(stage)) for stage in (1, 2, 3)),
     Bound(

@@ -103,6 +103,14 @@ def test_tables_show_ratios_within_a_round_and_who_did_other_work():
     assert "failed: no compiler" in lines[CONTENDERS["deepspeed-1"][0]]
 
 
+def test_each_contender_has_a_table_and_each_table_a_file_of_its_own():
+    assert {name for table in bench.TABLES for name in bench._contenders(table)} == {*CONTENDERS}
+    assert {*CONTENDERS}.issuperset(name for _, names in bench.ABOUT.values() for name in names)
+    assert len({bench._path(table) for table in bench.TABLES}) == len(bench.TABLES)
+    subjects = {(table["shape"], table.get("about", "")) for table in bench.TABLES}
+    assert subjects.issuperset((bound.shape, bound.about) for bound in bounds.BOUNDS)
+
+
 def test_bounds_are_judged_by_what_is_stored():
     found = {bound.what: (median(values), bound.holds(values)) for bound, _, values in bounds.judged([_measured()])}
     assert found == {
