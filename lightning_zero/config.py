@@ -473,8 +473,8 @@ class ZeroConfig:
 
     @property
     def parameters_in_files(self) -> bool:
-        """Whether parameter shards lie in files between uses."""
-        return self.offload.target == "nvme" and self.offloads_parameters
+        """Whether parameter shards lie in files that are gone after a run that failed. (``fsdp2`` maps its own.)"""
+        return self.engine == "deepspeed" and self.offload.target == "nvme" and self.offloads_parameters
 
     def _resolve_file(self) -> None:
         """``stage`` and ``offload`` are what was given, what the file says, or the default, in this order."""
@@ -506,10 +506,16 @@ class ZeroConfig:
 
     def _check_fsdp2(self) -> None:
         offload = self.offload
-        if offload.target == "nvme":
+        for name in ("buffer_count", "buffer_numel", "aio_block_bytes", "aio_queue_depth", "aio_num_threads"):
+            if getattr(offload, name) is not None:
+                raise ValueError(
+                    f"offload.{name}={getattr(offload, name)!r} with engine='fsdp2': its files are mapped, and the"
+                    " kernel reads and writes them; leave it unset, or use engine='deepspeed'."
+                )
+        if offload.target == "nvme" and offload.pin_memory:
             raise ValueError(
-                "offload='nvme' is not available with engine='fsdp2': use strategy='zero3_nvme' (engine='deepspeed',"
-                " stage 3), or offload='cpu'."
+                "offload.pin_memory=True with offload.target='nvme' and engine='fsdp2': pages of a file cannot be"
+                " pinned; leave it unset, or use offload.target='cpu'."
             )
         for name in ("optimizer", "parameters"):
             if getattr(offload, name) is False:

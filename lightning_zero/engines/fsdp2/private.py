@@ -368,6 +368,32 @@ def alias_shards(group: Group) -> None:
         p.free_unsharded_param = _stay
 
 
+def move_shards(group: Group, move: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+    """Has ``move(flat shards)`` put them into other memory; the local tensors that lie there from now on.
+
+    Right after ``fully_shard``, before anybody has taken the shards. What this rank has no rows of stays.
+    """
+    params = [p for p in group.fsdp_params if p.sharded_param._local_tensor.numel()]
+    moved = move([p._sharded_param_data for p in params]) if params else []
+    for p, data in zip(params, moved, strict=True):
+        rows = p.sharded_param._local_tensor.shape[0]
+        p._sharded_param_data = data
+        p.sharded_param._local_tensor = data.view(p.padded_sharded_param_size)[:rows]
+    return [p.sharded_param._local_tensor for p in params]
+
+
+def before_unshard(group: Group, action: Callable[[Group], None]) -> None:
+    """Calls ``action(group)`` whenever the group is about to be gathered."""
+    original = group.unshard
+
+    def unshard(async_op: bool = False) -> None:
+        if group.is_sharded and group._all_gather_result is None:
+            action(group)
+        original(async_op)
+
+    group.unshard = unshard
+
+
 def _stay(*unused: Any) -> None:
     """Instead of freeing a copy that the shard lies in, or of putting another parameter on a module."""
 
