@@ -77,11 +77,14 @@ def states_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, Tensor]
 
 
 def place_of(
-    tensor: Tensor, device: torch.device, shards_on_host: bool, in_files: Callable[[Tensor], bool] = lambda tensor: False
+    tensor: Tensor,
+    device: torch.device,
+    shards_on_host: bool,
+    in_files: Callable[[Tensor], bool] | None = None,
 ) -> str:
     """The place of ``tensor``, on the disk where ``in_files`` says so of its part; on a CPU-only machine the one it
     would have with an accelerator (see the module)."""
-    if in_files(local(tensor)):
+    if in_files is not None and in_files(local(tensor)):
         return "disk"
     if device.type == "cpu":
         return "host" if shards_on_host and isinstance(tensor, DTensor) else "device"

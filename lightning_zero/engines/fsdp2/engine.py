@@ -458,7 +458,7 @@ class Fsdp2Engine(Engine):
 
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
         with DisableTorchFunction():
-            in_files = self._files.holds if self._files is not None else lambda tensor: False
+            in_files = None if self._files is None else self._files.holds
             place = partial(place_of, device=self.device, shards_on_host=self._on_host, in_files=in_files)
             return whole_state.model_state(self._sharded, self._identity, optimizers, place)
 

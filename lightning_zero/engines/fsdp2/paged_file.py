@@ -1,7 +1,7 @@
 """A file whose pages are memory: mapped, read ahead, and written behind.
 
-What is written to a mapped tensor goes to the file by way of the kernel's page cache, which gives memory back to whoever
-needs it. The file has no name: whatever ends the process, nothing is left behind.
+What is written to a mapped tensor goes to the file by way of the kernel's page cache, which gives memory back to
+whoever needs it. The file has no name: whatever ends the process, nothing is left behind.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PagedFile:
     """
 
     def __init__(self, folder: str) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  (open as long as it is used)
         self._libc: Any = ctypes.CDLL(None, use_errno=True)
         self._segment = torch.empty(0, dtype=torch.uint8)
         self._end = 0  # of the file
@@ -87,10 +87,10 @@ class PagedFile:
         """The process has these pages no more, until it touches them again."""
         self._advise(region, mmap.MADV_DONTNEED)
 
-    def forget_cached(self, region: Region) -> None:
-        """Waits until the region is written, and drops it from the page cache: what it takes if memory is short."""
+    def forget(self, region: Region) -> None:
+        """As :meth:`write_behind` where memory is short: the region is on the disk at once, and nowhere else."""
         os.fdatasync(self._file.fileno())
-        self.let_go(region)
+        self._advise(region, mmap.MADV_DONTNEED)
         os.posix_fadvise(self._file.fileno(), region.offset, region.nbytes, os.POSIX_FADV_DONTNEED)
 
     def _advise(self, region: Region, advice: int) -> int:

@@ -93,8 +93,8 @@ class Fsdp2Run(EngineRun):
         engine.offload_path = folder_for_files(given, default, need, agreement, place.local_rank == 0)
         if place.local_rank == 0:
             print(
-                f"offload: about {need / 2**30:.3g} GiB go to files in {engine.offload_path} that have no name: the disk"
-                " is free again when the run's processes end.",
+                f"offload: about {need / 2**30:.3g} GiB go to files in {engine.offload_path} that have no name: they"
+                " end with the run, or its processes.",
                 flush=True,
             )
 
@@ -103,6 +103,6 @@ class Fsdp2Run(EngineRun):
         if self.config.offload.target == "none" or not names:
             return ""
         return (
-            f"offload={self.config.offload.target!r}: {', '.join(names)} steps in host memory with PyTorch's fused kernel, as neither fused"
-            " nor foreach was chosen."
+            f"offload={self.config.offload.target!r}: {', '.join(names)} steps in host memory with PyTorch's fused"
+            " kernel, as neither fused nor foreach was chosen."
         )

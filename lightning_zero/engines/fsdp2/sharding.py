@@ -117,8 +117,9 @@ def shard_units(
         for name, original in mine.items():
             sharded.originals[named[name]] = original
             original.data = original.data.new_empty(0)  # the shards are all that is kept
-        for group in private.groups(target) if files is not None else ():
-            files.take(group)
+        if files is not None:
+            for group in private.groups(target):
+                files.take(group)
         # Dropping them inside a backward would pull saved tensors from under uses outside the unit's forward.
         target.set_reshard_after_backward(config.stage == 3, recurse=False)
         sharded.units.append(target)
