@@ -14,7 +14,8 @@
 - *host shard*: with ``offload="cpu"`` the sharded parameters (the master weights), their gradients and the optimizer's
   states lie in host memory, pinned on an accelerator, and the optimizer steps there. On the device are the gathered
   parameters inside a step, stage 1's whole gradients until the last micro-batch, and what is replicated: it is small,
-  and moving it would take a copy for each.
+  and moving it would take a copy for each. With ``offload="nvme"`` the memory of the sharded parameters and of the
+  states is a file's, not pinned (see ``files``).
 
 [Plan of one optimizer step, A micro-batches]
 
@@ -482,6 +483,8 @@ class Fsdp2Engine(Engine):
                 private.undo(unit)
             for optimizer in optimizers:
                 hand_back(optimizer, self._sharded.originals, self.states_whole_after_fit)
+            if self._files is not None:
+                self._files.close()
 
 
 def choose_transport(config: ZeroConfig, device: torch.device, mesh: DeviceMesh) -> Transport:

@@ -53,7 +53,8 @@ class FileShards:
 
     def __init__(self, folder: str) -> None:
         self._file = PagedFile(folder)
-        self._units: dict[int, _Unit] = {}  # id of a group -> its regions, in the order of units
+        self._groups: list[private.Group] = []
+        self._units: dict[int, _Unit] = {}  # id of a group -> its regions
         self._unit_of: dict[int, _Unit] = {}  # id of a shard's local tensor
         self._shards: list[Tensor] = []  # so that their ids stay their own
         self._slots: dict[tuple[int, int, str], Tensor] = {}  # ids of shard and optimizer, key of the state
@@ -66,6 +67,7 @@ class FileShards:
     def take(self, group: private.Group) -> None:
         """Moves the shards of ``group`` into the file."""
         unit = self._units[id(group)] = _Unit()
+        self._groups.append(group)
 
         def move(shards: Sequence[Tensor]) -> list[Tensor]:
             return [moved.copy_(shard) for moved, shard in zip(self._room(unit, shards), shards, strict=True)]
@@ -139,6 +141,17 @@ class FileShards:
     def _go(self, unit: _Unit) -> None:
         for region in unit.regions:
             self._file.write_behind(region)
+
+    # -- the end
+
+    def close(self) -> None:
+        """Gives up the parameters, which are whole elsewhere by now. States that stay sharded stay in the file, which
+        ends with the last of them."""
+        for group in self._groups:
+            private.drop_shards(group)
+        self._shards.clear()
+        self._slots.clear()
+        self._file.close()
 
     # -- account
 

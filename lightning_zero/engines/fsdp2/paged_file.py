@@ -68,6 +68,11 @@ class PagedFile:
         self._segment = self._segment[nbytes:]
         return Region(memory.data_ptr(), offset, nbytes), memory
 
+    def close(self) -> None:
+        """No more room is taken; what is in use stays as long as it is."""
+        self._file.close()
+        self._segment = torch.empty(0, dtype=torch.uint8)
+
     def read_ahead(self, region: Region) -> None:
         """Begins to read; returns before all is there."""
         self._advise(region, mmap.MADV_WILLNEED)

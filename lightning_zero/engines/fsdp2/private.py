@@ -378,8 +378,17 @@ def move_shards(group: Group, move: Callable[[list[Tensor]], list[Tensor]]) -> l
     for p, data in zip(params, moved, strict=True):
         rows = p.sharded_param._local_tensor.shape[0]
         p._sharded_param_data = data
-        p.sharded_param._local_tensor = data.view(p.padded_sharded_param_size)[:rows]
+        # .data: a view would keep the memory as long as it lives itself
+        p.sharded_param._local_tensor = data.view(p.padded_sharded_param_size)[:rows].data
     return [p.sharded_param._local_tensor for p in params]
+
+
+def drop_shards(group: Group) -> None:
+    """Gives their memory up, after the values were taken elsewhere for good; shapes and dtypes stay."""
+    for p in group.fsdp_params:
+        shard = p.sharded_param._local_tensor
+        p._sharded_param_data = p._sharded_param_data.new_empty(0)
+        set_data(shard, shard.new_empty(1).expand(shard.shape) if shard.numel() else shard.new_empty(shard.shape))
 
 
 def before_unshard(group: Group, action: Callable[[Group], None]) -> None:
