@@ -22,7 +22,7 @@ from tests.helpers import whereabouts
 from tests.helpers.ranks import RankPool, run_ranks
 
 BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
-OFFLOADS = {"fsdp2": ("none", "cpu"), "deepspeed": ("none", "cpu", "nvme")}
+OFFLOADS = {"fsdp2": ("none", "cpu", "nvme"), "deepspeed": ("none", "cpu", "nvme")}
 PLACES = ("device", "host", "disk")
 
 
@@ -32,7 +32,7 @@ def cases(engines: tuple[str, ...] = ("fsdp2", "deepspeed")) -> list[tuple[str, 
         (engine, stage, offload)
         for engine in engines
         for offload in OFFLOADS[engine]
-        for stage in ((3,) if offload == "nvme" else (1, 2, 3))
+        for stage in ((3,) if (engine, offload) == ("deepspeed", "nvme") else (1, 2, 3))
     ]
 
 
@@ -45,7 +45,7 @@ def measure(pool: RankPool, engine: str, stage: int, offload: str) -> dict[str, 
         settings = {"stage": stage, "engine": engine, "offload": moved}
         if engine == "fsdp2":
             settings["min_unit_numel"] = 1
-        width = whereabouts.LARGE if offload == "nvme" else whereabouts.account.Stack.WIDTH
+        width = whereabouts.LARGE if (engine, offload) == ("deepspeed", "nvme") else whereabouts.account.Stack.WIDTH
         results = pool.run(whereabouts.held, settings, width, world_size=2, timeout_seconds=600)
     return max(results, key=lambda r: sum(sum(r[kind].values()) for kind in whereabouts.KINDS))
 

@@ -42,30 +42,31 @@ class OffloadConfig:
     """Where optimizer states, master weights and (stage 3) parameters live between uses."""
 
     target: OffloadTarget | None = "none"
-    """``"none"`` (the accelerator), ``"cpu"`` (host memory) or ``"nvme"`` (files; DeepSpeed's stage 3); ``None`` is
-    what ``deepspeed_config`` says, else none. A :class:`ZeroConfig` holds it resolved."""
+    """``"none"`` (the accelerator), ``"cpu"`` (host memory) or ``"nvme"`` (files; with engine ``deepspeed`` at
+    stage 3); ``None`` is what ``deepspeed_config`` says, else none. A :class:`ZeroConfig` holds it resolved."""
     optimizer: bool | None = None
     """Whether optimizer states and master weights move; ``None`` is yes. ``fully_shard`` moves nothing without them."""
     parameters: bool | None = None
     """Whether parameter shards move; ``None`` is what the engine and stage do (:meth:`ZeroConfig.offloads_parameters`).
     Engine ``deepspeed`` only lets it be chosen, at stage 3."""
     path: str | None = None
-    """nvme: folder on the fast disk, for this run's own subfolder; ``None`` is ``<default_root_dir>/offload``."""
+    """nvme: folder on the fast disk; ``None`` is ``<default_root_dir>/offload``."""
     pin_memory: bool | None = None
     """Page-locked host memory, which copies to the accelerator need to overlap; ``None`` is yes where there is one."""
     buffer_count: int | None = None
-    """nvme: buffers in host memory for optimizer states, and for parameters, of which all that are gathered at a time
-    need one; ``None`` is DeepSpeed's 4, and 5 or what the module needs."""
+    """nvme, engine ``deepspeed``: buffers in host memory for optimizer states, and for parameters, of which all that
+    are gathered at a time need one; ``None`` is DeepSpeed's 4, and 5 or what the module needs."""
     buffer_numel: int | None = None
-    """nvme: elements of a parameter buffer, at least a rank's share of the largest parameter; ``None`` is that."""
+    """nvme, engine ``deepspeed``: elements of a parameter buffer, at least a rank's share of the largest parameter;
+    ``None`` is that."""
     ratio: float | None = None
     """cpu, engine ``deepspeed``, stage 3: share of the optimizer states that moves, above 0 to 1; ``None`` is 1."""
     aio_block_bytes: int | None = None
-    """nvme: bytes of one read or write; ``None`` is 1 MiB."""
+    """nvme, engine ``deepspeed``: bytes of one read or write; ``None`` is 1 MiB."""
     aio_queue_depth: int | None = None
-    """nvme: requests in flight per thread; ``None`` is 8."""
+    """nvme, engine ``deepspeed``: requests in flight per thread; ``None`` is 8."""
     aio_num_threads: int | None = None
-    """nvme: threads that share one request; ``None`` is 1."""
+    """nvme, engine ``deepspeed``: threads that share one request; ``None`` is 1."""
 
     def __post_init__(self) -> None:
         _one_of("offload.target", self.target, (*OFFLOAD_TARGETS, None))
@@ -478,8 +479,8 @@ class ZeroConfig:
 
     @property
     def parameters_in_files(self) -> bool:
-        """Whether parameter shards lie in files between uses."""
-        return self.offload.target == "nvme" and self.offloads_parameters
+        """Whether parameter shards lie in files that are gone after a run that failed. (``fsdp2`` maps its own.)"""
+        return self.engine == "deepspeed" and self.offload.target == "nvme" and self.offloads_parameters
 
     def _resolve_file(self) -> None:
         """``stage`` and ``offload`` are what was given, what the file says, or the default, in this order."""
@@ -511,10 +512,16 @@ class ZeroConfig:
 
     def _check_fsdp2(self) -> None:
         offload = self.offload
-        if offload.target == "nvme":
+        for name in ("buffer_count", "buffer_numel", "aio_block_bytes", "aio_queue_depth", "aio_num_threads"):
+            if getattr(offload, name) is not None:
+                raise ValueError(
+                    f"offload.{name}={getattr(offload, name)!r} with engine='fsdp2': its files are mapped, and the"
+                    " kernel reads and writes them; leave it unset, or use engine='deepspeed'."
+                )
+        if offload.target == "nvme" and offload.pin_memory:
             raise ValueError(
-                "offload='nvme' is not available with engine='fsdp2': use strategy='zero3_nvme' (engine='deepspeed',"
-                " stage 3), or offload='cpu'."
+                "offload.pin_memory=True with offload.target='nvme' and engine='fsdp2': pages of a file cannot be"
+                " pinned; leave it unset, or use offload.target='cpu'."
             )
         for name in ("optimizer", "parameters"):
             if getattr(offload, name) is False:

@@ -11,7 +11,7 @@ buffers on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -76,8 +76,16 @@ def states_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, Tensor]
             yield from ((p, value) for value in state.values() if isinstance(value, Tensor))
 
 
-def place_of(tensor: Tensor, device: torch.device, shards_on_host: bool) -> str:
-    """The place of ``tensor``; on a CPU-only machine the one it would have with an accelerator (see the module)."""
+def place_of(
+    tensor: Tensor,
+    device: torch.device,
+    shards_on_host: bool,
+    in_files: Callable[[Tensor], bool] | None = None,
+) -> str:
+    """The place of ``tensor``, on the disk where ``in_files`` says so of its part; on a CPU-only machine the one it
+    would have with an accelerator (see the module)."""
+    if in_files is not None and in_files(local(tensor)):
+        return "disk"
     if device.type == "cpu":
         return "host" if shards_on_host and isinstance(tensor, DTensor) else "device"
     return "host" if local(tensor).device.type == "cpu" else "device"

@@ -28,7 +28,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,16 @@ from lightning_zero.engines.elementwise import is_elementwise, is_known, keys_be
 from lightning_zero.engines.optimizer_family import exchange, family, states
 from lightning_zero.private import torch_optim
 from lightning_zero.private.torch import DisableTorchFunction, version_of
+
+
+class Files(Protocol):
+    """Where shards lie that are in files."""
+
+    def in_parts(self, shards: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Local tensors, those in turn that come into memory together."""
+
+    def keep(self, optimizer: Optimizer, shard: Tensor, key: str, value: Tensor) -> Tensor:
+        """``value``, a state beside the local tensor ``shard``, in the file, or itself if it belongs into none."""
 
 
 class ShardedStep:
@@ -64,8 +74,10 @@ class ShardedStep:
         declared: Collection[str] = (),
         before: Callable[[], None] = lambda: None,
         originals: Mapping[Tensor, Tensor] | None = None,
+        files: Files | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self.files = files
         self.fuses = fuses
         self.before = before
         self._declared = declared
@@ -100,8 +112,11 @@ class ShardedStep:
                     loss = closure()
             plain = self.elementwise or computes
             quiet = DisableTorchFunction() if plain else nullcontext()
-            with self.stand_ins(), quiet:
-                result = self.optimizer.step(**kwargs)
+            with self.stand_ins() as swap, quiet:
+                if self.files is not None and self.elementwise and computes:
+                    result = self._step_in_parts(self.files, swap, **kwargs)
+                else:
+                    result = self.optimizer.step(**kwargs)
             return loss if result is None else result
         with DisableTorchFunction():
             swap = _WholeSwap(self)
@@ -112,6 +127,40 @@ class ShardedStep:
         finally:
             with DisableTorchFunction():
                 swap.undo()
+
+    def _step_in_parts(self, files: Files, swap: _Swap, **kwargs: Any) -> Any:
+        """``optimizer.step`` for some parameters after the others: for PyTorch's own, which keep nothing beside groups
+        and states, these are as many steps of each parameter by itself."""
+        groups = self.optimizer.param_groups
+        held = [group["params"] for group in groups]
+        group_of = {id(p): i for i, params in enumerate(held) for p in params}
+        result = None
+        try:
+            for part in files.in_parts([p for params in held for p in params]):
+                for group in groups:
+                    group["params"] = []
+                for p in part:
+                    groups[group_of[id(p)]]["params"].append(p)
+                self.optimizer.param_groups = [group for group in groups if group["params"]]
+                result = self.optimizer.step(**kwargs)
+                for p in part:
+                    state = self.optimizer.state.get(p, {})
+                    state.update((key, self.stored(p, key, value)) for key, value in list(state.items()))
+        finally:
+            self.optimizer.param_groups = groups
+            for group, params in zip(groups, held, strict=True):
+                group["params"] = params
+        return result
+
+    def stored(self, shard: Tensor, key: str, value: Any) -> Any:
+        """``value``, of a state beside the local tensor ``shard``, where it stays between steps."""
+        if self.files is None or not isinstance(value, Tensor):
+            return value
+        return self.files.keep(self.optimizer, shard, key, value)
+
+    def shard(self, part: Tensor, key: str, p: DTensor) -> DTensor:
+        """A state's part of this rank, laid out as ``p``."""
+        return as_shard(self.stored(local(p), key, part), p)
 
     @contextmanager
     def stand_ins(self, on_shards: bool | None = None) -> Iterator[_Swap]:
@@ -177,7 +226,7 @@ class ShardedStep:
         def lay_out(index: int, key: str, value: Any) -> Any:
             p = self.shards.get(params[index], params[index])
             if isinstance(p, DTensor) and isinstance(value, Tensor) and _is_of_shape(value, p.shape):
-                return shard_like(value, p, value.dtype)
+                return self.shard(local(shard_like(value, p, value.dtype)), key, p)
             return map_tensors(lambda path, t: t.clone(), value)
 
         with torch.no_grad(), DisableTorchFunction():
@@ -384,7 +433,7 @@ class _LocalSwap(_Swap):
             return value
         if isinstance(seen, DTensor) and local(seen) is value:
             return seen
-        return as_shard(value, p)
+        return self.owner.shard(value, key, p)
 
 
 class _WholeSwap(_Swap):
@@ -437,7 +486,7 @@ class _WholeSwap(_Swap):
             start, length = rows_of(seen)
             local(seen).copy_(value.detach().narrow(0, start, length))
             return seen
-        return shard_like(value, p, value.dtype)
+        return self.owner.shard(local(shard_like(value, p, value.dtype)), key, p)
 
     def end(self, stand_in: Tensor) -> None:
         stand_in.grad = None

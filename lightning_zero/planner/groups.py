@@ -33,7 +33,9 @@ def smallest_group(
     if hosts < 2 or rest:
         where = "are on one host" if hosts == 1 and not rest else "are not in hosts of equally many"
         return _noted(planned(None), None, f"all ranks: they {where}")
-    name = f"zero{config.stage}" + {"cpu": "_offload"}.get(str(config.offload.target), "")
+    in_files = "_nvme" if config.stage == 3 else "_offload"  # plans have files at stage 3 only
+    moved = {"cpu": "_offload", "nvme": in_files}
+    name = f"zero{config.stage}" + moved.get(str(config.offload.target), "")
     tried = ""
     for count in (n for n in range(1, hosts) if hosts % n == 0 and n * ranks_per_host > 1):
         made = planned(count * ranks_per_host)

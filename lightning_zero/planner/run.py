@@ -141,7 +141,7 @@ def plan(
 
 
 def _life(study: Any, shards: int) -> Life:
-    on_host = study.target.type == "cpu" or study.config.offload.target == "cpu"
+    on_host = study.target.type == "cpu" or study.config.offload.target != "none"
     return life_of(study.layout, shards, state_bytes(study.layout, 3, shards), on_host, study.config.build)
 
 

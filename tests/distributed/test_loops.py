@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from lightning_zero import OffloadConfig
 from tests.helpers import zoo
 from tests.helpers.ranks import outcome
 from tests.helpers.zoo import KINDS, Zoo, make_module, make_trainer
@@ -596,7 +597,12 @@ def _fit_badly(strategy: Any, module: type[Zoo], options: dict[str, Any]) -> lis
     [
         ({"stage": 4}, Zoo, {}, ["stage=4", "1, 2, 3"]),
         ({"stage": 3, "engine": "horovod"}, Zoo, {}, ["engine='horovod'", "'fsdp2'"]),
-        ({"stage": 3, "offload": "nvme"}, Zoo, {}, ["offload='nvme'", "fsdp2", "zero3_nvme"]),
+        (
+            {"stage": 3, "offload": OffloadConfig(target="nvme", path="/nowhere")},
+            Zoo,
+            {},
+            ["offload.path='/nowhere' is no folder"],
+        ),
         ({"stage": 3, "stages": 2}, Zoo, {}, ["stages=2", "'stage'"]),
         ({"stage": 3, "units": ["Blok*"]}, Zoo, {}, ["units=", "Blok*", "Block"]),
         ({"stage": 1, "units": ["net.blocks.7"]}, Zoo, {}, ["units=", "net.blocks.7"]),

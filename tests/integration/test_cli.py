@@ -64,7 +64,7 @@ def test_validates_and_predicts_from_a_checkpoint(tmp_path):
         ("strategy.stage=4", "stage=4: use one of 1, 2, 3"),
         ("strategy.stage=two", "'two'"),
         ("strategy.offload=cpu", "strategy/offload=cpu"),
-        ("strategy/offload=nvme", "offload='nvme' is not available with engine='fsdp2'"),
+        ("strategy/offload=nvme strategy.offload.buffer_count=4", "offload.buffer_count=4 with engine='fsdp2'"),
         ("strategy.deepspeed_config=/nowhere.json", "deepspeed_config='/nowhere.json' cannot be read"),
         ("strategy.deepspeed.overlap_com=true", "overlap_com"),
         ("strategy.units=Block", "units"),
@@ -79,7 +79,7 @@ def test_validates_and_predicts_from_a_checkpoint(tmp_path):
     ],
 )
 def test_bad_input_is_one_message_before_any_process_starts(override, message, tmp_path):
-    done = run_imported("fit", "trainer.devices=2", override, cwd=tmp_path)
+    done = run_imported("fit", "trainer.devices=2", *override.split(), cwd=tmp_path)
     assert done.returncode == 2, done.stdout
     assert message in done.stdout
     assert "Traceback" not in done.stdout

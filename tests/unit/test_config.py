@@ -62,7 +62,14 @@ def test_every_stage_is_accepted(stage: int) -> None:
         ({"compile": True}, ["compile=True", "'units'", "CompileConfig"]),
         ({"compile": {"target": "units", "moed": "default"}}, ["compile.moed='default'", "Did you mean 'mode'"]),
         ({"compile": "units", "engine": "deepspeed"}, ["compile='units'", "engine='deepspeed'", "engine='fsdp2'"]),
-        ({"offload": "nvme"}, ["offload='nvme'", "engine='fsdp2'", "zero3_nvme"]),
+        (
+            {"offload": {"target": "nvme", "aio_queue_depth": 4}},
+            ["offload.aio_queue_depth=4", "engine='fsdp2'", "engine='deepspeed'"],
+        ),
+        (
+            {"offload": {"target": "nvme", "pin_memory": True}},
+            ["offload.pin_memory=True", "'nvme'", "engine='fsdp2'", "offload.target='cpu'"],
+        ),
         ({"offload": OffloadConfig(target="cpu", parameters=False)}, ["offload.parameters=False", "deepspeed"]),
         ({"offload": OffloadConfig(target="cpu", optimizer=False)}, ["offload.optimizer=False", "deepspeed"]),
         ({"offload": OffloadConfig(target="cpu", ratio=0.5)}, ["offload.ratio=0.5", "engine='deepspeed'"]),

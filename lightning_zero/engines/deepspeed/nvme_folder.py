@@ -19,6 +19,7 @@ from pathlib import Path
 
 from lightning_zero.checkpoint import owner
 from lightning_zero.comm.agree import Agreement
+from lightning_zero.engines.offload_path import require_room, said_of, usable_folder
 
 PREFIX = "lightning_zero-"
 
@@ -104,32 +105,16 @@ def remove_leftovers(base: Path, say: Callable[[str], None]) -> None:
 
 
 def _make(given: str | None, default: str, need_bytes: float, say: Callable[[str], None]) -> tuple[str, int]:
-    base, host = Path(given if given is not None else default), socket.gethostname()
-    name = f"offload.path={str(base)!r}" + ("" if given is not None else " (the default)")
-    if given is None:
-        try:
-            base.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"{name} cannot be made on {host} ({error.strerror}): set offload.path to a folder on a fast disk."
-            ) from error
-    if not base.is_dir():
-        raise ValueError(f"{name} is no folder on {host}: make it, mount the disk, or set another one.")
+    base, name = usable_folder(given, default)
     remove_leftovers(base, say)
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{host}-{os.getpid()}-", dir=base))
+    with said_of(name):
+        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{socket.gethostname()}-{os.getpid()}-", dir=base))
         lock = owner.mark(folder)
-    except OSError as error:
-        raise ValueError(
-            f"{name} cannot be written to on {host} ({error.strerror}): change its permissions or set another one."
-        ) from error
-    free = shutil.disk_usage(base).free
-    if free < need_bytes:
+    try:
+        require_room(base, name, need_bytes)
+    except ValueError:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
-        raise ValueError(
-            f"{name} has {free / 2**30:.3g} GiB free on {host}, but this run writes about {need_bytes / 2**30:.3g} GiB"
-            " there: make room, set another path, or use offload='cpu'."
-        )
+        raise
     say(f"offload: files go to {folder} and are removed at the end.")
     return str(folder), lock

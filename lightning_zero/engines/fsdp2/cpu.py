@@ -90,7 +90,7 @@ class Direct(Transport):
         """Where copies are whole for most of a step anyway. Before an optimizer takes the shards: it would go on with
         the memory that they lay in before."""
         alone = self.mesh["shard"].size() == 1
-        if self.config.offload.target == "cpu" or (self.config.stage == 3 and not alone):
+        if self.config.offload.target != "none" or (self.config.stage == 3 and not alone):
             return
         for group in self._groups:
             private.alias_shards(group)

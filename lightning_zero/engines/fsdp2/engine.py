@@ -14,7 +14,8 @@
 - *host shard*: with ``offload="cpu"`` the sharded parameters (the master weights), their gradients and the optimizer's
   states lie in host memory, pinned on an accelerator, and the optimizer steps there. On the device are the gathered
   parameters inside a step, stage 1's whole gradients until the last micro-batch, and what is replicated: it is small,
-  and moving it would take a copy for each.
+  and moving it would take a copy for each. With ``offload="nvme"`` the memory of the sharded parameters and of the
+  states is a file's, not pinned (see ``files``).
 
 [Plan of one optimizer step, A micro-batches]
 
@@ -71,6 +72,7 @@ from lightning_zero.engines.fsdp2 import whole as whole_state
 from lightning_zero.engines.fsdp2.build import Build
 from lightning_zero.engines.fsdp2.compiled import CompiledUnits
 from lightning_zero.engines.fsdp2.cpu import Direct
+from lightning_zero.engines.fsdp2.files import FileShards
 from lightning_zero.engines.fsdp2.guards import Guards
 from lightning_zero.engines.fsdp2.identity import Identity, Read
 from lightning_zero.engines.fsdp2.sharding import (
@@ -84,7 +86,7 @@ from lightning_zero.engines.fsdp2.transport import Transport
 from lightning_zero.engines.fsdp2.usage import Usage
 from lightning_zero.engines.fsdp2.view import WholeView
 from lightning_zero.engines.fsdp2.writes import Writes
-from lightning_zero.engines.model_state import ModelState
+from lightning_zero.engines.model_state import ModelState, place_of
 from lightning_zero.engines.optimizer_step import ShardedStep, hand_back
 from lightning_zero.engines.plain_copies import PlainCopies
 from lightning_zero.engines.precision import DtypePolicy
@@ -148,7 +150,8 @@ class Fsdp2Engine(Engine):
         self._transport = choose_transport(self.config, self.device, self.mesh)
         self._copies = PlainCopies(module, private.STATE_KEYS.__contains__)
         build, self._build = self._build, None
-        self._sharded = shard_units(module, plan, self.mesh, self.config, self.dtypes, self.device, build)
+        self._files = FileShards(self.offload_path) if self.offload_path is not None else None
+        self._sharded = shard_units(module, plan, self.mesh, self.config, self.dtypes, self.device, build, self._files)
         self.units = self._sharded.units
         self.root = self._sharded.root
         self.whole_bytes = sum(p.numel() * p.element_size() for p in self._sharded.originals)
@@ -159,6 +162,8 @@ class Fsdp2Engine(Engine):
         self._groups = [group for unit in self._sharded.units for group in private.groups(unit)]
         self._root_groups = private.groups(self.root)
         self._transport.start(self._sharded.units, self._sharded.names)
+        if self._files is not None:
+            self._files.follow(self._groups)
         self._identity = Identity(self._groups, self._sharded.originals)  # after start: shards may alias copies
         self.shards: Mapping[Tensor, DTensor] = self._identity.shards
         self.peer_memory = self._transport.peer_memory
@@ -391,7 +396,8 @@ class Fsdp2Engine(Engine):
             def before() -> None:  # the closure has run; under manual optimization backward is over
                 self.reshard() if self.automatic else self._evaluate(None)
 
-            self._steps[optimizer] = ShardedStep(optimizer, self._on_host, declared, before, self._sharded.originals)
+            originals = self._sharded.originals
+            self._steps[optimizer] = ShardedStep(optimizer, self._on_host, declared, before, originals, self._files)
         return self._steps[optimizer]
 
     @contextmanager
@@ -453,7 +459,9 @@ class Fsdp2Engine(Engine):
 
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
         with DisableTorchFunction():
-            return whole_state.model_state(self._sharded, self._identity, optimizers, self.device, self._on_host)
+            in_files = None if self._files is None else self._files.holds
+            place = partial(place_of, device=self.device, shards_on_host=self._on_host, in_files=in_files)
+            return whole_state.model_state(self._sharded, self._identity, optimizers, place)
 
     def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
         with torch.no_grad(), DisableTorchFunction():
@@ -475,6 +483,8 @@ class Fsdp2Engine(Engine):
                 private.undo(unit)
             for optimizer in optimizers:
                 hand_back(optimizer, self._sharded.originals, self.states_whole_after_fit)
+            if self._files is not None:
+                self._files.close()
 
 
 def choose_transport(config: ZeroConfig, device: torch.device, mesh: DeviceMesh) -> Transport:

@@ -368,6 +368,41 @@ def alias_shards(group: Group) -> None:
         p.free_unsharded_param = _stay
 
 
+def move_shards(group: Group, move: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+    """Has ``move(flat shards)`` put them into other memory; the local tensors that lie there from now on.
+
+    Right after ``fully_shard``, before anybody has taken the shards. What this rank has no rows of stays.
+    """
+    params = [p for p in group.fsdp_params if p.sharded_param._local_tensor.numel()]
+    moved = move([p._sharded_param_data for p in params]) if params else []
+    for p, data in zip(params, moved, strict=True):
+        rows = p.sharded_param._local_tensor.shape[0]
+        p._sharded_param_data = data
+        # .data: a view would keep the memory as long as it lives itself
+        p.sharded_param._local_tensor = data.view(p.padded_sharded_param_size)[:rows].data
+    return [p.sharded_param._local_tensor for p in params]
+
+
+def drop_shards(group: Group) -> None:
+    """Gives their memory up, after the values were taken elsewhere for good; shapes and dtypes stay."""
+    for p in group.fsdp_params:
+        shard = p.sharded_param._local_tensor
+        p._sharded_param_data = p._sharded_param_data.new_empty(0)
+        set_data(shard, shard.new_empty(1).expand(shard.shape) if shard.numel() else shard.new_empty(shard.shape))
+
+
+def before_unshard(group: Group, action: Callable[[Group], None]) -> None:
+    """Calls ``action(group)`` whenever the group is about to be gathered."""
+    original = group.unshard
+
+    def unshard(async_op: bool = False) -> None:
+        if group.is_sharded and group._all_gather_result is None:
+            action(group)
+        original(async_op)
+
+    group.unshard = unshard
+
+
 def _stay(*unused: Any) -> None:
     """Instead of freeing a copy that the shard lies in, or of putting another parameter on a module."""
 

@@ -1,7 +1,10 @@
-"""The parts of a run beside the engine ``fsdp2``: the module as ``configure_model`` builds it."""
+"""The parts of a run beside the engine ``fsdp2``: the module as ``configure_model`` builds it, the disk of
+``offload="nvme"``."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,14 +14,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine
+from lightning_zero.engines.offload_path import folder_for_files
 from lightning_zero.engines.optimizer_step import fusible_groups
 from lightning_zero.engines.precision import DtypePolicy
-from lightning_zero.engines.run import EngineRun
+from lightning_zero.engines.run import EngineRun, Place
 
 if TYPE_CHECKING:
     from lightning_zero.engines.fsdp2.build import Build
+
+
+TENSORS_IN_FILES = 3
+"""Of a parameter's size, with Adam: the parameter and two states."""
 
 
 class Fsdp2Run(EngineRun):
@@ -61,11 +70,39 @@ class Fsdp2Run(EngineRun):
         self.end_view()
         return Fsdp2Engine(self.config, device, dtypes, self.built)
 
+    def prepare(
+        self,
+        engine: Engine,
+        module: nn.Module,
+        trainer_facts: Mapping[str, Any],
+        default_root_dir: str,
+        agreement: Agreement,
+        place: Place,
+    ) -> None:
+        """Looks for the disk of ``offload="nvme"`` (collective)."""
+        if self.config.offload.target != "nvme":
+            return
+        if not sys.platform.startswith("linux"):
+            raise ValueError(f"offload='nvme' on {sys.platform}: its files are read and written as Linux does it.")
+        ranks = dist.get_world_size()
+        size = self.config.shard_size or ranks
+        assert size != "auto", "the strategy has put a number in its place"
+        here = min(place.local_size, ranks)
+        need = TENSORS_IN_FILES * here / size * sum(p.numel() * p.element_size() for p in module.parameters())
+        given, default = self.config.offload.path, os.path.join(default_root_dir, "offload")
+        engine.offload_path = folder_for_files(given, default, need, agreement, place.local_rank == 0)
+        if place.local_rank == 0:
+            print(
+                f"offload: about {need / 2**30:.3g} GiB go to files in {engine.offload_path} that have no name: they"
+                " end with the run, or its processes.",
+                flush=True,
+            )
+
     def note_on_optimizers(self, optimizers: Collection[Optimizer]) -> str:
         names = sorted({type(o).__name__ for o in optimizers if fusible_groups(o)})
         if self.config.offload.target == "none" or not names:
             return ""
         return (
-            f"offload='cpu': {', '.join(names)} steps in host memory with PyTorch's fused kernel, as neither fused"
-            " nor foreach was chosen."
+            f"offload={self.config.offload.target!r}: {', '.join(names)} steps in host memory with PyTorch's fused"
+            " kernel, as neither fused nor foreach was chosen."
         )

@@ -21,6 +21,7 @@ from lightning_zero.engines.base import Root, refuse_late_hooks
 from lightning_zero.engines.birth import Birth
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.build import Build
+from lightning_zero.engines.fsdp2.files import FileShards
 from lightning_zero.engines.fsdp2.view import WholeView
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.units import UnitPlan
@@ -85,9 +86,10 @@ def shard_units(
     dtypes: DtypePolicy,
     device: torch.device,
     build: Build | None = None,
+    files: FileShards | None = None,
 ) -> Sharded:
-    """Every rank has rank 0's values, then only its share of them (collective). What ``build`` has shared out already
-    comes back unit by unit."""
+    """Every rank has rank 0's values, then only its share of them (collective), in ``files`` if given. What ``build``
+    has shared out already comes back unit by unit."""
     sharded = Sharded(plan, module, Root(module), list(plan.replicated.values()))
     on_host = isinstance(offload_policy(config, device), CPUOffloadPolicy)
     birth = Birth(module, torch.device("cpu") if on_host else device, partial(_looking_whole, build))
@@ -115,6 +117,9 @@ def shard_units(
         for name, original in mine.items():
             sharded.originals[named[name]] = original
             original.data = original.data.new_empty(0)  # the shards are all that is kept
+        if files is not None:
+            for group in private.groups(target):
+                files.take(group)
         # Dropping them inside a backward would pull saved tensors from under uses outside the unit's forward.
         target.set_reshard_after_backward(config.stage == 3, recurse=False)
         sharded.units.append(target)
@@ -149,8 +154,10 @@ def offload_policy(config: ZeroConfig, device: torch.device) -> OffloadPolicy:
     Raises:
         ValueError: For pinned memory where there is no accelerator to pin it for.
     """
-    if config.offload.target != "cpu":
+    if config.offload.target == "none":
         return OffloadPolicy()
+    if config.offload.target == "nvme":
+        return CPUOffloadPolicy(pin_memory=False)  # the memory of files cannot be
     pin_memory = config.offload.pin_memory
     if pin_memory and device.type == "cpu":
         raise ValueError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -15,7 +14,7 @@ from lightning_zero.comm.shards import gathered
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.identity import Identity
 from lightning_zero.engines.fsdp2.sharding import Sharded
-from lightning_zero.engines.model_state import ModelState, place_of, states_of
+from lightning_zero.engines.model_state import ModelState, states_of
 
 
 def detached_shards(state: dict[str, Any], shards: Mapping[Tensor, Tensor]) -> dict[str, Any]:
@@ -25,13 +24,9 @@ def detached_shards(state: dict[str, Any], shards: Mapping[Tensor, Tensor]) -> d
 
 
 def model_state(
-    sharded: Sharded, identity: Identity, optimizers: Iterable[Optimizer], device: torch.device, on_host: bool
+    sharded: Sharded, identity: Identity, optimizers: Iterable[Optimizer], place: Callable[[Tensor], str]
 ) -> ModelState:
-    """What this rank holds right now, and where."""
-
-    def place(tensor: Tensor) -> str:
-        return place_of(tensor, device, on_host)
-
+    """What this rank holds right now, and where: ``place`` tells it of a parameter, gradient or state."""
     state = ModelState()
     for p in sharded.parameters:
         state.add("parameters", p, place(p))
@@ -45,7 +40,8 @@ def model_state(
                 state.add_bytes("gradients", gradients, "device")
     replicated = set(sharded.replicated)
     for p, value in states_of(optimizers):  # counters lie with what they count
-        state.add("optimizer", value, place(value if p in replicated else identity.shards.get(p, p)))
+        like = p in replicated or isinstance(value, DTensor)
+        state.add("optimizer", value, place(value if like else identity.shards.get(p, p)))
     return state
 
 

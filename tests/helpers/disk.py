@@ -1,0 +1,143 @@
+"""Steps of a module whose state is offloaded: their time, the memory they take, and what they read and write."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.helpers import account, zoo
+
+WARM_STEPS = 2
+"""Before it is measured: states are made in the first one."""
+
+
+class Blocks(L.LightningModule):
+    """Equal layers; ``numel`` is that of one."""
+
+    def __init__(self, num_blocks: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(num_blocks))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = torch.tanh(block(batch))
+        loss = batch.square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def traffic() -> tuple[int, int]:
+    """Bytes that this process has read from the disk, and written to it."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"]), int(lines["write_bytes"])
+
+
+def resident() -> dict[str, int]:
+    """Bytes of this process in memory: anonymous ones, and those of files."""
+    lines = (line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    sizes = {key: int(value.split()[0]) << 10 for key, value in lines if key in ("RssAnon", "RssFile")}
+    return {"anonymous": sizes["RssAnon"], "files": sizes["RssFile"]}
+
+
+class Watch(Callback):
+    """Times of steps, and the most that is in memory from the end of the warm ones on."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.optimizer_steps: list[float] = []
+        self.peak = {"anonymous": 0, "files": 0}
+        self.before = resident()
+        self._ended = threading.Event()
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+
+    def _sample(self) -> None:
+        while not self._ended.wait(0.01):
+            self.peak = {kind: max(self.peak[kind], now) for kind, now in resident().items()}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == WARM_STEPS:
+            self.traffic = traffic()
+            self._sampler.start()
+        self._began = time.perf_counter()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._stepped = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        now = time.perf_counter()
+        if batch_idx >= WARM_STEPS:
+            self.steps.append(now - self._began)
+            self.optimizer_steps.append(now - self._stepped)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._ended.set()
+        self._sampler.join()
+        self.traffic = tuple(now - then for now, then in zip(traffic(), self.traffic, strict=True))
+
+
+def steps(
+    settings: dict[str, Any], num_blocks: int, width: int, num_steps: int, folder: str, short: bool = False
+) -> dict[str, Any]:
+    """What the steps of a :class:`Blocks` took on this rank; bytes are those beyond what the process had before.
+
+    PyTorch's fused Adam steps under either engine.
+
+    Args:
+        settings: Of the strategy; with nvme its files go to ``folder``.
+        num_steps: Measured, beside the warm ones.
+        short: Whether memory is taken to be short: what ``fsdp2`` lets go of is on the disk at once, and nowhere else.
+    """
+    from lightning_zero.config import OffloadConfig
+    from lightning_zero.engines.deepspeed import ops, run
+    from lightning_zero.engines.fsdp2.paged_file import PagedFile
+
+    given = dict(settings)
+    offload = given.pop("offload", {"target": "none"})
+    if offload["target"] == "nvme":
+        offload = {**offload, "path": folder}
+    torch.manual_seed(0)
+    watch = Watch()
+    module = Blocks(num_blocks, width)
+    prepare = run.prepare_op
+
+    def without_cpu_adam(name: str, *args: Any) -> str | None:
+        return "both engines step with the same kernel" if name == ops.CPU_ADAM else prepare(name, *args)
+
+    forget = mock.patch.multiple(PagedFile, write_behind=PagedFile.forget, let_go=PagedFile.forget)
+    same_kernel = mock.patch.object(run, "prepare_op", without_cpu_adam)
+    total = WARM_STEPS + num_steps
+    with tempfile.TemporaryDirectory() as root, same_kernel, forget if short else nullcontext():
+        trainer = zoo.make_trainer(
+            {**given, "offload": OffloadConfig(**offload)},
+            max_steps=total,
+            max_epochs=1,
+            callbacks=[watch],
+            default_root_dir=root,
+        )
+        trainer.fit(module, DataLoader(account.Vectors(width), batch_size=1))
+    return {
+        "step": statistics.median(watch.steps),
+        "optimizer": statistics.median(watch.optimizer_steps),
+        "read": watch.traffic[0] / num_steps,
+        "written": watch.traffic[1] / num_steps,
+        **{kind: watch.peak[kind] - watch.before[kind] for kind in watch.peak},
+        "losses": module.losses,
+        "pid": os.getpid(),
+    }
