@@ -51,8 +51,8 @@ class GraphInputs:
 
 
 _NOT_AT_STAGE_3 = (
-    "engine='deepspeed' at stage 3: {}, but DeepSpeed gathers before each of the smallest modules, where graphs end: use"
-    " engine='fsdp2' or stage=2, or leave the module uncompiled."
+    "engine='deepspeed' at stage 3: {}, but DeepSpeed gathers before each of the smallest modules, where graphs end:"
+    " use engine='fsdp2' or stage=2, or leave the module uncompiled."
 )
 
 

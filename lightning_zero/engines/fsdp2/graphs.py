@@ -36,8 +36,8 @@ class GraphInputs:
         own: ``id`` of each of the user's parameters -> what is known of it. Empty while all are whole.
         read: Reads a shard differentiably.
         on_write: Called before a shard changes.
-        group_of: ``id`` of each of the user's parameters -> what is gathered with it; ``None`` where gathered parameters
-            stay until the backward is over.
+        group_of: ``id`` of each of the user's parameters -> what is gathered with it; ``None`` where gathered
+            parameters stay until the backward is over.
     """
 
     def __init__(
