@@ -33,9 +33,9 @@ def as_named_now(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, An
                 named[name] = state[source]
     kept, plainly = [state[name] for name in state if name in now], set(map(_plain, now))
     for name in state:
-        if _MARK in name and name not in now:
-            if _plain(name) in plainly or any(_same(state[name], tensor) for tensor in kept):
-                del named[name]
+        gone = _MARK in name and name not in now
+        if gone and (_plain(name) in plainly or any(_same(state[name], tensor) for tensor in kept)):
+            del named[name]
     return named
 
 

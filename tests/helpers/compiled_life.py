@@ -106,7 +106,7 @@ class Tokens(L.LightningModule):
         super().__init__()
         import transformers
 
-        sizes: dict[str, Any] = dict(vocab_size=29)
+        sizes: dict[str, Any] = {"vocab_size": 29}
         if architecture == "gpt2":
             config: Any = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=16, **sizes)
             self.model: Any = transformers.GPT2LMHeadModel(config)
