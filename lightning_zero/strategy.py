@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_zero.checkpoint.compiled_names import as_named_now
 from lightning_zero.checkpoint.global_batch import keep_global_batch
 from lightning_zero.checkpoint.later import leaving_for_later
 from lightning_zero.checkpoint.resume import follow, leave_finished_epoch
@@ -573,8 +574,10 @@ class ZeroStrategy(Launched, DDPStrategy):
         return full
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        state = as_named_now(self.lightning_module, checkpoint["state_dict"])
         with leaving_for_later():
-            super().load_model_state_dict(checkpoint, strict)
+            super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self.engine is None:

@@ -53,6 +53,10 @@ LIMITS: dict[str, dict[str, str]] = {
             "they are partitioned by then, and torch says that their storage is too small; stage 2 and fsdp2 do it"
         ),
         "modules of torch.jit.script, at stage 3": "they take no hooks, which gather; stage 2 does it",
+        "torch.compile of modules, at stage 3": (
+            "the smallest modules are gathered one by one by hooks, where graphs end, and a parameter's shape changes"
+            " (deepspeed/runtime/zero/parameter_offload.py, _register_deepspeed_module); fsdp2 and stage 2 do it"
+        ),
         "Embedding(sparse=True)": "gradients lie in flats (deepspeed/runtime/zero/stage_1_and_2.py)",
         "optimizers that are not element-wise (Muon, Adafactor, LBFGS), and 16-mixed, with offload='nvme'": (
             "masters and states are in memory one flat at a time"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_zero.private.check import Library, Needed, importing
 
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 TESTED = ">=2.11,<2.14"
 TORCH = Library(
     "torch",
@@ -46,6 +47,12 @@ TORCH = Library(
         Needed("torch:_C._pop_torch_function_stack"),
         Needed("torch:_C._push_on_torch_function_stack"),
         Needed("torch._dynamo.eval_frame:cached_backends"),
+        Needed("torch._dynamo:reset_code_caches", takes=""),
+        Needed("torch:_C._dynamo.eval_frame.set_eval_frame"),
+        Needed("torch._dynamo.eval_frame:skip_code", takes="code"),
+        Needed("torch._dynamo.exc:unimplemented", takes="*gb_type, context, explanation, hints"),
+        Needed("torch._dynamo.output_graph:OutputGraph.call_user_compiler", takes="self, gm, example_inputs"),
+        Needed("torch._dynamo.variables.tensor:TensorVariable.var_getattr", takes="self, tx, name"),
         Needed("torch.optim.optimizer:_global_optimizer_pre_hooks"),
         Needed("torch.optim.optimizer:_global_optimizer_post_hooks"),
         Needed(
@@ -65,6 +72,8 @@ TORCH = Library(
         Needed("torch.nn:Module._call_impl", takes="self"),
         Needed("torch.nn:Module.__getstate__", stores="_compiled_call_impl"),
         Needed("torch._dynamo.exc:TorchDynamoException"),
+        Needed("torch._dynamo:OptimizedModule"),
+        Needed("torch._dynamo.eval_frame:_TorchDynamoContext.__call__", stores="_torchdynamo_orig_callable"),
         Needed("torch.nn.modules.batchnorm:_BatchNorm"),
         Needed("torch.nn:MultiheadAttention._reset_parameters", takes="self"),
         Needed("torch.nn:Transformer._reset_parameters", takes="self"),
@@ -118,12 +127,13 @@ with importing(TORCH):
 
 __all__ = [
     "GETTERS", "INITIALIZERS", "ITEM", "PICKLED", "TORCH", "BatchNorm", "DisableTorchFunction",
-    "DisableTorchFunctionSubclass", "FakeTensorMode",
+    "DisableTorchFunctionSubclass", "Dynamo", "FakeTensorMode", "Graph",
     "MemoryFormats", "StorageInfo", "TorchDispatchMode", "abort_process_groups", "at_end_of_backward", "backward_hooks",
     "backwards_inside", "base_of", "call_with_hooks", "compiled_call", "disabled_torch_function", "dynamo_error",
     "forget_meshes", "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward",
-    "in_transform", "local_tensor", "loss_scale", "module_tables",
-    "overload_packet", "own_parameters", "pytree", "run_first", "saved_tensors", "saves_elsewhere", "schema_of",
+    "in_transform", "is_compiled", "local_tensor", "loss_scale", "module_tables", "never_a_frame",
+    "overload_packet", "own_parameters", "pause_dynamo", "puts_other_memory", "pytree",
+    "run_first", "saved_tensors", "saves_elsewhere", "schema_of",
     "set_compiled_call", "set_data", "set_found_inf",
     "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "set_torch_function", "storage_key",
     "torch_function_of",
@@ -263,9 +273,93 @@ def has_compiled() -> bool:
     return dynamo is not None and any(backend is not None for backend in dynamo.cached_backends.values())
 
 
+def never_a_frame(function: _Call) -> _Call:
+    """``function``, which Dynamo may inline into what calls it, but never compiles where eager code calls it: that is
+    how a handler of torch functions can tell the two apart. Public, ``torch.compiler.disable``, also breaks graphs.
+
+    What it calls is compiled unless it does so between :data:`pause_dynamo` calls.
+    """
+    from torch._dynamo.eval_frame import skip_code  # fully_shard has imported it
+
+    skip_code(function.__code__)
+    return function
+
+
+pause_dynamo: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
+"""``before = pause_dynamo(None)``, and in the end ``pause_dynamo(before)``: nothing is compiled in between but what is
+a compiled function itself. ``torch.compiler.disable`` takes ten times as long, and is for functions."""
+
+Graph = Callable[..., Any]
+"""What a backend has made of a graph of Dynamo's; it takes the graph's inputs one by one."""
+
+
+class Dynamo:
+    """Changes, for the rest of the process, what Dynamo does. Graphs live as long as the code that they were made of,
+    so nothing of it can be taken back. Public are only the backends, which users choose.
+
+    Args:
+        wrap: What is run in the place of each compiled graph is ``wrap(graph, compiled)``.
+        own: Whether ``.grad`` and ``.data`` of a parameter are left to eager: a graph ends there.
+    """
+
+    def __init__(self, wrap: Callable[[Any, Graph], Graph], own: Callable[[Tensor], bool]) -> None:
+        from torch._dynamo.exc import unimplemented
+        from torch._dynamo.output_graph import OutputGraph
+        from torch._dynamo.variables.tensor import TensorVariable
+
+        compile_graph, get_attribute = OutputGraph.call_user_compiler, TensorVariable.var_getattr
+
+        def call_user_compiler(self: OutputGraph, gm: Any, example_inputs: Any) -> Any:
+            return wrap(gm, compile_graph(self, gm, example_inputs))
+
+        def var_getattr(self: TensorVariable, tx: Any, name: str) -> Any:
+            if name in ("grad", "data") and issubclass(self.python_type(), nn.Parameter):
+                given = self.proxy.node.meta.get("grapharg")
+                if given is not None and own(given.example):
+                    unimplemented(
+                        gb_type="lightning_zero: attribute of a sharded parameter",
+                        context=f".{name}",
+                        explanation=f".{name} of a sharded parameter is answered for outside of graphs.",
+                        hints=[],
+                    )
+            return get_attribute(self, tx, name)
+
+        OutputGraph.call_user_compiler = call_user_compiler  # type: ignore[method-assign]
+        TensorVariable.var_getattr = var_getattr  # type: ignore[method-assign]
+
+    def forget_graphs(self) -> None:
+        """All code is traced anew."""
+        from torch._dynamo import reset_code_caches
+
+        reset_code_caches()
+
+
+def puts_other_memory(graph: Any) -> bool:
+    """Whether a graph of Dynamo's assigns ``p.data`` of a parameter that it is given."""
+    given = {n: getattr(n.meta.get("grapharg"), "example", None) for n in graph.graph.nodes if n.op == "placeholder"}
+    writes = (n.args[0] for n in graph.graph.nodes if n.args and getattr(n.target, "__name__", n.target) in _SET)
+    return any(isinstance(given.get(n), nn.Parameter) for n in writes)
+
+
+_SET = ("set_",)  # with which Dynamo writes it
+
+
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """What ``module.compile()`` has put in the place of calling the module."""
     return module._compiled_call_impl
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calling ``module`` runs compiled code, in any of the ways to have that."""
+    from torch._dynamo import OptimizedModule
+
+    own = vars(module)
+    methods = (own.get(name) for name in ("forward", "training_step"))
+    return (
+        isinstance(module, OptimizedModule)
+        or compiled_call(module) is not None
+        or any(hasattr(method, "_torchdynamo_orig_callable") for method in methods)
+    )
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:

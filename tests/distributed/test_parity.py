@@ -65,9 +65,11 @@ class Case:
 
 
 def _quick() -> set[Case]:
-    """Every kind once, stages and world sizes in turn; every sixth through DeepSpeed, too."""
+    """Every kind once, stages and world sizes in turn; every sixth through DeepSpeed, too. None that compiles."""
     cases = set()
     for index, kind in enumerate(KINDS):
+        if KINDS[kind].compiles:
+            continue
         world_size = QUICK_WORLD_SIZES[index % len(QUICK_WORLD_SIZES)]
         cases.add(Case(kind, 1 + index % 3, world_size, "whole" if index % 5 == 4 else "blocks", "different"))
         if index % 6 == 0 and KINDS[kind].on_deepspeed:
@@ -174,7 +176,7 @@ def test_samples_cover_every_pair(cases: Callable[[], set[Case]]) -> None:
             assert any(c.world_size == world_size and c.stage == stage for c in sample), (world_size, stage)
         for layout in LAYOUTS:
             assert any(c.world_size == world_size and c.layout == layout for c in sample), (world_size, layout)
-    assert {c.kind for c in sample} == set(KINDS)
+    assert {c.kind for c in sample} == {name for name, kind in KINDS.items() if cases is _sample or not kind.compiles}
 
 
 def test_training_moves_every_reference(ranks1, batches: Batches) -> None:

@@ -1208,6 +1208,12 @@ class Kind:
     """Stage -> pattern of the error, where ``deepspeed`` alone refuses the kind, at any number of ranks."""
     on_deepspeed: bool = True
     """Whether engine ``deepspeed`` is held to it, too."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the strategy that is compared with the reference."""
+    compiles: bool = False
+    """Takes seconds, and leaves graphs to forget."""
+    compile_module: str | None = None
+    """``torch.compile(module)`` with this backend is what ``fit`` is given."""
     note: str = ""
 
     def refusal(self, engine: str, stage: int) -> str | None:
@@ -1469,7 +1475,17 @@ def make_module(name: str, different_seeds: bool = False, seed: int = 11) -> L.L
 
 def train(name: str, strategy: str | dict[str, Any], different_seeds: bool = False) -> Result:
     """Fits kind ``name`` on this rank."""
+    try:
+        return _train(name, strategy, different_seeds)
+    finally:
+        if KINDS[name].compiles:
+            torch._dynamo.reset()  # as long as anything is compiled, some things are done in another way
+
+
+def _train(name: str, strategy: str | dict[str, Any], different_seeds: bool) -> Result:
     kind = KINDS[name]
+    if isinstance(strategy, dict):
+        strategy = strategy | kind.settings
     module = make_module(name, different_seeds)
     recorder = _MetricRecorder()
     trainer = make_trainer(
@@ -1481,7 +1497,8 @@ def train(name: str, strategy: str | dict[str, Any], different_seeds: bool = Fal
         **kind.trainer,
     )
     loader = DataLoader(kind.dataset(), batch_size=BATCH, shuffle=name == "shuffled_sampler")
-    trainer.fit(module, loader, DataLoader(kind.dataset(), batch_size=BATCH) if kind.validates else None)
+    given: Any = torch.compile(module, backend=kind.compile_module) if kind.compile_module else module
+    trainer.fit(given, loader, DataLoader(kind.dataset(), batch_size=BATCH) if kind.validates else None)
     metrics = recorder.metrics | {name: float(value) for name, value in trainer.callback_metrics.items()}
     weights = {key: value.detach().clone() for key, value in module.state_dict().items()}
     return Result(module.losses, weights, metrics, module.extra)  # type: ignore[arg-type, union-attr]
@@ -1545,7 +1562,3 @@ def whole(value: Tensor) -> Tensor:
 
 def _odd_rank() -> bool:
     return int(os.environ["RANK"]) % 2 == 1
-
-
-import tests.helpers.held  # noqa: E402
-import tests.helpers.optimizers  # noqa: E402, F401  (adds its kinds, which are made of this module's)

@@ -45,6 +45,7 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine, Root, refuse_late_hooks
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.access import Access
+from lightning_zero.engines.deepspeed.compiled import GraphInputs, refuse_compiled
 from lightning_zero.engines.deepspeed.optimizer_step import Joined, Managed, parameters
 from lightning_zero.engines.deepspeed.order import Order
 from lightning_zero.engines.deepspeed.parameters import Parameters
@@ -101,6 +102,7 @@ class DeepSpeedEngine(Engine):
         refuse_held_views(module)
         if self._stage3:
             refuse_script_modules(module)
+            refuse_compiled(module)
         self._params = Parameters(module, self._stage3)
         self.whole_bytes = sum(shape.numel() * p.element_size() for p, shape in self._params.shapes.items())
         if dist.get_world_size() > 1 and self.config.find_unused_parameters:
@@ -113,6 +115,7 @@ class DeepSpeedEngine(Engine):
         offloads = self.config.offloads_optimizer
         self._steps = Steps(self._params, self._access.settle, self.device, offloads, self.cpu_adam)
         self._whole = Whole(self._params, self._steps, self.mesh)
+        self._graphs = GraphInputs(self._params.held, self._access, self._under_way)
 
     def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
         """Hands the module to DeepSpeed, grouped as ``optimizers`` group its parameters."""
@@ -312,6 +315,7 @@ class DeepSpeedEngine(Engine):
         return account.state
 
     def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
+        self._graphs.end()
         self._access.adopt()  # before masters are read: user code may have written to parameters since the last step
         for optimizer in self._optimizers:  # whatever becomes of the module: gradients end with the run
             optimizer.__dict__.pop("zero_grad", None)

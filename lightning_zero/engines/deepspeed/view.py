@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_zero.engines.aliases import Aliases
 from lightning_zero.engines.refusals import refuse_tracing
 from lightning_zero.engines.torch_functions import by_position, initializes, is_in_place, needs_no_grad
-from lightning_zero.private.torch import GETTERS, base_of
+from lightning_zero.private.torch import GETTERS, base_of, never_a_frame, pause_dynamo
 
 # slot wrappers are made anew at each access: compared by value
 _GRAD: Any = Tensor.grad
@@ -90,10 +90,19 @@ class ShardView(TorchFunctionMode):
         self._lent: Any = WeakIdKeyDictionary()
         self._aliases = Aliases()
 
+    @never_a_frame
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # what graphs are given is seen to when they run (see compiled)
+            return func(*args, **(kwargs or {}))
+        before = pause_dynamo(None)
+        try:
+            return self._translated(func, args, kwargs or {})
+        finally:
+            pause_dynamo(before)
+
+    def _translated(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         holder, name = self.holder, func.__name__
         if name == "backward" and func == Tensor.backward and not holder.busy():
             return holder.user_backward(lambda: func(*args, **kwargs))

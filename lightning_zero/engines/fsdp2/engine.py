@@ -73,6 +73,7 @@ from lightning_zero.engines.fsdp2.build import Build
 from lightning_zero.engines.fsdp2.compiled import CompiledUnits
 from lightning_zero.engines.fsdp2.cpu import Direct
 from lightning_zero.engines.fsdp2.files import FileShards
+from lightning_zero.engines.fsdp2.graphs import GraphInputs
 from lightning_zero.engines.fsdp2.guards import Guards
 from lightning_zero.engines.fsdp2.identity import Identity, Read
 from lightning_zero.engines.fsdp2.sharding import (
@@ -182,6 +183,8 @@ class Fsdp2Engine(Engine):
         self._writes = Writes(self._groups, self._transport)
         self._guards = Guards(self.view(), self._identity.shards)
         self._usage = Usage(self._transport, self._sharded.parameters, self._sharded.names)
+        group_of = self._identity.group_of if self.view().notices else None
+        self._graphs = GraphInputs(self._identity.own, self._read, self._transport.user_writes, group_of)
 
     @property
     def known_parameters(self) -> Collection[Tensor]:
@@ -276,9 +279,10 @@ class Fsdp2Engine(Engine):
         private.forget_forwards(self.root)
 
     def view(self) -> WholeView:
-        on_use = self._keep_for_backward if self.config.stage == 3 and self.mesh["shard"].size() > 1 else None
+        drops_after_forward = self.config.stage == 3 and self.mesh["shard"].size() > 1
+        on_use = self._keep_for_backward if drops_after_forward else None
         told = self._transport.user_writes, self._writes.data_taken
-        return WholeView(*told, self._identity.own, self._read, on_use, self._marks)
+        return WholeView(*told, self._identity.own, self._read, on_use)
 
     def _keep_for_backward(self, p: Tensor, result: Tensor) -> None:
         """``result``, of ``p`` alone, reaches the loss beside its unit's output, whose backward would gather ``p``."""
@@ -464,6 +468,7 @@ class Fsdp2Engine(Engine):
             return whole_state.model_state(self._sharded, self._identity, optimizers, place)
 
     def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
+        self._graphs.end()
         with torch.no_grad(), DisableTorchFunction():
             self._drop_gathered()
             if not whole:  # maybe after an error: others need not come any more

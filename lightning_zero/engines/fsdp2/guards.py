@@ -27,6 +27,8 @@ from lightning_zero.private.torch import (
     disabled_torch_function,
     has_compiled,
     in_backward,
+    never_a_frame,
+    pause_dynamo,
     set_torch_function,
     torch_function_of,
     without_modes,
@@ -120,13 +122,18 @@ def _each(value: Any) -> Iterator[Any]:
 def _guarded(kind: Any, ask: Callable[..., Any]) -> Any:
     """A subclass of ``kind`` that passes for it, and whose copies are of ``kind``."""
 
+    @never_a_frame
     def asked(
         cls: type, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if torch.compiler.is_compiling():
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return ask(func, types, args, kwargs)
+        before = pause_dynamo(None)
+        try:
+            return ask(func, types, args, kwargs)
+        finally:
+            pause_dynamo(before)
 
     def copied(self: Any, memo: dict[int, Any]) -> Any:
         copy = kind.__deepcopy__(self, memo)

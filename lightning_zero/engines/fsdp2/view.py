@@ -18,6 +18,9 @@ assignment to it becomes a copy.
 With CPU offload a shard lies in host memory while its mesh is of an accelerator. What is read then lies on the device,
 where ``p.device`` says it is, and what is written waits for copies of the old values that are still under way.
 
+What Dynamo traces passes untouched but for shards, since a look at each tensor would break its graphs: what its graphs
+are given is seen to when they run (see :mod:`.graphs`).
+
 Between steps the view is a mode and sees each call; plain tensors pass with one check per argument. Inside a step it is
 asked only about calls that touch a parameter or a shard (see :mod:`.guards`).
 """
@@ -46,10 +49,10 @@ from lightning_zero.comm.shards import (
 from lightning_zero.engines.aliases import Aliases
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.lent_views import LentViews
-from lightning_zero.engines.fsdp2.traced import Marks
+from lightning_zero.engines.fsdp2.traced import end_graph
 from lightning_zero.engines.refusals import refuse_tracing
 from lightning_zero.engines.torch_functions import by_position, initializes, is_in_place, needs_no_grad
-from lightning_zero.private.torch import backwards_inside
+from lightning_zero.private.torch import backwards_inside, never_a_frame, pause_dynamo
 
 _METADATA = frozenset(
     "size dim ndimension numel nelement stride element_size storage_offset is_floating_point is_complex is_contiguous"
@@ -96,8 +99,6 @@ class WholeView(TorchFunctionMode):
         whole: Reads a shard differentiably.
         on_use: Called with a gathered parameter and what was computed of it and of nothing else that is trained:
             its backward may come while the parameter is away.
-        marks: During a step code that Dynamo traces passes untouched: units gather before they run, and a look at each
-            tensor would break their graphs.
     """
 
     def __init__(
@@ -107,10 +108,8 @@ class WholeView(TorchFunctionMode):
         own: Mapping[int, private.ShardedParam] | None = None,
         whole: Callable[[DTensor], Tensor] = whole,
         on_use: Callable[[Tensor, Tensor], None] | None = None,
-        marks: Marks | None = None,
     ) -> None:
         super().__init__()
-        self._marks = Marks() if marks is None else marks
         self._on_write, self._on_data = on_write, on_data
         self._own: Mapping[int, private.ShardedParam] = {} if own is None else own
         self._whole, self._on_use = whole, on_use
@@ -119,20 +118,29 @@ class WholeView(TorchFunctionMode):
         self.notices = on_use is not None
         """Whether :meth:`notice` has anything to do."""
 
+    @never_a_frame
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func in _AS_THEY_ARE:
             return func(*args)
-        if not self._marks.between and torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            if _any_sharded(args):
+                end_graph()  # and what is asked for is asked again, outside
             return func(*args, **(kwargs or {}))
+        before = pause_dynamo(None)
+        try:
+            return self._translated(func, args, kwargs or {})
+        finally:
+            pause_dynamo(before)
+
+    def _translated(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func == _GET_GRAD:
             known = self._own.get(id(args[0]))
             return func(*args) if known is None else private.grad_of(known)
         if func in BACKWARDS:
             with backwards_inside(self):
-                return func(*args, **(kwargs or {}))
-        kwargs = kwargs or {}
+                return func(*args, **kwargs)
         if args and (known := self._own.get(id(args[0]))) is not None:
             if func in _SET_REQUIRES_GRAD:
                 func(known.sharded_param, *args[1:], **kwargs)

@@ -46,11 +46,11 @@ class Writes:
         self._transport.await_readers()
         with torch.no_grad(), DisableTorchFunction():
             for copy, shard in private.copies(group):
-                _store_rows(copy, shard)
+                store_rows(copy, shard)
         self._data_taken.difference_update(copy for copy, _ in private.copies(group))
 
 
-def _store_rows(whole: Tensor, sharded: DTensor) -> None:
+def store_rows(whole: Tensor, sharded: DTensor) -> None:
     """This rank's rows of ``whole``; of a gathered copy in low precision only those elements that have changed."""
     shard, (start, length) = local(sharded), rows_of(sharded)
     if not length:

@@ -1,0 +1,57 @@
+"""What is compiled goes through all that a module goes through, as it does uncompiled: all loops, checkpoints that the
+other reads, GANs, models of transformers that generate in a hook, recomputation.
+
+A failure of "resumed" or "and back" says that a checkpoint holds something of the compilation.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import zoo
+from tests.helpers.compiled_life import count_units, gan, life, of_transformers
+from tests.helpers.compiling import BACKEND, WHOLE
+
+pytestmark = [pytest.mark.rest, pytest.mark.timeout(600)]
+
+
+def _settings(stage: int, **more: Any) -> dict[str, Any]:
+    return {"stage": stage, **(zoo.BLOCKS if more.get("engine") != "deepspeed" else {}), **more}
+
+
+STAGES = [*map(_settings, (1, 2, 3)), *(_settings(stage, engine="deepspeed") for stage in (1, 2))]
+
+
+@pytest.mark.parametrize("form", ["blocks", "copy beside", WHOLE])
+@pytest.mark.parametrize("settings", STAGES, ids=str)
+def test_all_loops_and_checkpoints(ranks2, tmp_path: Path, settings, form):
+    for found in ranks2(life, form, settings, str(tmp_path), timeout_seconds=300):
+        for what, (plain, compiled) in found.items():
+            assert compiled == plain, what
+            assert len(plain) >= 6
+
+
+@pytest.mark.parametrize("settings", STAGES, ids=str)
+def test_gan(ranks2, settings):
+    plain, compiled = (ranks2(gan, settings, backend, timeout_seconds=200) for backend in (None, BACKEND))
+    assert compiled == plain
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["", "recomputing"])
+@pytest.mark.parametrize("settings", [_settings(3), _settings(2), _settings(2, engine="deepspeed")], ids=str)
+def test_transformers(ranks2, settings, recomputes):
+    for found in ranks2(of_transformers, settings, recomputes, timeout_seconds=400):
+        for what, (plain, compiled) in found.items():
+            assert compiled == plain, what
+
+
+@pytest.mark.parametrize("settings", [_settings(1), _settings(3)], ids=str)
+def test_recomputation_of_compiled_units(ranks2, settings):
+    settings = {**settings, "activation_checkpointing": "full"}
+    units = {**settings, "compile": {"target": "units", "backend": BACKEND}}
+    recomputed, both = (ranks2(count_units, each, timeout_seconds=300) for each in (settings, units))
+    for (_, plain), (_, compiled) in zip(recomputed, both, strict=True):
+        assert compiled.losses == plain.losses

@@ -1,0 +1,93 @@
+"""Kinds that are compiled, in each of the ways in which people do, and that compute their activations again.
+
+Registered in :data:`tests.helpers.zoo.KINDS`. The backend is ``aot_eager``: graphs as inductor gets them, run without a
+C++ compiler and exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.helpers import zoo
+from tests.helpers.zoo import KINDS, Kind, Manual, Zoo, _of
+
+BACKEND = "aot_eager"
+
+
+class CompiledBlocks(Zoo):
+    def build(self) -> None:
+        super().build()
+        for block in self.net.blocks:
+            block.compile(backend=BACKEND)
+
+
+class CompiledNet(Zoo):
+    def build(self) -> None:
+        super().build()
+        self.net.compile(backend=BACKEND)
+
+
+class CompiledBeside(Zoo):
+    """What ``torch.compile(module)`` returns, kept beside the module."""
+
+    def build(self) -> None:
+        super().build()
+        self.compiled = torch.compile(self.net, backend=BACKEND)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compiled(x)
+
+
+class CompiledFunction(Zoo):
+    """A compiled function in the step that calls the network, another that reads all parameters."""
+
+    def build(self) -> None:
+        super().build()
+        self.compiled = torch.compile(lambda x, y: F.mse_loss(self.net(x), y), backend=BACKEND)
+        self.penalty = torch.compile(lambda: sum(p.square().sum() for p in self.net.parameters()), backend=BACKEND)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return self.compiled(x, y) + 1e-3 * self.penalty()
+
+
+class CompiledByHand(Manual):
+    def build(self) -> None:
+        super().build()
+        self.net.compile(backend=BACKEND)
+
+
+class RecomputedAndCompiled(zoo.Checkpointed):
+    """``torch.utils.checkpoint`` around compiled blocks."""
+
+    def build(self) -> None:
+        super().build()
+        for block in self.net.blocks:
+            block.compile(backend=BACKEND)
+
+
+_AT_STAGE_3 = {3: r"is compiled.*engine='fsdp2'"}
+
+
+def _compiled(kind: type[Zoo], **more: Any) -> Kind:
+    options = more.pop("options", {})
+    return Kind(module=_of(kind, **options), compiles=True, unsupported_deepspeed=_AT_STAGE_3, validates=True, **more)
+
+
+KINDS.update(
+    {
+        "compiled_blocks": _compiled(CompiledBlocks),
+        "compiled_net": _compiled(CompiledNet),
+        "compiled_copy_beside": _compiled(CompiledBeside),
+        "compiled_functions": _compiled(CompiledFunction),
+        "compiled_module": _compiled(Zoo, compile_module=BACKEND),
+        "compiled_by_hand": _compiled(CompiledByHand, options={"every": 2, "clip": True}),
+        "compiled_and_accumulation": _compiled(CompiledBlocks, trainer={"accumulate_grad_batches": 2}),
+        "compiled_and_checkpointed": _compiled(RecomputedAndCompiled, options={"reentrant": False}, random=True),
+        "recomputed": Kind(module=_of(zoo.Dropout), settings={"activation_checkpointing": "full"}, random=True),
+    }
+)
