@@ -46,12 +46,14 @@ DELAY_SECONDS = 0.02
 PATIENCE_SECONDS = 1.0
 """How long a service waits for a main thread that has told the others nothing since: it may be about to read, too."""
 _POLL_SECONDS = 0.003
+_AGAIN_SECONDS = 0.05
+"""After which a rank that nobody can help asks again."""
 _BEHIND_SECONDS = 5.0
 """How long a service waits for changes of a main thread that has gone on without them."""
 _FOR_EVER = timedelta(days=3650)
 _ENDS = b"null"
 UNKNOWN = -1
-"""The key of a tensor that no other rank knows by a name."""
+"""The key of what others cannot send rows of. So are those below."""
 
 
 class Changes:
@@ -110,6 +112,7 @@ class _Said(NamedTuple):
 
     keys: tuple[int, ...]  # empty: it reads nothing
     members: tuple[int, ...]
+    calls: int  # on the channel
     begun: int
     done: int
     due: bool
@@ -147,7 +150,8 @@ class Reads:
         world = dist.group.WORLD
         assert world is not None
         # Connections of their own: a call of the store's holds its connection until it returns
-        self._store, self._ringing = world.get_group_store().clone(), world.get_group_store().clone()
+        store: Any = world.get_group_store()
+        self._store, self._ringing = store.clone(), store.clone()
         self._threads = [
             threading.Thread(target=target, name=f"lightning_zero-{name}", daemon=True)
             for name, target in (("reads", self._serve), ("bell", self._ring_late))
@@ -165,19 +169,24 @@ class Reads:
             RuntimeError: If other ranks do not read the same and cannot send their rows as they were.
         """
         with DisableTorchFunction(), torch.no_grad(), self._turn:
-            self._round += 1
-            self._asked = _Asked(self._round, self._channel.calls, self._changes.done)
-            try:
-                if self._served_at == self._channel.calls:
-                    self._ring(self._asked)
-                else:
-                    self._bell.set()
-                if self._is_alike(_number_of(keys), keys):
-                    return None
-                self._served_at = self._channel.calls
-                return self._exchange(keys)
-            finally:
-                self._asked = None
+            while True:
+                try:
+                    self._round += 1
+                    self._asked = _Asked(self._round, self._channel.calls, self._changes.done)
+                    if self._served_at == self._channel.calls:
+                        self._ring(self._asked)
+                    else:
+                        self._bell.set()
+                    if self._is_alike(_number_of(keys), keys):
+                        return None
+                    self._served_at = self._channel.calls
+                    found, others_read = self._exchange(keys)
+                    if found is not None:
+                        return found
+                finally:
+                    self._asked = None
+                # Others may still come to it, perhaps after reads that they make alone
+                time.sleep(0.0 if others_read else _AGAIN_SECONDS)
 
     def _is_alike(self, number: int, keys: tuple[int, ...] = ()) -> bool:
         ends = torch.tensor([number, -number])
@@ -191,23 +200,30 @@ class Reads:
         high, low = ends.tolist()
         return bool(high == -low)
 
-    def _exchange(self, keys: tuple[int, ...]) -> dict[int, list[Tensor]] | None:
-        """What ranks read differs: rows travel to one reader after the other."""
-        mine = _Said(keys, tuple(self._holder.members), self._changes.begun, self._changes.done, self._changes.due)
+    def _exchange(self, keys: tuple[int, ...]) -> tuple[dict[int, list[Tensor]] | None, bool]:
+        """What ranks read differs: rows travel to one reader after the other. ``None`` if this rank is to ask again;
+        and whether others read, too."""
+        calls, changes = self._channel.calls, self._changes
+        mine = _Said(keys, tuple(self._holder.members), calls, changes.begun, changes.done, changes.due)
         said = [_Said(*each) for each in self._agreement.gather(tuple(mine), self._reading(keys))]
-        found, error = None, None
+        found: dict[int, list[Tensor]] | None = None
+        error = None
         for reader, its in enumerate(said):
             if not its.keys:
                 continue
-            why = _obstacle(reader, its, said)
-            if reader == self.rank:
-                why = why or self._take(keys, found := {})
-                error = None if why is None else self._error(keys, why, said)
-            elif why is None and self.rank in its.members:
-                self._give(reader, its)
+            why, is_final = _obstacle(reader, its, said)
+            if reader != self.rank:
+                if why is None and self.rank in its.members:
+                    self._give(reader, its)
+                continue
+            if why is None:
+                found = {}
+                why, is_final = self._take(keys, found), True
+            if why is not None and is_final:
+                error = self._error(keys, why, said)
         if error is not None:
             raise error
-        return found
+        return found, any(its.keys for rank, its in enumerate(said) if rank != self.rank)
 
     def _take(self, keys: tuple[int, ...], found: dict[int, list[Tensor]]) -> str | None:
         """Receives everyone's rows into ``found``; returns why they are not what they should be."""
@@ -347,17 +363,20 @@ class Reads:
 _WENT_ON = "rank {} has gone on to write to parameters meanwhile"
 
 
-def _obstacle(reader: int, its: _Said, said: Sequence[_Said]) -> str | None:
-    """Why the members' rows are not those that the reader asks for."""
-    if UNKNOWN in its.keys:
-        return "other ranks cannot tell which tensor it is"
+def _obstacle(reader: int, its: _Said, said: Sequence[_Said]) -> tuple[str | None, bool]:
+    """Why the members' rows are not those that the reader asks for; and whether they never will be, and not all ranks
+    come to the same read either."""
+    have_passed = any(other.calls > its.calls for other in said)
+    if min(its.keys) <= UNKNOWN:
+        return "nothing is sent for that", have_passed
     if its.due or its.begun != its.done:
-        return "others go on to the optimizer's step"
+        return "others go on to the optimizer's step", have_passed
     for member in its.members:
-        if said[member].begun != its.done or said[member].done != its.done:
-            more = said[member].begun > its.done
-            return _WENT_ON.format(member) if more else f"rank {reader} alone has written to parameters before"
-    return None
+        if said[member].begun > its.done:
+            return _WENT_ON.format(member), True
+        if said[member].done < its.done:
+            return f"rank {reader} alone has written to parameters before", said[member].calls > its.calls
+    return None, False
 
 
 def _number_of(keys: tuple[int, ...]) -> int:

@@ -74,7 +74,7 @@ from lightning_zero.engines.fsdp2.compiled import CompiledUnits
 from lightning_zero.engines.fsdp2.cpu import Direct
 from lightning_zero.engines.fsdp2.guards import Guards
 from lightning_zero.engines.fsdp2.identity import Identity, Read
-from lightning_zero.engines.fsdp2.rows import Rows
+from lightning_zero.engines.fsdp2.rows import UNIT, Rows
 from lightning_zero.engines.fsdp2.sharding import (
     make_mesh,
     offload_policy,
@@ -235,6 +235,7 @@ class Fsdp2Engine(Engine):
             return
         refuse_tracing()
         self._usage.ran[index] = 1
+        self._reader.require_all(UNIT - index)
         self._transport.unit_begins(index, self._phase is Phase.BACKWARD)
         if torch.is_inference_mode_enabled():  # storage made here could never be trained on
             with torch.inference_mode(False):
@@ -244,6 +245,7 @@ class Fsdp2Engine(Engine):
         refuse_tracing()
         for group in self._root_groups:
             if not private.is_gathered(group):
+                self._reader.require_all(UNIT - len(self.units) + 1)
                 with torch.inference_mode(False):
                     private.unshard(self.root)
             elif not self.automatic:

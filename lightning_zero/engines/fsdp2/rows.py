@@ -15,6 +15,9 @@ from torch.distributed.tensor import DTensor
 from lightning_zero.comm.reads import UNKNOWN
 from lightning_zero.comm.shards import local, mesh_device
 
+UNIT = UNKNOWN - 1
+"""The key of a forward of the first unit; those of the others are below."""
+
 
 class Rows:
     """The shards of ``module``, numbered in an order that all ranks share.
@@ -29,7 +32,7 @@ class Rows:
     def __init__(
         self, shards: Mapping[Tensor, DTensor], module: nn.Module, mesh: DeviceMesh, units: Sequence[str]
     ) -> None:
-        names = {p: name for name, p in module.named_parameters()}
+        names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
         self._names = [*(f"parameter {names.get(p, '?')!r}" for p in shards)]
         self._units = units
         self._shards = list(shards.values())
@@ -39,10 +42,6 @@ class Rows:
     def key_of(self, tensor: Any) -> int:
         """Of a shard; a gradient or a state is not known to other ranks."""
         return self._keys.get(id(tensor), UNKNOWN)
-
-    def key_of_unit(self, index: int) -> int:
-        """Of a forward of this unit."""
-        return UNKNOWN - 1 - index
 
     def rows(self, key: int) -> Tensor:
         """This rank's."""
@@ -58,7 +57,7 @@ class Rows:
     def name(self, key: int) -> str:
         """For errors."""
         if key < UNKNOWN:
-            return f"the parameters of {self._units[UNKNOWN - 1 - key]!r} in a forward"
+            return f"all parameters of {self._units[UNIT - key]!r}, whose forward is called"
         return "a gradient or an optimizer's state" if key == UNKNOWN else self._names[key]
 
     def assemble(self, key: int, parts: list[Tensor]) -> Tensor:

@@ -280,7 +280,7 @@ class WholeView(TorchFunctionMode):
 
         return one
 
-    def _deep_copy(self, tensor: DTensor, memo: dict[int, Any]) -> Tensor:
+    def _deep_copy(self, tensor: Any, memo: dict[int, Any]) -> Tensor:
         """A whole one. In ``memo`` under the name of what was copied: a gathered temporary's passes on to the next."""
         if id(tensor) not in memo:
             with torch.no_grad():
