@@ -16,8 +16,9 @@ Gathering is collective, so before it ranks find out whether all of them are at 
 Each rank takes part in each round exactly once, by one thread or the other, so rounds never get mixed up.
 
 A service must neither be early nor late: rows belong to a count of :class:`Changes`. A rank that has changed them less
-often than the reader waits for its main thread; one that has gone on to the next change says so, and the read raises.
-Optimizers step after messages that the reader has not answered, so between two steps that is a write of the user's.
+often than the reader waits for its main thread. One that has gone on to write to them (``if trainer.is_global_zero:
+torch.save(...)``, then on all ranks ``p.clamp_()``) has kept what was there before. Optimizers step after messages that
+the reader has not answered; behind a backward they may be ahead, and then the read raises.
 
 Reads of all ranks cost one message of 16 bytes more than the gather; steps cost nothing.
 """
@@ -28,7 +29,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
@@ -61,26 +62,27 @@ class Changes:
 
     Attributes:
         begun, done: So far.
+        lost: The latest whose rows of before are not kept.
         due: The next thing to happen is a step, before which ranks do not wait for each other.
     """
 
     def __init__(self) -> None:
-        self.begun = self.done = 0
+        self.begun = self.done = self.lost = 0
         self.due = False
+        self._before: dict[int, list[tuple[int, Tensor]]] = {}  # key -> changes, and rows before each of them
 
     def begin(self) -> None:
         """Rows change from here on, until :meth:`end`; does not nest."""
-        self.begun = self.done + 1
+        self.lost = self.begun = self.done + 1
+        self._before = {}
 
     def end(self) -> None:
         """See :meth:`begin`; does nothing where nothing has begun."""
         self.done = self.begun
 
     @contextmanager
-    def under_way(self, before: Callable[[], object] | None = None) -> Iterator[None]:
-        """Rows change inside it; ``before`` is called first."""
-        if before is not None:
-            before()
+    def under_way(self) -> Iterator[None]:
+        """Rows change inside it."""
         nested = self.begun != self.done
         self.begin()
         try:
@@ -88,6 +90,29 @@ class Changes:
         finally:
             if not nested:
                 self.end()
+
+    @contextmanager
+    def of(self, rows: Mapping[int, Tensor]) -> Iterator[None]:
+        """Only ``rows`` change inside it, by key: a copy of them is kept until :meth:`forget`."""
+        if self.begun != self.done:  # inside another
+            yield
+            return
+        number = self.done + 1
+        for key, part in rows.items():
+            self._before.setdefault(key, []).append((number, part.clone()))
+        self.begun = number
+        try:
+            yield
+        finally:
+            self.done = number
+
+    def rows_at(self, done: int, key: int, now: Tensor) -> Tensor:
+        """The rows of ``key`` after so many changes; ``now`` they are these."""
+        return next((part for number, part in self._before.get(key, ()) if number > done), now)
+
+    def forget(self) -> None:
+        """All ranks have met since: nobody reads what was there before."""
+        self._before, self.lost = {}, max(self.lost, self.done)
 
 
 class Holder(Protocol):
@@ -115,6 +140,7 @@ class _Said(NamedTuple):
     calls: int  # on the channel
     begun: int
     done: int
+    lost: int
     due: bool
 
 
@@ -161,9 +187,11 @@ class Reads:
 
     # -- the main thread -----------------------------------------------------------------------------------------
 
-    def ask(self, keys: tuple[int, ...]) -> dict[int, list[Tensor]] | None:
+    def ask(self, keys: tuple[int, ...], how: Sequence[int] = ()) -> dict[int, list[Tensor]] | None:
         """This rank reads the tensors of ``keys``. ``None`` if all ranks read the same: then they gather. Else
         everyone's rows of each, in host memory.
+
+        ``how`` tells gathers of the same tensors apart that are not the same collectives.
 
         Raises:
             RuntimeError: If other ranks do not read the same and cannot send their rows as they were.
@@ -177,7 +205,7 @@ class Reads:
                         self._ring(self._asked)
                     else:
                         self._bell.set()
-                    if self._is_alike(_number_of(keys), keys):
+                    if self._is_alike(_number_of(keys, how), keys):
                         return None
                     self._served_at = self._channel.calls
                     found, others_read = self._exchange(keys)
@@ -204,7 +232,7 @@ class Reads:
         """What ranks read differs: rows travel to one reader after the other. ``None`` if this rank is to ask again;
         and whether others read, too."""
         calls, changes = self._channel.calls, self._changes
-        mine = _Said(keys, tuple(self._holder.members), calls, changes.begun, changes.done, changes.due)
+        mine = _Said(keys, tuple(self._holder.members), calls, changes.begun, changes.done, changes.lost, changes.due)
         said = [_Said(*each) for each in self._agreement.gather(tuple(mine), self._reading(keys))]
         found: dict[int, list[Tensor]] | None = None
         error = None
@@ -218,16 +246,18 @@ class Reads:
                 continue
             if why is None:
                 found = {}
-                why, is_final = self._take(keys, found), True
+                why, is_final = self._take(keys, found)
+                found = None if why is not None else found
             if why is not None and is_final:
                 error = self._error(keys, why, said)
         if error is not None:
             raise error
         return found, any(its.keys for rank, its in enumerate(said) if rank != self.rank)
 
-    def _take(self, keys: tuple[int, ...], found: dict[int, list[Tensor]]) -> str | None:
-        """Receives everyone's rows into ``found``; returns why they are not what they should be."""
-        answers, why = {}, None
+    def _take(self, keys: tuple[int, ...], found: dict[int, list[Tensor]]) -> tuple[str | None, bool]:
+        """Receives everyone's rows into ``found``; returns why they are not what they should be, and will not be."""
+        answers: dict[int, dict[int, Tensor]] = {}
+        why, is_final = None, False
         for index, member in enumerate(self._holder.members):
             if member == self.rank:
                 continue
@@ -236,9 +266,9 @@ class Reads:
                 if not self._receive(torch.empty(1, dtype=torch.uint8), member).item():
                     why = _WENT_ON.format(member)
             else:
-                why = f"rank {member} has them in files, which only its own step reads"
+                why, is_final = f"rank {member} has them in files, which only its own step reads", True
         if why is not None:  # after all have been heard: later messages must not meet these
-            return why
+            return why, is_final
         for key in keys:
             own = self._holder.rows(key)
             assert own is not None
@@ -246,18 +276,20 @@ class Reads:
                 answers[member][key] if member != self.rank else own.detach().cpu().view(-1)
                 for member in self._holder.members
             ]
-        return None
+        return None, False
 
     def _give(self, reader: int, its: _Said) -> None:
-        rows = {key: self._holder.rows(key) for key in its.keys}
-        is_here = all(part is not None for part in rows.values())
+        now = {key: self._holder.rows(key) for key in its.keys}
+        rows = {key: self._changes.rows_at(its.done, key, part) for key, part in now.items() if part is not None}
+        is_here = len(rows) == len(now)
         self._send(torch.tensor([is_here], dtype=torch.uint8), reader)
         if not is_here:
             return
         for part in rows.values():
-            assert part is not None
             self._send(part.detach().cpu().contiguous().view(-1), reader)
-        as_asked = self._changes.begun == self._changes.done == its.done
+        # The main thread may have gone on to change them meanwhile
+        unchanged = all(self._changes.rows_at(its.done, key, part) is part for key, part in rows.items())
+        as_asked = unchanged and self._changes.lost <= its.done
         self._send(torch.tensor([as_asked], dtype=torch.uint8), reader)
 
     def _send(self, tensor: Tensor, peer: int) -> None:
@@ -360,7 +392,7 @@ class Reads:
                 thread.join()
 
 
-_WENT_ON = "rank {} has gone on to write to parameters meanwhile"
+_WENT_ON = "rank {} has gone on to change parameters meanwhile"
 
 
 def _obstacle(reader: int, its: _Said, said: Sequence[_Said]) -> tuple[str | None, bool]:
@@ -372,16 +404,16 @@ def _obstacle(reader: int, its: _Said, said: Sequence[_Said]) -> tuple[str | Non
     if its.due or its.begun != its.done:
         return "others go on to the optimizer's step", have_passed
     for member in its.members:
-        if said[member].begun > its.done:
+        if said[member].lost > its.done:
             return _WENT_ON.format(member), True
         if said[member].done < its.done:
             return f"rank {reader} alone has written to parameters before", said[member].calls > its.calls
     return None, False
 
 
-def _number_of(keys: tuple[int, ...]) -> int:
+def _number_of(keys: tuple[int, ...], how: Sequence[int]) -> int:
     """Of a read, the same on all ranks; not 0, which is no read."""
-    return hash(keys) % 2**61 + 1
+    return hash((*keys, -1, *how)) % 2**61 + 1
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.reads import Changes, Holder, Reads
+from lightning_zero.comm.reads import UNKNOWN, Changes, Holder, Reads
 
 
 class Keyed(Holder, Protocol):
@@ -39,7 +40,7 @@ class Reader:
         is_between: Callable[[], bool],
     ) -> None:
         self._reads, self._changes, self._is_between = reads, changes, is_between
-        self._key_of, self._assemble = rows.key_of, rows.assemble
+        self._rows = rows
         self._ahead: tuple[Any, Collection[int], dict[int, list[Tensor]] | None] | None = None
 
     def alone(self, tensors: Sequence[Any], origin: Callable[[Any], Any] = lambda tensor: tensor) -> dict[int, Tensor]:
@@ -52,20 +53,22 @@ class Reader:
         """
         if self._reads is None or not tensors or not self._is_between():
             return {}
-        keys = {id(t): self._key_of(origin(t)) for t in tensors}
-        found = self._found(tuple(dict.fromkeys(keys.values())))
+        keys = {id(t): self._rows.key_of(origin(t)) for t in tensors}
+        # What needs a gradient is gathered by another collective, each tensor as often as it is named
+        how = [2 * keys[id(t)] + (torch.is_grad_enabled() and t.requires_grad) for t in tensors]
+        found = self._found(tuple(dict.fromkeys(keys.values())), how)
         if found is None:
             return {}
-        wholes = {key: self._assemble(key, found[key]) for key in set(keys.values())}
+        wholes = {key: self._rows.assemble(key, found[key]) for key in set(keys.values())}
         return {id(t): wholes[keys[id(t)]] for t in tensors}
 
-    def _found(self, keys: tuple[int, ...]) -> dict[int, list[Tensor]] | None:
+    def _found(self, keys: tuple[int, ...], how: Sequence[int]) -> dict[int, list[Tensor]] | None:
         assert self._reads is not None
         if self._ahead is not None:
             then, known, found = self._ahead
             if then == self._changes.begun and all(key in known for key in keys):
                 return found
-        return self._reads.ask(keys)
+        return self._reads.ask(keys, how)
 
     def begin_ahead(self, tensors: Sequence[Any], origin: Callable[[Any], Any] = lambda tensor: tensor) -> None:
         """``tensors`` are about to be read one by one: asks for all of them, until :meth:`end_ahead`. Those for which
@@ -73,12 +76,28 @@ class Reader:
         self._ahead = None
         tensors = [known for known in map(origin, tensors) if known is not None]
         if self._reads is not None and tensors and self._is_between():
-            keys = tuple(dict.fromkeys(map(self._key_of, tensors)))
+            keys = tuple(dict.fromkeys(map(self._rows.key_of, tensors)))
             self._ahead = self._changes.begun, frozenset(keys), self._reads.ask(keys)
 
     def end_ahead(self) -> None:
         """See :meth:`begin_ahead`."""
         self._ahead = None
+
+    @contextmanager
+    def writing(self, tensors: Iterable[Any], before: Callable[[], None]) -> Iterator[None]:
+        """User code writes to ``tensors`` between steps, some of which other ranks may still want to read as they were.
+        ``before`` is called first."""
+        before()
+        keys = {key for key in map(self._rows.key_of, tensors) if key > UNKNOWN}
+        if not keys:  # gradients
+            yield
+        elif self._reads is None or not self._is_between():
+            with self._changes.under_way():
+                yield
+        else:
+            rows = {key: part for key in keys if (part := self._rows.rows(key)) is not None}
+            with self._changes.of(rows):
+                yield
 
     def require_all(self, key: int) -> None:
         """All ranks do what has this ``key``, which cannot be done for one of them.

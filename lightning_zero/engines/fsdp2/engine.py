@@ -284,7 +284,7 @@ class Fsdp2Engine(Engine):
 
     def view(self) -> WholeView:
         on_use = self._keep_for_backward if self.config.stage == 3 and self.mesh["shard"].size() > 1 else None
-        told = partial(self.changes.under_way, self._transport.user_writes), self._writes.data_taken
+        told = partial(self._reader.writing, before=self._transport.user_writes), self._writes.data_taken
         return WholeView(*told, self._identity.own, self._read, on_use, self._marks, self._reader)
 
     def _keep_for_backward(self, p: Tensor, result: Tensor) -> None:

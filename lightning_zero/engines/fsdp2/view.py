@@ -93,7 +93,7 @@ class WholeView(TorchFunctionMode):
     """Lets code written for whole tensors work on sharded ones; see the module's text.
 
     Args:
-        writing: Entered while a sharded tensor changes.
+        writing: Entered while sharded tensors change, the call's.
         on_data: Called with a gathered parameter whose ``data`` is read or assigned.
         own: ``id`` -> what is known of each of the user's parameters.
         whole: Reads a shard differentiably.
@@ -106,7 +106,7 @@ class WholeView(TorchFunctionMode):
 
     def __init__(
         self,
-        writing: Callable[[], AbstractContextManager[object]] = nullcontext,
+        writing: Callable[[Iterable[Any]], AbstractContextManager[object]] = nullcontext,
         on_data: Callable[[Tensor], None] = lambda tensor: None,
         own: Mapping[int, private.ShardedParam] | None = None,
         whole: Callable[[DTensor], Tensor] = whole,
@@ -230,7 +230,7 @@ class WholeView(TorchFunctionMode):
             assign = partial(_assign, _SETTERS[func], *args)
             if _SETTERS[func] == "grad":
                 return assign()
-            with self._writing():
+            with self._changing(args[:1]):
                 self._aliases.assign(args[0], args[1], assign)
             return None
         if name == "__get__":
@@ -253,15 +253,18 @@ class WholeView(TorchFunctionMode):
         if is_in_place(name):
             targets, others, named = by_position(args, kwargs)
             if _any_sharded(targets):
-                with self._writing():
+                with self._changing(targets):
                     return _write(func, name, [*targets, *others], named)
         if _any_sharded([kwargs.get("out")]):
-            with self._writing():
+            with self._changing([kwargs["out"]]):
                 return _write_out(func, name, args, kwargs)
         if name.endswith("_like"):
             return func(*_map(_stand_in, args), **kwargs)
         read = self._read([*args, *kwargs.values()], name in _VIEWS)
         return func(*_map(read, args), **{key: _map(read, [value])[0] for key, value in kwargs.items()})
+
+    def _changing(self, values: Iterable[Any]) -> AbstractContextManager[object]:
+        return self._writing(map(self._aliases.origin, _shards_in(values)))
 
     def _read(self, values: Iterable[Any], is_view: bool) -> Callable[[DTensor], Tensor]:
         """How the shards among ``values`` are read; ``is_view``: the result shares their memory."""
@@ -307,7 +310,7 @@ class WholeView(TorchFunctionMode):
         if torch.is_grad_enabled() and targets[0].requires_grad and not initializes(func):
             raise needs_no_grad(name)
         refuse_tracing()
-        with self._writing():
+        with self._writing([self._views.owner(targets[0])]):
             with torch.no_grad():
                 others = _map(gathered, self._shards(others))
                 values = _map(gathered, self._shards(kwargs.values()))
