@@ -388,8 +388,10 @@ class Reads:
         self._bell.set()
         with suppress(RuntimeError):
             self._tell(self.rank, _ENDS)
-            for thread in self._threads if together else ():
-                thread.join()
+            # After an error a service may wait for a rank that has ended. It must not be left in the store's code
+            # where it need not be: a process that ends there aborts
+            for thread in self._threads:
+                thread.join(None if together else 1.0)
 
 
 _WENT_ON = "rank {} has gone on to change parameters meanwhile"
