@@ -398,6 +398,7 @@ class ZeroStrategy(Launched, DDPStrategy):
                 super().teardown()
             return
         try:
+            self.engine.end_reads(together=not self._failed)
             after = self._after_run()
             self._end_engine(after)
         except BaseException:

@@ -80,11 +80,13 @@ class Channel:
 
     Attributes:
         lost: A call on this rank has failed, or was left in the middle: gloo's connections do not recover.
+        calls: How many the main thread has begun. All ranks make the same ones, so it tells who is further.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
         self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self.lost = False
+        self.calls = 0
 
 
 class Agreement:
@@ -112,7 +114,7 @@ class Agreement:
         several = not alone and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         self.channel = (channel or Channel(timeout_seconds)) if several else None
-        self._run, self._kind = run, kind
+        self.run, self._kind = run, kind
         self._latest: dict[int, dist.Work] = {}  # by kind
         # Connects now: a rank that later makes a call alone would first wait for the connection, and fail late
         self.gather(None, "the strategy's set-up")
@@ -124,18 +126,19 @@ class Agreement:
 
     def tag(self, kind: int) -> int:
         """Of this run's messages of ``kind``, one of those below :data:`KINDS`."""
-        return tree.FIRST_TAG + KINDS + self._run * KINDS + kind
+        return tree.FIRST_TAG + KINDS + self.run * KINDS + kind
 
     def beside(self, kind: int) -> Agreement:
         """Another one on the same channel, for another thread."""
         if self.channel is None:
             return Agreement(self.timeout_seconds, alone=True)
-        return Agreement(self.timeout_seconds, channel=self.channel, run=self._run, kind=kind)
+        return Agreement(self.timeout_seconds, channel=self.channel, run=self.run, kind=kind)
 
     def all_reduce(self, message: Tensor, op: Any, kind: int, peer_memory: PeerMemory | None = None) -> dist.Work:
         """``message`` (a few numbers, in host memory) becomes its sum or maximum over the ranks, as ``op`` says, when
         this has been waited for; the calls of its kind that began before are then complete, too."""
         assert self.channel is not None
+        self.channel.calls += kind in _OF_MAIN
         try:
             work = direct.all_reduce(message, op, self.channel.group, peer_memory, self.tag(kind))
         except BaseException:
@@ -164,6 +167,7 @@ class Agreement:
         if self.channel is None:
             return [value]
         content = pickle.dumps(value)  # an error here is the caller's
+        self.channel.calls += self._kind in _OF_MAIN
         try:
             if self.channel.lost:
                 raise RuntimeError("an earlier call has failed")
@@ -222,10 +226,11 @@ class Agreement:
 
 KINDS = 8
 """Tags of a run: what may be under way at the same time."""
-OF_RUN, IN_STEP, STEP_SYNC, IN_BACKGROUND, _COLLECTED = range(5)
+OF_RUN, IN_STEP, STEP_SYNC, IN_BACKGROUND, _COLLECTED, READS, ROWS = range(7)
 """The main thread's agreements; the engine's; the step sync's, which travel ahead; those of a save in the background;
-shards on their way into one file.
+shards on their way into one file; what ranks read (see :mod:`~lightning_zero.comm.reads`), and what is sent for it.
 """
+_OF_MAIN = (OF_RUN, IN_STEP, STEP_SYNC)
 
 
 class _Shared:

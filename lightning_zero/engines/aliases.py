@@ -28,11 +28,20 @@ class Aliases:
     def __init__(self) -> None:
         self._taken: Any = WeakIdKeyDictionary()  # weak references
         self._given: Any = WeakIdKeyDictionary()
+        self._owners: Any = WeakIdKeyDictionary()  # alias -> what it was taken of
 
     def taken(self, owner: Tensor, alias: Any) -> Any:
         """``alias`` is ``owner.data``, or ``owner.detach()``."""
         alive = [other for other in self._taken.get(owner, ()) if other() is not None]
         self._taken[owner] = [*alive, weakref.ref(alias)]
+        if alias is not owner:
+            self._owners[alias] = weakref.ref(owner)
+        return alias
+
+    def origin(self, alias: Any) -> Any:
+        """What ``alias`` was taken of, or ``alias`` itself."""
+        while (owner := self._owners.get(alias)) is not None and owner() is not None:
+            alias = owner()
         return alias
 
     def assign(self, owner: Tensor, value: Tensor, copy: Callable[[], None]) -> list[Tensor]:

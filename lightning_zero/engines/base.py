@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint.layout import map_tensors, placeholder
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced
 from lightning_zero.comm.peer_memory import PeerMemory
+from lightning_zero.comm.reads import Changes, Reads
 from lightning_zero.comm.shards import gathered, gathered_on_rank_0
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.gradients import clamp, scale_to_norm, sum_of_squares
@@ -190,6 +191,10 @@ class Engine(ABC):
         self.optimizers: list[Optimizer] | None = None
         """Of a fit. A parameter that came beside the others after the set-up may stay if none of them holds it."""
         self._broadcasts_next = True
+        self.changes = Changes()
+        """Of parameters on this rank."""
+        self.reads: Reads | None = None
+        """Of several ranks, which may not make them all."""
 
     @abstractmethod
     def shard(self, module: nn.Module) -> None:
@@ -351,6 +356,12 @@ class Engine(ABC):
                     " neither be sharded nor reduced: create it in __init__ or configure_model, or write into the"
                     " existing one under torch.no_grad()."
                 )
+
+    def end_reads(self, together: bool) -> None:
+        """User code reads no more; with ``together`` on all ranks (collective)."""
+        if self.reads is not None:
+            self.reads.close(together)
+            self.reads = None
 
     @abstractmethod
     def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:

@@ -209,6 +209,8 @@ class StepSync(Callback):
             furthest, nearest, asked = message.tolist()  # on the host: no device waits
         if furthest != -nearest:
             self._refuse(here)
+        if (engine := getattr(self._strategy, "engine", None)) is not None:
+            engine.changes.forget()
         self._agreed = max(self._agreed, asked)
 
     def _refuse(self, here: int) -> None:

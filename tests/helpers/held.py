@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 import io
+import tempfile
 from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer
@@ -582,6 +584,44 @@ class SameOnAllRanks(Zoo):
         super().build()
 
 
+class ReadAlone(Zoo):
+    """``if trainer.is_global_zero: torch.save(self.net.state_dict(), path)``, a deep copy and norms; on the last rank
+    alone, too, and straight before what all ranks do."""
+
+    def read(self, where: str) -> None:
+        last = self.trainer.world_size - 1
+        if self.global_rank == last:
+            self.extra[f"{where} norms"] = torch.stack([p.norm() for p in self.parameters()]).detach()
+        if self.trainer.is_global_zero:
+            torch.save(self.net.state_dict(), file := io.BytesIO())
+            file.seek(0)
+            self.extra |= {f"{where} {name}": value for name, value in torch.load(file).items()}
+            copied = copy.deepcopy(self.net.blocks)
+            self.extra[f"{where} copy"] = torch.cat([p.detach().flatten() for p in copied.parameters()])
+            self.extra[f"{where} flat"] = self.net.head.weight.data.view(-1)[3:].clone()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.read(f"batch {len(self.losses)}")
+        with torch.no_grad():  # of all ranks
+            self.net.head.weight.clamp_(-0.3, 0.3)
+
+    def on_validation_end(self) -> None:
+        self.read(f"validation {len(self.losses)}")
+
+    def on_train_epoch_end(self) -> None:
+        self.read(f"epoch {self.current_epoch}")
+        self.log("seen", torch.tensor(float(self.global_rank)), sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        self.read(f"checkpoint {len(self.losses)}")
+
+    def on_train_end(self) -> None:
+        self.read("end")
+
+    def on_fit_end(self) -> None:
+        self.read("after")
+
+
 def _pruning(**options: Any) -> Any:
     from lightning.pytorch.callbacks import ModelPruning
 
@@ -634,5 +674,11 @@ HELD: dict[str, Kind] = {
     "partial_forward": Kind(module=_of(PartialForward)),
     "pruned_by_callback": Kind(module=_of(Zoo), callbacks=_pruning(use_lottery_ticket_hypothesis=False)),
     "lottery_ticket": Kind(module=_of(SameOnAllRanks), callbacks=_pruning(), max_epochs=3),
+    "read_on_one_rank": Kind(
+        module=_of(ReadAlone),
+        validates=True,
+        trainer={"enable_checkpointing": True},
+        callbacks=lambda: [ModelCheckpoint(tempfile.mkdtemp(), every_n_train_steps=3)],
+    ),
 }
 KINDS.update(HELD)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zero.comm.reads import Changes
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.optimizer_step import parameters
 from lightning_zero.engines.deepspeed.order import Order
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
+from lightning_zero.engines.deepspeed.rows import GRADIENT, WRITE
+from lightning_zero.engines.reads import Reader
 from lightning_zero.private.torch import DisableTorchFunction, version_of
 
 
@@ -30,6 +33,8 @@ class Access:
         under_way: The engine's current activities.
         order: Told before a parameter is gathered.
         backward: The engine's own, for a backward that user code starts inside a step.
+        changes: Told of writes.
+        reader: Asked before parameters are gathered between steps.
     """
 
     def __init__(
@@ -38,7 +43,10 @@ class Access:
         under_way: UnderWay,
         order: Order,
         backward: Callable[[Callable[[], None]], None],
+        changes: Changes,
+        reader: Reader,
     ) -> None:
+        self._changes, self._reader = changes, reader
         self._params, self._under_way, self._order, self._backward = params, under_way, order, backward
         self._held, self._stage3 = params.held, params.stage3  # asked for at each call of a tensor's
         self._seen: dict[Tensor, tuple[Tensor, int]] = {}  # whole gradients, and their versions when handed out
@@ -78,12 +86,18 @@ class Access:
         with DisableTorchFunction(), torch.no_grad():
             return private.gathered_copy(p)
 
+    def alone(self, params: Sequence[Any]) -> dict[int, Tensor]:
+        """What this rank reads alone, by id; empty if all ranks read the same."""
+        return self._reader.alone(params)
+
     def shape_of(self, p: Any) -> torch.Size:
         return self._params.shapes[p]
 
     def written(self, p: Any, value: Tensor | None) -> None:
         """User code wrote to ``p``: ``value`` is to be it, or (``None``) ``p`` holds it already."""
-        with DisableTorchFunction(), torch.no_grad():
+        if self._stage3:
+            self._reader.require_all(WRITE)
+        with self._changes.under_way(), DisableTorchFunction(), torch.no_grad():
             if self._stage3:
                 private.store(p, p.detach().clone() if value is None else value)
                 if self.in_step():  # it may be used again before DeepSpeed fetches it
@@ -108,6 +122,7 @@ class Access:
         if managed is None or p not in managed.with_grad:
             return None
         if p not in self._seen:
+            self._reader.require_all(GRADIENT)
             with DisableTorchFunction(), torch.no_grad():
                 grad = managed.assemble(p, managed.shards.grad(p)).to(dtype=p.dtype, device=p.device)
             self._seen[p] = grad, version_of(grad)

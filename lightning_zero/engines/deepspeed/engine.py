@@ -41,6 +41,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement, shared_agreement
+from lightning_zero.comm.reads import Reads
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine, Root, refuse_late_hooks
 from lightning_zero.engines.deepspeed import private
@@ -50,6 +51,7 @@ from lightning_zero.engines.deepspeed.optimizer_step import Joined, Managed, par
 from lightning_zero.engines.deepspeed.order import Order
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
+from lightning_zero.engines.deepspeed.rows import Rows
 from lightning_zero.engines.deepspeed.start import flat_groups, start
 from lightning_zero.engines.deepspeed.state import Account
 from lightning_zero.engines.deepspeed.steps import Steps
@@ -59,6 +61,7 @@ from lightning_zero.engines.deepspeed.whole import Carried, Whole
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.plain_copies import PlainCopies, pickle_plainly
 from lightning_zero.engines.precision import DtypePolicy
+from lightning_zero.engines.reads import Reader
 from lightning_zero.engines.refusals import (
     refuse_held_views,
     refuse_script_modules,
@@ -111,7 +114,12 @@ class DeepSpeedEngine(Engine):
         self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         self._order = Order(self._params, self._agreement, self.device.type == "cpu", self._under_way)
         self._usage = Usage(self._params, self.config, self._agreement)
-        self._access = Access(self._params, self._under_way, self._order, self.backward)
+        rows = Rows(self._params, self.device, self.config.parameters_in_files)
+        if dist.get_world_size() > 1:
+            agreement = run_agreement() or shared_agreement(self.config.timeout_seconds)
+            self.reads = Reads(agreement, self.changes, rows)
+        self._reader = Reader(self.reads, self.changes, rows, self._under_way.is_between)
+        self._access = Access(self._params, self._under_way, self._order, self.backward, self.changes, self._reader)
         offloads = self.config.offloads_optimizer
         self._steps = Steps(self._params, self._access.settle, self.device, offloads, self.cpu_adam)
         self._whole = Whole(self._params, self._steps, self.mesh)
@@ -151,7 +159,8 @@ class DeepSpeedEngine(Engine):
                 self._steps.lend_wholes(optimizer)
                 optimizer.state_dict = partial(self._state_dict_of, optimizer)  # type: ignore[method-assign]
         if self._stage3:
-            self._state_dicts = WholeStateDicts(self.module, self._own_memory_of)
+            begin = partial(self._reader.begin_ahead, origin=self._if_away)
+            self._state_dicts = WholeStateDicts(self.module, self._own_memory_of, begin, self._reader.end_ahead)
         copies.begin()  # undone by private.end
         pickle_plainly(params.held, self._plain, self._attributes)
         self.units_table = params.table()
@@ -164,7 +173,13 @@ class DeepSpeedEngine(Engine):
     def _plain(self, p: Tensor) -> Tensor:
         """Its values in memory of their own (collective at stage 3)."""
         with torch.no_grad(), DisableTorchFunction():
-            return private.gathered_copy(p) if self._stage3 else p.detach().clone()
+            if not self._stage3:
+                return p.detach().clone()
+            alone = self._reader.alone([p]) if self._access.is_away(p) else {}
+            return alone[id(p)] if alone else private.gathered_copy(p)
+
+    def _if_away(self, p: Tensor) -> Tensor | None:
+        return p if p in self._params.held and self._access.is_away(p) else None
 
     def _own_memory_of(self, p: Tensor, value: Tensor) -> Tensor | None:
         """For ``state_dict()`` of user code: the view has gathered ``value``, or else ``p`` is whole for now."""
@@ -251,14 +266,30 @@ class DeepSpeedEngine(Engine):
                 shards.after_backward(takes)
             if sync:
                 usage.end_window()
+                self.changes.due = self.automatic
 
     # -- optimizer -----------------------------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        return self._steps.step(optimizer, closure, **kwargs)
+        def evaluate() -> Any:
+            assert closure is not None
+            self.changes.end()  # of a step that evaluates several times
+            result = closure()
+            self.changes.begin()
+            return result
 
-    def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> AbstractContextManager[Any]:
-        return self._steps.stand_ins(optimizer, on_shards)
+        if closure is None:
+            self.changes.begin()
+        try:
+            return self._steps.step(optimizer, None if closure is None else evaluate, **kwargs)
+        finally:
+            self.changes.end()
+            self.changes.due = False
+
+    @contextmanager
+    def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Iterator[Any]:
+        with self.changes.under_way(), self._steps.stand_ins(optimizer, on_shards) as swap:
+            yield swap
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         managed = self._params.attached

@@ -27,6 +27,10 @@ class UnderWay:
     def __init__(self) -> None:
         self._phases: list[Phase] = []  # the outermost first
 
+    def is_between(self) -> bool:
+        """Whether none is."""
+        return not self._phases
+
     def __contains__(self, phase: Phase) -> bool:
         return phase in self._phases
 

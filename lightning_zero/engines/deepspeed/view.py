@@ -3,7 +3,8 @@
 Hooks see whole tensors, as under DDP (and as :mod:`lightning_zero.engines.fsdp2.view` does it for ``fully_shard``):
 
 - ``p.grad`` is the averaged gradient, put together when it is read; writes to it count in the step.
-- A stage-3 parameter is gathered when something reads it; inside a step it stays for the step and its backward.
+- A stage-3 parameter is gathered when something reads it, or sent to a rank that reads it alone
+  (:mod:`lightning_zero.comm.reads`); inside a step it stays for the step and its backward.
 - Writes to a parameter, or to ``p.data`` and views of it, reach the module and the master.
 
 Plain tensors pass with one check per argument.
@@ -73,6 +74,7 @@ class Holder(Protocol):
     def fetch(self, p: Any) -> None: ...
     def keep_all(self) -> None: ...
     def whole(self, p: Any) -> Tensor: ...
+    def alone(self, params: Sequence[Any]) -> dict[int, Tensor]: ...
     def shape_of(self, p: Any) -> torch.Size: ...
     def written(self, p: Any, value: Tensor | None) -> None: ...
     def see_grad(self, p: Any) -> Tensor | None: ...
@@ -163,7 +165,8 @@ class ShardView(TorchFunctionMode):
         if not away:
             result = func(*args, **kwargs)
         else:
-            wholes = {id(p): self._lend(p) for p in {id(p): p for p in away}.values()}
+            alone = holder.alone(away)
+            wholes = {id(p): self._lend(p, alone.get(id(p))) for p in {id(p): p for p in away}.values()}
             result = func(*_instead(args, wholes), **{k: _instead([v], wholes)[0] for k, v in kwargs.items()})
         if (func == _DATA_GET or name in _SHARES_MEMORY) and isinstance(result, Tensor):
             self._lent[result] = held[0]
@@ -171,8 +174,8 @@ class ShardView(TorchFunctionMode):
                 self._aliases.taken(held[0], result)
         return result
 
-    def _lend(self, p: Any) -> Tensor:
-        whole = self.holder.whole(p)
+    def _lend(self, p: Any, alone: Tensor | None) -> Tensor:
+        whole = self.holder.whole(p) if alone is None else alone
         self._lent[whole] = p
         return whole
 

@@ -62,7 +62,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zero.comm.agree import broadcast_coalesced
+from lightning_zero.comm.agree import broadcast_coalesced, run_agreement, shared_agreement
+from lightning_zero.comm.reads import Reads
 from lightning_zero.comm.shards import local, shard_like
 from lightning_zero.comm.shards import whole as whole_value
 from lightning_zero.config import ZeroConfig
@@ -76,6 +77,7 @@ from lightning_zero.engines.fsdp2.files import FileShards
 from lightning_zero.engines.fsdp2.graphs import GraphInputs
 from lightning_zero.engines.fsdp2.guards import Guards
 from lightning_zero.engines.fsdp2.identity import Identity, Read
+from lightning_zero.engines.fsdp2.rows import UNIT, Rows
 from lightning_zero.engines.fsdp2.sharding import (
     make_mesh,
     offload_policy,
@@ -91,6 +93,7 @@ from lightning_zero.engines.model_state import ModelState, place_of
 from lightning_zero.engines.optimizer_step import ShardedStep, hand_back
 from lightning_zero.engines.plain_copies import PlainCopies
 from lightning_zero.engines.precision import DtypePolicy
+from lightning_zero.engines.reads import Reader
 from lightning_zero.engines.recompute import Recomputed
 from lightning_zero.engines.refusals import (
     refuse_held_views,
@@ -174,17 +177,23 @@ class Fsdp2Engine(Engine):
             private.before_reduce(group, self._before_reduce)
             private.before_backward(group, self._before_backward)
             private.without_translation(group)
+        rows = Rows(self._identity.shards, module, self.mesh, self._sharded.names)
+        if dist.get_world_size() > 1:
+            agreement = run_agreement() or shared_agreement(self.config.timeout_seconds)
+            self.reads = Reads(agreement, self.changes, rows)
+        self._reader = Reader(self.reads, self.changes, rows, lambda: self._marks.between)
+        self._writing = partial(self._reader.writing, before=self._transport.user_writes)
         self._follow_forward()
         self._copies.begin()
         if self.config.compile.target == "units":
             blocks = zip(self._sharded.names[:-1], self._sharded.units[:-1], strict=True)
             self._compiled = CompiledUnits(self.config.compile, blocks, self._recomputed)
         self._recomputed.begin(but=self._compiled.modules if self._compiled is not None else ())
-        self._writes = Writes(self._groups, self._transport)
+        self._writes = Writes(self._groups, self._transport, self.changes)
         self._guards = Guards(self.view(), self._identity.shards)
         self._usage = Usage(self._transport, self._sharded.parameters, self._sharded.names)
         group_of = self._identity.group_of if self.view().notices else None
-        self._graphs = GraphInputs(self._identity.own, self._read, self._transport.user_writes, group_of)
+        self._graphs = GraphInputs(self._identity.own, self._read, self._reader.alone, self._writing, group_of)
 
     @property
     def known_parameters(self) -> Collection[Tensor]:
@@ -226,13 +235,16 @@ class Fsdp2Engine(Engine):
         end_evaluation = after_entry(self._marks, self.reshard)
         for entry in (self.module, *self.module.children()):
             self._handles.append(entry.register_forward_hook(end_evaluation))
-        self._states = WholeStateDicts(self.module, self._identity.whole_value)
+        begin = partial(self._reader.begin_ahead, origin=self._identity.shards.get)
+        whole = partial(self._identity.whole_value, alone=self._reader.alone)
+        self._states = WholeStateDicts(self.module, whole, begin, self._reader.end_ahead)
 
     def _before_unit(self, index: int, unit: Any, *unused: Any) -> None:
         if self._phase is Phase.WHOLE:
             return
         refuse_tracing()
         self._usage.ran[index] = 1
+        self._reader.require_all(UNIT - index)
         self._transport.unit_begins(index, self._phase is Phase.BACKWARD)
         if torch.is_inference_mode_enabled():  # storage made here could never be trained on
             with torch.inference_mode(False):
@@ -242,6 +254,7 @@ class Fsdp2Engine(Engine):
         refuse_tracing()
         for group in self._root_groups:
             if not private.is_gathered(group):
+                self._reader.require_all(UNIT - len(self.units) + 1)
                 with torch.inference_mode(False):
                     private.unshard(self.root)
             elif not self.automatic:
@@ -281,8 +294,7 @@ class Fsdp2Engine(Engine):
     def view(self) -> WholeView:
         drops_after_forward = self.config.stage == 3 and self.mesh["shard"].size() > 1
         on_use = self._keep_for_backward if drops_after_forward else None
-        told = self._transport.user_writes, self._writes.data_taken
-        return WholeView(*told, self._identity.own, self._read, on_use)
+        return WholeView(self._writing, self._writes.data_taken, self._identity.own, self._read, on_use, self._reader)
 
     def _keep_for_backward(self, p: Tensor, result: Tensor) -> None:
         """``result``, of ``p`` alone, reaches the loss beside its unit's output, whose backward would gather ``p``."""
@@ -367,6 +379,7 @@ class Fsdp2Engine(Engine):
             if self.config.find_unused_parameters:
                 self._usage.agree()
             self._usage.start_window()
+            self.changes.due = self.automatic
 
     # -- optimizer -----------------------------------------------------------------------------------------------
 
@@ -374,10 +387,14 @@ class Fsdp2Engine(Engine):
         try:
             return self._sharded_step(optimizer).step(partial(self._evaluate, closure), **kwargs)
         finally:
+            self.changes.end()
+            self.changes.due = False
             self._transport.shards_changed()  # a kernel of the optimizer's own need not tell a tensor that it writes
 
     def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
+        self.changes.end()  # of a step that evaluates several times
         result = None if closure is None else closure()
+        self.changes.begin()
         with DisableTorchFunction():
             # Gradients of a plain loss.backward() under manual optimization, and gathered copies of old values.
             if any(private.has_grad(p) for g in self._groups for p in private.trainable(g)):
@@ -408,7 +425,7 @@ class Fsdp2Engine(Engine):
     def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Iterator[Any]:
         self._wait_for_host_copies()
         try:
-            with self._sharded_step(optimizer).stand_ins(on_shards) as swap:
+            with self.changes.under_way(), self._sharded_step(optimizer).stand_ins(on_shards) as swap:
                 yield swap
         finally:
             self._transport.shards_changed()
@@ -443,9 +460,10 @@ class Fsdp2Engine(Engine):
     def store_whole(self, whole: Mapping[Any, Tensor]) -> None:
         broadcast_coalesced([*whole.values(), *self._sharded.replicated])
         self._wait_for_host_copies()
-        for p, w in whole.items():
-            shard = self._identity.shards[p]
-            local(shard).copy_(local(shard_like(w, shard)))
+        with self.changes.under_way():
+            for p, w in whole.items():
+                shard = self._identity.shards[p]
+                local(shard).copy_(local(shard_like(w, shard)))
 
     @contextmanager
     def full_parameters(self, modify: bool = False) -> Iterator[None]:

@@ -15,7 +15,8 @@ which is empty or stale. So each graph is called through here:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from lightning_zero.comm.shards import before_host_write
 from lightning_zero.engines import graphs
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.writes import store_rows
+from lightning_zero.engines.reads import leaf
 from lightning_zero.private.torch import DisableTorchFunction, Graph, version_of
 
 
@@ -34,8 +36,9 @@ class GraphInputs:
 
     Args:
         own: ``id`` of each of the user's parameters -> what is known of it. Empty while all are whole.
-        read: Reads a shard differentiably.
-        on_write: Called before a shard changes.
+        read: Reads a shard differentiably, with all ranks.
+        alone: The whole values of shards by their ids, if not all ranks read them.
+        writing: Around a write to shards.
         group_of: ``id`` of each of the user's parameters -> what is gathered with it; ``None`` where gathered
             parameters stay until the backward is over.
     """
@@ -44,10 +47,11 @@ class GraphInputs:
         self,
         own: Mapping[int, private.ShardedParam],
         read: Callable[[DTensor], Tensor],
-        on_write: Callable[[], None],
+        alone: Callable[[Sequence[DTensor]], Mapping[int, Tensor]],
+        writing: Callable[[Sequence[DTensor]], AbstractContextManager[object]],
         group_of: Mapping[int, private.Group] | None,
     ) -> None:
-        self.own, self._read, self._on_write, self._group_of = own, read, on_write, group_of
+        self.own, self._read, self._alone, self._writing, self._group_of = own, read, alone, writing, group_of
         graphs.begin(self)
 
     def end(self) -> None:
@@ -61,7 +65,7 @@ class GraphInputs:
         """``graph(*args)``; its parameters are at ``places``."""
         if not self.own:
             return graph(*args)
-        own, lent, groups = self.own, list[_Lent](), dict[int, private.Group]()
+        own, away, groups = self.own, dict[int, private.ShardedParam](), dict[int, private.Group]()
         inputs = list(args)
         # What the graph's operators do is no user code, for which modes and guarded classes are.
         with DisableTorchFunction():
@@ -71,32 +75,47 @@ class GraphInputs:
                 if known is None:
                     continue
                 if private.is_away(known):
-                    inputs[place] = self._lend(p, known, lent)
+                    away[place] = known
                 elif self._group_of is not None:
                     group = self._group_of[id(p)]
                     groups[id(group)] = group
+            lent = self._lend(away, args) if away else {}
+            for place, each in lent.items():
+                inputs[place] = each.value
             result = graph(*inputs)
-            for each in lent:
+            for each in lent.values():
                 self._store(*each)
             if groups and torch.is_grad_enabled():
                 _gather_for_backward(result, groups.values())
         return result
 
-    def _lend(self, p: Tensor, known: private.ShardedParam, lent: list[_Lent]) -> Tensor:
-        value = self._read(known.sharded_param).to(p.dtype)  # which the graph was made for
-        lent.append((value, version_of(value), known.sharded_param))
-        return value
+    def _lend(self, away: Mapping[int, private.ShardedParam], args: Sequence[Any]) -> dict[int, _Lent]:
+        alone = self._alone([known.sharded_param for known in away.values()])
+
+        def one(place: int) -> _Lent:
+            shard = away[place].sharded_param
+            value = alone[id(shard)] if alone else self._read(shard)
+            if alone and torch.is_grad_enabled() and shard.requires_grad:
+                value = leaf(value)
+            value = value.to(args[place].dtype)  # which the graph was made for
+            return _Lent(value, version_of(value), shard)
+
+        return {place: one(place) for place in away}
 
     def _store(self, value: Tensor, version: int, shard: DTensor) -> None:
         if version_of(value) != version:
-            self._on_write()
-            before_host_write(shard)
-            with torch.no_grad():
+            with self._writing([shard]), torch.no_grad():
+                before_host_write(shard)
                 store_rows(value, shard)
 
 
-_Lent = tuple[Tensor, int, DTensor]
-"""A whole value, its version then, and the shard that it is of."""
+class _Lent(NamedTuple):
+    value: Tensor
+    """Whole."""
+    version: int
+    """Of the value then."""
+    shard: DTensor
+    """That it is of."""
 
 
 def _gather_for_backward(result: Any, groups: Collection[private.Group]) -> None:

@@ -126,12 +126,18 @@ class Identity:
 
     _shard_states.of_engine = True  # type: ignore[attr-defined]  # else states would count as the user's to write
 
-    def whole_value(self, p: Tensor, value: Tensor) -> Tensor | None:
-        """For ``state_dict()``: ``value``, which torch has found for ``p``, in memory of its own."""
+    def whole_value(
+        self, p: Tensor, value: Tensor, alone: Callable[[list[Any]], dict[int, Tensor]] = lambda tensors: {}
+    ) -> Tensor | None:
+        """For ``state_dict()``: ``value``, which torch has found for ``p``, in memory of its own. ``alone`` finds what
+        not all ranks read."""
         if p not in self.shards and not isinstance(p, DTensor):  # the latter left by a run
             return None
-        # What is gathered now is gone, or old, after the step
-        return gathered(value) if isinstance(value, DTensor) else value.clone()
+        if not isinstance(value, DTensor):
+            return value.clone()  # what is gathered now is gone, or old, after the step
+        shard = self.shards.get(p, value)
+        found = alone([shard])
+        return found[id(shard)] if found else gathered(value)
 
     def held(self, optimizer: Optimizer) -> list[Tensor]:
         """What ``optimizer`` steps on, shards in the place of the user's parameters."""

@@ -58,6 +58,12 @@ class LentViews:
         except RuntimeError:  # no memory of its own: inside a transform of torch.func
             return None
 
+    def owner(self, view: Tensor) -> DTensor:
+        """Whose view it is."""
+        lent = self._find(view)
+        assert lent is not None
+        return lent.owner
+
     def write(self, func: Callable[..., Any], view: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """``func(view, *args, **kwargs)``, all of whose tensors are whole (collective)."""
         lent = self._find(view)

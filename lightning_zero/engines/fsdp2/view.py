@@ -5,8 +5,9 @@ A sharded parameter is a ``DTensor``. Its own dispatch answers ``p.norm().item()
 While a :class:`WholeView` is active, every torch function that meets a ``DTensor``, or one of the user's own parameters
 while it is not gathered (see :mod:`.identity`),
 
-- **reads** it whole: the shards are gathered (a collective, so all ranks must make the call), differentiably where a
-  gradient is wanted: it is averaged over the ranks, as DDP averages gradients;
+- **reads** it whole: the shards are gathered (a collective; what not all ranks read between two steps is sent to those
+  that do, see :mod:`lightning_zero.comm.reads`), differentiably where a gradient is wanted: it is averaged over the
+  ranks, as DDP averages gradients;
 - **writes** it back: an in-place function runs on the shards where it is element-wise, else on the gathered tensor,
   whose shards are then stored;
 - **views** of it write back, too (see :mod:`.lent_views`), between steps; inside one torch raises on the attempt.
@@ -27,7 +28,8 @@ asked only about calls that touch a parameter or a shard (see :mod:`.guards`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -50,6 +52,7 @@ from lightning_zero.engines.aliases import Aliases
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.lent_views import LentViews
 from lightning_zero.engines.fsdp2.traced import end_graph
+from lightning_zero.engines.reads import Reader, leaf
 from lightning_zero.engines.refusals import refuse_tracing
 from lightning_zero.engines.torch_functions import by_position, initializes, is_in_place, needs_no_grad
 from lightning_zero.private.torch import backwards_inside, never_a_frame, pause_dynamo
@@ -93,24 +96,26 @@ class WholeView(TorchFunctionMode):
     """Lets code written for whole tensors work on sharded ones; see the module's text.
 
     Args:
-        on_write: Called before a sharded tensor changes.
+        writing: Entered while sharded tensors change, the call's.
         on_data: Called with a gathered parameter whose ``data`` is read or assigned.
         own: ``id`` -> what is known of each of the user's parameters.
         whole: Reads a shard differentiably.
         on_use: Called with a gathered parameter and what was computed of it and of nothing else that is trained:
             its backward may come while the parameter is away.
+        reader: Asked before shards are gathered for a read.
     """
 
     def __init__(
         self,
-        on_write: Callable[[], None] = lambda: None,
+        writing: Callable[[Iterable[Any]], AbstractContextManager[object]] = nullcontext,
         on_data: Callable[[Tensor], None] = lambda tensor: None,
         own: Mapping[int, private.ShardedParam] | None = None,
         whole: Callable[[DTensor], Tensor] = whole,
         on_use: Callable[[Tensor, Tensor], None] | None = None,
+        reader: Reader | None = None,
     ) -> None:
         super().__init__()
-        self._on_write, self._on_data = on_write, on_data
+        self._writing, self._on_data, self._reader = writing, on_data, reader
         self._own: Mapping[int, private.ShardedParam] = {} if own is None else own
         self._whole, self._on_use = whole, on_use
         self._views = LentViews()
@@ -233,15 +238,15 @@ class WholeView(TorchFunctionMode):
             assign = partial(_assign, _SETTERS[func], *args)
             if _SETTERS[func] == "grad":
                 return assign()
-            self._on_write()
-            self._aliases.assign(args[0], args[1], assign)
+            with self._changing(args[:1]):
+                self._aliases.assign(args[0], args[1], assign)
             return None
         if name == "__get__":
             if func == _DEVICE:
                 return mesh_device(args[0])
             if func in _DATA:
                 return self._aliases.taken(args[0], func(*args))
-            return func(*args) if func not in _VIEW_PROPERTIES else func(self._read_only(args[0]))
+            return func(*args) if func not in _VIEW_PROPERTIES else func(self._read(args, is_view=True)(args[0]))
         if name in ("register_hook", "register_post_accumulate_grad_hook") and args[0].is_leaf:
             raise ValueError(
                 f"{name} on a sharded parameter would never be called: its gradient is made on the gathered parameter."
@@ -252,19 +257,49 @@ class WholeView(TorchFunctionMode):
         if name in _METADATA or name in ("__set__", "__delete__"):
             return func(*args, **kwargs)
         if name == "__deepcopy__":
-            return _deep_copy(*args)
+            return self._deep_copy(*args)
         if is_in_place(name):
             targets, others, named = by_position(args, kwargs)
             if _any_sharded(targets):
-                self._on_write()
-                return _write(func, name, [*targets, *others], named)
+                with self._changing(targets):
+                    return _write(func, name, [*targets, *others], named)
         if _any_sharded([kwargs.get("out")]):
-            self._on_write()
-            return _write_out(func, name, args, kwargs)
+            with self._changing([kwargs["out"]]):
+                return _write_out(func, name, args, kwargs)
         if name.endswith("_like"):
             return func(*_map(_stand_in, args), **kwargs)
-        read = self._read_only if name in _VIEWS else self._whole
+        read = self._read([*args, *kwargs.values()], name in _VIEWS)
         return func(*_map(read, args), **{key: _map(read, [value])[0] for key, value in kwargs.items()})
+
+    def _changing(self, values: Iterable[Any]) -> AbstractContextManager[object]:
+        return self._writing(map(self._aliases.origin, _shards_in(values)))
+
+    def _read(self, values: Iterable[Any], is_view: bool) -> Callable[[DTensor], Tensor]:
+        """How the shards among ``values`` are read; ``is_view``: the result shares their memory."""
+        alone = {} if self._reader is None else self._reader.alone(list(_shards_in(values)), self._aliases.origin)
+        if not alone:
+            return self._read_only if is_view else self._whole
+
+        def one(tensor: DTensor) -> Tensor:
+            value = alone[id(tensor)]
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                return leaf(value)
+            if not is_view:
+                return value
+            with torch.inference_mode():  # read-only: what this rank alone writes to it would be lost
+                return value.clone()
+
+        return one
+
+    def _deep_copy(self, tensor: Any, memo: dict[int, Any]) -> Tensor:
+        """A whole one. In ``memo`` under the name of what was copied: a gathered temporary's passes on to the next."""
+        if id(tensor) not in memo:
+            with torch.no_grad():
+                copied = self._read([tensor], is_view=False)(tensor).detach().clone()
+                grad = None if tensor.grad is None else self._read([tensor.grad], is_view=False)(tensor.grad)
+            copied.requires_grad_(tensor.requires_grad).grad = grad
+            memo[id(tensor)] = copied
+        return memo[id(tensor)]
 
     def _read_only(self, tensor: DTensor) -> Tensor:
         differentiable = torch.is_grad_enabled() and tensor.requires_grad
@@ -283,11 +318,11 @@ class WholeView(TorchFunctionMode):
         if torch.is_grad_enabled() and targets[0].requires_grad and not initializes(func):
             raise needs_no_grad(name)
         refuse_tracing()
-        self._on_write()
-        with torch.no_grad():
-            others = _map(gathered, self._shards(others))
-            values = _map(gathered, self._shards(kwargs.values()))
-        return self._views.write(func, targets[0], others, dict(zip(kwargs, values, strict=True)))
+        with self._writing([self._views.owner(targets[0])]):
+            with torch.no_grad():
+                others = _map(gathered, self._shards(others))
+                values = _map(gathered, self._shards(kwargs.values()))
+            return self._views.write(func, targets[0], others, dict(zip(kwargs, values, strict=True)))
 
 
 def _any_sharded(values: Any) -> bool:
@@ -299,13 +334,12 @@ def _any_sharded(values: Any) -> bool:
     return False
 
 
-def _deep_copy(tensor: DTensor, memo: dict[int, Any]) -> Tensor:
-    """A whole one. In ``memo`` under the name of what was copied: a gathered temporary's passes on to the next."""
-    if id(tensor) not in memo:
-        copied = gathered(tensor).clone().requires_grad_(tensor.requires_grad)
-        copied.grad = None if tensor.grad is None else gathered(tensor.grad)
-        memo[id(tensor)] = copied
-    return memo[id(tensor)]
+def _shards_in(values: Iterable[Any]) -> Iterator[DTensor]:
+    for value in values:
+        if isinstance(value, DTensor):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _shards_in(value)
 
 
 def _map(fn: Callable[[DTensor], Tensor], values: Sequence[Any]) -> list[Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_zero.comm.reads import Changes
 from lightning_zero.comm.shards import local, rows_of
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.transport import Transport
@@ -22,8 +23,8 @@ class Writes:
     reported to :meth:`data_taken`.
     """
 
-    def __init__(self, groups: Sequence[private.Group], transport: Transport) -> None:
-        self._groups, self._transport = groups, transport
+    def __init__(self, groups: Sequence[private.Group], transport: Transport, changes: Changes) -> None:
+        self._groups, self._transport, self._changes = groups, transport, changes
         self._versions = [private.version(group) for group in groups]  # when they were last looked at
         self._data_taken: set[Tensor] = set()  # gathered parameters that may have been written through .data
         for index, group in enumerate(groups):
@@ -44,7 +45,7 @@ class Writes:
         self._versions[index] = version
         self._transport.shards_changed()  # other ranks' rows may differ from their shards now
         self._transport.await_readers()
-        with torch.no_grad(), DisableTorchFunction():
+        with self._changes.under_way(), torch.no_grad(), DisableTorchFunction():
             for copy, shard in private.copies(group):
                 store_rows(copy, shard)
         self._data_taken.difference_update(copy for copy, _ in private.copies(group))

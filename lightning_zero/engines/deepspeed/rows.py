@@ -1,0 +1,60 @@
+"""Stage-3 parameters as :mod:`lightning_zero.comm.reads` sends them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.comm.reads import UNKNOWN
+from lightning_zero.engines.deepspeed import private
+from lightning_zero.engines.deepspeed.parameters import Parameters
+
+GRADIENT = UNKNOWN
+"""The key of any gradient: the ranks put it together."""
+WRITE = UNKNOWN - 1
+"""The key of any write."""
+
+
+class Rows:
+    """This rank's parts of the flattened parameters, numbered in their order on the module.
+
+    Args:
+        params: All of the module's.
+        device: Whole ones lie there.
+        in_files: Whether the parts do, unless they are used.
+    """
+
+    def __init__(self, params: Parameters, device: torch.device, in_files: bool) -> None:
+        self._params, self._device, self._in_files = params, device, in_files
+        self._held: list[Any] = list(params.held)
+        self._keys = {p: key for key, p in enumerate(self._held)}
+        self._names = {p: name for name, p in params.named.items()}
+        self.members = range(dist.get_world_size())
+
+    def key_of(self, tensor: Any) -> int:
+        """Of a parameter."""
+        return self._keys[tensor]
+
+    def rows(self, key: int) -> Tensor | None:
+        """This rank's part, or ``None`` if it lies in a file."""
+        return None if self._in_files else private.cut_of(self._held[key])
+
+    def room(self, key: int, member: int) -> Tensor:
+        """For another rank's."""
+        part = private.cut_of(self._held[key])
+        assert part is not None
+        return torch.empty(part.shape, dtype=part.dtype)
+
+    def name(self, key: int) -> str:
+        """For errors."""
+        if key == WRITE:
+            return "a parameter that is written to"
+        return "a gradient" if key == GRADIENT else f"parameter {self._names[self._held[key]]!r}"
+
+    def assemble(self, key: int, parts: list[Tensor]) -> Tensor:
+        """Everyone's parts as the whole tensor, on the device."""
+        shape = self._params.shapes[self._held[key]]
+        return torch.cat(parts)[: shape.numel()].view(shape).to(self._device)

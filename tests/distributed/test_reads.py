@@ -1,0 +1,102 @@
+"""Reads of parameters that not all ranks make: as under DDP, or one line that names them, soon.
+
+That values are DDP's in every hook, at every stage, is the parity test's: kind ``read_on_one_rank``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero.comm.reads import Changes
+from tests.helpers import reading, zoo
+
+LIMIT = 60.0
+FSDP2 = {"stage": 3, "timeout_seconds": LIMIT, **zoo.BLOCKS}
+DEEPSPEED = {"stage": 3, "timeout_seconds": LIMIT, "engine": "deepspeed"}
+NAMES = {
+    "norm": r"a read of parameter 'net\.head\.weight' in {hook} by rank {rank} and not by rank {other}, and others go",
+    "gradient": r"a read of a gradient.* in {hook} by rank {rank} and not by rank {other}, and nothing is sent",
+    "forward": r"a read of all parameters of .* in {hook} by rank {rank} and not by rank {other}, and nothing is sent",
+    "written before": r"a read of .* by rank {rank} and not by rank {other}, and rank {rank} alone has written",
+}
+REPAIR = "make it on every rank, and write on one, as in `state = self.net.state_dict()`"
+
+
+@pytest.mark.parametrize(
+    ("settings", "hook", "what", "rank"),
+    [
+        pytest.param(FSDP2, "on_before_optimizer_step", "norm", 0, id="before a step"),
+        pytest.param(FSDP2, "on_before_optimizer_step", "gradient", 1, id="gradient", marks=pytest.mark.rest),
+        pytest.param(FSDP2, "on_train_epoch_end", "forward", 0, id="forward", marks=pytest.mark.rest),
+        pytest.param(FSDP2, "on_train_epoch_end", "written before", 0, id="written", marks=pytest.mark.rest),
+        pytest.param(DEEPSPEED, "on_before_optimizer_step", "gradient", 0, id="deepspeed", marks=pytest.mark.rest),
+    ],
+)
+def test_what_is_not_sent_raises_soon_and_by_name(
+    ranks2: Any, settings: dict[str, Any], hook: str, what: str, rank: int
+) -> None:
+    results = ranks2(reading.look, settings, hook, what, rank)
+    text, seconds = results[rank]["found"]
+    pattern = NAMES[what].format(hook=rf"Reader\.{hook}", rank=rank, other=1 - rank)
+    assert re.search(pattern, text), text
+    assert REPAIR in text
+    assert seconds < LIMIT / 3  # the others' limit is not waited for; this machine may be busy
+    assert results[1 - rank]["found"] == []
+    assert all(len(result["losses"]) == 4 for result in results)  # it can be caught, and ranks go on as one
+    assert [result["threads"] for result in results] == [[], []]
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("what", ["norm", "forward"])
+def test_ranks_that_come_late_read_what_the_others_do(ranks2: Any, what: str) -> None:
+    """Longer after the others than a service waits for its main thread."""
+    first, second = ranks2(reading.look, FSDP2, "on_train_epoch_end", what, None, 1.5)
+    expected = ranks2(reading.look, "ddp", "on_train_epoch_end", what, None)[0]["found"]
+    assert first["found"] == second["found"] == expected
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("settings", [FSDP2, {**FSDP2, "stage": 1}, DEEPSPEED], ids=["zero3", "zero1", "deepspeed"])
+def test_pretrained_models_are_saved_on_rank_0_alone(ranks2: Any, settings: dict[str, Any]) -> None:
+    pytest.importorskip("transformers")
+    written, nothing = ranks2(reading.save, settings)
+    expected, _ = ranks2(reading.save, "ddp")
+    assert nothing == {}
+    assert len(expected) > 50
+    assert written.keys() == expected.keys()
+    for name, value in expected.items():
+        # Sums over two ranks do not depend on an order; attention's kernels are the same
+        assert torch.equal(written[name], value), name
+
+
+@pytest.mark.rest
+def test_replicas_of_other_ranks_send_nothing(ranks: Any) -> None:
+    """HSDP: only ranks 0 and 1 have the rows that rank 0 reads."""
+    settings = {**FSDP2, "shard_size": 2}
+    results = ranks(reading.look, settings, "on_train_epoch_end", "norm", 3, world_size=4)
+    expected = ranks(reading.look, "ddp", "on_train_epoch_end", "norm", 3, world_size=4)
+    # Four ranks' gradients are summed in another order than by DDP's all-reduce
+    assert results[3]["found"] == pytest.approx(expected[3]["found"], rel=1e-6)
+
+
+def test_changes_keep_what_was_there_before() -> None:
+    changes, now = Changes(), torch.zeros(2)
+    with changes.of({5: now}):
+        assert changes.done == 0  # readers of the next count wait
+        now.add_(1)
+    with changes.of({5: now, 6: now}):
+        now.add_(1)
+    assert [changes.rows_at(done, 5, now).tolist() for done in (0, 1, 2)] == [[0, 0], [1, 1], [2, 2]]
+    assert changes.rows_at(0, 6, now).tolist() == [1, 1]
+    assert changes.lost == 0
+    changes.forget()
+    assert changes.lost == 2
+    assert changes.rows_at(0, 5, now) is now
+    changes.begin()
+    assert (changes.lost, changes.begun, changes.done) == (3, 3, 2)
+    changes.end()
+    assert changes.done == 3

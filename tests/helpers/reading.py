@@ -1,0 +1,92 @@
+"""Modules that read parameters on some ranks only, and what came of it."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.helpers import zoo
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda module: module.net.head.weight.norm().item(),
+    "gradient": lambda module: module.net.head.weight.grad.norm().item(),
+    "forward": lambda module: module.net(torch.ones(2, zoo.WIDTH)).sum().item(),
+    "written before": lambda module: (module.net.head.weight.data.mul_(1.0), module.net.head.weight.norm().item())[1],
+}
+
+
+class Reader(zoo.Zoo):
+    """Reads in one hook, on one rank or on all with some seconds between them, and goes on after an error."""
+
+    def __init__(self, hook: str, what: str, rank: int | None, seconds_apart: float = 0.0) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+        self.hook, self.what, self.rank, self.seconds_apart = hook, what, rank, seconds_apart
+
+    def look(self, hook: str) -> None:
+        if hook != self.hook or self.rank not in (None, self.global_rank) or self.found:
+            return
+        if self.global_rank:
+            time.sleep(self.seconds_apart)
+        begin = time.monotonic()
+        try:
+            self.found.append(READS[self.what](self))
+        except RuntimeError as error:
+            self.found += [str(error), time.monotonic() - begin]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.look("on_before_optimizer_step")
+
+    def on_train_epoch_end(self) -> None:
+        self.look("on_train_epoch_end")
+
+
+def look(strategy: Any, hook: str, what: str, rank: int | None, seconds_apart: float = 0.0) -> dict[str, Any]:
+    """What this rank has read, or the error's text and how long it took; threads that are left; losses."""
+    torch.manual_seed(7)
+    module = Reader(hook, what, rank, seconds_apart)
+    trainer = zoo.make_trainer(strategy, max_epochs=2, limit_train_batches=2)
+    trainer.fit(module, DataLoader(zoo.RandomDataset(), batch_size=4))
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_zero-")]
+    return {"found": module.found, "threads": left, "losses": module.losses}
+
+
+class Saves(zoo.Zoo):
+    """``if self.trainer.is_global_zero: self.net.save_pretrained(folder)``."""
+
+    def build(self) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        self.net = GPT2LMHeadModel(GPT2Config(vocab_size=13, n_positions=8, n_embd=8, n_layer=2, n_head=2))
+        self.folder = tempfile.mkdtemp()
+
+    def loss(self, batch: Any) -> Tensor:
+        tokens, following = batch
+        logits = self.net(input_ids=tokens).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.net.save_pretrained(f"{self.folder}/{self.current_epoch}")
+
+
+def save(strategy: Any) -> dict[str, Tensor]:
+    """The tensors in the files that this rank has written."""
+    from safetensors.torch import load_file
+
+    torch.manual_seed(7)
+    module = Saves()
+    trainer = zoo.make_trainer(strategy, max_epochs=2, limit_train_batches=2)
+    trainer.fit(module, DataLoader(zoo.TokenDataset(), batch_size=4))
+    found = {}
+    for path in sorted(Path(module.folder).glob("*/model.safetensors")):
+        found |= {f"{path.parent.name}/{name}": value for name, value in load_file(path).items()}
+    return found
