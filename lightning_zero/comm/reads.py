@@ -176,8 +176,8 @@ class Reads:
         world = dist.group.WORLD
         assert world is not None
         # Connections of their own: a call of the store's holds its connection until it returns
-        store: Any = world.get_group_store()
-        self._store, self._ringing = store.clone(), store.clone()
+        self._store: Any = world.get_group_store().clone()
+        self._ringing: Any = None  # made when it is first needed: mostly never, and each is one of rank 0's files
         self._threads = [
             threading.Thread(target=target, name=f"lightning_zero-{name}", daemon=True)
             for name, target in (("reads", self._serve), ("bell", self._ring_late))
@@ -342,6 +342,8 @@ class Reads:
                 self._tell(rank, json.dumps(asked))
 
     def _tell(self, rank: int, text: str | bytes) -> None:
+        if self._ringing is None:
+            self._ringing = self._store.clone()
         number = self._ringing.add(f"{self._prefix}/{rank}/told", 1)
         self._ringing.set(f"{self._prefix}/{rank}/{number}", text)
 
@@ -392,6 +394,9 @@ class Reads:
             # where it need not be: a process that ends there aborts
             for thread in self._threads:
                 thread.join(None if together else 1.0)
+        self._ringing = None
+        if not any(thread.is_alive() for thread in self._threads):
+            self._store = None  # with its connection: whoever holds the engine may hold this for long
 
 
 _WENT_ON = "rank {} has gone on to change parameters meanwhile"
