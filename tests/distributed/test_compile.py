@@ -15,6 +15,7 @@ import pytest
 
 from tests.helpers import compiling, zoo
 from tests.helpers.compiling import BACKEND, FORMS, WHOLE, ByHand, Compiled, count_raw, count_several
+from tests.helpers.ranks import outcome
 
 pytestmark = [pytest.mark.rest, pytest.mark.timeout(600)]
 
@@ -164,3 +165,33 @@ def test_inductor(ranks2):
     for found, uncompiled in ranks2(_both, "blocks", Compiled, {}, "inductor", timeout_seconds=500):
         # kernels of its own add up in another order
         assert found.losses == pytest.approx(uncompiled.losses, rel=1e-5)
+
+
+def test_what_lies_between_units_is_compiled_too(ranks2):
+    """``fully_shard`` alone compiles the blocks of a compiled network; here its stem and its head are graphs, too."""
+    raw_graphs, raw_breaks = ranks2(count_raw, "net")[0]
+    (found,) = ranks2(count_several, "net", [_settings(3)], timeout_seconds=200)[0]
+    assert (found.graphs[2], sum(found.breaks.values())) == (raw_graphs + 2, raw_breaks)
+
+
+@pytest.mark.parametrize("form", ["blocks", "net", "copy beside", "function"])
+def test_deepspeed_makes_the_graphs_of_ddp(ranks2, form):
+    strategies = ["ddp", *({"engine": "deepspeed", "stage": stage} for stage in (1, 2))]
+    compiled = ranks2(count_several, form, strategies, timeout_seconds=300)
+    plain = ranks2(count_several, "none", strategies, timeout_seconds=200)
+    for of_rank, plain_of_rank in zip(compiled, plain, strict=True):
+        for found, uncompiled in zip(of_rank, plain_of_rank, strict=True):
+            assert found.losses == uncompiled.losses
+            assert (found.graphs, found.breaks, found.names) == (
+                of_rank[0].graphs,
+                of_rank[0].breaks,
+                of_rank[0].names,
+            )
+
+
+@pytest.mark.parametrize("form", ["blocks", "net", "copy beside", WHOLE])
+def test_deepspeed_refuses_compiled_modules_at_stage_3(ranks2, form):
+    for name, text in ranks2(outcome, compiling.count, form, {"engine": "deepspeed", "stage": 3}):
+        assert name == "ValueError"
+        assert "is compiled, but DeepSpeed gathers" in text
+        assert "use engine='fsdp2' or stage=2" in text

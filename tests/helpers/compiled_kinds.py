@@ -70,7 +70,7 @@ class RecomputedAndCompiled(zoo.Checkpointed):
             block.compile(backend=BACKEND)
 
 
-_AT_STAGE_3 = {3: r"is compiled.*engine='fsdp2'"}
+_AT_STAGE_3 = {3: r"compiled.*engine='fsdp2'"}
 
 
 def _compiled(kind: type[Zoo], **more: Any) -> Kind:

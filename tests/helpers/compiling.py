@@ -171,8 +171,7 @@ def count_several(form: str, strategies: list[Any], **options: Any) -> list[Coun
 
 
 def count_raw(form: str, steps: int = 3) -> tuple[int, int]:
-    """Graphs and breaks of ``fully_shard`` alone around the same blocks and the module that holds the network, of
-    training only."""
+    """Graphs and breaks of ``fully_shard`` alone around the same blocks, of training only."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
@@ -187,10 +186,9 @@ def count_raw(form: str, steps: int = 3) -> tuple[int, int]:
         FORMS[form](module, counting)  # type: ignore[arg-type]
         for block in module.net.blocks:  # type: ignore[union-attr]
             fully_shard(block)
-        module.forward = lambda x: module.net(x)  # type: ignore[operator]
-        fully_shard(module)
+        fully_shard(module.net)
         for _ in range(steps):
-            module(torch.ones(zoo.BATCH, zoo.WIDTH)).sum().backward()
+            module.net(torch.ones(zoo.BATCH, zoo.WIDTH)).sum().backward()
         return counting.frame_count, sum(counters["graph_break"].values())
     finally:
         dist.destroy_process_group()

@@ -488,3 +488,6 @@ def two_then_one(strategy: Any, path: str) -> None:
     trainer.save_checkpoint(path)
     again = make_trainer(strategy, max_steps=4, limit_val_batches=0)
     again.fit(ConfiguredByHand(make=two), DataLoader(RandomDataset(), batch_size=BATCH), ckpt_path=path)
+
+
+import tests.helpers.compiled_kinds  # noqa: E402, F401  (the last of the zoo's kinds)

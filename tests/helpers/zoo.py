@@ -1562,3 +1562,7 @@ def whole(value: Tensor) -> Tensor:
 
 def _odd_rank() -> bool:
     return int(os.environ["RANK"]) % 2 == 1
+
+
+import tests.helpers.held  # noqa: E402
+import tests.helpers.optimizers  # noqa: E402, F401  (adds its kinds, which are made of this module's)
