@@ -42,7 +42,7 @@ def contenders(width: int) -> dict[str, dict[str, Any]]:
         "deepspeed, nvme, pipelined unit by unit": {
             "settings": {
                 **deepspeed,
-                "offload": files,
+                "offload": {**files, "buffer_count": 16},
                 "deepspeed": {"sub_group_numel": unit},
                 "deepspeed_config": tuned,
             }
@@ -56,6 +56,8 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     with RankPool() as pool:
         for _ in range(options.rounds):
             for name, job in contenders(options.width).items():
+                if options.only and not any(word in name for word in options.only):
+                    continue
                 with tempfile.TemporaryDirectory(dir=options.folder) as folder:
                     sizes = options.blocks, options.width, options.steps
                     args = job["settings"], *sizes, folder, job.get("short", False)
@@ -89,6 +91,7 @@ def table(options: argparse.Namespace) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page", nargs="?", type=Path, help="the page to fill in; printed without it")
+    parser.add_argument("--only", nargs="+", default=[], help="contenders whose name has one of these words")
     parser.add_argument("--folder", help="on the disk; by default that of temporary files")
     parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--width", type=int, default=2048)
