@@ -58,7 +58,7 @@ def _composed(*overrides: str) -> Any:
     "contradiction",
     [
         ("strategy/engine=deepspeed", "strategy.transport=direct"),
-        ("strategy/offload=nvme",),
+        ("strategy/offload=nvme", "strategy.offload.buffer_count=4"),
         ("strategy.deepspeed_config=nowhere.json", "strategy/engine=deepspeed"),
     ],
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 SEGMENT_BYTES = 1 << 30
 """Mapped at a time, without room on the disk: each mapping takes a file descriptor."""
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of linux/mman.h, from Linux 5.14 on; the module mmap does not have it
-_START_WRITING = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h
+_START_WRITING, _WRITE_AND_WAIT = 2, 7  # SYNC_FILE_RANGE_WRITE, and with WAIT_BEFORE and WAIT_AFTER; linux/fs.h
 
 
 class Region(NamedTuple):
@@ -84,9 +84,8 @@ class PagedFile:
 
     def write_behind(self, region: Region) -> None:
         """Begins to write, and gives the pages up: the kernel keeps them as long as nobody else needs memory."""
-        where = ctypes.c_int64(region.offset), ctypes.c_int64(region.nbytes)
-        self._libc.sync_file_range(self._file.fileno(), *where, ctypes.c_uint(_START_WRITING))
-        self.let_go(region)
+        self._sync(region, _START_WRITING)
+        self._advise(region, mmap.MADV_DONTNEED)
 
     def let_go(self, region: Region) -> None:
         """The process has these pages no more, until it touches them again."""
@@ -94,9 +93,13 @@ class PagedFile:
 
     def forget(self, region: Region) -> None:
         """As :meth:`write_behind` where memory is short: the region is on the disk at once, and nowhere else."""
-        os.fdatasync(self._file.fileno())
+        self._sync(region, _WRITE_AND_WAIT)
         self._advise(region, mmap.MADV_DONTNEED)
         os.posix_fadvise(self._file.fileno(), region.offset, region.nbytes, os.POSIX_FADV_DONTNEED)
+
+    def _sync(self, region: Region, how: int) -> None:
+        where = ctypes.c_int64(region.offset), ctypes.c_int64(region.nbytes)
+        self._libc.sync_file_range(self._file.fileno(), *where, ctypes.c_uint(how))
 
     def _advise(self, region: Region, advice: int) -> int:
         return int(self._libc.madvise(ctypes.c_void_p(region.address), ctypes.c_size_t(region.nbytes), advice))
