@@ -223,7 +223,9 @@ def render(measured: dict[str, Any]) -> str:
             f"{middle['cpu_seconds'] * 1e3:.1f}",
             f"{middle['peak_bytes'] / 1e6:.0f}",
             _ratio(measured, name, "fully_shard", "peak_bytes"),
-            f"{middle['life_peak_bytes'] / 1e6:.0f}" if "life_peak_bytes" in middle else "",  # stored before it was seen
+            f"{middle['life_peak_bytes'] / 1e6:.0f}"
+            if "life_peak_bytes" in middle
+            else "",  # stored before it was seen
             f"{middle['imported_bytes'] / 1e6:.0f}",
             f"{middle['wire_bytes'] / 1e6:.1f}",
             f"{middle['start_up_seconds']:.1f}",
