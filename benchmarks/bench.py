@@ -192,6 +192,7 @@ def _summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "cpu_seconds": statistics.mean(r["cpu_seconds_per_step"] for r in ranks),
         "update_seconds": statistics.median(ranks[0]["update_seconds"] or [math.nan]),
         "peak_bytes": max(r["peak_bytes"] for r in ranks),
+        "life_peak_bytes": max(r["life_peak_bytes"] for r in ranks),
         "imported_bytes": max(r["imported_bytes"] for r in ranks),
         "wire_bytes": ranks[0]["wire_bytes_per_step"],
         "start_up_seconds": ranks[0]["start_up_seconds"],  # it may have stopped the others before their first step
@@ -227,8 +228,8 @@ def render(measured: dict[str, Any]) -> str:
         + (f"; {ABOUT[table['about']][0]}" if "about" in table else ""),
         "",
         "| | step, ms | to the floor | to fully_shard | clip and update, ms | CPU per rank, ms | peak memory, MB"
-        " | to fully_shard | imported, MB | sent per rank, MB | start-up, s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        " | to fully_shard | in its whole life, MB | imported, MB | sent per rank, MB | start-up, s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in CONTENDERS:
         found = [run for (run,) in bounds.rounds(measured, name)]
@@ -247,6 +248,9 @@ def render(measured: dict[str, Any]) -> str:
             f"{middle['cpu_seconds'] * 1e3:.1f}",
             f"{middle['peak_bytes'] / 1e6:.0f}",
             _ratio(measured, name, "fully_shard", "peak_bytes"),
+            f"{middle['life_peak_bytes'] / 1e6:.0f}"
+            if "life_peak_bytes" in middle
+            else "",  # stored before it was seen
             f"{middle['imported_bytes'] / 1e6:.0f}",
             f"{middle['wire_bytes'] / 1e6:.1f}",
             f"{middle['start_up_seconds']:.1f}",

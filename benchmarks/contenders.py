@@ -112,6 +112,7 @@ class Job:
         if counted == 0:
             self.wire = -_wire_bytes()
             self.cpu = -time.process_time()
+            self.peak_before = _peak_bytes(self.device)
             _reset_peak(self.device)
         elif counted > 0:
             self.seconds.append(now - self.step_begun)
@@ -130,6 +131,8 @@ class Job:
             "losses": [float(loss) for loss in self.losses],
             "cpu_seconds_per_step": self.cpu / self.steps,
             "peak_bytes": self.peak,
+            # being built and sharded, and at the end made whole, too
+            "life_peak_bytes": max(self.peak_before, _peak_bytes(self.device)),
             "imported_bytes": self.imported,
             "wire_bytes_per_step": self.wire / self.steps / self.ranks,
             "start_up_seconds": self.start_up,

@@ -1,7 +1,8 @@
 """docs/memory.md: what a rank stores and sends, with every figure computed or measured here.
 
-    python benchmarks/memory.py > docs/memory.md              # measures again, about 4 minutes
+    python benchmarks/memory.py > docs/memory.md              # measures again, about 15 minutes and 8 GiB
     python benchmarks/memory.py --keep docs/memory.md         # prints the page with that file's measurements
+    python benchmarks/memory.py --keep docs/memory.md life    # with those of one part anew: steps, life or built
 
 `tests/unit/test_memory_doc.py` tells when the page is not what this prints.
 """
@@ -10,14 +11,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-from lightning_zero.planner.memory import fsdp2_bytes, paper_bytes, paper_bytes_fp32, popular_bytes
+from lightning_zero.planner.memory import fsdp2_bytes, paper_bytes, paper_bytes_fp32, popular_bytes  # noqa: E402
 
-BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 STAGE_NAMES = {0: "DDP", 1: "stage 1", 2: "stage 2", 3: "stage 3"}
 PSI, RANKS = 7.5e9, 64
 POPULAR = {1: "12 + 4/N", 2: "8 + 8/N", 3: "16/N"}
@@ -41,18 +42,27 @@ FSDP2 = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, help="take the measurements from this page")
+    parser.add_argument(
+        "parts", nargs="*", choices=[*MEASURES, []], help="what to measure; all, unless --keep is given"
+    )
+    parser.add_argument("--keep", type=Path, help="take the other measurements from this page")
     options = parser.parse_args()
-    text = measured_part(options.keep.read_text(encoding="utf-8")) if options.keep else measure()
-    print(page(text), end="")
+    measured = measured_parts(options.keep.read_text(encoding="utf-8")) if options.keep else {}
+    for name in options.parts or (MEASURES if not options.keep else ()):
+        measured[name] = MEASURES[name]()
+    print(page(measured), end="")
 
 
-def measured_part(text: str) -> str:
-    """What stands between the marks."""
-    return text.split(BEGIN)[1].split(END)[0].strip("\n")
+def measured_parts(text: str) -> dict[str, str]:
+    """What stands between the marks of each part."""
+    return {name: text.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- /{name} -->")[0] for name in MEASURES}
 
 
-def page(measured: str) -> str:
+def _marked(name: str, text: str) -> str:
+    return f"<!-- {name} -->\n{text}\n<!-- /{name} -->"
+
+
+def page(measured: dict[str, str]) -> str:
     return f"""# What a rank stores and sends
 
 `lightning-zero plan` answers it for your module; this page says where the numbers come from. Ψ is the number of
@@ -190,21 +200,23 @@ lightning-zero plan model=llama_70b model.config.hidden_size=4096 model.config.n
 
 ```text
 zero3 before and after its steps, host memory in GiB: of a rank, of a host with 4
-  made by configure_model                9.03     36.1
+  made by configure_model                10.9     43.7
   made in __init__, or below stage 3     28.0    112.2
   loaded from a file                     10.9     43.7
   saved as one file, rank 0             112.2    112.2
   ended whole                           105.2    420.6
 ```
 
+{_marked("built", measured["built"])}
+
 ## Checked against what happens
 
 Tests compare the plan with what `ZeroMonitor` counts on every rank, for module kinds × stages × 1, 2 and 4 ranks: model
 states and bytes sent within 1 %, the CPU allocator's peak within 10 % (`tests/distributed/test_plan.py`).
 
-{BEGIN}
-{measured}
-{END}
+{_marked("steps", measured["steps"])}
+
+{_marked("life", measured["life"])}
 
 Nothing here was measured on a GPU: none was at hand. `tests/gpu/test_plan_cuda.py` compares the plan with
 `torch.cuda.max_memory_allocated` for four models where there is one; it is skipped elsewhere. A plan for CUDA that is
@@ -258,11 +270,8 @@ def _rows(rows: object) -> str:
 # -- measurements ----------------------------------------------------------------------------------------------------
 
 
-def measure() -> str:
-    import platform
-
-    import torch
-
+def steps() -> str:
+    """The peak of a step, and what goes over the wire."""
     from tests.helpers import account
     from tests.helpers.ranks import RankPool
 
@@ -279,7 +288,6 @@ def measure() -> str:
         ):
             peaks += _measured_peaks(pool, name, n, options)
             print(f"measured: {name} on {n}", file=sys.stderr, flush=True)
-        life = _life_rows(pool)
     unit = account.Stack.WIDTH**2 / (account.Stack.NUM_UNITS * account.Stack.WIDTH**2)
     return f"""Bytes per parameter at the peak of a step on 2 CPU ranks, by the allocator's record of every block, for
 {account.Stack.NUM_UNITS} equal units (one is {4 * unit:.2f} bytes per parameter in fp32) and next to no activations:
@@ -294,53 +302,96 @@ Peaks with activations, MiB, rank 0, micro-batches of 16 (`tests/helpers/account
 |---|---|---|---|---|---|---|
 {_rows(peaks)}
 
-{life_table(life)}
-
-torch {torch.__version__}, Python {platform.python_version()}, CPU, gloo."""
+{_versions()}"""
 
 
 GPT = {"vocab_size": 16000, "n_embd": 768, "n_layer": 12, "n_head": 12}
 """97 million parameters."""
+BORN_RANKS, ROOM_GIB = 8, 14
 
 
-def life_table(rows: Sequence[tuple[str, ...]]) -> str:
+def life() -> str:
     """A whole life, in the process that holds the most."""
+    rows = _life_rows()
     return f"""A GPT of 97 million parameters (372 MiB in fp32) under `zero3`, AdamW, micro-batches of one, in its whole
 life (`tests/helpers/lifetime.py`): built in `configure_model`, loaded from safetensors, trained, saved as one file,
-made whole at the end. Most that was resident in one process beyond its imports, MiB. The plan counts tensors; what
-freed ones leave behind in the allocator is beyond it, most while training:
+made whole at the end. Most that was resident in the process that held the most, MiB, beyond what it held after the run
+of a tiny module: its imports.
 
-| | 2 ranks: planned | measured | 4 ranks: planned | measured |
-|---|---|---|---|---|
-{_rows(rows)}"""
+| | 2 ranks: planned | measured | of plan and imports | 4 ranks: planned | measured | of plan and imports |
+|---|---|---|---|---|---|---|
+{_rows(rows)}
+
+{_versions()}"""
 
 
-def _life_rows(pool: object) -> list[tuple[str, ...]]:
+def _life_rows() -> list[tuple[str, ...]]:
     import tempfile
 
     import torch
 
     import lightning_zero
     from tests.helpers import lifetime
+    from tests.helpers.ranks import RankPool
 
     columns: list[list[str]] = [list(lifetime.PHASES)]
     with tempfile.TemporaryDirectory() as folder:
-        pool.run(lifetime.write, GPT, f"{folder}/published", world_size=1)  # type: ignore[attr-defined]
+        with RankPool() as pool:
+            pool.run(lifetime.write, GPT, f"{folder}/published", world_size=1)
         for n in (2, 4):
             args = ({"stage": 3}, GPT, f"{folder}/published", f"{folder}/{n}.ckpt")
-            found = pool.run(lifetime.peaks, *args, world_size=n, timeout_seconds=300)  # type: ignore[attr-defined]
+            with RankPool() as pool:  # fresh processes, whose imports are all that they hold
+                found = pool.run(lifetime.peaks, *args, world_size=n, timeout_seconds=300)
             with torch.device("meta"):
                 module = lifetime.Gpt(GPT)
                 module.configure_model()
             batch = torch.zeros(1, lifetime.TOKENS, dtype=torch.long)
-            plan = lightning_zero.plan(module, batch, world_size=n)
-            assert plan.life is not None
-            (step,) = (row.peak for row in plan.rows if row.name == "zero3")
-            planned = {**vars(plan.life), "trained": step}
+            planned = lifetime.planned(lightning_zero.plan(module, batch, world_size=n))
+            most = {phase: max(each[phase] for each in found) for phase in lifetime.PHASES}
+            imports = max(each["imports"] for each in found)
             columns.append([f"{planned[phase] / 2**20:.0f}" for phase in lifetime.PHASES])
-            columns.append([f"{max(each[phase] for each in found) / 2**20:.0f}" for phase in lifetime.PHASES])
-            print(f"measured: life on {n}", file=sys.stderr, flush=True)
+            columns.append([f"{most[phase] / 2**20:.0f}" for phase in lifetime.PHASES])
+            columns.append(
+                [f"{(most[phase] + imports) / (planned[phase] + imports) - 1:+.0%}" for phase in lifetime.PHASES]
+            )
+            print(f"measured: life on {n}, imports {imports / 2**20:.0f} MiB", file=sys.stderr, flush=True)
     return list(zip(*columns, strict=True))
+
+
+def built() -> str:
+    """A module that no process here could hold, in one rank of a run whose other ranks are not there."""
+    import json
+    import subprocess
+
+    from tests.helpers import born
+
+    rows = []
+    for device, name in (("cpu", "in `configure_model`"), ("meta", "on the meta device")):
+        job = {"world_size": BORN_RANKS, "device": device, "sizes": born.SEVEN_BILLION, "room_gib": ROOM_GIB}
+        command = [sys.executable, "-m", "tests.helpers.born", json.dumps(job)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        found = json.loads(done.stdout.splitlines()[-1])
+        cells = (f"{found[key] / 2**30:.2f}" for key in ("planned", "peak", "kept"))
+        rows.append((name, *cells))
+        print(f"measured: {name}", file=sys.stderr, flush=True)
+    billions, whole_gib = found["parameters"] / 1e9, 4 * found["parameters"] / 2**30
+    return f"""A Llama of {billions:.1f} billion parameters ({whole_gib:.1f} GiB in fp32) was built and sharded in
+one process, as rank 0 of {BORN_RANKS} whose others are not there (`tests/helpers/born.py`), which may take
+{ROOM_GIB} GiB of address space (`RLIMIT_AS`) and no more. GiB, resident beyond its imports:
+
+| built | planned, most | measured, most | left: the shards |
+|---|---|---|---|
+{_rows(rows)}
+
+{_versions()}"""
+
+
+def _versions() -> str:
+    import platform
+
+    import torch
+
+    return f"torch {torch.__version__}, Python {platform.python_version()}, CPU, gloo."
 
 
 def _measured_state(
@@ -373,6 +424,8 @@ def _measured_peaks(pool: object, name: str, n: int, options: dict[str, object])
         )
     return rows
 
+
+MEASURES: dict[str, Callable[[], str]] = {"steps": steps, "life": life, "built": built}
 
 if __name__ == "__main__":
     main()

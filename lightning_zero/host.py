@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import mmap
 import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc's malloc.h
 MAPPED_FROM_BYTES = 1 << 20
-TRIMMED_FROM_BYTES = 8 << 20
+MAPPED_IN_STEPS_FROM_BYTES = 8 << 20
+_LARGE_PAGE = 2 << 20
 
 
 def available_host_bytes() -> int:
@@ -82,10 +86,65 @@ def return_freed_memory() -> None:
     """
     if sys.platform != "linux" or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
-    libc = ctypes.CDLL(None)
+    libc = _libc()
     if hasattr(libc, "gnu_get_libc_version") and hasattr(libc, "mallopt"):
-        libc.mallopt(_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
-        libc.mallopt(_TRIM_THRESHOLD, TRIMMED_FROM_BYTES)
+        _mapped_from[:] = [MAPPED_FROM_BYTES]
+        map_from(MAPPED_FROM_BYTES)
+
+
+_mapped_from: list[int] = []
+"""What was set last; empty where malloc is not ours to set."""
+
+
+def map_from(nbytes: int) -> None:
+    """From here on blocks of this size and more are mappings of their own. Each costs page faults, which an operator on
+    activations feels: in a step only what stays, or comes and goes by the unit, is worth them."""
+    if _mapped_from:
+        _mapped_from[0] = nbytes
+        _libc().mallopt(_MMAP_THRESHOLD, nbytes)
+        _libc().mallopt(_TRIM_THRESHOLD, max(8 * MAPPED_FROM_BYTES, 2 * nbytes))
+
+
+@contextlib.contextmanager
+def mapped_apart() -> Iterator[None]:
+    """Large blocks that are allocated inside are mappings of their own."""
+    if not _mapped_from:
+        yield
+        return
+    _libc().mallopt(_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
+    try:
+        yield
+    finally:
+        _libc().mallopt(_MMAP_THRESHOLD, _mapped_from[0])
+
+
+def return_gaps() -> None:
+    """The kernel gets what is free between blocks that are alive; milliseconds for a hundred megabytes."""
+    if _mapped_from:
+        _libc().malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """Of this process; 0 where that is not known."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read(64).split()[1]) * mmap.PAGESIZE
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+@functools.cache
+def _libc() -> Any:
+    return ctypes.CDLL(None)
+
+
+def in_large_pages(address: int, nbytes: int) -> None:
+    """Has the kernel lay fresh memory of this process, which is about to be written from end to end, in pages of 2 MiB
+    as far as they fit into it: a page of 4 KiB costs about as much to come by as to fill."""
+    if sys.platform == "linux" and nbytes >= 2 * _LARGE_PAGE:
+        start, end = -(-address // _LARGE_PAGE) * _LARGE_PAGE, (address + nbytes) // _LARGE_PAGE * _LARGE_PAGE
+        # without effect where the kernel knows no such pages, or has them for everything
+        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
 
 
 def require_deepspeed() -> None:

@@ -60,7 +60,13 @@ from lightning_zero.engines.hooks import user_looks_between_micro_batches
 from lightning_zero.engines.optimizer_step import refuse_sharding
 from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision, adapt_precision
 from lightning_zero.engines.run import EngineRun, Place
-from lightning_zero.host import available_host_bytes, own_room_bytes, return_freed_memory
+from lightning_zero.host import (
+    MAPPED_IN_STEPS_FROM_BYTES,
+    available_host_bytes,
+    map_from,
+    own_room_bytes,
+    return_freed_memory,
+)
 from lightning_zero.launch.launcher import Launched
 from lightning_zero.launch.step_sync import sync_steps
 from lightning_zero.private.check import check
@@ -383,6 +389,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._saving.end(self._failed)
         finally:
             self._end_run()
+            map_from(MAPPED_IN_STEPS_FROM_BYTES)
 
     def _end_run(self) -> None:
         self._inference_mode.give_back()

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from lightning_zero.comm import direct, tree
 from lightning_zero.comm.peer_memory import PeerMemory
@@ -29,6 +30,11 @@ def broadcast_coalesced(tensors: Sequence[Tensor], src: int = 0, group: dist.Pro
     if dist.get_world_size(group) == 1:
         return
     for bucket in _buckets([t for t in tensors if t.numel()]):
+        if len(bucket) == 1 and bucket[0].is_contiguous():  # it may be a large one, of which no copies are needed
+            dist.broadcast(bucket[0].detach().view(-1).view(torch.uint8), src, group=group)
+            if dist.get_rank(group) != src and not bucket[0].is_inference():
+                increment_version(bucket[0])
+            continue
         flat = torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in bucket])
         dist.broadcast(flat, src, group=group)
         if dist.get_rank(group) != src:

@@ -22,11 +22,13 @@ Accelerators keep their own collectives, and so do backends other than gloo.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -47,6 +49,8 @@ NEAR_PIECE_BYTES = 2**19
 """A piece read from peer memory: small enough to be still in the cache when it is added."""
 SMALL_BYTES = 2**18
 """Shards below this size share one message: one more copy costs less than a message of their own."""
+IDLE_BYTES = 8 * 2**20
+"""From this size on memory that no message is in is given back but for one piece of it; smaller ones are all kept."""
 _GATHER, _REDUCTION = 7001, 7002
 """Tags of messages. A gather may begin and end during a reduction on the same group, so each kind has a tag of its own,
 and none is a number that a user's own messages are likely to have."""
@@ -309,27 +313,48 @@ class Pool:
     """Memory for messages, handed out again when the last tensor in it is gone; all of it is freed with the pool.
 
     The general allocator would reuse it as well, but places it among small and lasting tensors, where large blocks that
-    come and go leave gaps.
+    come and go leave gaps. What lies idle is resident all the same, so of large pieces (``IDLE_BYTES``) only the one
+    that came back last stays, and only for a message that it is not far too large for.
     """
 
     def __init__(self) -> None:
-        self._free: list[mmap.mmap] = []
+        self._free: list[mmap.mmap] = []  # small ones
+        self._idle: mmap.mmap | None = None  # a large one
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialized 1D tensor on the CPU."""
         nbytes = max(numel, 1) * dtype.itemsize
         memory = self._take(nbytes)
         lease = (ctypes.c_char * nbytes).from_buffer(memory)  # lives as long as the tensor's storage
-        weakref.finalize(lease, self._free.append, memory)
+        weakref.finalize(lease, self._give_back, memory)
         return torch.frombuffer(lease, dtype=dtype)[:numel]
 
     def _take(self, nbytes: int) -> mmap.mmap:
+        if nbytes >= IDLE_BYTES:
+            memory, self._idle = self._idle, None
+            fitting = [memory] if memory is not None and nbytes <= len(memory) <= 2 * nbytes else []
+            return fitting[0] if fitting else _mapped(nbytes)
         fitting = [memory for memory in self._free if nbytes <= len(memory) <= 2 * nbytes]
         if not fitting:
-            return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return _mapped(nbytes)
         memory = min(fitting, key=len)
         self._free.remove(memory)
         return memory
+
+    def _give_back(self, memory: mmap.mmap) -> None:
+        """On any thread, at any moment."""
+        if len(memory) >= IDLE_BYTES:
+            self._idle = memory
+        else:
+            self._free.append(memory)
+
+
+def _mapped(nbytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= IDLE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):  # it is written from end to end at once
+        with contextlib.suppress(OSError):  # a kernel without
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 class ReduceScatter:
@@ -337,14 +362,21 @@ class ReduceScatter:
 
     Args:
         world_size: Of the groups that it is called with.
+        apart: Around the allocation of what stays.
 
     Attributes:
         may_wait: The next reduction need not be complete when the call returns, but only after :meth:`finish`: nobody
             reads or moves its output before.
     """
 
-    def __init__(self, pool: Pool, world_size: int, peer_memory: PeerMemory | None = None) -> None:
-        self._pool, self._world_size, self._peer_memory = pool, world_size, peer_memory
+    def __init__(
+        self,
+        pool: Pool,
+        world_size: int,
+        peer_memory: PeerMemory | None = None,
+        apart: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self._pool, self._world_size, self._peer_memory, self._apart = pool, world_size, peer_memory, apart
         self._input = 0  # address of the input allocated last
         self._lent: int | None = None  # elements of an input whose output has not been allocated yet
         self._under_way: dist.Work | None = None
@@ -363,7 +395,8 @@ class ReduceScatter:
         numel = math.prod(size)
         if self._lent == numel * self._world_size:
             self._lent = None
-            return torch.empty(*size, dtype=dtype, device=device)  # not of the pool: gradients outlive the next input
+            with self._apart():  # and not of the pool: gradients outlive the next input
+                return torch.empty(*size, dtype=dtype, device=device)
         self._lent = numel
         sent = self._pool.empty(numel, dtype)
         self._input = sent.data_ptr()

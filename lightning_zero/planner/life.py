@@ -15,7 +15,8 @@ class Life:
     whole: float
     """The module itself: what every rank holds that builds it in ``__init__``, or below stage 3."""
     made: float
-    """While ``configure_model`` builds it: the shards, the lots that are open and the parameter that is being made."""
+    """While ``configure_model`` builds it: the shards, the open lots and the parameter that is being made, or later the
+    unit that is about to be shards."""
     loaded: float
     """While ``load_pretrained`` or ``ckpt_path`` fills it: the shards and the unit that is being filled."""
     saved: float
@@ -36,7 +37,7 @@ def life_of(layout: Layout, world_size: int, state: StateBytes, on_host: bool, b
     born_sharded = world_size > 1 and built == "auto"
     return Life(
         whole=whole,
-        made=min(whole, shards + OPEN_BYTES + largest) if born_sharded else whole,
+        made=min(whole, shards + max(OPEN_BYTES + largest, unit)) if born_sharded else whole,
         loaded=(shards if on_host else 0.0) + unit,
         saved=(state.total + layout.buffer_bytes if on_host else 0.0) + whole + whole_states,
         ended=(shards + state.optimizer if on_host else 0.0) + whole + whole_states,

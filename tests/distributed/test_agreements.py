@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm import tree
-from lightning_zero.comm.agree import IN_BACKGROUND, IN_STEP, STEP_SYNC, shared_agreement
+from lightning_zero.comm.agree import IN_BACKGROUND, IN_STEP, STEP_SYNC, broadcast_coalesced, shared_agreement
+from tests.helpers.lifetime import forget_peak, resident
 from tests.helpers.ranks import outcome
 
 
@@ -133,3 +134,23 @@ def test_after_a_failed_agreement_the_next_run_gets_a_new_channel_on_all_ranks(a
             assert "the call on rank" in said
             assert f"within timeout_seconds=4 (rank {absent} has ended, or has not come in time" in said
             assert seconds < 12
+
+
+def _broadcast_of_a_large_tensor() -> int:
+    dist.init_process_group("gloo")
+    broadcast_coalesced([torch.zeros(2**20)])  # buffers of the connections are there
+    tensor = torch.full((2**24,), float(dist.get_rank() + 1))
+    versions = tensor._version
+    before = resident("VmRSS")
+    forget_peak()
+    broadcast_coalesced([tensor])
+    more = resident("VmHWM") - before
+    assert tensor.eq(1).all()
+    assert (tensor._version > versions) == (dist.get_rank() > 0)  # rank 1's was written to
+    return more
+
+
+@pytest.mark.rest
+def test_a_large_tensor_is_broadcast_without_copies(ranks2):
+    for more in ranks2(_broadcast_of_a_large_tensor):
+        assert more < 2**24 * 4 / 2

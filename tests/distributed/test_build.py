@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from tests.helpers import building
+from tests.helpers import born, building
 from tests.helpers.pretrained import KINDS as PUBLISHED
 from tests.helpers.pretrained import hugging_face
-from tests.helpers.ranks import outcome
+from tests.helpers.ranks import ROOT, outcome
 from tests.helpers.zoo import KINDS, WIDTH
 
 LAYER = 4 * WIDTH * WIDTH
@@ -85,6 +89,22 @@ def test_every_kind_of_the_zoo(world_size, ranks):
     for of_rank in found:
         assert [(kind, differ) for kind, differ in of_rank if differ not in ("", "-")] == []
         assert sum(differ == "" for _, differ in of_rank) > 120
+
+
+@pytest.mark.rest
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_rank_holds_what_the_plan_counts(device):
+    """One rank of eight, whose others are not there: half of the module is the root's, which is whole at the end."""
+    pytest.importorskip("transformers")
+    sizes = {**born.SEVEN_BILLION, "hidden_size": 1024, "num_hidden_layers": 6, "vocab_size": 32000}
+    sizes |= {"intermediate_size": 2752, "num_attention_heads": 8, "num_key_value_heads": 8}
+    job = json.dumps({"world_size": 8, "device": device, "sizes": sizes, "room_gib": 4})
+    command = [sys.executable, "-m", "tests.helpers.born", job]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["peak"] == pytest.approx(found["planned"], rel=0.1)
+    assert found["peak"] < 0.6 * 4 * found["parameters"]
 
 
 # -- what cannot be ---------------------------------------------------------------------------------------------------

@@ -5,8 +5,10 @@ They localise mistakes in who sends which part to whom; parity tests show only t
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -175,3 +177,23 @@ def test_memory_is_lent_again_only_when_no_tensor_is_left_in_it():
     del view
     assert pool.empty(1000, torch.float32).data_ptr() == address
     assert pool.empty(100, torch.float32).data_ptr() != address  # a small one does not take a large one's place
+
+
+def test_of_large_memory_one_idle_piece_stays():
+    pool, numel = direct.Pool(), direct.IDLE_BYTES // 2
+    first, second = pool.empty(numel, torch.float32), pool.empty(numel, torch.float32)
+    address, before = second.data_ptr(), _resident()
+    first.zero_()
+    second.zero_()
+    assert _resident() - before == pytest.approx(8 * numel, rel=0.1)
+    del first, second
+    assert _resident() - before == pytest.approx(4 * numel, rel=0.2)
+    again = pool.empty(numel * 3 // 4, torch.float32)
+    assert again.data_ptr() == address
+    del again
+    pool.empty(4 * numel, torch.float32)  # nothing fits: what is idle goes first
+    assert _resident() - before < numel
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -42,8 +42,8 @@ class Gpt(L.LightningModule):
         self.note("saved")
 
     def note(self, phase: str) -> None:
-        self.peaks[phase] = _resident("VmHWM")
-        _forget_peak()
+        self.peaks[phase] = resident("VmHWM")
+        forget_peak()
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         return self.model(input_ids=batch, labels=batch).loss
@@ -67,17 +67,23 @@ def write(sizes: dict[str, int], folder: str) -> int:
 
 
 def peaks(settings: dict[str, Any], sizes: dict[str, int], folder: str, target: str) -> dict[str, int]:
-    """Phase -> bytes that were resident at most, beyond those of this process before."""
+    """Phase -> bytes that were resident at most, beyond those of this process before, which are its ``imports``."""
     small = {"vocab_size": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
     write(small, f"{target}.small")
     _fit(settings, Gpt(small, f"{target}.small", f"{target}.small.ckpt"))  # imports, threads and groups are there
     gc.collect()
-    before = _resident("VmRSS")
-    _forget_peak()
+    before = resident("VmRSS")
+    forget_peak()
     module = Gpt(sizes, folder, target)
     _fit(settings, module)
     module.note("ended")
-    return {phase: module.peaks[phase] - before for phase in PHASES}
+    return {"imports": before, **{phase: module.peaks[phase] - before for phase in PHASES}}
+
+
+def planned(plan: Any) -> dict[str, float]:
+    """Phase -> bytes, by the plan."""
+    (step,) = (row.peak for row in plan.rows if row.name == "zero3")
+    return {**vars(plan.life), "trained": step}
 
 
 def _fit(settings: dict[str, Any], module: Gpt) -> None:
@@ -85,10 +91,10 @@ def _fit(settings: dict[str, Any], module: Gpt) -> None:
     make_trainer(settings, max_steps=2, limit_val_batches=0).fit(module, loader)
 
 
-def _resident(what: str) -> int:
+def resident(what: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
 
 
-def _forget_peak() -> None:
+def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")

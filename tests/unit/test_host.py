@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +86,32 @@ def test_freed_memory_goes_back() -> None:
     assert resident("ours") + 50 < resident("glibc")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_blocks_of_a_step_keep_their_pages_and_others_are_mapped_apart() -> None:
+    code = (
+        "import resource, torch, lightning_zero.host as host\n"
+        "host.return_freed_memory()\n"
+        "def faults():\n"
+        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    for _ in range(10): torch.empty(3 << 20, dtype=torch.uint8).fill_(1)\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
+        "faults(); print(faults())\n"
+        "host.map_from(host.MAPPED_IN_STEPS_FROM_BYTES)\n"
+        "faults(); print(faults())\n"
+        "with host.mapped_apart():\n"
+        "    held = torch.empty(64 << 20, dtype=torch.uint8)\n"
+        "    held.fill_(1)\n"
+        "faults(); print(faults())\n"
+        "host.return_gaps(); print(faults())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    outside, inside, after, returned = map(int, done.stdout.split())
+    pages = (3 << 20) // mmap.PAGESIZE
+    assert outside > 9 * pages  # each block has fresh pages
+    assert max(inside, after) < pages / 2
+    assert returned > pages / 2  # the kernel had them meanwhile
+
+
 @pytest.mark.parametrize(("wanted", "then"), [(100, 256), (400, 400), (1000, 512)])
 def test_the_limit_of_open_files_rises_as_far_as_it_may(wanted, then) -> None:
     code = (
@@ -92,3 +121,30 @@ def test_the_limit_of_open_files_rises_as_far_as_it_may(wanted, then) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"({then}, 512)"
+
+
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(
+    not LARGE_PAGES.exists() or "[madvise]" not in LARGE_PAGES.read_text(),
+    reason="the kernel has no large pages, or has them for everything",
+)
+def test_fresh_memory_lies_in_large_pages() -> None:
+    size = 16 * MIB
+    for asked, of_it in ((False, 0), (True, size - 4 * MIB)):  # what does not fill a page at either end stays small
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        before = _in_large_pages()
+        if asked:
+            host.in_large_pages(address, size)
+        memory.write(bytes(size))
+        assert _in_large_pages() - before >= of_it
+        if not asked:
+            assert _in_large_pages() == before
+
+
+def _in_large_pages() -> int:
+    found = re.search(r"AnonHugePages:\s*(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
+    assert found is not None
+    return 1024 * int(found[1])

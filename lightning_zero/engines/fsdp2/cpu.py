@@ -25,11 +25,15 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_zero import host
 from lightning_zero.comm import direct
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.transport import Transport, refuse_different_units
+
+LEAST_GROWTH_BYTES = 16 * 2**20
+"""So much more than at its beginning, and a 64th of all, must be resident in a backward before gaps are returned."""
 
 
 class Copies(Enum):
@@ -55,7 +59,9 @@ class Direct(Transport):
         self._peer_memory = PeerMemory(axis, config.timeout_seconds)  # along the shard axis
         if axis.size() == mesh.size():  # one connection between two ranks carries messages of every kind
             self.peer_memory = self._peer_memory
-        self._reduce = direct.ReduceScatter(self._pool, axis.size(), self._peer_memory)
+        self._reduce = direct.ReduceScatter(self._pool, axis.size(), self._peer_memory, host.mapped_apart)
+        self._resident = 0  # bytes, when this backward began or gaps were last returned
+        self._has_stepped = False
         self._aliases_all = False  # every shard aliases its gathered buffer, on every rank
         self._aliases_some = False
         self._copies = Copies.UNKNOWN
@@ -98,6 +104,7 @@ class Direct(Transport):
         self._aliases_all, self._aliases_some = all(aliased), any(aliased)
 
     def close(self) -> None:
+        host.map_from(host.MAPPED_FROM_BYTES)
         for peer_memory in (self._peer_memory, self.peer_memory):
             if peer_memory is not None:
                 peer_memory.close()
@@ -156,6 +163,7 @@ class Direct(Transport):
             self._order.next(index, in_backward)
 
     def forward_ends(self) -> None:
+        host.map_from(host.MAPPED_IN_STEPS_FROM_BYTES)
         if self._order is not None:
             self._order.next(-1, in_backward=False)
 
@@ -176,6 +184,7 @@ class Direct(Transport):
     # -- backward
 
     def backward_begins(self, ran: Sequence[int] | None) -> bool:
+        self._resident = host.resident_bytes()
         self.close_forward()
         if not (ran and self.agrees and self.gathers_up_front):
             return False
@@ -185,9 +194,18 @@ class Direct(Transport):
 
     def reduction_begins(self, group: private.Group, params: Sequence[private.ShardedParam]) -> None:
         """The reduction may go on while autograd does, where nobody reads or adds to its output before it is whole."""
+        self._return_gaps()
         self._reduce.may_wait = self.mesh.ndim == 1 and private.keeps_what_is_reduced(group)
         if self._reduce.may_wait:
             self._finish_before_adding(params)
+
+    def _return_gaps(self) -> None:
+        """What activations leave behind is kept for the next forward, unless it would come on top of gradients: the
+        most that this backward takes should be what is alive."""
+        now = host.resident_bytes()
+        if now > self._resident + max(LEAST_GROWTH_BYTES, now // 64):
+            host.return_gaps()
+            self._resident = max(self._resident, host.resident_bytes())
 
     def _finish_before_adding(self, params: Iterable[private.ShardedParam]) -> None:
         """A gradient that reaches the shards by itself (a penalty over parameters) is added to a complete one."""
@@ -200,6 +218,9 @@ class Direct(Transport):
     def backward_ends(self, step_is_due: bool) -> None:
         self._reduce.may_wait = False  # late gradients are read at once
         self._reduce.finish()
+        if step_is_due and not self._has_stepped:
+            host.map_from(host.MAPPED_FROM_BYTES)  # the optimizer is about to make its states
+            self._has_stepped = True
         self._copies = Copies.OUTDATED if step_is_due else Copies.UNKNOWN
 
 

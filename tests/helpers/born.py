@@ -1,0 +1,92 @@
+"""One rank of a run whose other ranks are not there builds a Llama that no process here could hold.
+
+    python -m tests.helpers.born '{"world_size": 8, "device": "cpu", "sizes": {...}, "room_gib": 14}'
+
+prints ``{"parameters": ..., "peak": ..., "kept": ..., "planned": ...}``: bytes beyond the process's imports, at most
+and after sharding, and what the plan counts. Messages reach nobody and bring nothing; memory is what it would be.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import lightning_zero
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.fsdp2.run import Fsdp2Run
+from lightning_zero.engines.precision import DtypePolicy
+from lightning_zero.host import return_freed_memory
+from tests.helpers.lifetime import forget_peak, resident
+
+SEVEN_BILLION = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 128256,
+}
+TINY = {**SEVEN_BILLION, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 8}
+
+
+class Llama(L.LightningModule):
+    def __init__(self, sizes: dict[str, int], device: str) -> None:
+        super().__init__()
+        self.sizes, self.device_name = sizes, device
+
+    def configure_model(self) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with torch.device(self.device_name):
+            self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **self.sizes))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+def born(world_size: int, device: str, sizes: dict[str, int], room_gib: float) -> dict[str, float]:
+    return_freed_memory()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    _build(Llama(TINY, device))  # imports are there
+    gc.collect()
+    before = resident("VmRSS")
+    space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (space + int(room_gib * 2**30),) * 2)
+    forget_peak()
+    module = Llama(sizes, device)
+    engine = _build(module)  # holds the shards
+    peak, kept = resident("VmHWM") - before, resident("VmRSS") - before
+    del engine
+    with torch.device("meta"):
+        module = Llama(sizes, "meta")
+        module.configure_model()
+    plan = lightning_zero.plan(module, torch.zeros(1, 8, dtype=torch.long), world_size=world_size)
+    assert plan.life is not None
+    return {"parameters": plan.num_parameters, "peak": peak, "kept": kept, "planned": plan.life.made}
+
+
+def _build(module: Llama) -> Any:
+    """What a run does up to its first step, but for the optimizer."""
+    # torch's own collectives, and nothing to agree upon: what is not there can't be asked
+    run = Fsdp2Run(ZeroConfig(stage=3, transport="torch", find_unused_parameters=False))
+    with run.building(module, {}, torch.device("cpu")):
+        module.configure_model()
+    engine = run.make_engine(torch.device("cpu"), DtypePolicy())
+    engine.shard(module)
+    return engine
+
+
+if __name__ == "__main__":
+    print(json.dumps(born(**json.loads(sys.argv[1]))))
