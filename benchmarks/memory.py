@@ -135,8 +135,9 @@ across elements (Adafactor, Muon, LAMB) also gathers its parameters, gradients a
 Rows with `_offload` and `_nvme` move shards of parameters, gradients and optimizer states to host memory (ZeRO-Offload,
 arXiv:2101.06840) or files (ZeRO-Infinity, arXiv:2104.07857): every gather brings the fp32 shard up, every reduction
 takes a gradient shard down. `zero_auto` takes `_offload` where nothing fits without and the host's memory allows. On a
-CPU-only machine the host's memory is the device's, so offload to it frees nothing there. `_nvme`, which DeepSpeed runs,
-is never taken by itself: the plan has no account of its buffers. [`offload.md`](offload.md) has what is really held
+CPU-only machine the host's memory is the device's, so offload to it frees nothing there. `_nvme` is
+never taken by itself: the plan has no account of DeepSpeed's buffers, nor of pages that the kernel keeps.
+[`offload.md`](offload.md) has what is really held
 where.
 
 ## Models that no process can hold

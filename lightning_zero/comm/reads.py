@@ -176,7 +176,8 @@ class Reads:
         world = dist.group.WORLD
         assert world is not None
         # Connections of their own: a call of the store's holds its connection until it returns
-        self._store: Any = world.get_group_store().clone()
+        store: Any = world.get_group_store()
+        self._store = store.clone()
         self._ringing: Any = None  # made when it is first needed: mostly never, and each is one of rank 0's files
         self._threads = [
             threading.Thread(target=target, name=f"lightning_zero-{name}", daemon=True)

@@ -56,6 +56,7 @@ def a_plan(device_gib: float | None) -> Plan:
         life=None,
         choice="zero3",
         checkpointing=known,
+        recomputed="each unit's activations recomputed",
         reason="zero3: it fits.",
     )
 

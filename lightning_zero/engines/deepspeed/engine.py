@@ -115,8 +115,8 @@ class DeepSpeedEngine(Engine):
         self._order = Order(self._params, self._agreement, self.device.type == "cpu", self._under_way)
         self._usage = Usage(self._params, self.config, self._agreement)
         rows = Rows(self._params, self.device, self.config.parameters_in_files)
-        if dist.get_world_size() > 1:
-            agreement = run_agreement() or shared_agreement(self.config.timeout_seconds)
+        agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
+        if agreement is not None and dist.get_world_size() > 1:
             self.reads = Reads(agreement, self.changes, rows)
         self._reader = Reader(self.reads, self.changes, rows, self._under_way.is_between)
         self._access = Access(self._params, self._under_way, self._order, self.backward, self.changes, self._reader)

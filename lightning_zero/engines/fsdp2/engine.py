@@ -62,7 +62,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zero.comm.agree import broadcast_coalesced, run_agreement, shared_agreement
+from lightning_zero.comm.agree import broadcast_coalesced, run_agreement
 from lightning_zero.comm.reads import Reads
 from lightning_zero.comm.shards import local, shard_like
 from lightning_zero.comm.shards import whole as whole_value
@@ -178,8 +178,8 @@ class Fsdp2Engine(Engine):
             private.before_backward(group, self._before_backward)
             private.without_translation(group)
         rows = Rows(self._identity.shards, module, self.mesh, self._sharded.names)
-        if dist.get_world_size() > 1:
-            agreement = run_agreement() or shared_agreement(self.config.timeout_seconds)
+        agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
+        if agreement is not None and dist.get_world_size() > 1:
             self.reads = Reads(agreement, self.changes, rows)
         self._reader = Reader(self.reads, self.changes, rows, lambda: self._marks.between)
         self._writing = partial(self._reader.writing, before=self._transport.user_writes)
