@@ -354,12 +354,9 @@ def is_compiled(module: nn.Module) -> bool:
     from torch._dynamo import OptimizedModule
 
     own = vars(module)
-    methods = (own.get(name) for name in ("forward", "training_step"))
-    return (
-        isinstance(module, OptimizedModule)
-        or compiled_call(module) is not None
-        or any(hasattr(method, "_torchdynamo_orig_callable") for method in methods)
-    )
+    # the call may also be one that recomputes
+    calls = (compiled_call(module), *(own.get(name) for name in ("forward", "training_step")))
+    return isinstance(module, OptimizedModule) or any(hasattr(call, "_torchdynamo_orig_callable") for call in calls)
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:

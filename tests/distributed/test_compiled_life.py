@@ -6,6 +6,8 @@ A failure of "resumed" or "and back" says that a checkpoint holds something of t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,18 @@ def _settings(stage: int, **more: Any) -> dict[str, Any]:
 
 
 STAGES = [*map(_settings, (1, 2, 3)), *(_settings(stage, engine="deepspeed") for stage in (1, 2))]
+FORMS = ["blocks", "copy beside", WHOLE]
 
 
-@pytest.mark.parametrize("form", ["blocks", "copy beside", WHOLE])
-@pytest.mark.parametrize("settings", STAGES, ids=str)
+def _each(cases: Iterable[Any], always: Callable[[int], bool]) -> list[Any]:
+    """``cases``, of which `make test-all` alone walks those whose number is not ``always`` walked."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else [case]), marks=() if always(i) else pytest.mark.full)
+        for i, case in enumerate(cases)
+    ]
+
+
+@pytest.mark.parametrize(("settings", "form"), _each(product(STAGES, FORMS), lambda i: i % 4 == 1), ids=str)
 def test_all_loops_and_checkpoints(ranks2, tmp_path: Path, settings, form):
     for found in ranks2(life, form, settings, str(tmp_path), timeout_seconds=300):
         for what, (plain, compiled) in found.items():
@@ -34,14 +44,17 @@ def test_all_loops_and_checkpoints(ranks2, tmp_path: Path, settings, form):
             assert len(plain) >= 6
 
 
-@pytest.mark.parametrize("settings", STAGES, ids=str)
+@pytest.mark.parametrize("settings", _each(STAGES, lambda i: i in (2, 3)), ids=str)
 def test_gan(ranks2, settings):
     plain, compiled = (ranks2(gan, settings, backend, timeout_seconds=200) for backend in (None, BACKEND))
     assert compiled == plain
 
 
-@pytest.mark.parametrize("recomputes", [False, True], ids=["", "recomputing"])
-@pytest.mark.parametrize("settings", [_settings(3), _settings(2), _settings(2, engine="deepspeed")], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "recomputes"),
+    _each(product([_settings(3), _settings(2), _settings(2, engine="deepspeed")], [False, True]), lambda i: i == 0),
+    ids=str,
+)
 def test_transformers(ranks2, settings, recomputes):
     for found in ranks2(of_transformers, settings, recomputes, timeout_seconds=400):
         for what, (plain, compiled) in found.items():

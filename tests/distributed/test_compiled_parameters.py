@@ -24,7 +24,7 @@ def _settings(stage: int, **more: Any) -> dict[str, Any]:
     return {"stage": stage, **zoo.BLOCKS, **more}
 
 
-@pytest.mark.parametrize("backend", [BACKEND, "eager"])
+@pytest.mark.parametrize("backend", [BACKEND, pytest.param("eager", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "settings", [_settings(1), _settings(2), _settings(3), _settings(3, transport="torch")], ids=str
 )

@@ -131,7 +131,7 @@ class Tokens(L.LightningModule):
             self.model.compile(backend=BACKEND)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        batch = batch[:, : 6 - batch_idx % 2]  # sequences of two lengths
+        batch = batch[:, : 6 - batch_idx % 2].contiguous()  # sequences of two lengths
         return self.model(input_ids=batch, labels=batch).loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
