@@ -104,7 +104,7 @@ def test_a_rank_holds_what_the_plan_counts(device):
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["peak"] == pytest.approx(found["planned"], rel=0.1)
-    assert found["peak"] < 0.6 * 4 * found["parameters"]
+    assert found["peak"] < 0.7 * 4 * found["parameters"]  # never whole
 
 
 # -- what cannot be ---------------------------------------------------------------------------------------------------

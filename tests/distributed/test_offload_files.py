@@ -113,8 +113,9 @@ def test_memory_is_that_of_gradients_and_a_few_units(ranks2, tmp_path):
     share = BLOCKS * UNIT_BYTES / 2
     for mine, host in zip(files, memory, strict=True):
         assert mine["losses"] == host["losses"]
-        # Gradients and two gathered units are in both. What libraries map as they are used is some 20 MiB.
-        assert host["anonymous"] - mine["anonymous"] > 2.5 * share
+        # Three shares lie in the files: parameters and two states. Gradients and two gathered units are in both; beside
+        # them malloc keeps what steps of single units have freed, some 25 MiB here.
+        assert host["anonymous"] - mine["anonymous"] > 1.8 * share
         assert mine["files"] < 24 * 2**20 + 5 * 3 * UNIT_BYTES / 2  # stepped, two ahead, two being written
         assert mine["written"] >= 3 * share
 

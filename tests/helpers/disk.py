@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import statistics
 import tempfile
@@ -63,6 +65,8 @@ class Watch(Callback):
         self.steps: list[float] = []
         self.optimizer_steps: list[float] = []
         self.peak = {"anonymous": 0, "files": 0}
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what an earlier run in this process has freed is nobody's
         self.before = resident()
         self._ended = threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
