@@ -114,8 +114,8 @@ def test_memory_is_that_of_gradients_and_a_few_units(ranks2, tmp_path):
     for mine, host in zip(files, memory, strict=True):
         assert mine["losses"] == host["losses"]
         # Three shares lie in the files: parameters and two states. Gradients and two gathered units are in both; beside
-        # them malloc keeps what steps of single units have freed, some 25 MiB here.
-        assert host["anonymous"] - mine["anonymous"] > 1.8 * share
+        # them malloc keeps what steps of single units have freed, 25 to 45 MiB here. In memory they would differ by none.
+        assert host["anonymous"] - mine["anonymous"] > share
         assert mine["files"] < 24 * 2**20 + 5 * 3 * UNIT_BYTES / 2  # stepped, two ahead, two being written
         assert mine["written"] >= 3 * share
 
