@@ -27,6 +27,8 @@ from torch import Tensor
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.paged_file import PagedFile, Region
 
+UNITS_BEHIND = 2
+"""Stepped and not yet given up."""
 UNITS_AHEAD = 2
 """Read ahead of the one that is stepped."""
 _ALIGNED_BYTES = 64
@@ -131,6 +133,8 @@ class FileShards:
                 coming += [reader.submit(self._come, later) for later, _ in order[i + UNITS_AHEAD :][:1]]
                 yield part
                 going.append(writer.submit(self._go, unit))
+                while len(going) > UNITS_BEHIND:  # a slow disk holds the step up, before memory fills
+                    going.pop(0).result()
             for done in going:
                 done.result()
 
