@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
-from tests.helpers import compiling, zoo
-from tests.helpers.compiling import BACKEND, WHOLE, Compiled
+from tests.helpers import zoo
+from tests.helpers.compiling import BACKEND, WHOLE, Compiled, Counted, count, count_setting, register
 
 
 class Lived(Compiled):
@@ -174,6 +174,7 @@ def of_transformers(strategy: Any, recomputes: bool = False) -> dict[str, tuple[
     return found
 
 
-def count_units(strategy: Any, **options: Any) -> list[compiling.Counted]:
-    """Blocks compiled, and not."""
-    return [compiling.count(form, strategy, **options) for form in ("blocks", "none")]
+def units_that_recompute(settings: dict[str, Any]) -> tuple[Counted, Counted]:
+    """Their units run as they are, and compiled by the setting."""
+    units = {"target": "units", "backend": register()}
+    return count("none", settings), count_setting(Compiled, {**settings, "compile": units})
