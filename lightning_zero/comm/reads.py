@@ -175,9 +175,10 @@ class Reads:
         self._closed = False
         world = dist.group.WORLD
         assert world is not None
-        # Connections of their own: a call of the store's holds its connection until it returns
-        store: Any = world.get_group_store()
-        self._store = store.clone()
+        # A connection of its own: a call of the store's holds its connection until it returns. Made on its thread, for
+        # where hundreds of ranks ask for one at once it takes seconds
+        self._shared_store: Any = world.get_group_store()
+        self._store: Any = None
         self._ringing: Any = None  # made when it is first needed: mostly never, and each is one of rank 0's files
         self._threads = [
             threading.Thread(target=target, name=f"lightning_zero-{name}", daemon=True)
@@ -344,7 +345,7 @@ class Reads:
 
     def _tell(self, rank: int, text: str | bytes) -> None:
         if self._ringing is None:
-            self._ringing = self._store.clone()
+            self._ringing = self._shared_store.clone()
         number = self._ringing.add(f"{self._prefix}/{rank}/told", 1)
         self._ringing.set(f"{self._prefix}/{rank}/{number}", text)
 
@@ -352,6 +353,7 @@ class Reads:
 
     def _serve(self) -> None:
         with suppress(RuntimeError), torch.no_grad():  # the store or a rank has gone
+            self._store = self._shared_store.clone()
             for number in count(1):
                 key = f"{self._prefix}/{self.rank}/{number}"
                 self._store.wait([key], _FOR_EVER)
