@@ -208,23 +208,23 @@ def tokens_that_hide_the_traffic(run: Run, cluster: Cluster) -> float:
 
 def host_sockets(ranks: int, rank: int, strategy: str = "zero3") -> int:
     """Of one process with a CPU rank, in mid-run, fitted to the measured table of docs/scaling.md: one connection to
-    each other rank, ``3 log2(N) + 2`` for the agreements' tree and what starts a run, and at rank 0 one for each rank,
-    to the store that it keeps; DDP has two groups."""
+    each other rank, ``3 log2(N) + 2`` for the agreements' tree and what starts a run, one to the store for reads that a
+    rank makes alone; and at rank 0, which keeps the store, two for each rank. DDP has two groups."""
     if strategy == "ddp":
         return 2 * ranks + 2
-    return ranks + 3 * tree_levels(ranks) + 2 + (ranks if rank == 0 else 0)
+    return ranks + 3 * tree_levels(ranks) + 3 + (2 * ranks if rank == 0 else 0)
 
 
 def accelerator_sockets(ranks: int, communicators: int = 1) -> int:
     """Of the host, of one process with an accelerator's rank whose data travels over NVLink and InfiniBand; the store
-    that torch.distributed keeps, in rank 0 or in torchrun's agent, has another for each rank.
+    that torch.distributed keeps, in rank 0 or in torchrun's agent, has two for each rank.
 
-    One to the store and one of gloo's listeners for each of two groups, the default one's and the agreements'; of the
+    Two to the store and one of gloo's listeners for each of two groups, the default one's and the agreements'; of the
     default group on the host the two neighbours in a ring (norms of offloaded gradients); the agreements' tree. For
     each communicator of NCCL, an assumption after its design: the two neighbours of its bootstrap's ring, three
     listeners, and a connection between each rank's proxy and each rank of its host, at most 8, both ways.
     """
-    return 1 + 2 + 2 + tree_levels(ranks) + communicators * (5 + 2 * 8)
+    return 2 + 2 + 2 + tree_levels(ranks) + communicators * (5 + 2 * 8)
 
 
 def tree_levels(ranks: int) -> int:
@@ -232,7 +232,7 @@ def tree_levels(ranks: int) -> int:
     return (ranks - 1).bit_length()
 
 
-HOST_THREADS = 8
+HOST_THREADS = 10
 """Of one process with a CPU rank, in mid-run, at any number of ranks; from the same table."""
 
 
@@ -275,7 +275,7 @@ def _host_table(cluster: Cluster) -> str:
             ("– of the others", lambda n: f"{host_sockets(n, 1):,}"),
             ("– of each, DDP", lambda n: f"{host_sockets(n, 0, 'ddp'):,}"),
             ("– of each, accelerators; with HSDP", lambda n: f"{accelerator_sockets(n)}; {accelerator_sockets(n, 2)}"),
-            ("– the store beside them, in rank 0 or torchrun's agent", lambda n: f"{n:,}"),
+            ("– the store beside them, in rank 0 or torchrun's agent", lambda n: f"{2 * n:,}"),
             ("open files that a start asks the system for", lambda n: f"{files_of_a_run(n):,}"),
             ("threads, CPU ranks", lambda n: f"{HOST_THREADS}"),
             ("registration at the store, s", lambda n: f"{n * cluster.connect_seconds_per_rank:.2f}"),

@@ -157,9 +157,9 @@ def require_deepspeed() -> None:
 
 
 def files_of_a_run(world_size: int) -> int:
-    """Open files that a rank should be allowed: two connections to each other one, and 960 for data loaders, logs and
-    the user's own."""
-    return 960 + 2 * world_size
+    """Open files that a rank should be allowed: up to three connections to each other one, and 960 for data loaders,
+    logs and the user's own."""
+    return 960 + 3 * world_size
 
 
 def allow_open_files(count: int) -> None:
