@@ -171,7 +171,8 @@ def run(table: dict[str, Any], names: list[str]) -> dict[str, Any]:
 def _turns(settings: dict[str, Any]) -> Generator[None, None, list[dict[str, Any]] | str]:
     """One contender's run, which yields whenever it has stopped itself (:attr:`contenders.Job.turn_steps`)."""
     with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
-        command = [sys.executable, str(ROOT / "benchmarks" / "contenders.py"), json.dumps(settings)]
+        job = {key: value for key, value in settings.items() if key != "about"}
+        command = [sys.executable, str(ROOT / "benchmarks" / "contenders.py"), json.dumps(job)]
         process = subprocess.Popen(command, stdout=output, stderr=errors, text=True, start_new_session=True)
         try:
             while os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT).si_code == os.CLD_STOPPED:  # type: ignore[union-attr]

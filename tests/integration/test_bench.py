@@ -41,7 +41,7 @@ def test_contenders_do_the_same_work(accumulate):
 
 @pytest.mark.rest
 def test_contenders_that_stop_themselves_take_turns():
-    table = {"shape": "tiny", "ranks": 2, "accumulate": 1, "steps": 6, "turn_steps": 2}
+    table = {"shape": "tiny", "ranks": 2, "accumulate": 1, "steps": 6, "turn_steps": 2, "about": "units"}
     found = bench.run(table, ["ddp", "nobody", "fully_shard"])
     assert found["nobody"] == "KeyError: 'nobody'"
     for name in ("ddp", "fully_shard"):
