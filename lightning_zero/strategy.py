@@ -559,9 +559,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         state = self.engine.sharded_state_dict()
         if collecting is Collecting.SHARDS:
             return state
-        full: dict[str, Any] = self.engine.full(
-            state, self._saving.agreement if collecting is Collecting.FOR_RANK_0 else None
-        )
+        full: dict[str, Any] = self.engine.full(state, self._saving.on_rank_0())
         return full
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -576,9 +574,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         state = engine.sharded_optimizer_state(optimizer)
         if collecting is Collecting.SHARDS:
             return state
-        full: dict[str, Any] = engine.full(
-            state, self._saving.agreement if collecting is Collecting.FOR_RANK_0 else None
-        )
+        full: dict[str, Any] = engine.full(state, self._saving.on_rank_0())
         return full
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_zero.checkpoint import directory, file
+from lightning_zero.checkpoint.collected import Collected
 from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.resume import Resume, collect
 from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
@@ -51,6 +52,7 @@ class Saving:
     def __init__(self, form: str) -> None:
         self._form = form
         self.collecting = Collecting.NOTHING
+        self._memory: Collected | None = None
         self._agreement: Agreement | None = None
         self._loaded: Loaded | None = None
         self._resumed: Resume | None = None
@@ -86,16 +88,25 @@ class Saving:
 
         def dump_checkpoint(weights_only: bool | None = None) -> dict[str, Any]:
             self.agreement.meet("trainer.save_checkpoint()")
+            self._memory = Collected([getattr(trainer.checkpoint_callback, "dirpath", None), trainer.default_root_dir])
             self.collecting = collected
             try:
                 checkpoint: dict[str, Any] = dump(connector, weights_only)
             except BaseException:
                 self.collecting = Collecting.FAILED
                 raise
+            finally:
+                self._memory = None
             self.collecting = Collecting.NOTHING
             return checkpoint
 
         connector.dump_checkpoint = dump_checkpoint
+
+    def on_rank_0(self) -> tuple[Agreement, Collected] | None:
+        """How one file is being collected; ``None`` where every rank gets whole tensors."""
+        if self.collecting is not Collecting.FOR_RANK_0 or self._memory is None:
+            return None
+        return self.agreement, self._memory
 
     def end(self, run_failed: bool) -> None:
         """Waits for saves in the background. One that fails ends a run; beside another failure it is a warning."""

@@ -8,7 +8,7 @@ it lies in host memory while the mesh is of an accelerator, and the gathered ten
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -188,9 +188,18 @@ def _finish_copies(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
+Empty = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Host memory of a shape and dtype."""
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
 @torch.no_grad()
-def gathered_on_rank_0(tensor: Tensor, agreement: Agreement) -> Tensor | None:
-    """As :func:`gathered` on rank 0; ``None`` on the others, which only send their rows (collective).
+def gathered_on_rank_0(tensor: Tensor, agreement: Agreement, empty: Empty = _empty) -> Tensor | None:
+    """As :func:`gathered` on rank 0, in memory of ``empty``; ``None`` on the others, which only send their rows
+    (collective).
 
     Rows are received directly in the result: an all-gather over gloo needs room for the result twice on every rank.
     From an accelerator they travel between the hosts, over the channel of ``agreement``, into host memory: NCCL opens a
@@ -206,12 +215,12 @@ def gathered_on_rank_0(tensor: Tensor, agreement: Agreement) -> Tensor | None:
         return None  # a further replica; the shards of the first are sent
     group, each = mesh.get_group(axis), -(-tensor.shape[0] // mesh.size(axis))
     if mesh.device_type != "cpu" and mesh.size(axis) > 1:
-        return _collected_between_hosts(tensor, group, each, agreement)
+        return _collected_between_hosts(tensor, group, each, agreement, empty)
     if coordinate[axis]:
         if shard.numel():
             dist.send(_bytes_of(shard.contiguous()), group=group, group_dst=0)
         return None
-    whole = shard.new_empty(tensor.shape)
+    whole = empty(tensor.shape, tensor.dtype)
     parts = whole.split(each) if each else ()
     for sender, part in enumerate(parts):
         if sender == 0:
@@ -222,13 +231,13 @@ def gathered_on_rank_0(tensor: Tensor, agreement: Agreement) -> Tensor | None:
 
 
 def _collected_between_hosts(
-    tensor: DTensor, group: dist.ProcessGroup, each: int, agreement: Agreement
+    tensor: DTensor, group: dist.ProcessGroup, each: int, agreement: Agreement, empty: Empty
 ) -> Tensor | None:
     """``each`` is the number of rows that the first ranks of ``group`` have."""
     mine, rows = local(tensor).detach().cpu().contiguous(), tensor.shape[0]
     row_bytes = tensor.element_size() * math.prod(tensor.shape[1:])
     sizes = [max(min(each, rows - i * each), 0) * row_bytes for i in range(group.size())]
-    whole = torch.empty(tensor.shape, dtype=mine.dtype) if group.rank() == 0 else None
+    whole = empty(tensor.shape, mine.dtype) if group.rank() == 0 else None
     members = dist.get_process_group_ranks(group)
     agreement.collect(_bytes_of(mine), sizes, members, None if whole is None else _bytes_of(whole))
     return whole

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint.collected import Collected
 from lightning_zero.checkpoint.layout import map_tensors, placeholder
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced
 from lightning_zero.comm.peer_memory import PeerMemory
@@ -277,19 +278,28 @@ class Engine(ABC):
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` in PyTorch's own form, holding this rank's shards themselves."""
 
-    def full(self, state: Any, on_rank_0: Agreement | None = None) -> Any:
+    def full(self, state: Any, on_rank_0: tuple[Agreement, Collected] | None = None) -> Any:
         """``state``, as one of the two above gave it, with whole tensors on the CPU, gathered one at a time.
 
-        With ``on_rank_0``, an agreement of all ranks, the others send their parts and get meta tensors, which hold
-        shape and dtype only.
+        With ``on_rank_0``, an agreement of all ranks and the memory to collect in, the others send their parts and get
+        meta tensors, which hold shape and dtype only.
         """
         done: dict[int, Tensor] = {}
 
         def one(path: Any, tensor: Tensor) -> Tensor:
             if id(tensor) not in done:
-                value = gathered_on_rank_0(tensor, on_rank_0) if on_rank_0 else gathered(tensor)
-                done[id(tensor)] = placeholder(tensor) if value is None else value.cpu()
+                done[id(tensor)] = on_cpu(tensor)
             return done[id(tensor)]
+
+        def on_cpu(tensor: Tensor) -> Tensor:
+            if on_rank_0 is None:
+                return gathered(tensor).cpu()
+            agreement, memory = on_rank_0
+            value = gathered_on_rank_0(tensor, agreement, memory.empty)
+            if value is None:
+                return placeholder(tensor)
+            memory.filled(value)
+            return value.cpu()
 
         with torch.no_grad(), DisableTorchFunction():
             return map_tensors(one, state)

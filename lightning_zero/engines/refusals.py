@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_zero.private.torch import in_transform, module_tables, storage_key
@@ -23,21 +25,56 @@ def refuse_script_modules(module: nn.Module) -> None:
 
 def refuse_held_views(module: nn.Module) -> None:
     """Raises ``ValueError`` for an attribute that lies in a parameter's memory, which the run leaves: it would be
-    stale from the first step on. Parameters themselves may be held anywhere."""
+    stale from the first step on. Parameters themselves may be held anywhere.
+
+    A view that anything else in the process holds is warned of: it may be a helper's, which is stale in the same way,
+    or what ``load_state_dict(states, assign=True)`` was given, which nobody looks at again.
+    """
     named = {storage_key(p.untyped_storage()): name for name, p in module.named_parameters() if p.numel()}
+    known = set()
     for owner, m in module.named_modules():
         parameters, buffers, children = module_tables(m)
         for attribute, value in {**vars(m), **buffers}.items():
-            if value is parameters or value is children or f"{attribute}_orig" in parameters:
-                continue  # made anew for each forward by torch.nn.utils.spectral_norm and prune
+            if value is parameters or value is children:
+                continue
+            made_anew = f"{attribute}_orig" in parameters  # for each forward, by spectral_norm and prune
             for held in _tensors_in(value):
+                known.add(id(held))
                 name = named.get(storage_key(held.untyped_storage()))
-                if name is not None:
+                if name is not None and not made_anew:
                     where = f"{owner}.{attribute}".lstrip(".")
                     raise ValueError(
                         f"{where!r} holds a view of parameter {name!r}, made by .data, detach() or a slice of it, which"
                         " would not follow the training: hold the parameter itself and take the view when it is used."
                     )
+    if any(p.device.type == "cpu" for p in module.parameters()):  # moving to an accelerator leaves views under DDP, too
+        _warn_of_views_elsewhere(named, known)
+
+
+def _warn_of_views_elsewhere(named: dict[int, str], known: set[int]) -> None:
+    plain = [each for each in gc.get_objects() if type(each) is Tensor and each.layout == torch.strided]
+    views = [each for each in plain if storage_key(each.untyped_storage()) in named and id(each) not in known]
+    between = {id(view._base) for view in views}  # as w.data of w.data.view(-1)
+    lasting = [view for view in views if id(view) not in between]
+    found = [f"{_holder(view)} of {named[storage_key(view.untyped_storage())]!r}" for view in lasting]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        rank_zero_warn(
+            f"Outside of the module, views of parameters are held ({', '.join(found[:3])}{more}). In and after the run"
+            " they keep the values of before it, and the memory: hold the parameters themselves and take the views when"
+            " they are used, or drop them."
+        )
+
+
+def _holder(view: Tensor) -> str:
+    """Who holds it, by a name of the user's where there is one."""
+    for names in gc.get_referrers(view):
+        key = next((key for key, value in [*names.items()] if value is view), None) if isinstance(names, dict) else None
+        if key is not None:
+            owners = (each for each in gc.get_referrers(names) if getattr(each, "__dict__", None) is names)
+            owner = names.get("__name__") or type(next(owners, names)).__name__
+            return f"{owner}[{key!r}]"
+    return f"a tensor of shape {tuple(view.shape)}"
 
 
 def _tensors_in(value: Any, depth: int = 2) -> Iterator[Tensor]:

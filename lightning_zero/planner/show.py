@@ -98,7 +98,11 @@ def _life(life: Any, ranks_per_host: int) -> list[str]:
     for phase, nbytes in phases.items():
         of_host = nbytes * (1 if phase.endswith("rank 0") else ranks_per_host)
         lines.append(f"  {phase.ljust(width)}  {gib(nbytes).rjust(7)}  {gib(of_host).rjust(7)}")
-    return [*lines, "  with checkpoint=sharded and after_fit=sharded saving and ending take no more than a step"]
+    return [
+        *lines,
+        "  what one file needs beyond half of the free memory lies on the disk meanwhile; with checkpoint=sharded and",
+        "  after_fit=sharded saving and ending take no more than a step",
+    ]
 
 
 def plot(plan: Any, path: str) -> None:

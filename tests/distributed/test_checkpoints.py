@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import zlib
 from enum import Enum
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -27,7 +29,8 @@ from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader
 
 import lightning_zero
-from lightning_zero.checkpoint import directory
+from lightning_zero.checkpoint import collected, directory
+from lightning_zero.checkpoint.paged_file import PagedFile
 from lightning_zero.checkpoint.store import BackgroundSaver
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.errors import CheckpointError
@@ -213,6 +216,39 @@ def test_one_file_is_what_ddp_writes(stage: int, ranks2, tmp_path: Path) -> None
     assert os.path.getsize(ours) < os.path.getsize(ddps) + 2 * 35_000  # the random states of two ranks
     loaded = _Edits.load_from_checkpoint(ours, weights_only=True, strict=False)
     torch.testing.assert_close(loaded.first.weight, weights["first.weight"], rtol=0, atol=0)
+
+
+class _Full(PagedFile):
+    def take(self, nbytes: int) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def _fit_edits_short(file: type[PagedFile], path: str) -> tuple[bool, list[str]]:
+    """The same, twice: where nothing is free, and as ever; whether both are alike, and what was warned of."""
+    ours = {"stage": 3, "min_unit_numel": 1, "after_fit": "sharded"}  # collected by the save after fit
+    free = mock.patch.object(collected, "available_host_bytes", return_value=0)
+    with mock.patch.object(collected, "warnings") as warned, mock.patch.object(collected, "PagedFile", file), free:
+        _fit_edits(ours, f"{path}/short.ckpt")
+    _fit_edits(ours, f"{path}/ample.ckpt")
+    short, ample = (torch.load(f"{path}/{name}.ckpt", weights_only=True) for name in ("short", "ample"))
+    alike = all(map(torch.equal, _tensors(short), _tensors(ample)))
+    return alike, [call.args[0] for call in warned.warn.call_args_list]
+
+
+def _tensors(checkpoint: dict[str, Any]) -> list[Tensor]:
+    states = [state for o in checkpoint["optimizer_states"] for state in o["state"].values()]
+    return [*checkpoint["state_dict"].values(), *(t for state in states for t in state.values())]
+
+
+@pytest.mark.parametrize("file", [PagedFile, _Full])
+def test_a_file_collected_beyond_memory_is_the_same(file: type[PagedFile], ranks2, tmp_path: Path) -> None:
+    """A disk that has no room either costs a warning."""
+    (alike, said), (also, nothing) = ranks2(_fit_edits_short, file, str(tmp_path))
+    assert alike
+    assert also
+    assert not nothing
+    assert ["takes no more (No space left on device)" in text for text in said] == [True] * (file is _Full)
+    assert {each.name for each in tmp_path.iterdir()} == {"short.ckpt", "ample.ckpt"}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -632,13 +668,17 @@ def test_a_file_never_replaces_a_folder_nor_the_other_way(ranks2, tmp_path: Path
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    ("form", "width", "num_units"),
-    [("file", 3000, 6), *(pytest.param(form, 4096, 16, marks=pytest.mark.full) for form in FORMS)],
+    ("form", "width", "num_units", "is_short"),
+    [
+        ("file", 3000, 6, False),
+        ("file", 3000, 6, True),
+        *(pytest.param(form, 4096, 16, False, marks=pytest.mark.full) for form in FORMS),
+    ],
 )
-def test_memory_while_saving_stays_within_bounds(form: str, width: int, num_units: int) -> None:
+def test_memory_while_saving_stays_within_bounds(form: str, width: int, num_units: int, is_short: bool) -> None:
     """4096: 1 GiB of parameters; the figures are in docs/checkpoints.md."""
     with RankPool() as pool:  # fresh processes, whose allocators hold nothing that earlier tests left
-        memory = saving.measure(form, pool.run, width, num_units)
+        memory = saving.measure(form, pool.run, width, num_units, is_short)
     for rank in (0, 1):
         # 8 MiB: buffers of files and messages, which do not grow with the model
         assert memory.saving[rank] <= memory.bounds[rank] + 8

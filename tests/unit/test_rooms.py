@@ -49,6 +49,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
             "private.lightning",
             "engines.precision",
             "engines.hooks",
+            "engines.refusals",
             "engines.deepspeed.run",
             "checkpoint.resume",
             "checkpoint.saving",

@@ -1,0 +1,74 @@
+"""Views of parameters that were taken before a run: an attribute is refused, what anybody else holds is warned of."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.engines.refusals import refuse_held_views
+
+
+def _module() -> nn.Module:
+    recurrent, normed = nn.GRU(3, 4), nn.utils.spectral_norm(nn.Linear(4, 4))  # they hold tensors of their own
+    return nn.ModuleDict({"recurrent": recurrent, "normed": normed, "head": nn.Linear(4, 2)})
+
+
+def _said(module: nn.Module) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        refuse_held_views(module)
+    return [str(each.message) for each in said if "views of parameters" in str(each.message)]
+
+
+HOLDERS: dict[str, Any] = {
+    # what is made of the module -> how the warning names it
+    "a helper": (lambda m: SimpleNamespace(flat=m["head"].weight.data.view(-1)), "SimpleNamespace['flat'] of 'head."),
+    "states": (lambda m: m["head"].state_dict(), "OrderedDict['weight'] of 'head.weight', OrderedDict['bias'] of"),
+    "a closure": (lambda m: (lambda v: lambda: v)(m["head"].weight.detach()), "a tensor of shape (2, 4) of 'head."),
+    "a graph": (lambda m: m["head"].weight[0], "a tensor of shape (4,) of 'head.weight'"),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_view_held_elsewhere_is_named(holder):
+    take, name = HOLDERS[holder]
+    module = _module()
+    held = take(module)
+    (text,) = _said(module)
+    assert name in text
+    del held
+    assert not _said(module)
+
+
+def test_many_views_are_counted():
+    module = _module()
+    held = [module["head"].weight.data for _ in range(5)]
+    (text,) = _said(module)
+    assert "and 2 more" in text
+    assert len(held) == 5
+
+
+def test_parameters_and_copies_may_be_held_anywhere():
+    module = _module()
+    held = [*module.parameters(), module["head"].weight.detach().clone(), nn.Parameter(torch.ones(3))]
+    assert not _said(module)
+    assert held
+
+
+def test_on_an_accelerator_ddp_leaves_views_behind_as_well():
+    module = _module().to("meta")
+    held = module["head"].weight.data
+    assert not _said(module)
+    assert held.is_meta
+
+
+def test_an_attribute_is_refused():
+    module = _module()
+    module["head"].flat = module["head"].weight.data.view(-1)
+    with pytest.raises(ValueError, match=r"'head.flat' holds a view of parameter 'head.weight'"):
+        refuse_held_views(module)
