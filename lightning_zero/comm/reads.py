@@ -17,7 +17,8 @@ Each rank takes part in each round exactly once, by one thread or the other, so 
 
 A service must neither be early nor late: rows belong to a count of :class:`Changes`. A rank that has changed them less
 often than the reader waits for its main thread. One that has gone on to write to them (``if trainer.is_global_zero:
-torch.save(...)``, then on all ranks ``p.clamp_()``) has kept what was there before. Optimizers step after messages that
+torch.save(...)``, then on all ranks ``p.clamp_()``) has kept what was there before; before writes to more than
+:data:`KEPT_BYTES` of its rows ranks meet instead. Optimizers step after messages that
 the reader has not answered; behind a backward they may be ahead, and then the read raises.
 
 Reads of all ranks cost one message of 16 bytes more than the gather; steps cost nothing.
@@ -57,11 +58,16 @@ UNKNOWN = -1
 """The key of what others cannot send rows of. So are those below."""
 
 
+KEPT_BYTES = 32 << 20
+"""Of rows as they were before the user's writes, on each rank, since ranks last met."""
+
+
 class Changes:
     """Counts what changes this rank's rows: an optimizer's step, or a write of the user's.
 
     Attributes:
         begun, done: So far.
+        kept_bytes: Of the rows of before, alike on all ranks.
         lost: The latest whose rows of before are not kept.
         due: The next thing to happen is a step, before which ranks do not wait for each other.
     """
@@ -69,12 +75,13 @@ class Changes:
     def __init__(self) -> None:
         self.begun = self.done = self.lost = 0
         self.due = False
+        self.kept_bytes = 0
         self._before: dict[int, list[tuple[int, Tensor]]] = {}  # key -> changes, and rows before each of them
 
     def begin(self) -> None:
         """Rows change from here on, until :meth:`end`; does not nest."""
         self.lost = self.begun = self.done + 1
-        self._before = {}
+        self._before, self.kept_bytes = {}, 0
 
     def end(self) -> None:
         """See :meth:`begin`; does nothing where nothing has begun."""
@@ -92,12 +99,14 @@ class Changes:
                 self.end()
 
     @contextmanager
-    def of(self, rows: Mapping[int, Tensor]) -> Iterator[None]:
-        """Only ``rows`` change inside it, by key: a copy of them is kept until :meth:`forget`."""
+    def of(self, rows: Mapping[int, Tensor], nbytes: int) -> Iterator[None]:
+        """Only ``rows`` change inside it, by key: a copy of them is kept until :meth:`forget`. ``nbytes`` are those of
+        the rank that has most."""
         if self.begun != self.done:  # inside another
             yield
             return
         number = self.done + 1
+        self.kept_bytes += nbytes
         for key, part in rows.items():
             self._before.setdefault(key, []).append((number, part.clone()))
         self.begun = number
@@ -112,7 +121,7 @@ class Changes:
 
     def forget(self) -> None:
         """All ranks have met since: nobody reads what was there before."""
-        self._before, self.lost = {}, max(self.lost, self.done)
+        self._before, self.kept_bytes, self.lost = {}, 0, max(self.lost, self.done)
 
 
 class Holder(Protocol):
@@ -218,6 +227,16 @@ class Reads:
                 # Others may still come to it, perhaps after reads that they make alone
                 time.sleep(0.0 if others_read else _AGAIN_SECONDS)
 
+    def meet(self, keys: Collection[int]) -> None:
+        """All ranks are about to write to the tensors of ``keys``: what they read before, they have.
+
+        Raises:
+            RuntimeError: If they are not, within ``timeout_seconds``.
+        """
+        with DisableTorchFunction(), torch.no_grad():
+            self._run_agreement.meet(f"a write to {self._named(keys)}")
+        self._changes.forget()
+
     def _is_alike(self, number: int, keys: tuple[int, ...] = ()) -> bool:
         ends = torch.tensor([number, -number])
         try:
@@ -310,10 +329,13 @@ class Reads:
     # -- words ---------------------------------------------------------------------------------------------------
 
     def _reading(self, keys: Collection[int]) -> str:
+        return f"a read of {self._named(keys)}"
+
+    def _named(self, keys: Collection[int]) -> str:
         names = [self._holder.name(key) for key in keys]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         hook = hook_above()
-        return f"a read of {shown}" + (f" in {hook}" if hook else "")
+        return shown + (f" in {hook}" if hook else "")
 
     def _error(self, keys: tuple[int, ...], why: str, said: Sequence[_Said]) -> RuntimeError:
         alike = [rank for rank, its in enumerate(said) if its.keys == keys]

@@ -83,18 +83,31 @@ def test_replicas_of_other_ranks_send_nothing(ranks: Any) -> None:
     assert results[3]["found"] == pytest.approx(expected[3]["found"], rel=1e-6)
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 300, 1 << 20])
+def test_ranks_meet_before_more_is_kept(ranks2: Any, kept_bytes: int) -> None:
+    """Rows of before are kept for the rank that reads alone, or it is waited for."""
+    reads = ranks2(reading.shrink, FSDP2, kept_bytes)
+    expected = ranks2(reading.shrink, "ddp", 0)
+    for found, of_ddp in zip(reads, expected, strict=True):
+        assert found["found"] == pytest.approx(of_ddp["found"], rel=1e-6)  # a norm of rows put together
+        assert found["losses"] == of_ddp["losses"]
+        assert found["kept"] <= kept_bytes
+    assert reads[0]["found"]
+    assert reads[0]["kept"] or not kept_bytes
+
+
 def test_changes_keep_what_was_there_before() -> None:
     changes, now = Changes(), torch.zeros(2)
-    with changes.of({5: now}):
+    with changes.of({5: now}, 8):
         assert changes.done == 0  # readers of the next count wait
         now.add_(1)
-    with changes.of({5: now, 6: now}):
+    with changes.of({5: now, 6: now}, 16):
         now.add_(1)
     assert [changes.rows_at(done, 5, now).tolist() for done in (0, 1, 2)] == [[0, 0], [1, 1], [2, 2]]
     assert changes.rows_at(0, 6, now).tolist() == [1, 1]
-    assert changes.lost == 0
+    assert (changes.lost, changes.kept_bytes) == (0, 24)
     changes.forget()
-    assert changes.lost == 2
+    assert (changes.lost, changes.kept_bytes) == (2, 0)
     assert changes.rows_at(0, 5, now) is now
     changes.begin()
     assert (changes.lost, changes.begun, changes.done) == (3, 3, 2)

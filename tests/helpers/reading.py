@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_zero.comm.reads import Changes
+from lightning_zero.engines import reads
 from tests.helpers import zoo
 
 READS: dict[str, Callable[[Any], Any]] = {
@@ -57,6 +60,35 @@ def look(strategy: Any, hook: str, what: str, rank: int | None, seconds_apart: f
     trainer.fit(module, DataLoader(zoo.RandomDataset(), batch_size=4))
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_zero-")]
     return {"found": module.found, "threads": left, "losses": module.losses}
+
+
+class Shrinks(zoo.Zoo):
+    """Rank 0 alone reads all parameters, then all ranks write to all of them."""
+
+    def build(self) -> None:
+        super().build()
+        self.found: list[float] = []
+        self.kept = 0
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            time.sleep(0.2)  # the other goes ahead
+            self.found += [p.norm().item() for p in self.parameters()]
+        changes = getattr(getattr(self.trainer.strategy, "engine", None), "changes", Changes())
+        with torch.no_grad():
+            for p in self.parameters():
+                p.mul_(0.9)
+                self.kept = max(self.kept, changes.kept_bytes)
+
+
+def shrink(strategy: Any, kept_bytes: int) -> dict[str, Any]:
+    """What this rank has read, its losses, and how much was kept at most of at most ``kept_bytes``."""
+    torch.manual_seed(7)
+    module = Shrinks()
+    trainer = zoo.make_trainer(strategy, max_epochs=2, limit_train_batches=2)
+    with mock.patch.object(reads, "KEPT_BYTES", kept_bytes):
+        trainer.fit(module, DataLoader(zoo.RandomDataset(), batch_size=4))
+    return {"found": module.found, "losses": module.losses, "kept": module.kept}
 
 
 class Saves(zoo.Zoo):
