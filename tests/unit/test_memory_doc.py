@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks import memory
+from tests.helpers.lifetime import PHASES
 from tests.helpers.ranks import ROOT
 
 PAGE = ROOT / "docs" / "memory.md"
@@ -18,3 +19,12 @@ def test_it_holds_the_papers_and_the_popular_figures():
     for figure in ("120 GB", "31.4 GB", "16.6 GB", "1.88 GB", "12 + 4/N", "8 + 8/N"):
         assert figure in text
     assert "zero1" in memory.measured_parts(text)["steps"]
+
+
+def test_a_life_stays_within_a_tenth_of_the_plan():
+    """Of the plan and what a process has imported, in every phase that the table has."""
+    table = memory.measured_parts(PAGE.read_text(encoding="utf-8"))["life"]
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
+    above = {row[1]: [int(cell[:-1]) for cell in row if cell.endswith("%")] for row in rows if row[1:2]}
+    assert [len(above[phase]) for phase in PHASES] == [2] * len(PHASES)
+    assert max(percent for phase in PHASES for percent in above[phase]) <= 10

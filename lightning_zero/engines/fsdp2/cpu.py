@@ -32,7 +32,7 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.transport import Transport, refuse_different_units
 
-LEAST_GROWTH_BYTES = 16 * 2**20
+LEAST_GROWTH_BYTES = 24 * 2**20
 """So much more than at its beginning, and a 64th of all, must be resident in a backward before gaps are returned."""
 
 
@@ -203,7 +203,7 @@ class Direct(Transport):
         """What activations leave behind is kept for the next forward, unless it would come on top of gradients: the
         most that this backward takes should be what is alive."""
         now = host.resident_bytes()
-        if now > self._resident + max(LEAST_GROWTH_BYTES, now // 64):
+        if now > self._resident + max(LEAST_GROWTH_BYTES, now // 48):
             host.return_gaps()
             self._resident = max(self._resident, host.resident_bytes())
 
