@@ -565,10 +565,10 @@ class ZeroConfig:
                 f"shard_size={self.shard_size!r} with engine='deepspeed': it shards over all ranks; use engine='fsdp2',"
                 " leave it unset, or set deepspeed.hpz_partition_size, which gathers inside a host in the backward."
             )
-        if self.compile.target != "none":
+        if self.compile.target != "none" and self.stage == 3:
             raise ValueError(
-                f"compile={self.compile.target!r} with engine='deepspeed': DeepSpeed gathers inside its units, where a"
-                " graph would end; compile functions of your own, or use engine='fsdp2'."
+                f"compile={self.compile.target!r} with engine='deepspeed' at stage 3, which gathers inside units, where"
+                " a graph would end: use stage=2, or engine='fsdp2'."
             )
         if self.activation_checkpointing.target == "selective" and self.stage == 3:
             raise ValueError(
@@ -581,12 +581,12 @@ class ZeroConfig:
                 " engine='fsdp2'."
             )
         for f in fields(self):
-            given, recomputes = getattr(self, f.name), self.activation_checkpointing.target != "none"
-            if f.name in ("units", "min_unit_numel") and given != f.default and not recomputes:
+            given, by_unit = getattr(self, f.name), {self.activation_checkpointing.target, self.compile.target}
+            if f.name in ("units", "min_unit_numel") and given != f.default and by_unit == {"none"}:
                 raise ValueError(
                     f"{f.name}={given!r} with engine='deepspeed': DeepSpeed gathers each module by itself, and units"
-                    " are what activations are recomputed by; set activation_checkpointing='full', leave it"
-                    " unset, or use engine='fsdp2'."
+                    " are what is recomputed or compiled; set activation_checkpointing='full' or compile='units', leave"
+                    " it unset, or use engine='fsdp2'."
                 )
         for name in _given(self.deepspeed):
             if self.stage not in _ONLY_AT.get(name, STAGES):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import shutil
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from tests.helpers import compiling, zoo
-from tests.helpers.compiling import BACKEND, FORMS, WHOLE, ByHand, Compiled, count_raw, count_several
+from tests.helpers.compiling import BACKEND, FORMS, WHOLE, ByHand, Compiled, Lengths, count_raw, count_several
 from tests.helpers.ranks import outcome
 
 pytestmark = [pytest.mark.rest, pytest.mark.timeout(600)]
@@ -25,7 +26,7 @@ UNITS = "skipping FSDP hooks", "lightning_zero gathers"
 
 
 def _settings(stage: int, **more: Any) -> dict[str, Any]:
-    return {"stage": stage, **zoo.BLOCKS, **more}
+    return {"stage": stage, "engine": "fsdp2", **zoo.BLOCKS, **more}
 
 
 @pytest.mark.parametrize("form", [*FORMS, WHOLE])
@@ -48,6 +49,20 @@ def test_compiled_is_as_uncompiled(ranks2, form):
         if form.startswith("blocks"):
             assert [found.graphs for found in of_rank] == 4 * [ddp.graphs]
             assert [found.breaks for found in of_rank] == 4 * [{}]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sequence_lengths_compile_when_ddps_do(ranks2, form):
+    """The first other length is compiled with a dimension that varies, and then no more."""
+    strategies = ["ddp", *map(_settings, STAGES)]
+    compiled = ranks2(count_several, form, strategies, Lengths, timeout_seconds=400)
+    plain = ranks2(count_several, "none", strategies, Lengths, timeout_seconds=200)
+    for of_rank, plain_of_rank in zip(compiled, plain, strict=True):
+        grows = [[a != b for a, b in pairwise([0, *found.graphs])] for found in of_rank]
+        assert grows == 4 * [grows[0]], [found.graphs for found in of_rank]
+        assert sum(grows[0]) > 1
+        for found, uncompiled in zip(of_rank, plain_of_rank, strict=True):
+            assert found.losses == uncompiled.losses
 
 
 def test_graphs_are_those_of_fully_shard(ranks2):
@@ -76,8 +91,8 @@ def _both(form: str, kind: Any, options: dict[str, Any], backend: str = BACKEND)
     return [compiling.count(f, _settings(3), kind, backend, **options) for f in (form, "none")]
 
 
-def _units(stage: int, backend: str = BACKEND, **more: Any) -> dict[str, Any]:
-    return _settings(stage, compile={"target": "units", "backend": backend, **more})
+def _units(backend: str = BACKEND, **more: Any) -> dict[str, Any]:
+    return {"target": "units", "backend": backend, **more}
 
 
 class Printing(zoo.Block):
@@ -100,14 +115,16 @@ class LooksAtCopies(Compiled):
             assert block.__getstate__().keys().isdisjoint({"forward", "_compiled_call_impl"})  # of copies and pickles
 
 
-def _setting(stage: int, kind: Any = Compiled, **more: Any) -> tuple[list[compiling.Counted], list[str], list[int]]:
+def _setting(
+    settings: dict[str, Any], kind: Any = Compiled, **more: Any
+) -> tuple[list[compiling.Counted], list[str], list[int]]:
     """A run with the setting and one without; what was said; compiled calls left behind after the run."""
     said = Said()
     logging.getLogger("lightning_zero").addHandler(said)
     try:
         runs = (
-            compiling.count_setting(kind, _units(stage, compiling.register(), **more)),
-            compiling.count("none", _settings(stage), kind),
+            compiling.count_setting(kind, {**settings, "compile": _units(compiling.register(), **more)}),
+            compiling.count("none", "ddp" if settings["engine"] == "deepspeed" else settings, kind),
         )
     finally:
         logging.getLogger("lightning_zero").removeHandler(said)
@@ -123,9 +140,10 @@ class Said(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_setting_compiles_units(ranks2, stage):
-    for (found, plain), said, left in ranks2(_setting, stage, LooksAtCopies, timeout_seconds=300):
+@pytest.mark.parametrize(("engine", "stage"), [*(("fsdp2", n) for n in STAGES), ("deepspeed", 1), ("deepspeed", 2)])
+def test_the_setting_compiles_units(ranks2, engine, stage):
+    settings = _settings(stage, engine=engine)
+    for (found, plain), said, left in ranks2(_setting, settings, LooksAtCopies, timeout_seconds=300):
         assert found.losses == plain.losses
         assert found.names == plain.names
         assert found.graphs[0] == 1  # of three equal blocks
@@ -135,7 +153,7 @@ def test_the_setting_compiles_units(ranks2, stage):
 
 
 def _one_that_cannot() -> Any:
-    return _setting(3, OnePrints, fullgraph=True)
+    return _setting(_settings(3), OnePrints, fullgraph=True)
 
 
 def test_a_unit_that_cannot_be_compiled_is_named(ranks2):
@@ -148,7 +166,7 @@ def test_a_unit_that_cannot_be_compiled_is_named(ranks2):
 
 def _unknown_backend() -> str:
     try:
-        compiling.count("none", _units(3, "inducktor"))
+        compiling.count("none", _settings(3, compile=_units("inducktor")))
     except ValueError as error:
         return str(error)
     return ""

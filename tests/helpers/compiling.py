@@ -52,6 +52,16 @@ class Compiled(zoo.Zoo):
         return self.loss(batch)  # no .item() here: it would end a graph under DDP, too
 
 
+class Lengths(Compiled):
+    """Sequences of four lengths, and a validation with another one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss([t[:, None].repeat(1, 2 + batch_idx % 4, 1) for t in batch])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss([t[:, None].repeat(1, 7, 1) for t in batch])
+
+
 class ByHand(Compiled):
     """Manual optimization, two micro-batches to a step."""
 
@@ -165,9 +175,9 @@ def _count(form: str, strategy: Any, kind: Any, counting: CompileCounterWithBack
     return counted
 
 
-def count_several(form: str, strategies: list[Any], **options: Any) -> list[Counted]:
+def count_several(form: str, strategies: list[Any], kind: type[Compiled] = Compiled) -> list[Counted]:
     """One job on this rank: a run for each of ``strategies``."""
-    return [count(form, strategy, **options) for strategy in strategies]
+    return [count(form, strategy, kind) for strategy in strategies]
 
 
 def count_raw(form: str, steps: int = 3) -> tuple[int, int]:

@@ -61,7 +61,7 @@ def test_every_stage_is_accepted(stage: int) -> None:
         ({"compile": "blocks"}, ["compile='blocks'", "'none', 'units'"]),
         ({"compile": True}, ["compile=True", "'units'", "CompileConfig"]),
         ({"compile": {"target": "units", "moed": "default"}}, ["compile.moed='default'", "Did you mean 'mode'"]),
-        ({"compile": "units", "engine": "deepspeed"}, ["compile='units'", "engine='deepspeed'", "engine='fsdp2'"]),
+        ({"compile": "units", "engine": "deepspeed"}, ["compile='units'", "at stage 3", "stage=2, or engine='fsdp2'"]),
         (
             {"offload": {"target": "nvme", "aio_queue_depth": 4}},
             ["offload.aio_queue_depth=4", "engine='fsdp2'", "engine='deepspeed'"],

@@ -23,6 +23,7 @@ from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import AfterRun
 from lightning_zero.engines.base import Engine
+from lightning_zero.engines.compiled import CompiledUnits
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.activations import configure_deepspeeds_own, inside_backward
 from lightning_zero.engines.deepspeed.ds_config import (
@@ -64,6 +65,7 @@ class DeepSpeedRun(EngineRun):
         self.folder: SwapFolder | None = None
         self._supplied: LightningModule | None = None
         self._recomputed: Recomputed | None = None
+        self._compiled: CompiledUnits | None = None
         self._linear: Any = None
 
     @property
@@ -172,18 +174,23 @@ class DeepSpeedRun(EngineRun):
                 rank_zero_info(f"DeepSpeed's CPU Adam cannot be built ({why}): PyTorch's fused one serves instead.")
 
         configure_deepspeeds_own(made)
-        recomputes = self.config.activation_checkpointing
-        if recomputes.target != "none":
-            how = inside_backward if self.config.stage == 3 else None
-            self._recomputed = Recomputed(recomputes, module, self._units_of(module), how)
-            self._recomputed.begin()
+        self._change_calls(module)
         engine.offload_path, engine.cpu_adam = self.offload_path, self.cpu_adam
 
-    def _units_of(self, module: nn.Module) -> list[nn.Module]:
-        """Those that ``fully_shard`` would have: DeepSpeed knows none."""
+    def _change_calls(self, module: nn.Module) -> None:
+        """Units recompute and are compiled as the settings say. They are those that ``fully_shard`` would have:
+        DeepSpeed knows none."""
+        recomputes, compiles = self.config.activation_checkpointing, self.config.compile
+        if recomputes.target == compiles.target == "none":
+            return
         sharded = any(map(private.is_managed, module.parameters()))  # by zero.Init: they look empty
         plan = plan_units(module, self.config.units, 0 if sharded else self.config.min_unit_numel)
-        return [unit.module for unit in plan.units if unit.name != ROOT]
+        units = {unit.name: unit.module for unit in plan.units if unit.name != ROOT}
+        how = inside_backward if self.config.stage == 3 else None
+        self._recomputed = Recomputed(recomputes, module, [*units.values()], how)
+        if compiles.target == "units":
+            self._compiled = CompiledUnits(compiles, units.items(), self._recomputed)
+        self._recomputed.begin(but=self._compiled.modules if self._compiled is not None else ())
 
     def _warn_of_the_file(self) -> None:
         if (raw := self.config.raw) is None:
@@ -235,6 +242,9 @@ class DeepSpeedRun(EngineRun):
         if self.folder is not None and after is AfterRun.WHOLE:
             wait_for_all("the end of a run with offload='nvme'")  # others may still read
         self._take_back()
+        if self._compiled is not None:
+            self._compiled.undo()
+            self._compiled = None
         if self._recomputed is not None:
             self._recomputed.undo()
             self._recomputed = None

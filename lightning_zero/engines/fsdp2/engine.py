@@ -68,10 +68,10 @@ from lightning_zero.comm.shards import local, shard_like
 from lightning_zero.comm.shards import whole as whole_value
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine, undetached_state_dict
+from lightning_zero.engines.compiled import CompiledUnits
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2 import whole as whole_state
 from lightning_zero.engines.fsdp2.build import Build
-from lightning_zero.engines.fsdp2.compiled import CompiledUnits
 from lightning_zero.engines.fsdp2.cpu import Direct
 from lightning_zero.engines.fsdp2.files import FileShards
 from lightning_zero.engines.fsdp2.graphs import GraphInputs
