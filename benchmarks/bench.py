@@ -279,7 +279,7 @@ def _same_losses(measured: dict[str, Any], name: str) -> bool:
 
 def page() -> str:
     """docs/speed.md, from what is stored."""
-    from benchmarks import view  # which measures with the tests' helpers, and those need more than this page
+    from benchmarks import per_unit, view  # which import this module
 
     stored = _stored()
     head = PAGE.read_text().split("<!-- tables -->")[0] if PAGE.exists() else "# Speed\n\n"
@@ -293,8 +293,9 @@ def page() -> str:
             f" `import lightning_zero` took {added['lightning_zero_adds'] * 1e3:.0f} ms more than `import"
             f" lightning.pytorch` ({added['lightning'] * 1e3:.0f} ms).",
         ]
-    if view.RESULT.exists():
-        parts.append(view.render(json.loads(view.RESULT.read_text())).rstrip())
+    parts += [
+        each.render(json.loads(each.RESULT.read_text())).rstrip() for each in (per_unit, view) if each.RESULT.exists()
+    ]
     return "\n\n".join(parts) + "\n"
 
 

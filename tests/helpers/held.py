@@ -11,7 +11,6 @@ import tempfile
 from collections import defaultdict
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
@@ -481,6 +480,8 @@ class Traced(Zoo):
         return isinstance(strategy, ZeroStrategy) and (strategy.config.engine == "fsdp2" or strategy.config.stage == 3)
 
     def on_train_epoch_end(self) -> None:
+        import pytest  # benchmarks use the zoo, too, where it is not installed
+
         x = torch.ones(2, WIDTH)
         with torch.no_grad():
             if self.is_gathered:

@@ -1,0 +1,119 @@
+"""Where the time of many shard units goes: a table of docs/speed.md.
+
+python benchmarks/per_unit.py        # 2 ranks, two minutes; stores what was measured and writes the page
+
+The same 200 small blocks, each a unit, and with the units that are chosen by itself. Steps are timed without a
+profiler; then cProfile tells where rank 0's main thread, which runs forward, hooks, backward and step, is. What a
+function of C takes counts for the Python function that calls it. Profiling makes Python slower and C not, so shares are
+rough.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import json
+import pstats
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import bench, contenders
+from benchmarks.contenders import CONTENDERS, WARMUP_STEPS, Job
+
+RESULT = bench.RESULTS / "per_unit.json"
+NAMES = ["ddp", "fully_shard", "zero1", "zero1-units", "zero3", "zero3-units"]
+STEPS = 12
+PLACES = {
+    # a part of a file's path -> the column; the first that fits
+    "lightning_zero/comm/": "messages",
+    "lightning_zero/": "our Python",
+    "torch/distributed/": "`torch.distributed`",
+    "torch/nn/": "the model and autograd",
+    "torch/autograd/": "the model and autograd",
+    "torch/_tensor": "the model and autograd",
+    "benchmarks/": "the model and autograd",
+    "torch/optim/": "optimizer and clipping",
+}
+OTHERS = "the rest"
+COLUMNS = [*dict.fromkeys(PLACES.values()), OTHERS]
+
+
+class Profiled(Job):
+    """Profiles the counted steps of rank 0."""
+
+    def tick(self, loss: Any) -> None:
+        super().tick(loss)
+        if self.rank == 0 and self.ticks == WARMUP_STEPS:
+            self.profile = cProfile.Profile()
+            self.profile.enable()
+        elif self.rank == 0 and self.ticks == WARMUP_STEPS + self.steps:
+            self.profile.disable()
+
+    def result(self) -> dict[str, Any]:
+        return super().result() | ({"places": _places(pstats.Stats(self.profile))} if self.rank == 0 else {})
+
+
+def _places(stats: pstats.Stats) -> dict[str, float]:
+    """Seconds by column."""
+    found = dict.fromkeys(COLUMNS, 0.0)
+    for (file, _, _), (_, _, own, _, callers) in stats.stats.items():  # type: ignore[attr-defined]
+        if file != "~":
+            found[_column(file)] += own
+        for (caller, _, _), (_, _, of_caller, _) in callers.items() if file == "~" else ():
+            found[_column(caller)] += of_caller
+    return found
+
+
+def _column(file: str) -> str:
+    return next((column for part, column in PLACES.items() if part in file), OTHERS)
+
+
+def measure() -> dict[str, Any]:
+    """Contender -> milliseconds of a step, and the share of each column."""
+    launch = partial(contenders.launch, timeout_seconds=300, script=__file__)
+    found: dict[str, Any] = {}
+    for name in NAMES:
+        plain = Job(contender=name, shape="many", steps=STEPS)
+        step = statistics.median(contenders.launch(plain)[0]["seconds"])
+        places = launch(plain)[0]["places"]
+        found[name] = {"step": step * 1e3, "shares": {c: places[c] / sum(places.values()) for c in COLUMNS}}
+        print(name, found[name], file=sys.stderr, flush=True)
+    return {"contenders": found, "machine": bench.machine()}
+
+
+def render(measured: dict[str, Any]) -> str:
+    found = measured["contenders"]
+    lines = [
+        "### Where the time of many small units goes",
+        "",
+        f"| 200 blocks of 64, 2 ranks | step, ms | {' | '.join(COLUMNS)} |",
+        "|---" * (2 + len(COLUMNS)) + "|",
+    ]
+    for name, each in found.items():
+        shares = " | ".join(f"{each['step'] * each['shares'][column]:.0f}" for column in COLUMNS)
+        lines.append(f"| {CONTENDERS[name][0]} | {each['step']:.0f} | {shares} |")
+    return "\n".join(lines) + (
+        "\n\nMilliseconds of a step, divided by where cProfile finds rank 0's main thread"
+        " (`python benchmarks/per_unit.py`); *messages* includes waiting for the other rank."
+    )
+
+
+def _run_rank(settings: str) -> None:
+    import torch
+
+    job = Profiled(**json.loads(settings))
+    torch.set_num_threads(1)
+    CONTENDERS[job.contender][1](job)
+    Path(job.folder, f"{job.rank}.json").write_text(json.dumps(job.result()))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        _run_rank(sys.argv[2])
+    else:
+        RESULT.write_text(json.dumps(measure(), indent=1) + "\n")
+        bench.PAGE.write_text(bench.page())
