@@ -171,6 +171,7 @@ def test_dead_rank_is_named_with_its_exit_code_and_output(pool):
     assert "last words" in str(caught.value)
 
 
+@pytest.mark.rest
 def test_children_of_a_killed_rank_are_killed_too(pool, tmp_path):
     file = tmp_path / "pid"
     with pytest.raises(RankError, match="took longer"):

@@ -19,7 +19,7 @@ MODULE = "-m", "lightning_zero"
     "entry",
     [
         pytest.param(MODULE, id="python -m", marks=pytest.mark.full),
-        pytest.param((console_script(),), id="console script"),
+        pytest.param((console_script(),), id="console script", marks=pytest.mark.rest),
     ],
 )
 def test_two_processes_share_one_run_folder(entry, tmp_path):

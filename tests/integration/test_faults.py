@@ -12,12 +12,10 @@ import pytest
 from tests.helpers.faults import FAULTS, break_run
 
 OFTEN = ("exception-1", "kill-1", "stop-0", "stop-1", "dry-0", "interrupt")
-"""`make test` walks the first and CI all of them; the others take the same ways with the ranks exchanged."""
+"""CI walks them; the others take the same ways with the ranks exchanged."""
 
 
 def _level(name: str) -> Any:
-    if name == OFTEN[0]:
-        return ()
     return pytest.mark.rest if name in OFTEN else pytest.mark.full
 
 

@@ -135,6 +135,7 @@ def test_results_come_back_whole(method, after_fit, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir() if not p.name.startswith("torchinductor")] == []
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("has_cloudpickle", [True, False])
 def test_a_class_inside_a_test_can_be_spawned(has_cloudpickle, monkeypatch):
     """No other process can import it."""
