@@ -484,7 +484,7 @@ class ZeroStrategy(Launched, DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
         collecting_failed = self._saving.collecting is Collecting.FAILED
-        note = advice_on(str(exception), collecting_failed, self.config.offload.buffer_count)
+        note = advice_on(str(exception), collecting_failed, self.config.offload.buffer_count, self.config.engine)
         if note and hasattr(exception, "add_note"):
             exception.add_note(note)
 

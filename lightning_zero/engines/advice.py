@@ -9,13 +9,14 @@ _IN_SHARDED_MODULES = {
 """Part of an error's text -> its cause; gathering the whole module avoids both."""
 
 
-def advice_on(text: str, collecting_failed: bool, buffer_count: int | None) -> str:
+def advice_on(text: str, collecting_failed: bool, buffer_count: int | None, engine: str) -> str:
     """A sentence for the user on an error with this ``text``, or nothing.
 
     Args:
         text: The error's own.
         collecting_failed: Whether it came out of the collecting of a checkpoint.
         buffer_count: ``offload.buffer_count``, if it was given.
+        engine: The run's.
     """
     if collecting_failed and "meta" in text:
         return (
@@ -26,6 +27,11 @@ def advice_on(text: str, collecting_failed: bool, buffer_count: int | None) -> s
         return (
             "More parameters in files were needed at a time than offload.buffer_count has buffers for: raise it"
             f" (now {buffer_count or 'what the largest module needs, or the file says'})."
+        )
+    if engine == "deepspeed" and "out of bounds for storage of size 0" in text:
+        return (
+            "A parameter was read where DeepSpeed's stage 3 has not gathered it, as in the own backward of an autograd"
+            " function (torchdiffeq's odeint_adjoint): use stage=2 or engine='fsdp2'."
         )
     cause = next((cause for part, cause in _IN_SHARDED_MODULES.items() if part in text), None)
     return f"{cause}. ZeroStrategy(units=[]) gathers the whole module for the length of a step." if cause else ""

@@ -384,6 +384,35 @@ def test_parameters_in_files_are_read_as_many_as_are_needed(ranks2, tmp_path: Pa
         assert any("offload.buffer_count" in note and "raise it (now 5)" in note for note in notes)
 
 
+class _OwnBackward(torch.autograd.Function):
+    """Looks at a parameter as torchdiffeq's ``odeint_adjoint`` does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        ctx.p = p
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] + torch.as_strided(ctx.p, (), ()), None
+
+
+class LooksInItsBackward(zoo.Zoo):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net.head(_OwnBackward.apply(self.net.stem(x), self.net.blocks[0].up.weight))
+
+
+def _notes_of_own_backward() -> list[str]:
+    with pytest.raises(RuntimeError, match="storage of size 0") as caught:
+        make_trainer(_strategy(3), max_epochs=1).fit(LooksInItsBackward(), loops._loader())
+    return caught.value.__notes__
+
+
+def test_a_parameter_read_in_an_own_backward_is_an_error_that_says_what_to_do(ranks2) -> None:
+    for notes in ranks2(_notes_of_own_backward):
+        assert any("odeint_adjoint" in note and "use stage=2 or engine='fsdp2'" in note for note in notes)
+
+
 @pytest.mark.usefixtures("nvme")
 def test_nvme_refuses_optimizers_that_need_whole_tensors(ranks2) -> None:
     for name, text in ranks2(outcome, _fit_wide_with_adafactor, timeout_seconds=SLOW):
