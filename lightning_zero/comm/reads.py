@@ -58,6 +58,9 @@ UNKNOWN = -1
 """The key of what others cannot send rows of. So are those below."""
 
 
+WRITE = UNKNOWN - 1
+"""The key of any write, where all ranks must have come to it."""
+
 KEPT_BYTES = 32 << 20
 """Of rows as they were before the user's writes, on each rank, since ranks last met."""
 
@@ -227,16 +230,6 @@ class Reads:
                 # Others may still come to it, perhaps after reads that they make alone
                 time.sleep(0.0 if others_read else _AGAIN_SECONDS)
 
-    def meet(self, keys: Collection[int]) -> None:
-        """All ranks are about to write to the tensors of ``keys``: what they read before, they have.
-
-        Raises:
-            RuntimeError: If they are not, within ``timeout_seconds``.
-        """
-        with DisableTorchFunction(), torch.no_grad():
-            self._run_agreement.meet(f"a write to {self._named(keys)}")
-        self._changes.forget()
-
     def _is_alike(self, number: int, keys: tuple[int, ...] = ()) -> bool:
         ends = torch.tensor([number, -number])
         try:
@@ -329,13 +322,10 @@ class Reads:
     # -- words ---------------------------------------------------------------------------------------------------
 
     def _reading(self, keys: Collection[int]) -> str:
-        return f"a read of {self._named(keys)}"
-
-    def _named(self, keys: Collection[int]) -> str:
         names = [self._holder.name(key) for key in keys]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         hook = hook_above()
-        return shown + (f" in {hook}" if hook else "")
+        return f"a read of {shown}" + (f" in {hook}" if hook else "")
 
     def _error(self, keys: tuple[int, ...], why: str, said: Sequence[_Said]) -> RuntimeError:
         alike = [rank for rank, its in enumerate(said) if its.keys == keys]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.reads import KEPT_BYTES, UNKNOWN, Changes, Holder, Reads
+from lightning_zero.comm.reads import KEPT_BYTES, UNKNOWN, WRITE, Changes, Holder, Reads
 
 
 class Keyed(Holder, Protocol):
@@ -97,7 +97,8 @@ class Reader:
         else:
             nbytes = sum(self._rows.room(key, 0).nbytes for key in keys)  # of the rank that has most: alike on all
             if self._changes.kept_bytes + nbytes > KEPT_BYTES:
-                self._reads.meet(keys)
+                self._reads.ask((WRITE,))
+                self._changes.forget()
                 change = self._changes.under_way()
             else:
                 rows = {key: part for key in keys if (part := self._rows.rows(key)) is not None}

@@ -21,6 +21,7 @@ NAMES = {
     "norm": r"a read of parameter 'net\.head\.weight' in {hook} by rank {rank} and not by rank {other}, and others go",
     "gradient": r"a read of a gradient.* in {hook} by rank {rank} and not by rank {other}, and nothing is sent",
     "forward": r"a read of all parameters of .* in {hook} by rank {rank} and not by rank {other}, and nothing is sent",
+    "write": r"a read of a parameter that is written to in {hook} by rank {rank} and not by rank {other}, and nothing",
     "written before": r"a read of .* by rank {rank} and not by rank {other}, and rank {rank} alone has written",
 }
 REPAIR = "make it on every rank, and write on one, as in `state = self.net.state_dict()`"
@@ -33,6 +34,7 @@ REPAIR = "make it on every rank, and write on one, as in `state = self.net.state
         pytest.param(FSDP2, "on_before_optimizer_step", "gradient", 1, id="gradient", marks=pytest.mark.rest),
         pytest.param(FSDP2, "on_train_epoch_end", "forward", 0, id="forward", marks=pytest.mark.rest),
         pytest.param(FSDP2, "on_train_epoch_end", "written before", 0, id="written", marks=pytest.mark.rest),
+        pytest.param(FSDP2, "on_train_epoch_end", "write", 0, id="write"),
         pytest.param(DEEPSPEED, "on_before_optimizer_step", "gradient", 0, id="deepspeed", marks=pytest.mark.rest),
     ],
 )

@@ -18,10 +18,17 @@ from lightning_zero.comm.reads import Changes
 from lightning_zero.engines import reads
 from tests.helpers import zoo
 
+
+def _write_more_than_is_kept(module: Any) -> None:
+    with mock.patch.object(reads, "KEPT_BYTES", 0):
+        module.net.head.weight.data.mul_(1.0)
+
+
 READS: dict[str, Callable[[Any], Any]] = {
     "norm": lambda module: module.net.head.weight.norm().item(),
     "gradient": lambda module: module.net.head.weight.grad.norm().item(),
     "forward": lambda module: module.net(torch.ones(2, zoo.WIDTH)).sum().item(),
+    "write": _write_more_than_is_kept,
     "written before": lambda module: (module.net.head.weight.data.mul_(1.0), module.net.head.weight.norm().item())[1],
 }
 

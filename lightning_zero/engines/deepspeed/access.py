@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.comm.reads import Changes
+from lightning_zero.comm.reads import WRITE, Changes
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.optimizer_step import parameters
 from lightning_zero.engines.deepspeed.order import Order
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
-from lightning_zero.engines.deepspeed.rows import GRADIENT, WRITE
+from lightning_zero.engines.deepspeed.rows import GRADIENT
 from lightning_zero.engines.reads import Reader
 from lightning_zero.private.torch import DisableTorchFunction, version_of
 

@@ -8,14 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm.reads import UNKNOWN
+from lightning_zero.comm.reads import UNKNOWN, WRITE
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.parameters import Parameters
 
 GRADIENT = UNKNOWN
 """The key of any gradient: the ranks put it together."""
-WRITE = UNKNOWN - 1
-"""The key of any write."""
 
 
 class Rows:

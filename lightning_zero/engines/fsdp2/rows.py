@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_zero.comm.reads import UNKNOWN
+from lightning_zero.comm.reads import UNKNOWN, WRITE
 from lightning_zero.comm.shards import local, mesh_device
 
-UNIT = UNKNOWN - 1
+UNIT = WRITE - 1
 """The key of a forward of the first unit; those of the others are below."""
 
 
@@ -56,6 +56,8 @@ class Rows:
 
     def name(self, key: int) -> str:
         """For errors."""
+        if key == WRITE:
+            return "a parameter that is written to"
         if key < UNKNOWN:
             return f"all parameters of {self._units[UNIT - key]!r}, whose forward is called"
         return "a gradient or an optimizer's state" if key == UNKNOWN else self._names[key]
