@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_zero.private.torch import in_transform, module_tables, storage_key
+from lightning_zero.private.torch import base_of, in_transform, module_tables, storage_key
 
 
 def refuse_script_modules(module: nn.Module) -> None:
@@ -54,7 +54,7 @@ def refuse_held_views(module: nn.Module) -> None:
 def _warn_of_views_elsewhere(named: dict[int, str], known: set[int]) -> None:
     plain = [each for each in gc.get_objects() if type(each) is Tensor and each.layout == torch.strided]
     views = [each for each in plain if storage_key(each.untyped_storage()) in named and id(each) not in known]
-    between = {id(view._base) for view in views}  # as w.data of w.data.view(-1)
+    between = {id(base_of(view)) for view in views}  # as w.data of w.data.view(-1)
     lasting = [view for view in views if id(view) not in between]
     found = [f"{_holder(view)} of {named[storage_key(view.untyped_storage())]!r}" for view in lasting]
     if found:

@@ -581,6 +581,7 @@ def _save_and_be_killed(path: Path, when: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
 
 
+@pytest.mark.rest
 def test_the_next_save_removes_what_killed_ones_have_left(tmp_path: Path) -> None:
     """Of dead runs only, beside it and in its own folder; a folder that lives, or that has no mark, stays."""
     for name, when in (("a.ckpt", "within"), ("b.ckpt", "before"), ("new.ckpt", "within")):

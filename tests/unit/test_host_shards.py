@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_zero.checkpoint.collected import Collected
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
 from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision
@@ -311,7 +312,7 @@ def _into_one_file(offload: Any) -> tuple[list[int], list[tuple[int, list[int], 
         with ExitStack() as stack:
             for name in ("send", "recv", "isend", "irecv", "all_gather_into_tensor", "batch_isend_irecv"):
                 stack.enter_context(mock.patch.object(dist, name, refused))
-            files = [engine.full(state, hosts) for state in states]
+            files = [engine.full(state, (hosts, Collected([]))) for state in states]
         sharded = {id(t): t for t in tree_leaves(states) if isinstance(t, DTensor)}
         places = {pretend.where(t) for t in tree_leaves(files) if isinstance(t, Tensor)}
         return sorted(t.nbytes for t in sharded.values()), hosts.collected, places

@@ -19,6 +19,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("order", [pytest.param(o, id=name) for name, o in ORDERS.items()])
 def test_names_are_registered_in_any_order(order):
     code = f"""
