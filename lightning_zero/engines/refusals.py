@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_zero.private.torch import base_of, in_transform, module_tables, storage_key
+from lightning_zero.private.torch import base_of, in_transform, module_tables, storage_key, users_of
 
 
 def refuse_script_modules(module: nn.Module) -> None:
@@ -30,8 +31,9 @@ def refuse_held_views(module: nn.Module) -> None:
     A view that anything else in the process holds is warned of: it may be a helper's, which is stale in the same way,
     or what ``load_state_dict(states, assign=True)`` was given, which nobody looks at again.
     """
-    named = {storage_key(p.untyped_storage()): name for name, p in module.named_parameters() if p.numel()}
-    known = set()
+    storages = {name: p.untyped_storage() for name, p in module.named_parameters() if p.numel()}
+    named = {storage_key(storage): name for name, storage in storages.items()}
+    known, of_attributes = set(), Counter[int]()
     for owner, m in module.named_modules():
         parameters, buffers, children = module_tables(m)
         for attribute, value in {**vars(m), **buffers}.items():
@@ -39,15 +41,19 @@ def refuse_held_views(module: nn.Module) -> None:
                 continue
             made_anew = f"{attribute}_orig" in parameters  # for each forward, by spectral_norm and prune
             for held in _tensors_in(value):
+                key = storage_key(held.untyped_storage())
                 known.add(id(held))
-                name = named.get(storage_key(held.untyped_storage()))
+                of_attributes[key] += 1
+                name = named.get(key)
                 if name is not None and not made_anew:
                     where = f"{owner}.{attribute}".lstrip(".")
                     raise ValueError(
                         f"{where!r} holds a view of parameter {name!r}, made by .data, detach() or a slice of it, which"
                         " would not follow the training: hold the parameter itself and take the view when it is used."
                     )
-    if any(p.device.type == "cpu" for p in module.parameters()):  # moving to an accelerator leaves views under DDP, too
+    on_cpu = {storage_key(each): each for each in storages.values() if each.device.type == "cpu"}
+    # moving to an accelerator leaves views behind under DDP, too; looking at all objects takes tenths of a second
+    if any(users_of(storage) > 1 + of_attributes[key] for key, storage in on_cpu.items()):
         _warn_of_views_elsewhere(named, known)
 
 

@@ -28,6 +28,7 @@ TORCH = Library(
     TESTED,
     (
         Needed("torch:_C.DisableTorchFunction"),
+        Needed("torch:_C._storage_Use_Count"),
         Needed("torch:_C._disabled_torch_function_impl"),
         Needed("torch:_C._are_functorch_transforms_active"),
         Needed("torch:_C._autograd._top_saved_tensors_default_hooks"),
@@ -136,8 +137,7 @@ __all__ = [
     "run_first", "saved_tensors", "saves_elsewhere", "schema_of",
     "set_compiled_call", "set_data", "set_found_inf",
     "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "set_torch_function", "storage_key",
-    "torch_function_of",
-    "version_of", "without_modes", "wrapper_subclass",
+    "torch_function_of", "users_of", "version_of", "without_modes", "wrapper_subclass",
 ]  # fmt: skip
 
 PICKLED = {
@@ -160,6 +160,11 @@ leaves out what is there twice."""
 storage_key: Callable[[Any], int] = attrgetter("_cdata")
 """Which storage it is, whatever memory it has; ``data_ptr`` is 0 for all that have none. As long as a
 ``torch.multiprocessing.reductions.StorageWeakRef`` of it lives, no other has the same."""
+
+
+def users_of(storage: Any) -> int:
+    """How many tensors lie in it; nothing public tells. ``storage`` itself is one that counts, too."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
 def set_local_tensor(sharded: Any, part: Tensor) -> None:

@@ -148,6 +148,16 @@ def test_versions_bases_and_hooks() -> None:
     assert private.has_accumulation_hooks(p)
 
 
+def test_who_lies_in_a_storage() -> None:
+    p = nn.Parameter(torch.zeros(3, 2))
+    assert private.users_of(p.untyped_storage()) == 1
+    held = p.data.view(-1)
+    storage = p.untyped_storage()
+    assert private.users_of(storage) > 1
+    del held
+    assert private.users_of(storage) == 1
+
+
 def test_shards_themselves(world_of_one) -> None:
     mesh = dist.init_device_mesh("cpu", (1,))
     sharded = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
