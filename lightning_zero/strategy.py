@@ -373,6 +373,10 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self._steps_on_host and isinstance(plugin, ZeroMixedPrecision):
             plugin.scale_on_host()
 
+    def before_fork(self) -> None:
+        """Called by the launcher: what is imported here, the ranks share."""
+        self._run.load()
+
     def setup_environment(self) -> None:
         self._saving.refuse_plugin(given_checkpoint_io(self))  # the Trainer's plugins=[...] come after __init__
         super().setup_environment()

@@ -51,6 +51,9 @@ class EngineRun(ABC):
         self.built: Built | None = None
         """By ``configure_model``, until the engine has taken it over."""
 
+    def load(self) -> None:  # noqa: B027
+        """Imports what :meth:`make_engine` needs, where ranks are about to be forked."""
+
     def connect(self, module: Any) -> None:  # noqa: B027
         """Before Lightning looks for the module's hooks."""
 

@@ -368,6 +368,8 @@ class ProcessesLauncher(Launcher):
                 "start_method='fork': CUDA was used in this process before, so forked ones cannot use it. Restart the"
                 " notebook and touch no CUDA tensor before fit, or use start_method='spawn'."
             )
+        if self._start_method == "fork":
+            self._strategy.before_fork()
         snapshot = GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
         call, what = self._rank, (trainer, function, args, kwargs, snapshot)
         try:

@@ -135,6 +135,28 @@ def test_results_come_back_whole(method, after_fit, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir() if not p.name.startswith("torchinductor")] == []
 
 
+FORKS = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.integration.test_launch import *
+
+class Sees(L.Callback):
+    def setup(self, trainer, module, stage):
+        print("SEES", "lightning_zero.engines.fsdp2.engine" in sys.modules, flush=True)
+
+strategy = ZeroStrategy(stage=3, units=["Linear"], start_method="fork")
+trainer(strategy, callbacks=[Sees()]).fit(Regression(), DataLoader(data(), batch_size=4))
+"""
+
+
+@pytest.mark.rest
+def test_forked_ranks_share_the_engines_imports(tmp_path):
+    """Each by itself took as long as the rest of its start, which shows where ranks outnumber cores."""
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.stdout.count("SEES True") == 2, done.stdout + done.stderr
+    assert done.returncode == 0
+
+
 @pytest.mark.rest
 @pytest.mark.parametrize("has_cloudpickle", [True, False])
 def test_a_class_inside_a_test_can_be_spawned(has_cloudpickle, monkeypatch):

@@ -64,6 +64,9 @@ class Fsdp2Run(EngineRun):
     def loads_on_host(self, device: torch.device) -> bool:
         return self.config.offload.target != "none" and device.type != "cpu"
 
+    def load(self) -> None:
+        import lightning_zero.engines.fsdp2.engine  # noqa: F401
+
     def make_engine(self, device: torch.device, dtypes: DtypePolicy) -> Engine:
         from lightning_zero.engines.fsdp2.engine import Fsdp2Engine  # imported with the first run, not with the package
 
