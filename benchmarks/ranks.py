@@ -34,6 +34,7 @@ from lightning_zero import ZeroStrategy
 BEGIN, END = "<!-- table: python benchmarks/ranks.py docs/scaling.md -->", "<!-- end of table of ranks -->"
 RANKS = (2, 4, 8, 16, 32, 64)
 STEPS, WARM_UP = 40, 10
+DIGITS = {"sockets": 0, "threads": 0, "mb": 0, "of a processor, s": 2}
 
 
 class Tiny(L.LightningModule):
@@ -44,6 +45,8 @@ class Tiny(L.LightningModule):
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         self.at[index] = time.monotonic()
+        if index == 0:
+            self.used = time.process_time()
         if index == STEPS - 1:
             Path(self.folder, f"{self.global_rank}.json").write_text(json.dumps(self.seen()))
         return self.net(batch).square().mean()
@@ -56,6 +59,7 @@ class Tiny(L.LightningModule):
             "threads": len(os.listdir("/proc/self/task")),
             "mb": float(re.findall(r"Private_Dirty:\s+(\d+) kB", rollup)[0]) / 1e3,
             "first step, s": self.at[0] - self.begun,
+            "of a processor, s": self.used,
             "ms per step": (self.at[STEPS - 1] - self.at[WARM_UP]) / (STEPS - 1 - WARM_UP) * 1e3,
         }
 
@@ -125,9 +129,7 @@ def main() -> None:
             seen = measure(name, ranks, args.open_files)
             if not rows:
                 rows += [f"| ranks | strategy | {' | '.join(seen)} |", "|---" * (len(seen) + 2) + "|"]
-            figures = (
-                f"{value:.0f}" if key in ("sockets", "threads", "mb") else f"{value:.1f}" for key, value in seen.items()
-            )
+            figures = (f"{value:.{DIGITS.get(key, 1)}f}" for key, value in seen.items())
             rows.append(f"| {ranks} | {name} | {' | '.join(figures)} |")
             print(rows[-1], flush=True)
     if args.page:
