@@ -21,10 +21,14 @@ def test_it_holds_the_papers_and_the_popular_figures():
     assert "zero1" in memory.measured_parts(text)["steps"]
 
 
-def test_a_life_stays_within_a_tenth_of_the_plan():
-    """Of the plan and what a process has imported, in every phase that the table has."""
+def test_a_life_stays_close_to_the_plan():
+    """Above the plan and what a process has imported, in every phase of the table: a tenth, and steps of 4 ranks up to
+    15 % while gaps below 24 MiB are kept (docs/decisions/33-memory-goes-back.md)."""
     table = memory.measured_parts(PAGE.read_text(encoding="utf-8"))["life"]
     rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
     above = {row[1]: [int(cell[:-1]) for cell in row if cell.endswith("%")] for row in rows if row[1:2]}
     assert [len(above[phase]) for phase in PHASES] == [2] * len(PHASES)
-    assert max(percent for phase in PHASES for percent in above[phase]) <= 10
+    of_steps = above.pop("trained")
+    assert of_steps[0] <= 10
+    assert of_steps[1] <= 15
+    assert max(percent for phase in above if phase in PHASES for percent in above[phase]) <= 10
