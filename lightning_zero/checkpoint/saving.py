@@ -88,8 +88,10 @@ class Saving:
 
         def dump_checkpoint(weights_only: bool | None = None) -> dict[str, Any]:
             self.agreement.meet("trainer.save_checkpoint()")
-            self._memory = Collected([getattr(trainer.checkpoint_callback, "dirpath", None), trainer.default_root_dir])
             self.collecting = collected
+            if collected is Collecting.FOR_RANK_0:
+                folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+                self._memory = Collected([folder, trainer.default_root_dir])
             try:
                 checkpoint: dict[str, Any] = dump(connector, weights_only)
             except BaseException:
@@ -104,9 +106,7 @@ class Saving:
 
     def on_rank_0(self) -> tuple[Agreement, Collected] | None:
         """How one file is being collected; ``None`` where every rank gets whole tensors."""
-        if self.collecting is not Collecting.FOR_RANK_0 or self._memory is None:
-            return None
-        return self.agreement, self._memory
+        return None if self._memory is None else (self.agreement, self._memory)
 
     def end(self, run_failed: bool) -> None:
         """Waits for saves in the background. One that fails ends a run; beside another failure it is a warning."""

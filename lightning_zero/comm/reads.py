@@ -18,8 +18,8 @@ Each rank takes part in each round exactly once, by one thread or the other, so 
 A service must neither be early nor late: rows belong to a count of :class:`Changes`. A rank that has changed them less
 often than the reader waits for its main thread. One that has gone on to write to them (``if trainer.is_global_zero:
 torch.save(...)``, then on all ranks ``p.clamp_()``) has kept what was there before; before writes to more than
-:data:`KEPT_BYTES` of its rows ranks meet instead. Optimizers step after messages that
-the reader has not answered; behind a backward they may be ahead, and then the read raises.
+:data:`KEPT_BYTES` of its rows ranks meet instead. Optimizers step after messages that the reader has not answered;
+behind a backward they may be ahead, and then the read raises.
 
 Reads of all ranks cost one message of 16 bytes more than the gather; steps cost nothing.
 """
@@ -56,8 +56,6 @@ _FOR_EVER = timedelta(days=3650)
 _ENDS = b"null"
 UNKNOWN = -1
 """The key of what others cannot send rows of. So are those below."""
-
-
 WRITE = UNKNOWN - 1
 """The key of any write, where all ranks must have come to it."""
 

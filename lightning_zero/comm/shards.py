@@ -192,12 +192,8 @@ Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 """Host memory of a shape and dtype."""
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype)
-
-
 @torch.no_grad()
-def gathered_on_rank_0(tensor: Tensor, agreement: Agreement, empty: Empty = _empty) -> Tensor | None:
+def gathered_on_rank_0(tensor: Tensor, agreement: Agreement, empty: Empty) -> Tensor | None:
     """As :func:`gathered` on rank 0, in memory of ``empty``; ``None`` on the others, which only send their rows
     (collective).
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_zero.checkpoint.collected import Collected
 from lightning_zero.comm import tree
 from lightning_zero.comm.agree import shared_agreement
 from lightning_zero.comm.shards import gathered, gathered_on_rank_0
@@ -111,7 +112,7 @@ def _on_rank_0(shard_size: int | None) -> tuple[bool, int]:
     agreement, alike = shared_agreement(60), []
     for shard in engine.shards.values():
         with mock.patch.object(DeviceMesh, "device_type", "cuda"), mock.patch.object(tree, "PIECE_BYTES", 48):
-            found = gathered_on_rank_0(shard, agreement)
+            found = gathered_on_rank_0(shard, agreement, Collected([]).empty)
         alike.append(torch.equal(found, gathered(shard)) if found is not None else gathered(shard) is None)
     return all(alike), sum(alike)
 

@@ -33,7 +33,7 @@ from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.transport import Transport, refuse_different_units
 
 LEAST_GROWTH_BYTES = 24 * 2**20
-"""So much more than at its beginning, and a 64th of all, must be resident in a backward before gaps are returned."""
+"""So much more than at its beginning, and a 48th of all, must be resident in a backward before gaps are returned."""
 
 
 class Copies(Enum):
