@@ -50,6 +50,10 @@ PATIENCE_SECONDS = 1.0
 _POLL_SECONDS = 0.003
 _AGAIN_SECONDS = 0.05
 """After which a rank that nobody can help asks again."""
+_APART_SECONDS, _IN_TURN = 0.02, 64
+"""Between the connections of neighbouring ranks, so many one after the other. torch asks the resolver for the name
+behind each connection, on both of its ends; a resolver that is asked by all ranks at once, as they start, leaves some
+without an answer, and each of those is 5 s of rank 0's store."""
 _BEHIND_SECONDS = 5.0
 """How long a service waits for changes of a main thread that has gone on without them."""
 _FOR_EVER = timedelta(days=3650)
@@ -182,14 +186,12 @@ class Reads:
         self._asked: _Asked | None = None  # the read that the main thread waits in
         self._served_at = -1  # what the channel had counted when main threads last were elsewhere
         self._bell = threading.Event()
-        self._closed = False
+        self._closed = threading.Event()
         world = dist.group.WORLD
         assert world is not None
-        # A connection of its own: a call of the store's holds its connection until it returns. Made on its thread, for
-        # where hundreds of ranks ask for one at once it takes seconds
-        self._shared_store: Any = world.get_group_store()
-        self._store: Any = None
-        self._ringing: Any = None  # made when it is first needed: mostly never, and each is one of rank 0's files
+        # Who tells is in a round meanwhile, and nowhere else in the store. Who waits to be told would hold this
+        # connection until then: it has one of its own
+        self._store: Any = world.get_group_store()
         self._threads = [
             threading.Thread(target=target, name=f"lightning_zero-{name}", daemon=True)
             for name, target in (("reads", self._serve), ("bell", self._ring_late))
@@ -342,7 +344,7 @@ class Reads:
             self._bell.clear()
             asked = self._asked
             time.sleep(DELAY_SECONDS)
-            if self._closed:
+            if self._closed.is_set():
                 return
             if asked is not None and self._asked is asked:
                 with suppress(RuntimeError):  # the store went with the rank that keeps it
@@ -354,21 +356,21 @@ class Reads:
                 self._tell(rank, json.dumps(asked))
 
     def _tell(self, rank: int, text: str | bytes) -> None:
-        if self._ringing is None:
-            self._ringing = self._shared_store.clone()
-        number = self._ringing.add(f"{self._prefix}/{rank}/told", 1)
-        self._ringing.set(f"{self._prefix}/{rank}/{number}", text)
+        number = self._store.add(f"{self._prefix}/{rank}/told", 1)
+        self._store.set(f"{self._prefix}/{rank}/{number}", text)
 
     # -- the service ---------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         with suppress(RuntimeError), torch.no_grad():  # the store or a rank has gone
-            self._store = self._shared_store.clone()
+            if self._closed.wait(self.rank % _IN_TURN * _APART_SECONDS):
+                return
+            store = self._store.clone()
             for number in count(1):
                 key = f"{self._prefix}/{self.rank}/{number}"
-                self._store.wait([key], _FOR_EVER)
-                text = self._store.get(key)
-                self._store.delete_key(key)
+                store.wait([key], _FOR_EVER)
+                text = store.get(key)
+                store.delete_key(key)
                 if text == _ENDS:
                     return
                 self._help(_Asked(*json.loads(text)))
@@ -376,7 +378,7 @@ class Reads:
     def _help(self, asked: _Asked) -> None:
         """Takes the main thread's place, once it is clear that it is not about to come itself."""
         begin = time.monotonic()
-        while self._round < asked.round and not self._closed:
+        while self._round < asked.round and not self._closed.is_set():
             waited = time.monotonic() - begin
             has_passed = self._channel.calls > asked.calls
             is_elsewhere = has_passed or waited > PATIENCE_SECONDS or self._served_at == asked.calls
@@ -399,7 +401,7 @@ class Reads:
         """Ends the threads; with ``together`` when all ranks have come here (collective), for others may still read."""
         if together:
             self._run_agreement.gather(None, "the end of a run")
-        self._closed = True
+        self._closed.set()
         self._bell.set()
         with suppress(RuntimeError):
             self._tell(self.rank, _ENDS)
@@ -407,9 +409,6 @@ class Reads:
             # where it need not be: a process that ends there aborts
             for thread in self._threads:
                 thread.join(None if together else 1.0)
-        self._ringing = None
-        if not any(thread.is_alive() for thread in self._threads):
-            self._store = None  # with its connection: whoever holds the engine may hold this for long
 
 
 _WENT_ON = "rank {} has gone on to change parameters meanwhile"

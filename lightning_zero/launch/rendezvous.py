@@ -21,7 +21,9 @@ START_SECONDS = "LIGHTNING_ZERO_START_SECONDS"
 system takes minutes."""
 PATIENCE_SECONDS = 5.0
 """After which a rank says for whom it waits, and then each time after twice as long."""
-_CONNECT_SECONDS = 3.0
+_CONNECT_SECONDS = 6.0
+"""Of one attempt. torch asks the resolver for the name behind each connection, and a question that gets lost among many
+takes 5 s: an attempt that ends before is made again, with more questions."""
 _POLL_SECONDS = 0.05
 
 
