@@ -37,7 +37,9 @@ def _everyones() -> None:
         agreement.meet("ab"[rank % 2])
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.rest), 3, pytest.param(4, marks=pytest.mark.rest)]
+)
 def test_objects_of_any_size_are_everyones(ranks, world_size):
     ranks(_everyones, world_size=world_size)
 

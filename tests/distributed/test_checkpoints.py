@@ -466,6 +466,7 @@ def test_nothing_beyond_the_allow_list_is_unpickled(where: str, ranks2, tmp_path
     assert not hasattr(Metadata, "version") or Metadata.version != "harm"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("named", [True, False], ids=["Python 3.11.2", "Python 3.11.4"])
 def test_every_python_reads_what_every_other_has_saved(named: bool, ranks2, tmp_path: Path) -> None:
     """They pickle an enumeration's members by name or by value."""

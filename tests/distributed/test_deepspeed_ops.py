@@ -294,7 +294,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("locks", [True, pytest.param(False, marks=pytest.mark.rest)])
 def test_a_run_in_another_container_of_the_same_name_lives(tmp_path: Path, monkeypatch: Any, locks: bool) -> None:
     """Its process number means nothing here."""
     process = subprocess.Popen([sys.executable, "-c", _OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)

@@ -144,6 +144,7 @@ def test_hang_ends_within_its_limit_and_shows_the_stack(pool):
     assert all(map(_gone, pids))
 
 
+@pytest.mark.rest
 def test_a_job_that_its_test_interrupts_shows_where_each_rank_is(pool, capsys):
     """As ``pytest-timeout`` does it: an exception in a signal handler."""
 

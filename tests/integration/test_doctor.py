@@ -41,6 +41,7 @@ def test_the_command() -> None:
         assert said == f"no: {missing}" if missing else said in ("built", "can be built")
 
 
+@pytest.mark.rest
 def test_two_processes_that_do_not_meet(monkeypatch: Any) -> None:
     assert doctor.collective_works("gloo", timeout_seconds=0.01).startswith("no: not done after 0.01 s")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
