@@ -93,7 +93,9 @@ def shadow(
 
     with mode:
         for name, p in module.named_parameters():
-            memo[id(p)] = nn.Parameter(fake(name, p), requires_grad=p.requires_grad)
+            memo[id(p)] = shadowed = nn.Parameter(fake(name, p), requires_grad=p.requires_grad)
+            its = vars(shadowed)  # fake tensors have attributes of their own
+            its.update({key: _faked(value, device) for key, value in vars(p).items() if key not in its})
         for name, b in module.named_buffers():
             memo[id(b)] = fake(name, b)
     for m in module.modules():

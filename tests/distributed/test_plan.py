@@ -36,10 +36,19 @@ NOT_COMPARED = {
     "lbfgs": "its state is a list of vectors as long as the module, which grows for history_size steps",
     "unused_on_some_ranks_blocks": "refused at stage 3",
     "unused_on_some_ranks_fewer_blocks": "refused at stage 3",
+    "unused_on_some_ranks_in_unit": "each rank plans after its own batch, and DDP has everyone's gradients",
+    "unused_on_some_ranks_heads": "each rank plans after its own batch, and DDP has everyone's gradients",
+    "layerdrop": "which parameters have states depends on chance",
     "unused_in_turn": "which parameters have states depends on the step",
     "unused_and_accumulation": "which parameters have states depends on the step",
+    "manual_skips_backward": "its first three batches step no optimizer, so nothing is measured",
+    "checkpointed_reentrant": "DDP trains it only without looking for unused parameters",
+    "parameter_of_a_class": "its optimizer goes by a parameter's class, which is a fake tensor's in a plan",
+    "averaged_model": "a hook makes a second model, after the plan",
     "accumulation_scheduler": "accumulates another number of micro-batches in each epoch",
 }
+PADDED_APART = {("adafactor", 4)}
+"""Where traffic is not compared: states that are a row and a column are padded each, and the plan pads the matrix."""
 MANUAL = ("gan",)
 """Steps of the user's own run units as often as they like, which the plan says it does not count."""
 EVERY_WORLD_SIZE = ("indivisible_dims",)
@@ -57,7 +66,7 @@ def test_states_and_traffic(ranks, kind, world_size):
     for stage in (0, *STAGES):
         of_ranks = [rank[stage] for rank in results]
         _states_agree([r["measured"] for r in of_ranks], of_ranks[0]["planned"])
-        if kind in ALWAYS and kind not in MANUAL:
+        if kind in ALWAYS and kind not in MANUAL and (kind, world_size) not in PADDED_APART:
             for each in of_ranks:
                 _traffic_agrees(each["measured"], each["planned"])
 

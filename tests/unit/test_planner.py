@@ -235,6 +235,23 @@ def test_gpt_with_its_metrics_and_schedule_is_planned():
     assert made.optimizers == ["AdamW"]
 
 
+def test_attributes_on_parameters_are_there_for_the_step_and_the_optimizers():
+    class Marked(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            for p in self.parameters():
+                p.decays, p.scale = p.ndim > 1, torch.ones(())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) + sum((p * p.scale).sum() for p in self.parameters())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([p for p in self.parameters() if p.decays])
+
+    planned = plan(Marked(), TOKENS, world_size=2)
+    assert not any("AttributeError" in note for note in planned.notes), planned.notes
+
+
 def test_a_module_without_trainable_parameters_is_refused():
     with pytest.raises(ValueError, match="no trainable parameter"):
         plan(zoo.Zoo().requires_grad_(False), PAIR)
