@@ -49,7 +49,7 @@ from lightning_zero.config import (
     ZeroConfig,
 )
 from lightning_zero.engines.advice import advice_on
-from lightning_zero.engines.after_run import AfterRun, leave, make_whole, refuse_lost, where_memory_allows
+from lightning_zero.engines.after_run import AfterRun, is_left_sharded, leave, refuse_lost, where_memory_allows
 from lightning_zero.engines.base import Engine, require
 from lightning_zero.engines.birth import give_birth, on_meta
 from lightning_zero.engines.deepspeed.run import DeepSpeedRun
@@ -242,14 +242,11 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         module: Any = self.lightning_module
-        refuse_lost(module)
         self._run.begin_setup()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._step_sync = sync_steps(trainer, self)
         self._failed = False
-        if make_whole(module):
-            self.engine = None
         self._resolve_stage(trainer)
         if self._in_groups_that_fit:
             self._resolve_shard_size(trainer)
@@ -385,6 +382,18 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._agreement = shared_agreement(self.config.timeout_seconds)
         set_run_agreement(self._agreement)
         self._saving.begin(self._agreement)
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Hooks, ``configure_model`` and a checkpoint find the module as an ordinary one, though an earlier run may
+        have left it sharded."""
+        module = self.lightning_module
+        if module is None:  # set up by itself, without a run
+            return
+        refuse_lost(module)
+        if is_left_sharded(module):
+            self.engine = None
+            self._run.take_over(module)
 
     def teardown(self) -> None:
         set_run_agreement(None)

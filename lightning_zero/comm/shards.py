@@ -269,8 +269,18 @@ def as_shard(part: Tensor, like: DTensor) -> DTensor:
         return DTensor.from_local(
             part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
+    return _around(part, like)  # from_local would move the part to the mesh's device
+
+
+def rewrapped(tensor: DTensor) -> DTensor:
+    """``tensor`` around the same shard, in a wrapper that begins at its own element 0. One made from a slice has the
+    slice's offset, and ``copy.deepcopy`` takes it for memory that can be read (torch 2.13)."""
+    return _around(local(tensor), tensor)
+
+
+def _around(part: Tensor, like: DTensor) -> DTensor:
     with torch.no_grad(), DisableTorchFunction():
-        sharded = torch.empty_like(like, dtype=part.dtype)  # from_local would move the part to the mesh's device
+        sharded = torch.empty_like(like, dtype=part.dtype)
     assert isinstance(sharded, DTensor)
     set_local_tensor(sharded, part)
     return sharded

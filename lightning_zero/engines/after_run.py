@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.engines.base import Engine
+from lightning_zero.engines.base import Engine, OnWhole, unheard
 from lightning_zero.engines.optimizer_step import whole_state_bytes
 
 
@@ -36,7 +36,7 @@ class AfterRun(Enum):
 class Sharded(Protocol):
     """Makes its module whole: an engine, or the shards that ``configure_model`` has built."""
 
-    def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
+    def restore(self, whole: bool, optimizers: list[Optimizer], on_whole: OnWhole = unheard) -> None:
         """As :meth:`~lightning_zero.engines.base.Engine.restore`."""
 
 
@@ -61,12 +61,17 @@ def refuse_lost(module: nn.Module) -> None:
         )
 
 
-def make_whole(module: nn.Module) -> bool:
-    """Whether an earlier run left ``module`` sharded; it is whole now (collective)."""
+def is_left_sharded(module: nn.Module) -> bool:
+    """Whether an earlier run has left ``module`` sharded."""
+    return module in _LEFT_SHARDED
+
+
+def make_whole(module: nn.Module, on_whole: OnWhole = unheard) -> None:
+    """``module`` is whole, also if an earlier run has left it sharded (collective); ``on_whole`` is told of each
+    parameter in turn."""
     shards = _LEFT_SHARDED.pop(module, None)
     if shards is not None:
-        shards.restore(True, [])
-    return shards is not None
+        shards.restore(True, [], on_whole)
 
 
 def where_memory_allows(

@@ -33,6 +33,14 @@ CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 """The only place for an engine's limits."""
 
+OnWhole = Callable[[nn.Parameter], object]
+"""Told of a parameter that has just become whole."""
+
+
+def unheard(p: nn.Parameter) -> None:
+    """Nobody wants to be told."""
+
+
 LIMITS: dict[str, dict[str, str]] = {
     "fsdp2": {
         "modules that only some ranks run, at stages 1 and 2 on an accelerator or with transport='torch'": (
@@ -374,5 +382,6 @@ class Engine(ABC):
             self.reads = None
 
     @abstractmethod
-    def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
-        """The module is an ordinary one again, with whole parameters if ``whole``; optimizers hold them."""
+    def restore(self, whole: bool, optimizers: list[Optimizer], on_whole: OnWhole = unheard) -> None:
+        """The module is an ordinary one again, with whole parameters if ``whole``; optimizers hold them. Each parameter
+        is given to ``on_whole`` in turn."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.after_run import AfterRun, Sharded
+from lightning_zero.engines.after_run import AfterRun, Sharded, make_whole
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.precision import DtypePolicy
 
@@ -56,6 +56,11 @@ class EngineRun(ABC):
 
     def connect(self, module: Any) -> None:  # noqa: B027
         """Before Lightning looks for the module's hooks."""
+
+    def take_over(self, module: Any) -> None:
+        """Before anybody looks at ``module``, which an earlier run has left sharded: it is whole now, or looks so until
+        :meth:`begin_setup` (collective)."""
+        make_whole(module)
 
     def building(
         self, module: Any, trainer_facts: Mapping[str, Any], device: torch.device

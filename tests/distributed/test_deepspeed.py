@@ -55,6 +55,17 @@ def test_loops_give_what_ddp_gives(stage: int, order: str, ranks2) -> None:
             assert loops._close(result[key], expected[key]), key
 
 
+@pytest.mark.parametrize("stage", [_full(1), _full(2), 3])
+def test_each_run_goes_on_from_shards(stage: int, ranks2, tmp_path) -> None:
+    reference = ranks2(loops._sharded_in_turn, "ddp", str(tmp_path / "a.ckpt"), False)
+    arguments = _strategy(stage), str(tmp_path / "a.ckpt"), False
+    results = ranks2(loops._sharded_in_turn, *arguments, timeout_seconds=SLOW)
+    for result, expected in zip(results, reference, strict=True):
+        assert result["away"] == (stage == 3)
+        for key in expected.keys() - {"away"}:
+            assert loops._close(result[key], expected[key]), key
+
+
 def test_runs_under_both_engines_in_turn(ranks2) -> None:
     strategies = [_strategy(3), {"stage": 3, **zoo.BLOCKS}, _strategy(1), "ddp"]
     reference = ranks2(loops._fit_in_turn, ["ddp"] * len(strategies), True)

@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_zero import OffloadConfig
+from lightning_zero.private.torch import DisableTorchFunction
 from tests.helpers import zoo
+from tests.helpers.building import everything_closes
 from tests.helpers.ranks import outcome
 from tests.helpers.zoo import KINDS, Zoo, make_module, make_trainer
 
@@ -258,6 +261,102 @@ def test_after_fit_sharded_keeps_shards_and_a_later_run_goes_on_from_them(ranks2
         assert result["sharded"] > 0
         assert result["sharded_later"] == 0
         assert _close(result["run"], expected)
+
+
+class LooksBefore(TwoLoaders):
+    """Looks at its weights in the hooks that come before the strategy's set-up."""
+
+    def build(self) -> None:
+        super().build()
+        self.seen: list[tuple[str, int, float]] = []
+        self.num_closed = 0
+
+    def look(self, hook: str) -> None:
+        with torch.no_grad():
+            self.seen += [(hook, p.numel(), float(p.norm())) for p in self.parameters()]
+
+    def setup(self, stage: str) -> None:
+        with DisableTorchFunction():  # looking makes whole
+            self.num_closed += sum(p.untyped_storage().nbytes() == 0 for p in self.parameters())
+        self.look(f"setup {stage}")
+        first = next(self.parameters())
+        first.data.mul_(1.01)
+
+    def configure_model(self) -> None:
+        self.look("configure_model")
+
+
+def _sharded_in_turn(strategy: Any, path: str, closes: bool) -> dict[str, Any]:
+    """Fit, fit on, and the other loops with an older checkpoint, on a module that each run leaves sharded."""
+    torch.manual_seed(5)
+    module = LooksBefore()
+    given = strategy if strategy == "ddp" else {**strategy, "after_fit": "sharded"}
+    loaders = [_loader(num_items=12), _loader(num_items=20)]
+    seen: dict[str, Any] = {}
+    with everything_closes() if closes else nullcontext():
+        trainer = make_trainer(given, max_epochs=1)
+        trainer.fit(module, _loader(), loaders)
+        trainer.save_checkpoint(path)
+        trainer.fit_loop.max_epochs += 1
+        trainer.fit(module, _loader(), loaders)
+        seen["away"] = any(isinstance(p, DTensor) or p.numel() == 0 for p in module.parameters())
+        for name in ("newest", path):
+            given = {"ckpt_path": None if name == "newest" else name, "verbose": False}
+            seen[f"test {name}"] = trainer.test(module, _loader(), **given)
+            seen[f"validate {name}"] = trainer.validate(module, loaders, **given)
+        seen["predicted"] = torch.cat(trainer.predict(module, _loader()))
+        with nullcontext() if strategy == "ddp" else trainer.strategy.full_parameters():
+            seen["weights"], seen["afterwards"] = _weights(module), float(module.loss(next(iter(_loader()))))
+        seen["before"], seen["closed"] = module.seen, module.num_closed > 0
+    return seen
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("closes", [False, True], ids=["", "closes"])
+def test_each_run_goes_on_from_shards(stage: int, closes: bool, ranks2, tmp_path: Path) -> None:
+    """Hooks before the set-up and checkpoints find an ordinary module, be it small or shared out anew as it comes."""
+    reference = ranks2(_sharded_in_turn, "ddp", str(tmp_path / "a.ckpt"), False)
+    results = ranks2(_sharded_in_turn, _strategy(stage), str(tmp_path / "a.ckpt"), closes)
+    for result, expected in zip(results, reference, strict=True):
+        assert result["away"]
+        assert result["closed"] == (closes and stage == 3)
+        for key in expected.keys() - {"away", "closed"}:
+            assert _close(result[key], expected[key]), key
+
+
+def _copies_of_shards(stage: int) -> dict[str, Any]:
+    module = make_module("adam")
+    trainer = make_trainer(_strategy(stage, after_fit="sharded"), max_epochs=1, limit_val_batches=0)
+    trainer.fit(module, _loader())
+    module.trainer = None
+    copied, saved = copy.deepcopy(module), io.BytesIO()
+    torch.save(module.state_dict(), saved)
+    pairs = list(zip(module.parameters(), copied.parameters(), strict=True))
+    batch = next(iter(_loader()))
+    seen = {
+        "same": all(torch.equal(p.to_local(), q.to_local()) and p is not q for p, q in pairs),
+        "same_grads": all(torch.equal(p.grad.to_local(), q.grad.to_local()) for p, q in pairs if p.grad is not None),
+        "has_grads": any(p.grad is not None for p, _ in pairs),
+        # On one rank alone, as any use between runs may be
+        "refused": [outcome(m.loss, batch) if int(os.environ["RANK"]) == 1 else "" for m in (module, copied)],
+    }
+    module.trainer = trainer
+    with trainer.strategy.full_parameters():
+        module.loss(batch)
+    return seen
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_shards_that_a_run_left_are_copied_and_refuse_a_forward(stage: int, world_size: int, ranks) -> None:
+    results = ranks(_copies_of_shards, stage, world_size=world_size)
+    for seen in results:
+        assert seen["same"]
+        assert seen["same_grads"]
+        assert seen["has_grads"]
+    for refused in results[-1]["refused"] if world_size == 2 else ():
+        assert "holds shards" in str(refused)
+        assert "after_fit='whole'" in str(refused)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -45,6 +45,8 @@ class Deep(L.LightningModule):
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
+        if hasattr(self, "layers"):
+            return
         torch.manual_seed(3)
         with torch.device(self.device_name):
             self.layers = nn.ModuleList(Layer() for _ in range(self.num_layers))
@@ -57,6 +59,8 @@ class Deep(L.LightningModule):
         loss = x.square().mean()
         self.losses.append(loss.item())
         return loss
+
+    test_step = training_step
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -77,7 +81,7 @@ def room(nbytes: int | None) -> Iterator[None]:
 
 
 def losses(strategy: Any, device: str, nbytes: int | None, batch: int) -> list[float]:
-    """Of ``STEPS`` steps on ``batch`` rows per rank."""
+    """Of ``STEPS`` steps on ``batch`` rows per rank, of as many in a test after them, and of a second run's steps."""
     loader: Any = DataLoader(torch.arange(4.0 * STEPS * WIDTH).view(-1, WIDTH).sin(), batch_size=batch)
     return_freed_memory()  # or the limit counts what an earlier job has freed
     # Threads, their heaps and libraries are there before the limit
@@ -85,7 +89,10 @@ def losses(strategy: Any, device: str, nbytes: int | None, batch: int) -> list[f
     module = Deep(device)
     try:
         with room(nbytes):
-            make_trainer(strategy, max_steps=STEPS, limit_val_batches=0).fit(module, loader)
+            for _ in range(2):
+                trainer = make_trainer(strategy, max_steps=STEPS, limit_val_batches=0)
+                trainer.fit(module, loader)
+                trainer.test(module, loader, verbose=False)
     except RuntimeError as error:
         # Frames hold the layers until somebody collects the error: in the next job, whose limit would not strike
         traceback.clear_frames(error.__traceback__)

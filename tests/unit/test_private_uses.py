@@ -49,6 +49,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "unit/test_host_shards.py": {"_sharded": NO_CUDA},
     "unit/test_planner.py": {"_equal_units": "the same plan without its shortcut"},
     "unit/test_strategy.py": {
+        "_take_over": "its caller, setup_environment, starts a process group",
         "_agreement": NO_CUDA,
         "_place_scale": NO_CUDA,
         "_after_run": NO_CUDA,

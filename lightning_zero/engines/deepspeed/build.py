@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.lazy import LazyTensor
+from lightning_zero.engines.base import OnWhole, unheard
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.view import ShardView
 from lightning_zero.private.torch import DisableTorchFunction
@@ -69,12 +70,13 @@ class Build:
             self._entered.__exit__(None, None, None)
             self._entered = None
 
-    def restore(self, whole: bool, optimizers: Iterable[Any] = ()) -> None:
+    def restore(self, whole: bool, optimizers: Iterable[Any] = (), on_whole: OnWhole = unheard) -> None:
         """The module is an ordinary one again; for a run that ended before its engine started (collective)."""
         if whole:
             with torch.no_grad(), DisableTorchFunction():
                 for p in self.module.parameters():
                     private.make_whole(p)
+                    on_whole(p)
 
 
 class _Parts:

@@ -43,7 +43,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement, shared_agreement
 from lightning_zero.comm.reads import Reads
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.base import Engine, Root, refuse_late_hooks
+from lightning_zero.engines.base import Engine, OnWhole, Root, refuse_late_hooks, unheard
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.access import Access
 from lightning_zero.engines.deepspeed.compiled import GraphInputs, refuse_compiled
@@ -345,7 +345,7 @@ class DeepSpeedEngine(Engine):
             account.files(self.offload_path, params.managed)
         return account.state
 
-    def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
+    def restore(self, whole: bool, optimizers: list[Optimizer], on_whole: OnWhole = unheard) -> None:
         self._graphs.end()
         self._access.adopt()  # before masters are read: user code may have written to parameters since the last step
         for optimizer in self._optimizers:  # whatever becomes of the module: gradients end with the run
@@ -358,6 +358,8 @@ class DeepSpeedEngine(Engine):
                 if self._params.managed is not None and optimizer in self._steps:
                     optimizer.state.update(self._whole.rows_of_states(optimizer, self.states_whole_after_fit))
             self._take_off(values)
+            for p in values:
+                on_whole(p)  # type: ignore[arg-type]
             self._agreement = None
 
     def _take_off(self, values: Mapping[Tensor, Tensor]) -> None:

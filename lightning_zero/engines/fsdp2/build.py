@@ -42,6 +42,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.comm.agree import Agreement, run_agreement
+from lightning_zero.engines.base import OnWhole, unheard
 from lightning_zero.engines.birth import OPEN_BYTES
 from lightning_zero.private.torch import DisableTorchFunction, TorchDispatchMode, pytree, set_data, storage_key
 
@@ -171,7 +172,7 @@ class Build:
                     self._aside.append((p, p.data))
                     set_data(p, p.data.new_empty(0))
 
-    def restore(self, whole: bool, optimizers: Iterable[Any] = ()) -> None:
+    def restore(self, whole: bool, optimizers: Iterable[Any] = (), on_whole: OnWhole = unheard) -> None:
         """The module is an ordinary one again (collective)."""
         if not whole:
             return
@@ -179,6 +180,7 @@ class Build:
         for p, data in self._aside:
             self.release([data])
             set_data(p, data)
+            on_whole(p)
         self._aside.clear()
 
     # -- events --------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ from lightning_zero.comm.reads import Reads
 from lightning_zero.comm.shards import local, shard_like
 from lightning_zero.comm.shards import whole as whole_value
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.base import Engine, undetached_state_dict
+from lightning_zero.engines.base import Engine, OnWhole, undetached_state_dict, unheard
 from lightning_zero.engines.compiled import CompiledUnits
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2 import whole as whole_state
@@ -485,15 +485,15 @@ class Fsdp2Engine(Engine):
             place = partial(place_of, device=self.device, shards_on_host=self._on_host, in_files=in_files)
             return whole_state.model_state(self._sharded, self._identity, optimizers, place)
 
-    def restore(self, whole: bool, optimizers: list[Optimizer]) -> None:
+    def restore(self, whole: bool, optimizers: list[Optimizer], on_whole: OnWhole = unheard) -> None:
         self._graphs.end()
         with torch.no_grad(), DisableTorchFunction():
             self._drop_gathered()
             if not whole:  # maybe after an error: others need not come any more
-                self._identity.leave_sharded()
+                self._identity.leave_sharded(self.root)
                 return
             self._transport.await_readers()
-            self._identity.release(whole_state.gathered_for_good(self._groups))
+            self._identity.release(whole_state.gathered_for_good(self._groups), on_whole)
             self._copies.undo()
             self._states.undo()
             for handle in self._handles:

@@ -152,7 +152,8 @@ class FileShards:
         """Gives up the parameters, which are whole elsewhere by now. States that stay sharded stay in the file, which
         ends with the last of them."""
         for group in self._groups:
-            private.drop_shards(group)
+            for p in group.fsdp_params:
+                private.drop_shard(p)
         self._shards.clear()
         self._slots.clear()
         self._file.close()

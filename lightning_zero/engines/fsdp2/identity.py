@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors
-from lightning_zero.comm.shards import as_shard, gathered, local, shard_like, whole
+from lightning_zero.comm.shards import as_shard, gathered, local, rewrapped, shard_like, whole
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.optimizer_family import family
 from lightning_zero.private.torch import DisableTorchFunction, set_data
@@ -47,6 +47,7 @@ class Identity:
         self._memory: list[Tensor] = []
         self._params: list[tuple[nn.Parameter, private.ShardedParam]] = []
         self._handles: list[Any] = []
+        self._is_left = False
         for group in groups:
             for p in group.fsdp_params:
                 original = originals[p.sharded_param]
@@ -74,6 +75,8 @@ class Identity:
         self._memory = [original.data for original, _ in self._params]  # of their group, allocated or not
         for original, p in self._params:
             set_data(original, gathered(p.sharded_param))
+            if self._is_left:
+                private.register(p, original)
         self.own.clear()
         return {original: original for original, _ in self._params}
 
@@ -81,25 +84,36 @@ class Identity:
         """They have the memory of their group again."""
         self._know_all()
         with torch.no_grad(), DisableTorchFunction():
-            for (original, _), memory in zip(self._params, self._memory, strict=True):
+            for (original, p), memory in zip(self._params, self._memory, strict=True):
                 set_data(original, memory)
+                if self._is_left:
+                    private.register(p, p.sharded_param)
         self._memory.clear()
 
-    def release(self, values: Callable[[DTensor], Tensor]) -> None:
-        """The end: each parameter takes ``values(shard)`` as its own memory."""
+    def release(self, values: Callable[[DTensor], Tensor], on_whole: Callable[[nn.Parameter], object]) -> None:
+        """The end: each parameter takes ``values(shard)`` as its own memory; ``on_whole`` is told of it."""
         self.own.clear()
         for original, p in self._params:
             set_data(original, values(p.sharded_param))
             original.requires_grad_(p.sharded_param.requires_grad)
             private.register(p, original)
+            if self._is_left:  # the next run is there: memory counts, and nobody asks for this one's states any more
+                p.sharded_param.grad = None
+                private.drop_shard(p)
+            on_whole(original)
         self._end()
 
-    def leave_sharded(self) -> None:
+    def leave_sharded(self, root: nn.Module) -> None:
         """The run has ended, and values stay shared out, maybe for the next run: shards take the place of parameters
         that no view stands before any more."""
+        self._is_left = True
         for _, p in self._params:
             private.register(p, p.sharded_param)
+            if isinstance(grad := p.sharded_param.grad, DTensor):
+                p.sharded_param.grad = rewrapped(grad)
         self._end()
+        for module in root.modules():
+            self._handles.append(module.register_forward_pre_hook(_refuse_shards, prepend=True))
 
     def _end(self) -> None:
         for handle in self._handles:
@@ -142,6 +156,16 @@ class Identity:
     def held(self, optimizer: Optimizer) -> list[Tensor]:
         """What ``optimizer`` steps on, shards in the place of the user's parameters."""
         return [self.shards.get(p, p) for group in optimizer.param_groups for p in group["params"]]
+
+
+def _refuse_shards(module: nn.Module, args: Any) -> None:
+    """Alike on all ranks, and on one alone: before ``fully_shard``'s own hook gathers."""
+    if any(isinstance(p, DTensor) for p in module.parameters()):
+        raise RuntimeError(
+            f"{type(module).__name__} holds shards: its run ended with an error, with after_fit='sharded', or with"
+            " 'auto' where the whole module does not fit into host memory. Run it by a Trainer with a ZeroStrategy or"
+            " inside trainer.strategy.full_parameters(), or end that run with after_fit='whole'."
+        )
 
 
 def _laid_out(like: DTensor, path: Any, tensor: Tensor) -> Tensor:

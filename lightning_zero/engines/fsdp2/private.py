@@ -387,12 +387,11 @@ def move_shards(group: Group, move: Callable[[list[Tensor]], list[Tensor]]) -> l
     return [p.sharded_param._local_tensor for p in params]
 
 
-def drop_shards(group: Group) -> None:
-    """Gives their memory up, after the values were taken elsewhere for good; shapes and dtypes stay."""
-    for p in group.fsdp_params:
-        shard = p.sharded_param._local_tensor
-        p._sharded_param_data = p._sharded_param_data.new_empty(0)
-        set_data(shard, shard.new_empty(1).expand(shard.shape) if shard.numel() else shard.new_empty(shard.shape))
+def drop_shard(p: ShardedParam) -> None:
+    """Gives its memory up, after the values were taken elsewhere for good; shape and dtype stay."""
+    shard = p.sharded_param._local_tensor
+    p._sharded_param_data = p._sharded_param_data.new_empty(0)
+    set_data(shard, shard.new_empty(1).expand(shard.shape) if shard.numel() else shard.new_empty(shard.shape))
 
 
 def before_unshard(group: Group, action: Callable[[Group], None]) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.after_run import make_whole
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.offload_path import folder_for_files
 from lightning_zero.engines.optimizer_step import fusible_groups
@@ -39,17 +40,37 @@ class Fsdp2Run(EngineRun):
         super().__init__(config)
         self.builds_sharded = config.builds_sharded
 
+    def take_over(self, module: nn.Module) -> None:
+        """Parameters are shared out anew as they come: the module may be more than a process can hold."""
+        if not self._shares_out:
+            super().take_over(module)
+            return
+        self.built = self._build(module)
+        with self.built.building():
+            make_whole(module, self.built.replaced)
+        self.begin_view()
+
+    @property
+    def _shares_out(self) -> bool:
+        return self.config.builds_sharded and dist.is_initialized() and dist.get_world_size() > 1
+
     @contextmanager
     def building(self, module: nn.Module, trainer_facts: Mapping[str, Any], device: torch.device) -> Iterator[None]:
         """At stage 3 what is built inside is shared out as it comes (collective)."""
-        if not self.config.builds_sharded or not dist.is_initialized() or dist.get_world_size() == 1:
+        if not self._shares_out:
             yield
             return
-        from lightning_zero.engines.fsdp2.build import Build
-
-        self.built = Build(module)
+        self.end_view()
+        if self.built is None:
+            self.built = self._build(module)
         with self.built.building():
             yield
+
+    @staticmethod
+    def _build(module: nn.Module) -> Build:
+        from lightning_zero.engines.fsdp2.build import Build
+
+        return Build(module)
 
     def begin_setup(self) -> None:
         self.begin_view()

@@ -46,12 +46,16 @@ def model_state(
 
 
 def gathered_for_good(groups: Iterable[private.Group]) -> Callable[[DTensor], Tensor]:
-    """Shards -> whole values on the CPU, in memory of their own (collective); the groups must not be used again."""
+    """Shards -> whole values on the CPU, in memory of their own (collective), a group at a time as the first of its
+    shards is asked for; the groups must not be used again."""
+    waiting = {p.sharded_param: group for group in groups for p in group.fsdp_params}
     copies: dict[Tensor, Tensor] = {}
-    for group in groups:
-        copies |= private.gather_for_good(group)
 
     def value(shard: DTensor) -> Tensor:
+        if (group := waiting.get(shard)) is not None:
+            for p in group.fsdp_params:
+                del waiting[p.sharded_param]
+            copies.update(private.gather_for_good(group))
         return _unpadded(copies.pop(shard)) if shard in copies else gathered(shard).to("cpu")
 
     return value
