@@ -52,6 +52,8 @@ DEEPSPEED = Library(
         Needed(f"{_ZERO}.partitioned_param_coordinator:iter_params", takes="module, recurse"),
         Needed(f"{_OFFLOAD}", stores="iter_params"),
         Needed(f"{_STAGE3}", stores="DeepSpeedCPUAdam"),
+        Needed(f"{_ZERO}.utils:assert_lst_len_same_as_other_ranks", takes="lst"),
+        Needed(f"{_ZERO}.utils:get_lst_from_rank0", takes="lst"),
         # built sharded
         Needed(f"{_INIT}.__init__", takes="self, *config_dict_or_path, tensor_overrides"),
         Needed(f"{_INIT}._all_gather", takes="self, param_list, async_op, hierarchy"),
@@ -187,6 +189,7 @@ def prepare(device: torch.device) -> Any:
     deepspeed.utils.logger.setLevel(logging.WARNING)
     use_accelerator(device)
     _skip_odd_parameters()
+    _compare_without_launcher()
     world = getattr(comm.comm.cdb, "_lightning_zero_world", None)
     if comm.comm.cdb is None or world is not dist.group.WORLD:
         comm.comm.cdb = None  # belongs to a process group that is gone
@@ -250,6 +253,28 @@ def _skip_odd_parameters() -> None:
         iter_params._lightning_zero = True  # type: ignore[attr-defined]
         for place in (parameter_offload, partitioned_param_coordinator):
             place.iter_params = iter_params
+
+
+def _compare_without_launcher() -> None:
+    """Stage 3 compares orders over the ranks after its first steps, on the device that ``LOCAL_RANK`` names: a single
+    process that nobody launched has none. It cannot keep one for the run: Lightning's next run would take the process
+    for one rank of several."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero import utils
+
+    def with_local_rank(function: Callable[[list[int]], Any]) -> Callable[[list[int]], Any]:
+        @functools.wraps(function)
+        def call(numbers: list[int]) -> Any:
+            with environment(torch.device(get_accelerator().current_device_name())):
+                return function(numbers)
+
+        call._lightning_zero = True  # type: ignore[attr-defined]
+        return call
+
+    for name in ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0"):
+        function = getattr(utils, name)
+        if not hasattr(function, "_lightning_zero"):
+            setattr(utils, name, with_local_rank(function))
 
 
 @contextlib.contextmanager
