@@ -118,7 +118,10 @@ def test_memory_is_that_of_gradients_and_a_few_units(ranks2, tmp_path):
         # them malloc keeps what steps of single units have freed. In memory the two would differ by nothing.
         assert host["anonymous"] - mine["anonymous"] > share
         assert mine["files"] < 24 * 2**20 + 5 * 3 * UNIT_BYTES / 2  # stepped, two ahead, two being written
-        assert mine["written"] >= 3 * share
+        # The kernel counts a page as it becomes dirty: one that the disk has not taken since the last step counts once
+        # for both. In host memory nothing is written.
+        assert mine["written"] > 2 * share
+        assert host["written"] < share / 10
 
 
 # -- the end, and what goes on from it
