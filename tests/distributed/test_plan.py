@@ -45,6 +45,7 @@ NOT_COMPARED = {
     "checkpointed_reentrant": "DDP trains it only without looking for unused parameters",
     "parameter_of_a_class": "its optimizer goes by a parameter's class, which is a fake tensor's in a plan",
     "averaged_model": "a hook makes a second model, after the plan",
+    "read_on_one_rank": "on_fit_end reads on one rank, when the run has ended and left shards, as it does here",
     "accumulation_scheduler": "accumulates another number of micro-batches in each epoch",
 }
 PADDED_APART = {("adafactor", 4)}
