@@ -35,9 +35,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_zero.callbacks.model_state_report import state_of_run
 from lightning_zero.comm.meter import TrafficMeter
 from lightning_zero.engines.model_state import KINDS as STATES
+from lightning_zero.engines.optimizer_family import family
 from lightning_zero.planner import Plan, Planner
 from lightning_zero.private.lightning import comm_hook, unwrapped
 from lightning_zero.private.torch import at_end_of_backward, pytree
+from lightning_zero.private.torch_optim import takes_step_hooks
 
 MIB = 2**20
 PARTS = ("compute", "communication", "optimizer", "data")
@@ -168,7 +170,8 @@ class ZeroMonitor(Callback):
             for unit in units:
                 self._watch_unit(unit)
         for optimizer in trainer.optimizers:
-            self._handles.append(unwrapped(optimizer).register_step_post_hook(self._after_optimizer))
+            for member in filter(takes_step_hooks, family(unwrapped(optimizer))):
+                self._handles.append(member.register_step_post_hook(self._after_optimizer))
 
     def _unwatch(self) -> None:
         self.meter.remove()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zero.comm.shards import local
+from lightning_zero.engines.optimizer_family import family, states
 
 KINDS = ("parameters", "gradients", "optimizer")
 PLACES = ("device", "host", "disk")
@@ -71,8 +72,8 @@ def plain_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> ModelStat
 
 def states_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
     """Every tensor in the optimizers' states, with the parameter it belongs to; shards where they are shards."""
-    for optimizer in optimizers:
-        for p, state in optimizer.state.items():
+    for of_all in (each for optimizer in optimizers for each in states(family(optimizer))):
+        for p, state in of_all.items():
             yield from ((p, value) for value in state.values() if isinstance(value, Tensor))
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from contextlib import nullcontext
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_zero.comm.direct import SMALL_BYTES
@@ -23,7 +26,7 @@ from lightning_zero.planner.rows import Plan
 from lightning_zero.planner.show import GIB
 from lightning_zero.planner.silent import quiet
 from lightning_zero.planner.study import OFFLOADS, Study, precision_name
-from lightning_zero.planner.tracing import shadow
+from lightning_zero.planner.tracing import NotTraceable, shadow
 
 
 def plan(
@@ -157,9 +160,12 @@ class Planner:
         copied = shadow(module, nullcontext(), torch.device("meta"), lambda name, t: t.dtype)
         self.module = cast(LightningModule, copied)
         self.settings = settings
+        self._original = weakref.ref(module)
 
     def __call__(self, batch: Any) -> Plan:
-        with quiet():
+        """The plan for that batch. A step that runs layers of the module itself, which may be sharded by now, counts as
+        one that cannot be traced."""
+        with quiet(), _at_rest(self._original()):
             return plan(self.module, batch, **self.settings)
 
     @classmethod
@@ -183,6 +189,26 @@ class Planner:
                 **settings,
             },
         )
+
+
+@contextmanager
+def _at_rest(module: nn.Module | None) -> Iterator[None]:
+    """No layer of ``module`` runs: a function that a copy could not be given (a global one that knows the module) would
+    gather, on this rank alone."""
+
+    def refuse(layer: nn.Module, args: Any) -> None:
+        raise NotTraceable(
+            f"the step of the copy runs the run's own {type(layer).__name__}: a function or object that is no part of"
+            " the module knows it"
+        )
+
+    layers = [] if module is None else list(module.modules())
+    handles = [layer.register_forward_pre_hook(refuse, prepend=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def device_memory_bytes(device: torch.device, ranks_per_host: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import ActivationCheckpointingConfig, ZeroConfig
 from lightning_zero.engines.elementwise import is_elementwise
+from lightning_zero.engines.optimizer_family import family, states
 from lightning_zero.engines.units import UnitPlan, plan_units
 from lightning_zero.planner.memory import (
     KINDS,
@@ -307,42 +308,54 @@ class Study:
                 )
                 found |= {names[p]: (2.0 * p.element_size(), 0.0) for _, p in stand_ins}
                 continue
+            if len(family(optimizer)) > 1:
+                self._note(
+                    f"{type(optimizer).__name__} is made around another optimizer: states that it makes later than in"
+                    " its first step are not counted"
+                )
             peak, peak_whole = max(peak, temporary), max(peak_whole, temporary * n)
             for stand_in, p in stand_ins:
-                found[names[p]] = _state_of(optimizer.state.get(stand_in, {}), stand_in, p)
+                found[names[p]] = _state_of([each.get(stand_in, {}) for each in states(family(optimizer))], stand_in)
         return found, peak, peak_whole
 
     def _stand_ins(
         self, optimizer: Optimizer, used: set[str], names: Mapping[Any, str], sharded: set[Any], n: int
     ) -> list[tuple[Tensor, Tensor]]:
         """Replaces the optimizer's parameters by fakes of rank 0's shape with gradients; ``(stand-in, original)``."""
-        made: list[tuple[Tensor, Tensor]] = []
+        made: dict[Tensor, Tensor] = {}
+        groups = {id(group): group for member in family(optimizer) for group in member.param_groups}
         with self.mode:
-            for group in optimizer.param_groups:
+            for group in groups.values():
                 inside = []
                 for p in group["params"]:
                     if names.get(p) not in used or not p.requires_grad:
                         continue
-                    rows = math.ceil(p.shape[0] / n) if p in sharded else None
-                    shape = p.shape if rows is None else (rows, *p.shape[1:])
-                    stand_in = torch.empty(shape, dtype=p.dtype, device=self.device).requires_grad_()
-                    stand_in.grad = torch.empty_like(stand_in)
-                    made.append((stand_in, p))
-                    inside.append(stand_in)
+                    if p not in made:
+                        rows = math.ceil(p.shape[0] / n) if p in sharded else None
+                        shape = p.shape if rows is None else (rows, *p.shape[1:])
+                        made[p] = torch.empty(shape, dtype=p.dtype, device=self.device).requires_grad_()
+                        made[p].grad = torch.empty_like(made[p])
+                    inside.append(made[p])
                 group["params"] = inside
                 if self.target.type == "cuda" and not group.get("fused") and group.get("foreach", False) is None:
                     group["foreach"] = True  # what torch.optim chooses for CUDA tensors, but not for fake ones
-        optimizer.state.clear()
-        return made
+            for state in states(family(optimizer)):
+                made_early = {made[p]: _laid_out(its, p, made[p]) for p, its in state.items() if p in made}
+                state.clear()
+                state.update(made_early)
+        return [(stand_in, p) for p, stand_in in made.items()]
 
     def _fake_step(self, optimizer: Optimizer, stand_ins: Sequence[Tensor]) -> float:
         tracker = LiveBytes([*stand_ins, *(s.grad for s in stand_ins if s.grad is not None)])
         closure = partial(fake_loss, self.device)
         with self.mode, tracker:
-            if type(optimizer) is torch.optim.LBFGS:
-                optimizer.step(closure)
-            else:
-                optimizer.step()
+            try:
+                if type(optimizer) is torch.optim.LBFGS:
+                    optimizer.step(closure)
+                else:
+                    optimizer.step()
+            except Exception:  # SAM and others that look for a loss themselves
+                optimizer.step(closure)  # type: ignore[arg-type]
         return tracker.peak - tracker.live
 
     # -- rows
@@ -420,10 +433,20 @@ class Study:
             self.notes.append(text)
 
 
-def _state_of(state: Mapping[str, Any], stand_in: Tensor, p: Tensor) -> tuple[float, float]:
-    """``(bytes per element, other bytes)`` of one parameter's state."""
+def _laid_out(state: Mapping[str, Any], p: Tensor, stand_in: Tensor) -> dict[str, Any]:
+    """A parameter's state that the optimizer made at its construction."""
+    return {
+        key: torch.empty_like(stand_in, dtype=value.dtype)
+        if isinstance(value, Tensor) and value.dim() and value.shape == p.shape
+        else value
+        for key, value in state.items()
+    }
+
+
+def _state_of(states_of_parameter: Iterable[Mapping[str, Any]], stand_in: Tensor) -> tuple[float, float]:
+    """``(bytes per element, other bytes)`` of one parameter's states."""
     per_element = other = 0.0
-    for value in state.values():
+    for value in (value for state in states_of_parameter for value in state.values()):
         if not isinstance(value, Tensor):
             continue
         if value.shape == stand_in.shape and value.dim():

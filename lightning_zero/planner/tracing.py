@@ -29,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_zero.config import ActivationCheckpointingConfig
 from lightning_zero.engines.recompute import costly_is_kept, recomputed_modules
 from lightning_zero.engines.units import UnitPlan
+from lightning_zero.planner.closures import Closures
 from lightning_zero.planner.memory import Moment
 from lightning_zero.private.lightning import pretend_device, trainer_of
 from lightning_zero.private.torch import (
@@ -103,7 +104,9 @@ def shadow(
         if trainer is not None:
             memo[id(trainer)] = None
     try:
+        closures = Closures(module, memo)
         copied = copy.deepcopy(module, memo)
+        closures.finish()
     except Exception as error:  # whatever a user's attribute raises
         raise NotTraceable(f"{type(module).__name__} cannot be copied: {_first_line(error)}") from error
     with mode:

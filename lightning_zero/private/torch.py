@@ -137,7 +137,7 @@ __all__ = [
     "run_first", "saved_tensors", "saves_elsewhere", "schema_of",
     "set_compiled_call", "set_data", "set_found_inf",
     "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "set_torch_function", "storage_key",
-    "torch_function_of", "users_of", "version_of", "without_modes", "wrapper_subclass",
+    "torch_function_of", "uncompiled", "users_of", "version_of", "without_modes", "wrapper_subclass",
 ]  # fmt: skip
 
 PICKLED = {
@@ -362,6 +362,11 @@ def is_compiled(module: nn.Module) -> bool:
     # the call may also be one that recomputes
     calls = (compiled_call(module), *(own.get(name) for name in ("forward", "training_step")))
     return isinstance(module, OptimizedModule) or any(hasattr(call, "_torchdynamo_orig_callable") for call in calls)
+
+
+def uncompiled(function: Any) -> Any:
+    """The function that was given to ``torch.compile``; any other as it is."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:

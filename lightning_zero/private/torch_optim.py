@@ -44,6 +44,12 @@ def has_hooks(optimizer: Any) -> bool:
     return hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
 
 
+def takes_step_hooks(optimizer: Any) -> bool:
+    """Whether ``register_step_post_hook`` works: some that wrap another optimizer never run ``Optimizer.__init__``, and
+    have a plain dict in the hooks' place."""
+    return isinstance(getattr(optimizer, "_optimizer_step_post_hooks", None), OrderedDict)
+
+
 @contextmanager
 def without_step_hooks(optimizer: Optimizer, with_global: bool = True) -> Iterator[None]:
     """``step`` runs none of :func:`step_hooks` for a while."""
