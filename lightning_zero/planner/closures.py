@@ -44,7 +44,7 @@ class Closures:
         return any(reached)
 
     def _reaches(self, value: Any, depth: int) -> bool:
-        if id(value) in self._held or id(value) in self._memo:
+        if id(value) in self._held:
             return True
         if isinstance(value, FunctionType):
             return self._copy(value)
@@ -75,7 +75,7 @@ class Closures:
         copied = FunctionType(function.__code__, function.__globals__, function.__name__, None, inside)
         copied.__kwdefaults__ = function.__kwdefaults__
         copied.__dict__.update(function.__dict__)
-        self._memo[id(function)] = copied
+        self._give(function, copied)
 
         def fill() -> None:
             copied.__defaults__ = copy.deepcopy(function.__defaults__, self._memo)
@@ -90,9 +90,13 @@ class Closures:
         if not self._reaches(plain, _DEPTH):
             return False
         called: list[Any] = []
-        self._memo[id(function)] = lambda *args, **kwargs: called[0](*args, **kwargs)
+        self._give(function, lambda *args, **kwargs: called[0](*args, **kwargs))
         self._later.append(lambda: called.append(copy.deepcopy(plain, self._memo)))
         return True
+
+    def _give(self, function: FunctionType, copied: Callable[..., Any]) -> None:
+        self._memo[id(function)] = copied
+        self._held.add(id(function))
 
 
 def _is_filled(cell: CellType) -> bool:
