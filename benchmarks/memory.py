@@ -190,6 +190,13 @@ already draw each rank's rows from that rank's random numbers: seed all ranks al
 At stages 1 and 2 of `deepspeed`, and where nothing is sharded (`validate` at stages 1 and 2), the module is filled
 whole. At stage 3 `deepspeed` shards each layer as `configure_model` builds it, without meta, and says so.
 
+When such a run ends, `after_fit="auto"` leaves the shards where the whole module does not fit into host memory. The
+next run (`trainer.test(module, ckpt_path="best")`, another `fit`) takes them over as they are: the module looks whole
+to `setup`, `configure_model` and the checkpoint, and parameters are shared out anew one after the other. `deepspeed`,
+and `fsdp2` below stage 3, make it whole for that. From `on_fit_end` on, which Lightning calls after the end,
+`copy.deepcopy` and `torch.save` copy a rank's shards; `with trainer.strategy.full_parameters():` has the whole module,
+and a forward without it is refused by name.
+
 `lightning-zero plan` counts what host memory holds before and after the steps, too. A Llama of 7.5 billion parameters
 is planned without its memory (`pip install 'lightning-zero[examples]'` for the model):
 
