@@ -55,7 +55,7 @@ def test_loops_give_what_ddp_gives(stage: int, order: str, ranks2) -> None:
             assert loops._close(result[key], expected[key]), key
 
 
-@pytest.mark.parametrize("stage", [_full(1), _full(2), 3])
+@pytest.mark.parametrize("stage", [_full(1), _full(2), pytest.param(3, marks=pytest.mark.rest)])
 def test_each_run_goes_on_from_shards(stage: int, ranks2, tmp_path) -> None:
     reference = ranks2(loops._sharded_in_turn, "ddp", str(tmp_path / "a.ckpt"), False)
     arguments = _strategy(stage), str(tmp_path / "a.ckpt"), False

@@ -59,6 +59,7 @@ class Holds(L.LightningModule):
 WAYS = ["closure", "lambda", "default", "parameters", "method", "partial", "in a dict", "compiled", "compiled method"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", [*WAYS, "recursive"])
 def test_the_copy_has_the_gradients(how: str) -> None:
     module = Holds(how)
