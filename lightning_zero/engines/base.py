@@ -48,6 +48,9 @@ LIMITS: dict[str, dict[str, str]] = {
             " CPU transport='direct', which gathers everything before the forward"
         ),
         "modules that only some ranks run, at stage 3": "as above; units=[] does it, and stage 2 on the CPU",
+        "torch.func (vmap, grad, jvp) through units, with torch below 2.13": (
+            "the hooks of fully_shard have no rules for transforms there; units=[] does it"
+        ),
     },
     "deepspeed": {
         "modules that only some ranks run, at stage 3": (

@@ -113,11 +113,11 @@ def refuse_tracing() -> None:
         )
 
 
-def refuse_transforms() -> None:
-    """Raises ``ValueError`` inside a transform of ``torch.func``."""
+def refuse_transforms(holder: str, instead: str) -> None:
+    """Raises ``ValueError`` inside a transform of ``torch.func``, which the hooks of ``holder`` have no rules for."""
     if in_transform():
         raise ValueError(
-            "torch.func (vmap, grad, jvp, ...) and torch.vmap cannot pass through a module that stage 3 of"
-            " engine='deepspeed' holds, because DeepSpeed's hooks have no rules for them: use stage=2, engine='fsdp2',"
+            "torch.func (vmap, grad, jvp, ...) and torch.vmap cannot pass through a module that"
+            f" {holder} holds, because its hooks have no rules for them: use {instead},"
             " or a copy, copy.deepcopy(module), made in a hook on every rank."
         )

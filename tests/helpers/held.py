@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.engines.fsdp2.private import KNOWS_TRANSFORMS
 from tests.helpers.zoo import ADAM, KINDS, UNUSED, WIDTH, Block, Kind, Net, TokenDataset, Zoo, _of, whole
 
 
@@ -513,6 +514,11 @@ class _Times(torch.autograd.Function):
         return grad * weight.mean(), torch.ones_like(weight) * (grad * x).sum() / weight.numel()
 
 
+TOO_OLD: dict[str, Any] = (
+    {}
+    if KNOWS_TRANSFORMS
+    else {"unsupported_units": dict.fromkeys((1, 2, 3), r"torch\.func .* torch below 2\.13.*torch>=2\.13, units=\[\]")}
+)
 TRANSFORMS = r"torch\.func .* stage 3 of engine='deepspeed'.*use stage=2, engine='fsdp2'"
 SPARSE = r"'embed' has sparse=True: .*Use sparse=False"
 
@@ -652,11 +658,12 @@ HELD: dict[str, Kind] = {
     "maml": Kind(module=_of(Maml), reference=UNUSED),
     "penalty_first": Kind(module=_of(PenaltyFirst), reference=UNUSED),
     "jacobian": Kind(module=_of(Jacobian), reference=UNUSED),
-    "vmap_through_units": Kind(module=_of(Transforms, how="vmap"), reference=UNUSED, deepspeed_refuses={3: TRANSFORMS}),
-    "func_grad_through_units": Kind(
-        module=_of(Transforms, how="grad"), reference=UNUSED, deepspeed_refuses={3: TRANSFORMS}
-    ),
-    "jvp_through_units": Kind(module=_of(Transforms, how="jvp"), reference=UNUSED, deepspeed_refuses={3: TRANSFORMS}),
+    **{
+        f"{name}_through_units": Kind(
+            module=_of(Transforms, how=how), reference=UNUSED, deepspeed_refuses={3: TRANSFORMS}, **TOO_OLD
+        )
+        for name, how in (("vmap", "vmap"), ("func_grad", "grad"), ("jvp", "jvp"))
+    },
     "sparse_embedding": Kind(module=_of(Sparse), dataset=TokenDataset, refused=SPARSE),
     "sparse_adam": Kind(module=_of(Sparse, split=True), dataset=TokenDataset, refused=SPARSE),
     "states_loaded_at_first": Kind(module=_of(LoadedStates, where="configure_optimizers"), reason=ADAM),

@@ -266,3 +266,17 @@ def test_undo_leaves_an_ordinary_module_that_can_be_sharded_again(tmp_path):
         fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
     finally:
         dist.destroy_process_group()
+
+
+def test_hooks_follow_transforms_where_it_says_so(tmp_path):
+    _world_of_one(tmp_path)
+    try:
+        net = _sharded()
+        per_sample = torch.func.vmap(torch.func.grad(lambda x: net(x).sum()))
+        if private.KNOWS_TRANSFORMS:
+            assert per_sample(torch.ones(2, 4)).shape == (2, 4)
+        else:
+            with pytest.raises(RuntimeError):  # of torch, in words that depend on its version
+                per_sample(torch.ones(2, 4))
+    finally:
+        dist.destroy_process_group()

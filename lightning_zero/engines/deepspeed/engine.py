@@ -168,7 +168,7 @@ class DeepSpeedEngine(Engine):
     def _refuse_gather(self, module: nn.Module) -> None:
         if Phase.WHOLE not in self._under_way:
             refuse_tracing()
-            refuse_transforms()
+            refuse_transforms("stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'")
 
     def _plain(self, p: Tensor) -> Tensor:
         """Its values in memory of their own (collective at stage 3)."""

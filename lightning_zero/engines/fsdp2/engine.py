@@ -100,6 +100,7 @@ from lightning_zero.engines.refusals import (
     refuse_script_modules,
     refuse_sparse_gradients,
     refuse_tracing,
+    refuse_transforms,
 )
 from lightning_zero.engines.state_dicts import WholeStateDicts
 from lightning_zero.engines.units import plan_units
@@ -243,6 +244,8 @@ class Fsdp2Engine(Engine):
         if self._phase is Phase.WHOLE:
             return
         refuse_tracing()
+        if not private.KNOWS_TRANSFORMS:
+            refuse_transforms("fully_shard of torch below 2.13", "torch>=2.13, units=[]")
         self._usage.ran[index] = 1
         self._reader.require_all(UNIT - index)
         self._transport.unit_begins(index, self._phase is Phase.BACKWARD)

@@ -30,6 +30,7 @@ FULLY_SHARD = Library(
     "torch",
     TESTED,
     (
+        Needed(f"{_HOME}._fsdp_param_group:RegisterPostBackwardFunction.generate_vmap_rule"),
         Needed(f"{_GROUP}.post_backward", takes="self"),
         Needed(f"{_GROUP}.pre_backward", takes="self, default_prefetch"),
         Needed(f"{_GROUP}.pre_forward", takes="self, module, args, kwargs"),
@@ -93,11 +94,14 @@ with importing(FULLY_SHARD):
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, _get_param_all_gather_inputs
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
     from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
 Group = Any  # torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup
 STATE_KEYS = (STATE_KEY, REGISTRY_KEY)
 """Where a unit's ``__dict__`` holds the state of ``fully_shard``."""
+KNOWS_TRANSFORMS: bool = RegisterPostBackwardFunction.generate_vmap_rule
+"""Whether the hooks of ``fully_shard`` follow transforms of ``torch.func``: since torch 2.13."""
 _UNSHARDED = ShardedState.UNSHARDED
 ShardedParam = Any  # torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam
 
