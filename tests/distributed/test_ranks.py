@@ -7,9 +7,11 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.helpers import ranks
 from tests.helpers.ranks import RankError, RankPool, run_ranks
 
 
@@ -114,6 +116,15 @@ def test_workers_are_kept_and_every_job_has_its_own_port_and_process_group(pool)
     assert first == second  # also the random numbers
     assert [total for total, _ in first] == [3.0, 3.0]
     assert [total for total, _ in pool.run(_reduce_ranks, world_size=1)] == [1.0]
+
+
+def test_no_job_has_the_port_of_an_earlier_one(monkeypatch):
+    """Its processes may refuse to run there: one that has failed does."""
+    ports = iter([5, 5, 6])
+    monkeypatch.setattr("torch.distributed.TCPStore", lambda *args, **kwargs: SimpleNamespace(port=next(ports)))
+    used = {5}
+    assert ranks._agent_store(used).port == 6
+    assert used == {5, 6}
 
 
 def test_environment_seed_and_default_dtype_are_restored(pool):

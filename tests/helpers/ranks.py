@@ -74,6 +74,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
+        self._ports: set[int] = set()
 
     def __enter__(self) -> RankPool:
         return self
@@ -107,7 +108,7 @@ class RankPool:
         if fn.__module__ == "__main__":
             raise ValueError(f"{fn.__qualname__} lives in __main__: the ranks can only import it from a module.")
         workers = self._ready_workers(world_size)
-        store = _agent_store()
+        store = _agent_store(self._ports)
         job = pickle.dumps((fn, args))
         try:
             for rank, worker in enumerate(workers):
@@ -148,14 +149,19 @@ def _torchrun_env(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def _agent_store() -> Any:
-    """The key-value store that torchrun's agent keeps for its ranks, on a port of the system's choice.
+def _agent_store(used: set[int]) -> Any:
+    """The key-value store that torchrun's agent keeps for its ranks, on a port of the system's choice; none of those
+    ``used`` by earlier jobs, as a process that has failed refuses another run at its port.
 
     Were it rank 0's, the others would often come too early and retry a good half second later.
     """
     from torch.distributed import TCPStore
 
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    held = []  # so that the system chooses another
+    while (store := TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)).port in used:
+        held.append(store)
+    used.add(store.port)
+    return store
 
 
 # ---------------------------------------------------------------------------------------------------------------------
