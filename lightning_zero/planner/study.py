@@ -350,11 +350,9 @@ class Study:
         closure = partial(fake_loss, self.device)
         with self.mode, tracker:
             try:
-                if type(optimizer) is torch.optim.LBFGS:
-                    optimizer.step(closure)
-                else:
-                    optimizer.step()
-            except Exception:  # SAM and others that look for a loss themselves
+                optimizer.step()
+            except Exception:  # LBFGS, SAM and others evaluate the loss themselves
+                # Any other error comes again, and the caller notes it
                 optimizer.step(closure)  # type: ignore[arg-type]
         return tracker.peak - tracker.live
 
