@@ -79,6 +79,12 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+def _say(line: str) -> None:
+    """In one write: the parts of an unbuffered print get mixed with the other rank's."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def fit(module: Module, name: str) -> L.Trainer:
     strategy = LaunchedDDP() if STAGE == "ddp" else ZeroStrategy(stage=int(STAGE), units=["Linear"])
     saves = [OnExceptionCheckpoint("saved"), ModelCheckpoint("monitored", save_on_exception=True)]
@@ -90,7 +96,7 @@ def fit(module: Module, name: str) -> L.Trainer:
     begin = next((word.removeprefix("from=") for word in WORDS if word.startswith("from=")), None)
     trainer.fit(module, ckpt_path=begin)
     total = sum(p.sum().item() for p in module.parameters())
-    print(f"FITTED {name} rank {RANK} steps {trainer.global_step} sum {total}", flush=True)
+    _say(f"FITTED {name} rank {RANK} steps {trainer.global_step} sum {total}")
     return trainer
 
 
@@ -103,7 +109,7 @@ if __name__ == "__main__":
     try:
         fit(module, "first")
     except Exception as error:
-        print(f"CAUGHT rank {RANK}: {type(error).__name__}: {error}", flush=True)
+        _say(f"CAUGHT rank {RANK}: {type(error).__name__}: {error}")
     if "same" not in WORDS:
         module = Module("none")
     module.how = "none"

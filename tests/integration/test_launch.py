@@ -142,7 +142,9 @@ from tests.integration.test_launch import *
 
 class Sees(L.Callback):
     def setup(self, trainer, module, stage):
-        print("SEES", "lightning_zero.engines.fsdp2.engine" in sys.modules, flush=True)
+        seen = "lightning_zero.engines.fsdp2.engine" in sys.modules
+        sys.stdout.write(f"SEES {{seen}}\\n")  # at once: unbuffered ranks mix the parts of a print
+        sys.stdout.flush()
 
 strategy = ZeroStrategy(stage=3, units=["Linear"], start_method="fork")
 trainer(strategy, callbacks=[Sees()]).fit(Regression(), DataLoader(data(), batch_size=4))
