@@ -115,8 +115,9 @@ alive whenever a unit begins, ends or completes a gradient, and walks each stage
 
 ## What goes over the wire
 
-Per rank and optimizer step of A micro-batches, in elements, each times (N−1)/N (section 7 of the paper). The root unit
-of stage 3 is gathered once per micro-batch, every other unit twice.
+Per rank and optimizer step of A micro-batches, in elements, each times (N−1)/N (section 7 of the paper). At
+stage 3 the root unit and the one that runs last are gathered once per micro-batch, every other unit twice. (The one
+that runs last is known from the second step on, and under automatic optimization.)
 
 | | gathered | reduced |
 |---|---|---|

@@ -19,6 +19,7 @@ The paper is Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Trainin
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -308,6 +309,9 @@ class StepRules:
     keeps_shards_in_copies: bool = False
     """Shards alias their gathered buffers, which stay: at stages 1 and 2 between CPU processes, and at any stage of a
     process alone, unless shards are offloaded."""
+    keeps_last: bool = True
+    """Stage 3 keeps the unit whose backward comes first gathered after its forward, from the second step on: under
+    automatic optimization."""
     agrees_per_unit: bool = False
     """Stage 3 on the CPU agrees before each gather which unit is next."""
     agrees_on_unused: bool = True
@@ -412,7 +416,7 @@ class _Account(ABC):
             self.stale = 0.0
 
     @abstractmethod
-    def micro_batch(self, moments: Iterable[Moment], last: bool) -> None:
+    def micro_batch(self, moments: Sequence[Moment], last: bool) -> None:
         """Forward and backward of one micro-batch; ``last`` of its optimizer step."""
 
     def optimizer_step(self, peak_bytes: float) -> None:
@@ -434,7 +438,7 @@ class _Ddp(_Account):
         self.alive["buffers"] = self.gradient_bytes  # the reducer's buckets, from the start
         self.held = 0.0
 
-    def micro_batch(self, moments: Iterable[Moment], last: bool) -> None:
+    def micro_batch(self, moments: Sequence[Moment], last: bool) -> None:
         if last:
             self.broadcast_buffers()
         fresh = self.held == 0
@@ -460,6 +464,7 @@ class _FullyShard(_Account):
         self.gathered: set[int] = set()
         self.prefetched: set[int] = set()
         self.order: list[int] = []  # units in the order of their forwards
+        self.stays: int | None = None  # unit that is not dropped after its forward
         self.kept_buffer = 0.0  # the last forward's gather buffer
         self.reduce_buffer = 0.0  # the last reduction's input
         self.whole: dict[int, float] = {}  # unit -> bytes of whole gradients, fresh from autograd
@@ -539,8 +544,9 @@ class _FullyShard(_Account):
 
     # -- the events
 
-    def micro_batch(self, moments: Iterable[Moment], last: bool) -> None:
+    def micro_batch(self, moments: Sequence[Moment], last: bool) -> None:
         self.order.clear()
+        self.stays = self.last_of_forward(moments) if self.rules.keeps_last else None
         if last:
             self.broadcast_buffers()
         if self.rules.gathers_up_front and self.rules.stage < 3:
@@ -563,13 +569,20 @@ class _FullyShard(_Account):
                 self.backward_end(moment.unit, reduces)
         self.end(last, reduces)
 
+    def last_of_forward(self, moments: Sequence[Moment]) -> int | None:
+        """The unit that ran last, with gradients, before anything was computed backward: later ones are recomputed."""
+        comes_back = {m.unit for m in moments if m.event == "backward"} - {self.root}
+        in_forward = itertools.takewhile(lambda moment: moment.event != "backward", moments)
+        ran = [m.unit for m in in_forward if m.event == "forward" and m.unit in comes_back]
+        return ran[-1] if ran else None
+
     def forward(self, unit: int) -> None:
         if self.rules.stage == 3 and self.rules.agrees_per_unit and unit != self.root:
             self.agree_on(ORDER_BYTES)
         self.gather(unit, forward=True)
 
     def forward_end(self, unit: int) -> None:
-        if self.rules.stage == 3 and unit != self.root:
+        if self.rules.stage == 3 and unit not in (self.root, self.stays):
             self.reshard(unit)
         self.order.append(unit)
         if unit == self.root:

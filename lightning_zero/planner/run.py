@@ -104,6 +104,7 @@ def plan(
         gathers_up_front=exchanges_directly,
         gathers_in_place_from=SMALL_BYTES if exchanges_directly else None,
         keeps_shards_in_copies=exchanges_directly,
+        keeps_last=module.automatic_optimization,
         agrees_per_unit=exchanges_directly and world_size > 1 and study.config.find_unused_parameters,
         agrees_on_unused=study.config.find_unused_parameters,
         broadcasts_buffers=study.config.broadcast_buffers,

@@ -88,8 +88,9 @@ ONCE, EACH = STEPS * (BLOCKS + 1), STEPS * MICRO_BATCHES * (BLOCKS + 1)
     [
         (1, zoo.Zoo, "32-true", ONCE, ONCE),
         (2, zoo.Zoo, "32-true", ONCE, EACH),
-        # a block is gathered for its forward and for its backward, the root once for both
-        (3, zoo.Zoo, "32-true", STEPS * MICRO_BATCHES * (2 * BLOCKS + 1), EACH),
+        # a block is gathered for its forward and for its backward, the root and the last block once for both; which one
+        # is the last, the first forward tells
+        (3, zoo.Zoo, "32-true", STEPS * MICRO_BATCHES * 2 * BLOCKS + 1, EACH),
         # a hook that looks at the module between micro-batches sees shards there, around which the copies stay
         (1, Looks, "32-true", ONCE, ONCE),
         (2, Looks, "32-true", ONCE, EACH),
@@ -194,9 +195,13 @@ def _sent(stage: int, accumulate: int, ranks_per_host: int) -> dict[str, float]:
     ids="{} to a host".format,
 )
 def test_bytes_equal_the_table(ranks, stage, world_size, ranks_per_host):
-    """A step of 8 micro-batches; the table of docs/architecture.md, in units of Ψ elements times (N-1)/N."""
+    """A step of 8 micro-batches; the table of docs/architecture.md, in units of Ψ elements times (N-1)/N.
+
+    One of 8 equal units is gathered once for forward and backward, from the second forward on.
+    """
     accumulate = 8
-    gathers, reductions = {1: (1, 1), 2: (1, accumulate), 3: (2 * accumulate, accumulate)}[stage]
+    at_3 = 2 * accumulate - (accumulate - 1 / STEPS) / 8
+    gathers, reductions = {1: (1, 1), 2: (1, accumulate), 3: (at_3, accumulate)}[stage]
     whole = 8 * 16 * 16 * 4
     near = max(min(ranks_per_host, world_size) - 1, 0)
     for sent in ranks(_sent, stage, accumulate, ranks_per_host, world_size=world_size):

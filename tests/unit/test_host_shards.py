@@ -109,12 +109,9 @@ def _steps() -> dict[tuple[int, bool], Any]:
                 _train(engine, optimizer)
                 module.seen.clear()
                 step = _train(engine, optimizer)
-                sizes = {"sharded": 0, "replicated": 0, "root": 0}
-                for unit in engine._sharded.plan.units:
-                    numel = sum(p.numel() for p in _padded(engine, unit.parameters))
-                    sizes["sharded"] += numel
-                    sizes["root"] += numel if unit.module is module else 0
-                sizes["replicated"] = 1
+                numels = [sum(p.numel() for p in _padded(engine, u.parameters)) for u in engine._sharded.plan.units]
+                # the root's and the last block's are gathered once for forward and backward
+                sizes = {"sharded": sum(numels), "replicated": 1, "kept": sum(numels[-2:])}
                 results[stage, mixed] = (step, module.seen, sizes, _where(engine, optimizer))
     return results
 
@@ -162,10 +159,11 @@ def test_between_steps_only_what_is_replicated_is_on_the_device(steps, stage, mi
 
 @pytest.mark.parametrize(("stage", "mixed"), STAGES)
 def test_inside_a_step_the_device_holds_what_the_stage_gathers(steps, stage, mixed):
-    """In the compute dtype; at the end of the forward everything at stages 1 and 2, the root's parameters at 3."""
+    """In the compute dtype; at the end of the forward everything at stages 1 and 2, the root's and the last block's
+    parameters at 3."""
     _, seen, sizes, _ = steps[stage, mixed]
     itemsize = 2 if mixed else 4
-    whole = RANKS * (sizes["sharded"] if stage < 3 else sizes["root"])
+    whole = RANKS * (sizes["sharded"] if stage < 3 else sizes["kept"])
     for parameters in seen:
         assert parameters["host"] == 4 * sizes["sharded"]
         assert parameters["device"] == itemsize * whole + 4 * sizes["replicated"]
@@ -175,8 +173,7 @@ def test_inside_a_step_the_device_holds_what_the_stage_gathers(steps, stage, mix
 def test_what_is_copied(steps, stage, mixed):
     """Two micro-batches: master weights up at each gather, gradient shards down at each reduction, in fp32."""
     step, _, sizes, _ = steps[stage, mixed]
-    blocks = sizes["sharded"] - sizes["root"]
-    gathered = sizes["sharded"] if stage < 3 else 4 * blocks + 2 * sizes["root"]  # the root is kept for its backward
+    gathered = sizes["sharded"] if stage < 3 else 4 * sizes["sharded"] - 2 * sizes["kept"]
     reductions = 1 if stage == 1 else 2
     assert step["down"] == 4 * sizes["sharded"] * reductions
     assert step["up"] == 4 * gathered
@@ -190,6 +187,7 @@ def copied() -> dict[tuple[int, bool, int], tuple[float, float]]:
             for mixed, micro_batches in ((False, 1), (False, 4), (True, 1), (True, 4)):
                 engine = _engine(device, stage, mixed)
                 optimizer = torch.optim.AdamW(engine.module.parameters())
+                _train(engine, optimizer, 1)  # tells which unit runs last
                 step = _train(engine, optimizer, micro_batches)
                 share = sum(p._local_tensor.numel() for p in _sharded(engine))
                 found[stage, mixed, micro_batches] = (step["up"] / share, step["down"] / share)
@@ -233,7 +231,9 @@ def _planned() -> list[tuple[float, float]]:
                 layout = Layout(units=units)
                 rules = StepRules(stage=stage, world_size=RANKS, micro_batches=micro_batches, from_host=True)
                 planned = offload_bytes(layout, simulate(layout, untraced(layout), rules), rules, "cpu")
-                step = _train(engine, torch.optim.AdamW(engine.module.parameters()), micro_batches)
+                optimizer = torch.optim.AdamW(engine.module.parameters())
+                _train(engine, optimizer, 1)  # tells which unit runs last
+                step = _train(engine, optimizer, micro_batches)
                 pairs.append((step["up"] + step["down"], planned.pcie_per_step))
     return pairs
 

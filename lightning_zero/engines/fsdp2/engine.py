@@ -24,6 +24,9 @@
     2       once               after each             after the last backward
     3       forward, backward  after each             after each use (the root unit's: after each backward)
 
+At stage 3 the unit whose backward comes first, because it was the last to run in the forward before, stays gathered
+until then: it would be gathered again at once.
+
 With host shards each gather begins with a copy to the device, on the stream that gathers ahead of the compute, and
 each reduction ends with a copy to host memory, which only the end of the backward waits for. Norms of gradients are
 joined in host memory, over the gloo half of the process group.
@@ -136,6 +139,8 @@ class Fsdp2Engine(Engine):
         self._phase = Phase.BETWEEN
         self._marks = Marks()
         self._reduced: set[int] = set()  # groups that autograd's own schedule reduced in this backward, by id
+        self._ran_last: nn.Module | None = None  # unit of this forward whose backward comes first
+        self._stays: nn.Module | None = None  # unit that is not dropped after its forward
         self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
         self._compiled: CompiledUnits | None = None
@@ -249,6 +254,8 @@ class Fsdp2Engine(Engine):
         self._usage.ran[index] = 1
         self._reader.require_all(UNIT - index)
         self._transport.unit_begins(index, self._phase is Phase.BACKWARD)
+        if self._phase is Phase.STEP and torch.is_grad_enabled():
+            self._ran_last = unit
         if torch.is_inference_mode_enabled():  # storage made here could never be trained on
             with torch.inference_mode(False):
                 private.unshard(unit)
@@ -276,9 +283,21 @@ class Fsdp2Engine(Engine):
                     self._transport.forward_begins(wants_grad and self.keep_gathered)
                 output = self.root(method, *args, **kwargs)
             self._transport.forward_ends()
+        if self.config.stage == 3 and self.automatic and wants_grad:
+            self._keep_until_backward(self._ran_last)
         if not torch.is_grad_enabled() or output is None or not self.automatic:
             self.reshard()
         return output
+
+    def _keep_until_backward(self, unit: nn.Module | None) -> None:
+        """From the next forward on ``unit`` stays gathered after it, and no other one. All ranks run the same units."""
+        if unit is self._stays:
+            return
+        if self._stays is not None:
+            private.set_reshard_after_forward(self._stays, True)
+        if unit is not None:
+            private.set_reshard_after_forward(unit, False)
+        self._stays = unit
 
     def reshard(self) -> None:
         self._drop_gathered()

@@ -45,7 +45,7 @@ FULLY_SHARD = Library(
         Needed(f"{_GROUP}._all_gather_process_group"),
         Needed(
             f"{_GROUP}.__init__",
-            stores="fsdp_params device mesh_info unshard_in_backward _training_state _all_gather_result"
+            stores="fsdp_params device mesh_info post_forward_mesh_info unshard_in_backward _training_state _all_gather_result"
             " _post_forward_indices _module_to_pre_save_state_dict_hook_handle"
             " _module_to_pre_load_state_dict_hook_handle",
         ),
@@ -157,6 +157,12 @@ def reshard(unit: nn.Module) -> None:
     """Drops the unit's gathered parameters."""
     for group in groups(unit):
         group.reshard()
+
+
+def set_reshard_after_forward(unit: nn.Module, reshards: bool) -> None:
+    """What the method of that name does on a unit that has its own class back."""
+    for group in groups(unit):
+        group.post_forward_mesh_info = group.mesh_info if reshards else None
 
 
 def set_requires_gradient_sync(units: list[nn.Module], syncs: bool) -> None:
