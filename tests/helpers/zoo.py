@@ -839,6 +839,35 @@ class VaryingOrder(Zoo):
             p.mul_(0.9)
 
 
+class LastVaries(Zoo):
+    """The unit that runs last, which stays gathered until its backward: another one from step to step, one that runs
+    again without gradients, is used beside its output, and in other steps is written to before the backward."""
+
+    ORDERS = ((0, 1, 2), (0, 1, 2), (0, 2, 1), (2, 1), (0, 1, 2), (0,))
+
+    def build(self) -> None:
+        self.net = Net()
+        self.turn = 0
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        x = self.net.stem(x)
+        order = self.ORDERS[self.turn % len(self.ORDERS)]
+        self.turn += 1
+        for i in order:
+            x = self.net.blocks[i](x)
+        with torch.no_grad():
+            again = self.net.blocks[self.turn % 3](x)
+        loss = F.mse_loss(x, y) + (x - again).square().mean()
+        if self.turn % 2:
+            return loss + 1e-2 * sum(p.norm() for p in self.net.blocks[order[-1]].parameters())
+        return loss
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        for p in self.net.blocks[2].parameters() if self.turn % 2 == 0 else ():
+            p.data.mul_(0.99)
+
+
 class Checkpointed(Zoo):
     """Activation checkpointing around each block, with dropout inside."""
 
@@ -1371,6 +1400,7 @@ KINDS: dict[str, Kind] = {
     "built_half_and_half": Kind(module=_of(LateBuilt, half=True)),
     "called_twice": Kind(module=_of(CalledTwice)),
     "varying_order": Kind(module=_of(VaryingOrder), reference=UNUSED, validates=True),
+    "last_unit_varies": Kind(module=_of(LastVaries), reference=UNUSED),
     "checkpointed": Kind(module=_of(Checkpointed, reentrant=False), random=True),
     "checkpointed_reentrant": Kind(
         module=_of(Checkpointed, reentrant=True), random=True, note="DDP manages it only without find_unused_parameters"
