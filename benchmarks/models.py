@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -60,7 +59,7 @@ def main() -> int:
     parser.add_argument("--requirements", choices=("models", "needed"), help="print what an extra asks for, and end")
     options = parser.parse_args()
     if options.requirements:
-        print(" ".join(_requirements("models" if options.requirements == "models" else "models-needed")))
+        print(" ".join(requirements("models" if options.requirements == "models" else "models-needed")))
         return 0
     chosen = [r for key, r in ROWS.items() if not options.names or key.startswith(tuple(options.names))]
     if not chosen:
@@ -82,10 +81,10 @@ def main() -> int:
     return int(any(line.kind in ("different", "fails under DDP, too") for line in lines))
 
 
-def _requirements(extra: str) -> list[str]:
-    """What the package's ``extra`` asks for, for a shell."""
+def requirements(extra: str) -> list[str]:
+    """What the package's ``extra`` asks for, each without spaces: a shell takes the words of ``$(...)`` as they are."""
     return [
-        shlex.quote(each.partition(";")[0].strip())
+        each.partition(";")[0].replace(" ", "")
         for each in requires("lightning-zero") or ()
         if f'extra == "{extra}"' in each.replace("'", '"')
     ]
