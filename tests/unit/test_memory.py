@@ -105,8 +105,8 @@ def test_without_accumulation_stage_1_is_stage_2():
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_sent_follow_the_paper(stage, micro_batches):
-    """Section 7: DDP 2g, stage 1 g+p, stage 2 Ag+p, stage 3 A(2p+g), each times (N-1)/N; root and last unit are gathered
-    once."""
+    """Section 7: DDP 2g, stage 1 g+p, stage 2 Ag+p, stage 3 A(2p+g), each times (N-1)/N; root and last unit are
+    gathered once."""
     layout, n, a = _layout(mixed=True), 4, micro_batches
     psi, root, last = layout.num_parameters, *(u.parameters[0].numel for u in (layout.units[-1], layout.units[-2]))
     p, g = 2, 4

@@ -45,8 +45,8 @@ FULLY_SHARD = Library(
         Needed(f"{_GROUP}._all_gather_process_group"),
         Needed(
             f"{_GROUP}.__init__",
-            stores="fsdp_params device mesh_info post_forward_mesh_info unshard_in_backward _training_state _all_gather_result"
-            " _post_forward_indices _module_to_pre_save_state_dict_hook_handle"
+            stores="fsdp_params device mesh_info post_forward_mesh_info unshard_in_backward _training_state"
+            " _all_gather_result _post_forward_indices _module_to_pre_save_state_dict_hook_handle"
             " _module_to_pre_load_state_dict_hook_handle",
         ),
         Needed(f"{_HOME}._fsdp_common:TrainingState.PRE_BACKWARD"),
