@@ -30,7 +30,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
@@ -75,9 +75,11 @@ class Changes:
         kept_bytes: Of the rows of before, alike on all ranks.
         lost: The latest whose rows of before are not kept.
         due: The next thing to happen is a step, before which ranks do not wait for each other.
+        mark: Called at the end of each change, by the thread that made it.
     """
 
     def __init__(self) -> None:
+        self.mark: Callable[[], object] = lambda: None
         self.begun = self.done = self.lost = 0
         self.due = False
         self.kept_bytes = 0
@@ -90,6 +92,8 @@ class Changes:
 
     def end(self) -> None:
         """See :meth:`begin`; does nothing where nothing has begun."""
+        if self.done != self.begun:
+            self.mark()
         self.done = self.begun
 
     @contextmanager
@@ -118,6 +122,7 @@ class Changes:
         try:
             yield
         finally:
+            self.mark()
             self.done = number
 
     def rows_at(self, done: int, key: int, now: Tensor) -> Tensor:
@@ -127,6 +132,35 @@ class Changes:
     def forget(self) -> None:
         """All ranks have met since: nobody reads what was there before."""
         self._before, self.kept_bytes, self.lost = {}, 0, max(self.lost, self.done)
+
+
+class HostCopies:
+    """Copies of rows to host memory, made by any thread, one at a time.
+
+    On an accelerator the main thread's stream may be waiting in a gather for the very rank that wants to read. So copies
+    have a stream of their own, which waits for the latest change alone.
+
+    Args:
+        device: The rows lie there.
+        changes: Of these rows.
+    """
+
+    def __init__(self, device: torch.device, changes: Changes) -> None:
+        self._module: Any = None
+        if device.type != "cpu":
+            self._module = torch.get_device_module(device)
+            self._stream, self._changed = self._module.Stream(device), self._module.Event()
+            self._changed.record()
+            changes.mark = self._changed.record
+
+    def of(self, rows: Tensor) -> Tensor:
+        """``rows``, flat."""
+        rows = rows.detach()
+        if self._module is not None:
+            with self._module.stream(self._stream):
+                self._stream.wait_event(self._changed)
+                rows = rows.cpu()  # returns when it has arrived
+        return rows.contiguous().view(-1)
 
 
 class Holder(Protocol):
@@ -173,12 +207,14 @@ class Reads:
         agreement: Of the run.
         changes: Of this rank.
         holder: Of the tensors.
+        device: Their rows lie there.
     """
 
-    def __init__(self, agreement: Agreement, changes: Changes, holder: Holder) -> None:
+    def __init__(self, agreement: Agreement, changes: Changes, holder: Holder, device: torch.device) -> None:
         assert agreement.channel is not None
         self._run_agreement, self._agreement = agreement, agreement.beside(READS)
         self._channel, self._changes, self._holder = agreement.channel, changes, holder
+        self._host_copies = HostCopies(device, changes)
         self.rank = agreement.rank
         self._prefix = f"lightning_zero/reads/{agreement.run}"
         self._turn = threading.Lock()  # of the thread that takes part in a round
@@ -287,7 +323,7 @@ class Reads:
             own = self._holder.rows(key)
             assert own is not None
             found[key] = [
-                answers[member][key] if member != self.rank else own.detach().cpu().view(-1)
+                answers[member][key] if member != self.rank else self._host_copies.of(own)
                 for member in self._holder.members
             ]
         return None, False
@@ -300,7 +336,7 @@ class Reads:
         if not is_here:
             return
         for part in rows.values():
-            self._send(part.detach().cpu().contiguous().view(-1), reader)
+            self._send(self._host_copies.of(part), reader)
         # The main thread may have gone on to change them meanwhile
         unchanged = all(self._changes.rows_at(its.done, key, part) is part for key, part in rows.items())
         as_asked = unchanged and self._changes.lost <= its.done
@@ -411,6 +447,7 @@ class Reads:
                 thread.join(None if together else 1.0)
 
 
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _WENT_ON = "rank {} has gone on to change parameters meanwhile"
 
 
@@ -445,7 +482,7 @@ def hook_above() -> str | None:
     found = None
     while frame is not None:
         name, module = frame.f_code.co_name, frame.f_globals.get("__name__", "")
-        if name.startswith("on_") and not module.startswith(("lightning.", "lightning_zero.", "pytorch_lightning.")):
+        if (name.startswith("on_") or name in STEPS) and not module.startswith(("lightning.", "lightning_zero.", "pytorch_lightning.")):
             owner = frame.f_locals.get("self")
             found = f"{type(owner).__name__}.{name}" if owner is not None else name
         frame = frame.f_back

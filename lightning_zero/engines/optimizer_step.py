@@ -419,7 +419,7 @@ class _LocalSwap(_Swap):
                 if key in sharded:
                     entry[key] = local(value)
                 elif isinstance(value, Tensor) and key not in self.owner.beside and _is_of_shape(value, p.shape):
-                    entry[key] = local(shard_like(value, p))  # whole: a user's
+                    entry[key] = local(shard_like(value, p, value.dtype))  # whole: a user's
 
     def store(self, p: DTensor, stand_in: Tensor) -> None:
         pass  # stepped in place

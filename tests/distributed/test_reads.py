@@ -6,12 +6,15 @@ That values are DDP's in every hook, at every stage, is the parity test's: kind 
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from lightning_zero.comm.reads import Changes
+from lightning_zero.comm.reads import Changes, HostCopies
 from tests.helpers import reading, zoo
 
 LIMIT = 60.0
@@ -115,3 +118,32 @@ def test_changes_keep_what_was_there_before() -> None:
     assert (changes.lost, changes.begun, changes.done) == (3, 3, 2)
     changes.end()
     assert changes.done == 3
+
+
+def test_rows_leave_an_accelerator_on_a_stream_that_waits_for_their_latest_change_alone() -> None:
+    """The main thread's stream may wait for the rank that reads."""
+    seen: list[str] = []
+    event = SimpleNamespace(record=lambda: seen.append("recorded"))
+    stream = SimpleNamespace(wait_event=lambda waited: seen.append("waits" if waited is event else "waits for another"))
+
+    @contextmanager
+    def on(current: Any) -> Any:
+        seen.append("on it" if current is stream else "on another")
+        yield
+        seen.append("off")
+
+    module = SimpleNamespace(Stream=lambda device: stream, Event=lambda: event, stream=on)
+    rows, changes = torch.arange(6.0).view(3, 2), Changes()
+    with mock.patch.object(torch, "get_device_module", lambda device: module):
+        copies = HostCopies(torch.device("cuda"), changes)
+    assert seen == ["recorded"]  # what was there at first
+    with changes.under_way():
+        changes.end()
+        changes.begin()
+    assert seen == ["recorded"] * 3
+    with changes.of({0: rows}, 0):
+        assert seen == ["recorded"] * 3
+    seen.clear()
+    assert copies.of(rows).tolist() == list(range(6))
+    assert seen == ["on it", "waits", "off"]
+    assert HostCopies(torch.device("cpu"), changes).of(rows).data_ptr() == rows.data_ptr()

@@ -629,6 +629,56 @@ class ReadAlone(Zoo):
         self.read("after")
 
 
+class MaskedSgd(torch.optim.Optimizer):
+    """As SPAM of pytorch_optimizer, its constructor makes states of a parameter's shape and of other dtypes."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        for p in self.param_groups[0]["params"]:
+            mask = torch.arange(p.numel()).view(p.shape) % 3 > 0
+            self.state[p] |= {"mask": mask, "sum": torch.full(p.shape, 1 / 3, dtype=torch.float64)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                mask = state["mask"]
+                state["sum"].add_(p.grad)
+                p[mask] -= group["lr"] * (p.grad + 0.1 * state["sum"].float())[mask]
+        return loss
+
+
+class LogsAlone(Zoo):
+    """Rank 0 measures weights inside its step, without gradients; the last rank measures others at another place, and
+    all ranks some."""
+
+    @torch.no_grad()
+    def measure(self, where: str, module: nn.Module) -> None:
+        norms = [p.norm() for p in module.parameters()]
+        self.extra[f"{where} {len(self.losses)} {len(self.extra)}"] = torch.stack(norms)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        if self.trainer.is_global_zero:
+            self.measure("before", self.net.blocks)
+        self.measure("all", self.net.stem)
+        out = self.net(x)
+        if self.global_rank == self.trainer.world_size - 1:
+            self.measure("after", self.net.stem)
+        return F.mse_loss(out, y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        if self.trainer.is_global_zero:
+            self.extra[f"state {len(self.losses)}"] = self.net.state_dict()["head.weight"].clone()
+        self.log("val_loss", loss)
+
+
 def _pruning(**options: Any) -> Any:
     from lightning.pytorch.callbacks import ModelPruning
 
@@ -682,6 +732,8 @@ HELD: dict[str, Kind] = {
     "partial_forward": Kind(module=_of(PartialForward)),
     "pruned_by_callback": Kind(module=_of(Zoo), callbacks=_pruning(use_lottery_ticket_hypothesis=False)),
     "lottery_ticket": Kind(module=_of(SameOnAllRanks), callbacks=_pruning(), max_epochs=3),
+    "states_of_other_dtypes": Kind(module=_of(Zoo, optimizer=MaskedSgd)),
+    "read_in_a_step_on_one_rank": Kind(module=_of(LogsAlone), validates=True),
     "read_on_one_rank": Kind(
         module=_of(ReadAlone),
         validates=True,

@@ -117,8 +117,10 @@ class DeepSpeedEngine(Engine):
         rows = Rows(self._params, self.device, self.config.parameters_in_files)
         agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
         if agreement is not None and dist.get_world_size() > 1:
-            self.reads = Reads(agreement, self.changes, rows)
-        self._reader = Reader(self.reads, self.changes, rows, self._under_way.is_between)
+            self.reads = Reads(agreement, self.changes, rows, self.device)
+        self._reader = Reader(
+            self.reads, self.changes, rows, self._under_way.is_between, self._under_way.runs_user_code
+        )
         self._access = Access(self._params, self._under_way, self._order, self.backward, self.changes, self._reader)
         offloads = self.config.offloads_optimizer
         self._steps = Steps(self._params, self._access.settle, self.device, offloads, self.cpu_adam)

@@ -171,7 +171,7 @@ def _refuse_shards(module: nn.Module, args: Any) -> None:
 def _laid_out(like: DTensor, path: Any, tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):  # of an earlier run, whose mesh may be gone
         return as_shard(local(tensor), like) if local(tensor).shape == local(like).shape else tensor
-    return shard_like(tensor, like) if tensor.dim() and tensor.shape == like.shape else tensor
+    return shard_like(tensor, like, tensor.dtype) if tensor.dim() and tensor.shape == like.shape else tensor
 
 
 def _share_attributes(original: nn.Parameter, shard: DTensor) -> None:

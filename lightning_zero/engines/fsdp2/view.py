@@ -454,7 +454,7 @@ def _to_local(values: Sequence[Any], like: Tensor) -> list[Any]:
         if isinstance(value, (list, tuple)):
             return type(value)(beside(v) if isinstance(v, Tensor) else v for v in value)
         if isinstance(value, Tensor) and value.dim() > 0 and isinstance(like, DTensor):
-            return local(shard_like(value, like))
+            return local(shard_like(value, like, value.dtype))
         return beside(value) if isinstance(value, Tensor) else value
 
     def beside(value: Tensor) -> Tensor:
