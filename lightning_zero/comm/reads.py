@@ -137,8 +137,8 @@ class Changes:
 class HostCopies:
     """Copies of rows to host memory, made by any thread, one at a time.
 
-    On an accelerator the main thread's stream may be waiting in a gather for the very rank that wants to read. So copies
-    have a stream of their own, which waits for the latest change alone.
+    On an accelerator the main thread's stream may be waiting in a gather for the very rank that wants to read. So
+    copies have a stream of their own, which waits for the latest change alone.
 
     Args:
         device: The rows lie there.
@@ -447,7 +447,8 @@ class Reads:
                 thread.join(None if together else 1.0)
 
 
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_NOT_THE_USERS = ("lightning.", "lightning_zero.", "pytorch_lightning.")
 _WENT_ON = "rank {} has gone on to change parameters meanwhile"
 
 
@@ -482,7 +483,7 @@ def hook_above() -> str | None:
     found = None
     while frame is not None:
         name, module = frame.f_code.co_name, frame.f_globals.get("__name__", "")
-        if (name.startswith("on_") or name in STEPS) and not module.startswith(("lightning.", "lightning_zero.", "pytorch_lightning.")):
+        if (name.startswith("on_") or name in _STEPS) and not module.startswith(_NOT_THE_USERS):
             owner = frame.f_locals.get("self")
             found = f"{type(owner).__name__}.{name}" if owner is not None else name
         frame = frame.f_back

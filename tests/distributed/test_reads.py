@@ -134,7 +134,7 @@ def test_rows_leave_an_accelerator_on_a_stream_that_waits_for_their_latest_chang
 
     module = SimpleNamespace(Stream=lambda device: stream, Event=lambda: event, stream=on)
     rows, changes = torch.arange(6.0).view(3, 2), Changes()
-    with mock.patch.object(torch, "get_device_module", lambda device: module):
+    with mock.patch.object(torch, "get_device_module", return_value=module):
         copies = HostCopies(torch.device("cuda"), changes)
     assert seen == ["recorded"]  # what was there at first
     with changes.under_way():
