@@ -447,8 +447,6 @@ class Reads:
                 thread.join(None if together else 1.0)
 
 
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_NOT_THE_USERS = ("lightning.", "lightning_zero.", "pytorch_lightning.")
 _WENT_ON = "rank {} has gone on to change parameters meanwhile"
 
 
@@ -483,7 +481,7 @@ def hook_above() -> str | None:
     found = None
     while frame is not None:
         name, module = frame.f_code.co_name, frame.f_globals.get("__name__", "")
-        if (name.startswith("on_") or name in _STEPS) and not module.startswith(_NOT_THE_USERS):
+        if name.startswith("on_") and not module.startswith(("lightning.", "lightning_zero.", "pytorch_lightning.")):
             owner = frame.f_locals.get("self")
             found = f"{type(owner).__name__}.{name}" if owner is not None else name
         frame = frame.f_back

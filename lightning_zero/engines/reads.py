@@ -1,4 +1,4 @@
-"""User code's reads of sharded tensors: all ranks gather, or one is sent what it reads."""
+"""User code's reads of sharded tensors between steps: all ranks gather, or one is sent what it reads."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ class Reader:
         reads: Of the ranks; ``None`` where there is one.
         changes: Of this rank.
         rows: The engine's tensors.
-        is_between: Whether no step is under way.
-        may_differ: Whether user code runs that some ranks may leave out. A rank that logs alone does so inside a step,
-            too; what takes part in its gradients is read by all. By default, between steps only.
+        is_between: Whether no step is under way: inside one, ranks run the same code.
     """
 
     def __init__(
@@ -40,10 +38,8 @@ class Reader:
         changes: Changes,
         rows: Keyed,
         is_between: Callable[[], bool],
-        may_differ: Callable[[], bool] | None = None,
     ) -> None:
         self._reads, self._changes, self._is_between = reads, changes, is_between
-        self._may_differ = may_differ or is_between
         self._rows = rows
         self._ahead: tuple[Any, Collection[int], dict[int, list[Tensor]] | None] | None = None
 
@@ -55,9 +51,7 @@ class Reader:
         Raises:
             RuntimeError: See :meth:`~lightning_zero.comm.reads.Reads.ask`.
         """
-        if self._reads is None or not tensors or not self._may_differ():
-            return {}
-        if not self._is_between() and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        if self._reads is None or not tensors or not self._is_between():
             return {}
         keys = {id(t): self._rows.key_of(origin(t)) for t in tensors}
         # What needs a gradient is gathered by another collective, each tensor as often as it is named
@@ -81,7 +75,7 @@ class Reader:
         ``origin`` has nothing are not of the engine's."""
         self._ahead = None
         tensors = [known for known in map(origin, tensors) if known is not None]
-        if self._reads is not None and tensors and self._may_differ():
+        if self._reads is not None and tensors and self._is_between():
             keys = tuple(dict.fromkeys(map(self._rows.key_of, tensors)))
             self._ahead = self._changes.begun, frozenset(keys), self._reads.ask(keys)
 

@@ -653,32 +653,6 @@ class MaskedSgd(torch.optim.Optimizer):
         return loss
 
 
-class LogsAlone(Zoo):
-    """Rank 0 measures weights inside its step, without gradients; the last rank measures others at another place, and
-    all ranks some."""
-
-    @torch.no_grad()
-    def measure(self, where: str, module: nn.Module) -> None:
-        norms = [p.norm() for p in module.parameters()]
-        self.extra[f"{where} {len(self.losses)} {len(self.extra)}"] = torch.stack(norms)
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        if self.trainer.is_global_zero:
-            self.measure("before", self.net.blocks)
-        self.measure("all", self.net.stem)
-        out = self.net(x)
-        if self.global_rank == self.trainer.world_size - 1:
-            self.measure("after", self.net.stem)
-        return F.mse_loss(out, y)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        loss = self.loss(batch)
-        if self.trainer.is_global_zero:
-            self.extra[f"state {len(self.losses)}"] = self.net.state_dict()["head.weight"].clone()
-        self.log("val_loss", loss)
-
-
 def _pruning(**options: Any) -> Any:
     from lightning.pytorch.callbacks import ModelPruning
 
@@ -733,7 +707,6 @@ HELD: dict[str, Kind] = {
     "pruned_by_callback": Kind(module=_of(Zoo), callbacks=_pruning(use_lottery_ticket_hypothesis=False)),
     "lottery_ticket": Kind(module=_of(SameOnAllRanks), callbacks=_pruning(), max_epochs=3),
     "states_of_other_dtypes": Kind(module=_of(Zoo, optimizer=MaskedSgd)),
-    "read_in_a_step_on_one_rank": Kind(module=_of(LogsAlone), validates=True),
     "read_on_one_rank": Kind(
         module=_of(ReadAlone),
         validates=True,

@@ -118,9 +118,7 @@ class DeepSpeedEngine(Engine):
         agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
         if agreement is not None and dist.get_world_size() > 1:
             self.reads = Reads(agreement, self.changes, rows, self.device)
-        self._reader = Reader(
-            self.reads, self.changes, rows, self._under_way.is_between, self._under_way.runs_user_code
-        )
+        self._reader = Reader(self.reads, self.changes, rows, self._under_way.is_between)
         self._access = Access(self._params, self._under_way, self._order, self.backward, self.changes, self._reader)
         offloads = self.config.offloads_optimizer
         self._steps = Steps(self._params, self._access.settle, self.device, offloads, self.cpu_adam)

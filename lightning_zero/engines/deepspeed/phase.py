@@ -31,10 +31,6 @@ class UnderWay:
         """Whether none is."""
         return not self._phases
 
-    def runs_user_code(self) -> bool:
-        """Whether none is but a step."""
-        return all(phase is Phase.STEP for phase in self._phases)
-
     def __contains__(self, phase: Phase) -> bool:
         return phase in self._phases
 

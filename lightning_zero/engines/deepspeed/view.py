@@ -158,14 +158,14 @@ class ShardView(TorchFunctionMode):
             if torch.is_grad_enabled() and any(p.requires_grad for p in into):
                 raise needs_no_grad(name)
             return self._run_and_store(func, args, kwargs, into)
-        alone = holder.alone(away) if away else {}
-        if away and not alone and holder.in_step():
+        if away and holder.in_step():
             for p in away:
                 holder.fetch(p)
             away = []
         if not away:
             result = func(*args, **kwargs)
         else:
+            alone = holder.alone(away)
             wholes = {id(p): self._lend(p, alone.get(id(p))) for p in {id(p): p for p in away}.values()}
             result = func(*_instead(args, wholes), **{k: _instead([v], wholes)[0] for k, v in kwargs.items()})
         if (func == _DATA_GET or name in _SHARES_MEMORY) and isinstance(result, Tensor):

@@ -187,7 +187,7 @@ class Fsdp2Engine(Engine):
         agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
         if agreement is not None and dist.get_world_size() > 1:
             self.reads = Reads(agreement, self.changes, rows, self.shards_device)
-        self._reader = Reader(self.reads, self.changes, rows, lambda: self._marks.between, self._runs_user_code)
+        self._reader = Reader(self.reads, self.changes, rows, lambda: self._marks.between)
         self._writing = partial(self._reader.writing, before=self._transport.user_writes)
         self._follow_forward()
         self._copies.begin()
@@ -229,9 +229,6 @@ class Fsdp2Engine(Engine):
         self._marks.between = phase is Phase.BETWEEN
         in_step = self.automatic and phase in (Phase.STEP, Phase.BACKWARD)  # the root's own hooks have gathered it
         self._marks.root_is_whole = in_step or phase is Phase.WHOLE
-
-    def _runs_user_code(self) -> bool:
-        return self._phase in (Phase.BETWEEN, Phase.STEP)
 
     def _follow_forward(self) -> None:
         """Root parameters are gathered for any forward that needs them, also outside a step."""
