@@ -42,4 +42,5 @@ def test_every_contender_trains_the_same(tmp_path: Path, names: list[str]) -> No
         ours = found["contenders"]["zero2_offload"]
         # one rank, bf16: fp32 masters up and fp32 gradients down, twice ZeRO-Offload's floor
         assert ours["pcie_bytes"] == pytest.approx(2 * ours["floor_bytes"])
-        assert found["contenders"]["zero3_offload"]["pcie_bytes"] > ours["pcie_bytes"]
+        # its one block, the last, is gathered once for forward and backward
+        assert found["contenders"]["zero3_offload"]["pcie_bytes"] == pytest.approx(ours["pcie_bytes"])
