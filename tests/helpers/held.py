@@ -629,30 +629,6 @@ class ReadAlone(Zoo):
         self.read("after")
 
 
-class MaskedSgd(torch.optim.Optimizer):
-    """As SPAM of pytorch_optimizer, its constructor makes states of a parameter's shape and of other dtypes."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.05})
-        for p in self.param_groups[0]["params"]:
-            mask = torch.arange(p.numel()).view(p.shape) % 3 > 0
-            self.state[p] |= {"mask": mask, "sum": torch.full(p.shape, 1 / 3, dtype=torch.float64)}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                mask = state["mask"]
-                state["sum"].add_(p.grad)
-                p[mask] -= group["lr"] * (p.grad + 0.1 * state["sum"].float())[mask]
-        return loss
-
-
 def _pruning(**options: Any) -> Any:
     from lightning.pytorch.callbacks import ModelPruning
 
@@ -706,7 +682,6 @@ HELD: dict[str, Kind] = {
     "partial_forward": Kind(module=_of(PartialForward)),
     "pruned_by_callback": Kind(module=_of(Zoo), callbacks=_pruning(use_lottery_ticket_hypothesis=False)),
     "lottery_ticket": Kind(module=_of(SameOnAllRanks), callbacks=_pruning(), max_epochs=3),
-    "states_of_other_dtypes": Kind(module=_of(Zoo, optimizer=MaskedSgd)),
     "read_on_one_rank": Kind(
         module=_of(ReadAlone),
         validates=True,

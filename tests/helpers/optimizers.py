@@ -123,6 +123,22 @@ class Preconditioned(_Plain):
         return left @ update @ right
 
 
+class EarlyMask(_Plain):
+    """As SPAM: its constructor makes states of a parameter's shape, of other dtypes than the parameter's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for p in self.param_groups[0]["params"]:
+            mask = torch.arange(p.numel()).view(p.shape) % 3 > 0
+            self.state[p] |= {"mask": mask, "sum": torch.full(p.shape, 1 / 3, dtype=torch.float64)}
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        state["sum"].add_(grad)
+        update = torch.zeros_like(grad)
+        update[state["mask"]] = (grad + 0.1 * state["sum"].float())[state["mask"]]
+        return update
+
+
 class HiddenLists(_Plain):
     """Keeps slow weights and its parameters in lists of its own, and indices by parameter in a dict."""
 
@@ -407,6 +423,7 @@ KINDS: dict[str, Kind] = {
         reason=f"{SUM_ORDER}; 8 bits: a last-bit difference becomes 2^-8 of it",
     ),
     "optimizer_nested_states": Kind(module=_with(Preconditioned)),
+    "states_of_other_dtypes": Kind(module=_with(EarlyMask)),
     "optimizer_hidden_lists": Kind(module=_with(HiddenLists)),
     "optimizer_step_replaced": Kind(module=_make(_replaced_step), reason=ADAM),
     # around another one

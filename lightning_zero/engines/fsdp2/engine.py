@@ -139,7 +139,7 @@ class Fsdp2Engine(Engine):
         self._phase = Phase.BETWEEN
         self._marks = Marks()
         self._reduced: set[int] = set()  # groups that autograd's own schedule reduced in this backward, by id
-        self._ran_last: nn.Module | None = None  # unit of this forward whose backward comes first
+        self._ran_last: nn.Module | None = None  # unit that ran last with gradients: its backward comes first
         self._stays: nn.Module | None = None  # unit that is not dropped after its forward
         self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
