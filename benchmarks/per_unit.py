@@ -1,11 +1,11 @@
-"""Where the time of many shard units goes: a table of docs/speed.md.
+"""Where the time of a step goes that has little to compute: two tables of docs/speed.md.
 
-python benchmarks/per_unit.py        # 2 ranks, two minutes; stores what was measured and writes the page
+python benchmarks/per_unit.py        # 2 ranks, three minutes; stores what was measured and writes the page
 
-The same 200 small blocks, each a unit, and with the units that are chosen by itself. Steps are timed without a
-profiler; then cProfile tells where rank 0's main thread, which runs forward, hooks, backward and step, is. What a
-function of C takes counts for the Python function that calls it. Profiling makes Python slower and C not, so shares are
-rough.
+The same 200 small blocks, each a unit, and with the units that are chosen by itself; and a model so small that only
+overhead is left, beside Lightning's DDP. Steps are timed without a profiler; then cProfile tells where rank 0's main
+thread, which runs forward, hooks, backward and step, is. What a function of C takes counts for the Python function that
+calls it. Profiling makes Python slower and C not, so shares are rough.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ from benchmarks import bench, contenders
 from benchmarks.contenders import CONTENDERS, WARMUP_STEPS, Job
 
 RESULT = bench.RESULTS / "per_unit.json"
-NAMES = ["ddp", "fully_shard", "zero1", "zero1-units", "zero3", "zero3-units"]
-STEPS = 12
+TABLES = {
+    # the model -> contenders and counted steps
+    "many": (["ddp", "fully_shard", "zero1", "zero1-units", "zero3", "zero3-units"], 12),
+    "tiny": (["lightning-ddp", "fully_shard", "zero1", "zero3"], 300),
+}
 PLACES = {
     # a part of a file's path -> the column; the first that fits
     "lightning_zero/comm/": "messages",
     "lightning_zero/": "our Python",
     "torch/distributed/": "`torch.distributed`",
+    # Spans for torch.profiler; all but two a step are of fully_shard's hooks
+    "torch/autograd/profiler": "`torch.distributed`",
+    "site-packages/lightning": "Lightning",
     "torch/nn/": "the model and autograd",
     "torch/autograd/": "the model and autograd",
     "torch/_tensor": "the model and autograd",
@@ -73,33 +79,53 @@ def _column(file: str) -> str:
 
 
 def measure() -> dict[str, Any]:
-    """Contender -> milliseconds of a step, and the share of each column."""
+    """Model -> contender -> milliseconds of a step, and the share of each column."""
     launch = partial(contenders.launch, timeout_seconds=300, script=__file__)
-    found: dict[str, Any] = {}
-    for name in NAMES:
-        plain = Job(contender=name, shape="many", steps=STEPS)
-        step = statistics.median(contenders.launch(plain)[0]["seconds"])
-        places = launch(plain)[0]["places"]
-        found[name] = {"step": step * 1e3, "shares": {c: places[c] / sum(places.values()) for c in COLUMNS}}
-        print(name, found[name], file=sys.stderr, flush=True)
-    return {"contenders": found, "machine": bench.machine()}
+    tables: dict[str, Any] = {shape: {} for shape in TABLES}
+    for shape, (names, steps) in TABLES.items():
+        for name in names:
+            plain = Job(contender=name, shape=shape, steps=steps)
+            step = statistics.median(contenders.launch(plain)[0]["seconds"])
+            places = launch(plain)[0]["places"]
+            found = {"step": step * 1e3, "shares": {c: places[c] / sum(places.values()) for c in COLUMNS}}
+            print(shape, name, found, file=sys.stderr, flush=True)
+            tables[shape][name] = found
+    return {"tables": tables, "machine": bench.machine()}
 
 
 def render(measured: dict[str, Any]) -> str:
-    found = measured["contenders"]
-    lines = [
-        "### Where the time of many small units goes",
-        "",
-        f"| 200 blocks of 64, 2 ranks | step, ms | {' | '.join(COLUMNS)} |",
-        "|---" * (2 + len(COLUMNS)) + "|",
-    ]
-    for name, each in found.items():
-        shares = " | ".join(f"{each['step'] * each['shares'][column]:.0f}" for column in COLUMNS)
-        lines.append(f"| {CONTENDERS[name][0]} | {each['step']:.0f} | {shares} |")
-    return "\n".join(lines) + (
-        "\n\nMilliseconds of a step, divided by where cProfile finds rank 0's main thread"
-        " (`python benchmarks/per_unit.py`); *messages* includes waiting for the other rank."
+    tables = measured["tables"]
+    return "\n".join(
+        [
+            "### Where the time of many small units goes",
+            "",
+            *_rows("200 blocks of 64, 2 ranks", tables["many"], 0),
+            "",
+            "Milliseconds of a step, divided by where cProfile finds rank 0's main thread"
+            " (`python benchmarks/per_unit.py`); *messages* includes waiting for the other rank.",
+            "",
+            "### Where the time of a tiny model's step goes",
+            "",
+            *_rows("2 ranks", tables["tiny"], 2),
+            "",
+            "As above; DDP's messages are autograd's. *`torch.distributed`* is `fully_shard`'s own hooks here, spans for"
+            " `torch.profiler` included.",
+        ]
     )
+
+
+def _rows(first: str, found: dict[str, Any], digits: int) -> list[str]:
+    columns = [column for column in COLUMNS if any(each["shares"][column] for each in found.values())]
+    return [
+        f"| {first} | step, ms | {' | '.join(columns)} |",
+        "|---" * (2 + len(columns)) + "|",
+        *(
+            f"| {CONTENDERS[name][0]} | {each['step']:.{digits}f} | "
+            + " | ".join(f"{each['step'] * each['shares'][column]:.{digits}f}" for column in columns)
+            + " |"
+            for name, each in found.items()
+        ),
+    ]
 
 
 def _run_rank(settings: str) -> None:
