@@ -108,8 +108,8 @@ def render(measured: dict[str, Any]) -> str:
             "",
             *_rows("2 ranks", tables["tiny"], 2),
             "",
-            "As above; DDP's messages are autograd's. *`torch.distributed`* is `fully_shard`'s own hooks here, spans for"
-            " `torch.profiler` included.",
+            "As above; DDP's messages are autograd's. *`torch.distributed`* is `fully_shard`'s own hooks here, spans"
+            " for `torch.profiler` included.",
         ]
     )
 

@@ -385,7 +385,8 @@ class ZeroConfig:
     """Class names of optimizers other than PyTorch's own, ``["Lion"]``, whose update of an element depends on nothing
     but that element's own values and gradients: they step on shards. All others step on whole tensors."""
     broadcast_buffers: bool = True
-    """Rank 0's buffers become everybody's at each training forward, as under DDP."""
+    """Rank 0's buffers become everybody's at each training forward, as under DDP; under manual optimization before the
+    first one alone, as under Lightning's DDP."""
     build: BuildName = "auto"
     """``"auto"`` shares out what ``configure_model`` builds at stage 3 as it comes, so that no rank holds all of it;
     ``"whole"`` builds the whole module on every rank first. ``deepspeed`` shards at stage 3 whatever is set here."""

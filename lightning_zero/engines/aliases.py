@@ -29,14 +29,21 @@ class Aliases:
         self._taken: Any = WeakIdKeyDictionary()  # weak references
         self._given: Any = WeakIdKeyDictionary()
         self._owners: Any = WeakIdKeyDictionary()  # alias -> what it was taken of
+        self._uncounted: Any = WeakIdKeyDictionary()  # a set
 
-    def taken(self, owner: Tensor, alias: Any) -> Any:
-        """``alias`` is ``owner.data``, or ``owner.detach()``."""
+    def taken(self, owner: Tensor, alias: Any, counted: bool = True) -> Any:
+        """``alias`` is ``owner.data``, or ``owner.detach()``. ``counted``: it has its owner's version counter."""
         alive = [other for other in self._taken.get(owner, ()) if other() is not None]
         self._taken[owner] = [*alive, weakref.ref(alias)]
         if alias is not owner:
             self._owners[alias] = weakref.ref(owner)
+            if not counted or owner in self._uncounted:
+                self._uncounted[alias] = True
         return alias
+
+    def counted(self, value: Any) -> bool:
+        """Whether a write to ``value`` would be counted in the version of the parameter whose memory it shares."""
+        return value not in self._uncounted
 
     def origin(self, alias: Any) -> Any:
         """What ``alias`` was taken of, or ``alias`` itself."""

@@ -245,10 +245,11 @@ class Engine(ABC):
         """``optimizer`` holds plain tensors it can work on: local shards, or whole ones if it needs those."""
 
     def broadcast_buffers(self) -> None:
-        """DDP's rule: once before each forward that follows a synchronized training forward."""
+        """DDP's rule: once before each forward that follows a synchronized training forward; under manual optimization,
+        where Lightning has DDP synchronize no forward, before the first one alone."""
         if self._broadcasts_next and self.config.broadcast_buffers:
             broadcast_coalesced(list(self.module.buffers()))
-        self._broadcasts_next = torch.is_grad_enabled() and self.reduces
+        self._broadcasts_next = torch.is_grad_enabled() and self.reduces and self.automatic
 
     @abstractmethod
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:

@@ -564,6 +564,56 @@ class SwapsData(Zoo):
             p.data = kept
 
 
+class WritesBeforeBackward(Zoo):
+    """Weights shrink, past their version counters, between their use and the backward, which goes on with the new ones.
+    One is used by its own module and outside of it, one by a function alone."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks = self.net.blocks
+        self.prototypes = nn.ModuleList([Block()])
+
+    def loss(self, batch: Any) -> Tensor:
+        (own,), last = self.prototypes, self.blocks[-1]
+        x, _ = batch
+        terms = F.linear(F.linear(x, last.up.weight), own.down.weight).square().mean() + own.up.weight.exp().mean()
+        loss = super().loss(batch) + 0.1 * terms
+        if torch.is_grad_enabled():
+            last.up.weight.data.mul_(0.99)
+            own.down.weight.data.mul_(0.99)
+            own.up.weight.data = own.up.weight.data * 0.99
+        return loss
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        (own,), last = self.prototypes, self.blocks[-1]
+        for p in (last.up.weight, own.down.weight):
+            p.data.mul_(0.99)
+
+
+class ReadsInBackward(Zoo):
+    """Clips where the backward ends, in a method of Lightning's that it overrides."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+class ManualBuffers(Zoo):
+    """Manual optimization, for which Lightning has DDP send buffers once: each rank's statistics are its own."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.blocks.append(nn.BatchNorm1d(WIDTH))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.record(self.loss(batch))
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
 class PartialForward(Zoo):
     """Manual optimization; some batches end in the middle of the net, without a backward."""
 
@@ -679,6 +729,16 @@ HELD: dict[str, Kind] = {
     "penalty_in_units": Kind(module=_of(PenaltyInUnit), reference=UNUSED),
     "weight_read_in_backward": Kind(module=_of(SharedAcrossFits)),
     "data_swapped": Kind(module=_of(SwapsData), validates=True),
+    "data_written_before_backward": Kind(
+        module=_of(WritesBeforeBackward),
+        reference=UNUSED,
+        on_deepspeed=False,
+        note="DeepSpeed's stage 3 raises in the backward",
+    ),
+    "backward_reads_gradients": Kind(
+        module=_of(ReadsInBackward), on_deepspeed=False, refused="move what follows loss.backward"
+    ),
+    "buffers_under_manual_optimization": Kind(module=_of(ManualBuffers), validates=True),
     "partial_forward": Kind(module=_of(PartialForward)),
     "pruned_by_callback": Kind(module=_of(Zoo), callbacks=_pruning(use_lottery_ticket_hypothesis=False)),
     "lottery_ticket": Kind(module=_of(SameOnAllRanks), callbacks=_pruning(), max_epochs=3),

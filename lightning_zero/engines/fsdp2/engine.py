@@ -80,6 +80,7 @@ from lightning_zero.engines.fsdp2.files import FileShards
 from lightning_zero.engines.fsdp2.graphs import GraphInputs
 from lightning_zero.engines.fsdp2.guards import Guards
 from lightning_zero.engines.fsdp2.identity import Identity, Read
+from lightning_zero.engines.fsdp2.in_use import ValuesInUse
 from lightning_zero.engines.fsdp2.rows import UNIT, Rows
 from lightning_zero.engines.fsdp2.sharding import (
     make_mesh,
@@ -107,7 +108,7 @@ from lightning_zero.engines.refusals import (
 )
 from lightning_zero.engines.state_dicts import WholeStateDicts
 from lightning_zero.engines.units import plan_units
-from lightning_zero.private.torch import BatchNorm, DisableTorchFunction
+from lightning_zero.private.torch import BatchNorm, DisableTorchFunction, in_backward
 
 
 class Phase(Enum):
@@ -188,7 +189,9 @@ class Fsdp2Engine(Engine):
         if agreement is not None and dist.get_world_size() > 1:
             self.reads = Reads(agreement, self.changes, rows, self.shards_device)
         self._reader = Reader(self.reads, self.changes, rows, lambda: self._marks.between)
-        self._writing = partial(self._reader.writing, before=self._transport.user_writes)
+        self._in_use = ValuesInUse()
+        writing = partial(self._reader.writing, before=self._transport.user_writes)
+        self._writing = partial(self._in_use.followed, writing)
         self._follow_forward()
         self._copies.begin()
         if self.config.compile.target == "units":
@@ -273,6 +276,7 @@ class Fsdp2Engine(Engine):
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         with DisableTorchFunction():
             self.broadcast_buffers()
+        self._in_use.forget()
         wants_grad = torch.is_grad_enabled()
         with self._in(Phase.STEP), torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
             if not self.automatic and wants_grad:
@@ -316,7 +320,17 @@ class Fsdp2Engine(Engine):
     def view(self) -> WholeView:
         drops_after_forward = self.config.stage == 3 and self.mesh["shard"].size() > 1
         on_use = self._keep_for_backward if drops_after_forward else None
-        return WholeView(self._writing, self._writes.data_taken, self._identity.own, self._read, on_use, self._reader)
+        own, data_taken = self._identity.own, self._writes.data_is_taken
+        return WholeView(self._writing, data_taken, own, self._read, on_use, self._reader, self._require_reduced)
+
+    def _require_reduced(self) -> None:
+        """Gradients are complete only after ``LightningModule.backward``, which may be overridden."""
+        if self._phase is Phase.BACKWARD and not in_backward():
+            raise ValueError(
+                "LightningModule.backward of this module reads or assigns p.grad, but gradients are averaged over the"
+                " ranks and sharded only after it: move what follows loss.backward() to on_after_backward or, for"
+                " clipping, to configure_gradient_clipping."
+            )
 
     def _keep_for_backward(self, p: Tensor, result: Tensor) -> None:
         """``result``, of ``p`` alone, reaches the loss beside its unit's output, whose backward would gather ``p``."""
@@ -329,7 +343,8 @@ class Fsdp2Engine(Engine):
         original = self._sharded.originals.get(shard) if self._phase is Phase.STEP else None
         if original is None or not (torch.is_grad_enabled() and shard.requires_grad):
             return whole_value(shard)
-        return Read.apply(original, shard, lambda: self._phase is Phase.BACKWARD)
+        value = Read.apply(original, shard, lambda: self._phase is Phase.BACKWARD)
+        return self._in_use.add(original, self._identity.own[id(original)], value)
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -351,6 +366,7 @@ class Fsdp2Engine(Engine):
             if deferred:
                 private.set_requires_gradient_sync(self._sharded.units, False)
             self._reduced.clear()
+            self._in_use.before_backward(self._writes.data_taken)
         with self._in(Phase.BACKWARD):  # with the view: user code in it may use parameters that are away
             run_backward()
         with DisableTorchFunction():

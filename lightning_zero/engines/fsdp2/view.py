@@ -50,6 +50,7 @@ from lightning_zero.comm.shards import (
 )
 from lightning_zero.engines.aliases import Aliases
 from lightning_zero.engines.fsdp2 import private
+from lightning_zero.engines.fsdp2.in_use import Write
 from lightning_zero.engines.fsdp2.lent_views import LentViews
 from lightning_zero.engines.fsdp2.traced import end_graph
 from lightning_zero.engines.reads import Reader, leaf
@@ -96,25 +97,28 @@ class WholeView(TorchFunctionMode):
     """Lets code written for whole tensors work on sharded ones; see the module's text.
 
     Args:
-        writing: Entered while sharded tensors change, the call's.
+        writing: Entered while sharded tensors change, the call's, with how they do.
         on_data: Called with a gathered parameter whose ``data`` is read or assigned.
         own: ``id`` -> what is known of each of the user's parameters.
         whole: Reads a shard differentiably.
         on_use: Called with a gathered parameter and what was computed of it and of nothing else that is trained:
             its backward may come while the parameter is away.
         reader: Asked before shards are gathered for a read.
+        on_grad: Called before a parameter's gradient is read or assigned.
     """
 
     def __init__(
         self,
-        writing: Callable[[Iterable[Any]], AbstractContextManager[object]] = nullcontext,
+        writing: Callable[..., AbstractContextManager[object]] = lambda shards, how: nullcontext(),
         on_data: Callable[[Tensor], None] = lambda tensor: None,
         own: Mapping[int, private.ShardedParam] | None = None,
         whole: Callable[[DTensor], Tensor] = whole,
         on_use: Callable[[Tensor, Tensor], None] | None = None,
         reader: Reader | None = None,
+        on_grad: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
+        self._on_grad = on_grad
         self._writing, self._on_data, self._reader = writing, on_data, reader
         self._own: Mapping[int, private.ShardedParam] = {} if own is None else own
         self._whole, self._on_use = whole, on_use
@@ -142,7 +146,10 @@ class WholeView(TorchFunctionMode):
     def _translated(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func == _GET_GRAD:
             known = self._own.get(id(args[0]))
-            return func(*args) if known is None else private.grad_of(known)
+            grad = func(*args) if known is None else private.grad_of(known)
+            if known is not None and grad is not None:
+                self._on_grad()
+            return grad
         if func in BACKWARDS:
             with backwards_inside(self):
                 return func(*args, **kwargs)
@@ -151,6 +158,8 @@ class WholeView(TorchFunctionMode):
                 func(known.sharded_param, *args[1:], **kwargs)
                 return func(*args, **kwargs)
             if func in _ASSIGN_GRAD:
+                if len(args) == 2 and args[1] is not None:
+                    self._on_grad()
                 private.drop_whole_grad(known)
                 return _assign("grad", known.sharded_param, args[1] if len(args) == 2 else None)
             if func in _DATA and not private.is_away(known):
@@ -158,7 +167,7 @@ class WholeView(TorchFunctionMode):
                 if len(args) == 2:
                     self._aliases.assign(known.sharded_param, args[1], lambda: _copy_into(*args))
                     return None
-                return self._aliases.taken(known.sharded_param, func(*args))
+                return self._aliases.taken(known.sharded_param, func(*args), counted=False)
         if self._views:
             targets, others, named = by_position(args, kwargs)
             if (is_in_place(func.__name__) and self._views.owns(targets)) or self._views.owns(kwargs.get("out")):
@@ -238,14 +247,14 @@ class WholeView(TorchFunctionMode):
             assign = partial(_assign, _SETTERS[func], *args)
             if _SETTERS[func] == "grad":
                 return assign()
-            with self._changing(args[:1]):
+            with self._changing(args[:1], Write.OTHER_MEMORY):
                 self._aliases.assign(args[0], args[1], assign)
             return None
         if name == "__get__":
             if func == _DEVICE:
                 return mesh_device(args[0])
             if func in _DATA:
-                return self._aliases.taken(args[0], func(*args))
+                return self._aliases.taken(args[0], func(*args), counted=False)
             return func(*args) if func not in _VIEW_PROPERTIES else func(self._read(args, is_view=True)(args[0]))
         if name in ("register_hook", "register_post_accumulate_grad_hook") and args[0].is_leaf:
             raise ValueError(
@@ -271,8 +280,11 @@ class WholeView(TorchFunctionMode):
         read = self._read([*args, *kwargs.values()], name in _VIEWS)
         return func(*_map(read, args), **{key: _map(read, [value])[0] for key, value in kwargs.items()})
 
-    def _changing(self, values: Iterable[Any]) -> AbstractContextManager[object]:
-        return self._writing(map(self._aliases.origin, _shards_in(values)))
+    def _changing(self, values: Iterable[Any], how: Write | None = None) -> AbstractContextManager[object]:
+        shards = list(_shards_in(values))
+        if how is None:
+            how = Write.COUNTED if all(map(self._aliases.counted, shards)) else Write.THROUGH_DATA
+        return self._writing(map(self._aliases.origin, shards), how)
 
     def _read(self, values: Iterable[Any], is_view: bool) -> Callable[[DTensor], Tensor]:
         """How the shards among ``values`` are read; ``is_view``: the result shares their memory."""
@@ -318,7 +330,7 @@ class WholeView(TorchFunctionMode):
         if torch.is_grad_enabled() and targets[0].requires_grad and not initializes(func):
             raise needs_no_grad(name)
         refuse_tracing()
-        with self._writing([self._views.owner(targets[0])]):
+        with self._writing([self._views.owner(targets[0])], Write.COUNTED):
             with torch.no_grad():
                 others = _map(gathered, self._shards(others))
                 values = _map(gathered, self._shards(kwargs.values()))
@@ -370,7 +382,7 @@ def _require_shape(attribute: str, target: Tensor, value: Tensor) -> None:
 def _copy_into(target: Tensor, value: Tensor) -> None:
     """``p.data = x`` for a gathered ``p``, whose memory is the engine's."""
     _require_shape("data", target, value)
-    target.copy_(gathered(value))
+    target.copy_(gathered(value))  # counted: a backward that needs the values of before raises
 
 
 def _assign(attribute: str, target: Tensor, value: Tensor | None) -> None:

@@ -20,19 +20,22 @@ class Writes:
     """Watches the gathered parameters of ``groups``; each rank stores its own rows of what was written to them.
 
     A tensor's version tells of every in-place write, but not of one through ``.data``: whoever takes that must be
-    reported to :meth:`data_taken`.
+    reported to :meth:`data_is_taken`.
+
+    Attributes:
+        data_taken: Gathered parameters that may have been written through ``.data``.
     """
 
     def __init__(self, groups: Sequence[private.Group], transport: Transport, changes: Changes) -> None:
         self._groups, self._transport, self._changes = groups, transport, changes
         self._versions = [private.version(group) for group in groups]  # when they were last looked at
-        self._data_taken: set[Tensor] = set()  # gathered parameters that may have been written through .data
+        self.data_taken: set[Tensor] = set()
         for index, group in enumerate(groups):
             private.before_reshard(group, partial(self._store, index))
 
-    def data_taken(self, tensor: Tensor) -> None:
+    def data_is_taken(self, tensor: Tensor) -> None:
         """User code reads or assigns the ``data`` of a gathered parameter."""
-        self._data_taken.add(tensor)
+        self.data_taken.add(tensor)
 
     def forget(self) -> None:
         """What has been written since then was no write to gathered parameters."""
@@ -40,7 +43,7 @@ class Writes:
 
     def _store(self, index: int, group: private.Group) -> None:
         version = private.version(group)
-        if version == self._versions[index] and not self._data_taken:
+        if version == self._versions[index] and not self.data_taken:
             return
         self._versions[index] = version
         self._transport.shards_changed()  # other ranks' rows may differ from their shards now
@@ -48,7 +51,7 @@ class Writes:
         with self._changes.under_way(), torch.no_grad(), DisableTorchFunction():
             for copy, shard in private.copies(group):
                 store_rows(copy, shard)
-        self._data_taken.difference_update(copy for copy, _ in private.copies(group))
+        self.data_taken.difference_update(copy for copy, _ in private.copies(group))
 
 
 def store_rows(whole: Tensor, sharded: DTensor) -> None:
