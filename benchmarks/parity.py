@@ -130,7 +130,8 @@ other numbers of ranks.
         "\n¹ Stage 3 gathers a unit when it runs, so one that only some ranks run cannot be gathered; the error names"
         "\nthe units and what to set instead (`units=`, or stage 2). As one unit these kinds train as under DDP. The"
         "\nunits of `deepspeed` are the smallest modules."
-        "\n\n² Refused by name: before the first step, or, a transform of `torch.func`, where the step makes it. The"
+        "\n\n² Refused by name: before the first step, or, a transform of `torch.func` and gradients read in"
+        " `LightningModule.backward`, where the step makes it. The"
         "\nerror says what to do instead.\n"
         "\n## Why the tolerances are not 0\n"
     )

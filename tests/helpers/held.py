@@ -614,6 +614,26 @@ class ManualBuffers(Zoo):
         optimizer.step()
 
 
+class SamplesInInferenceMode(Zoo):
+    """Generative models look at samples in hooks and inside a step, under ``torch.inference_mode()``."""
+
+    @torch.inference_mode()
+    def sample(self, where: str) -> None:
+        self.extra[where] = self.net(torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)).clone()
+
+    @torch.inference_mode()
+    def keep(self) -> None:
+        self.extra["kept"] = torch.cat([whole(value).flatten() for value in self.state_dict().values()])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.sample(f"step {batch_idx}")
+        return self.record(self.loss(batch))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.sample(f"after {batch_idx}")
+        self.keep()
+
+
 class PartialForward(Zoo):
     """Manual optimization; some batches end in the middle of the net, without a backward."""
 
@@ -737,6 +757,12 @@ HELD: dict[str, Kind] = {
     ),
     "backward_reads_gradients": Kind(
         module=_of(ReadsInBackward), on_deepspeed=False, refused="move what follows loss.backward"
+    ),
+    "samples_in_inference_mode": Kind(
+        module=_of(SamplesInInferenceMode),
+        validates=True,
+        on_deepspeed=False,
+        note="DeepSpeed's stage 3 raises in the first such forward",
     ),
     "buffers_under_manual_optimization": Kind(module=_of(ManualBuffers), validates=True),
     "partial_forward": Kind(module=_of(PartialForward)),

@@ -15,6 +15,7 @@ followed a unit is gathered ahead.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from enum import Enum, auto
 from itertools import chain, pairwise
 from typing import Any
@@ -224,6 +225,16 @@ class Direct(Transport):
         self._copies = Copies.OUTDATED if step_is_due else Copies.UNKNOWN
 
 
+def _outside_inference_mode() -> AbstractContextManager[object]:
+    """What is made in a forward of user code under ``torch.inference_mode()`` is written to later, outside of it."""
+    if not torch.is_inference_mode_enabled():
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack
+
+
 class Order:
     """Stage 3: ranks say which unit they gather next, before gathers could be mixed up.
 
@@ -252,7 +263,7 @@ class Order:
         What was said of the unit before is heard first: agreements are answered in the order in which they began, and
         a rank that has raised says nothing more.
         """
-        with private.outside_transforms():
+        with private.outside_transforms(), _outside_inference_mode():
             self._hear()
             if not in_backward:  # where activations are recomputed, units run in another order
                 self._gather_ahead(self._followed_by(self._followed_by(self._latest)))

@@ -262,7 +262,8 @@ class WholeView(TorchFunctionMode):
                 " Call register_hook before the run, in __init__ or configure_model, or use on_after_backward."
             )
         if name == "detach":
-            return self._aliases.taken(args[0], func(*args))
+            with torch.inference_mode(False), torch.no_grad():  # inside, a shard has no version to pass on
+                return self._aliases.taken(args[0], func(*args))
         if name in _METADATA or name in ("__set__", "__delete__"):
             return func(*args, **kwargs)
         if name == "__deepcopy__":
