@@ -543,7 +543,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         assert module is not None
         loss = plugin.pre_backward(closure_loss, module)
         # The engine completes the gradients before post_backward lets hooks see them.
-        self.engine.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
+        retains_graph = bool(kwargs.get("retain_graph", kwargs.get("create_graph")))
+        self.engine.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs), retains_graph)
         return plugin.post_backward(loss, module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:

@@ -225,8 +225,12 @@ class Engine(ABC):
         """Calls ``module.<method>`` with whole parameters wherever it needs them."""
 
     @abstractmethod
-    def backward(self, run_backward: Callable[[], None]) -> None:
-        """Calls ``run_backward`` and leaves averaged gradients on the shards, unless under :meth:`no_sync`."""
+    def backward(self, run_backward: Callable[[], None], retains_graph: bool = False) -> None:
+        """Calls ``run_backward`` and leaves averaged gradients on the shards, unless under :meth:`no_sync`.
+
+        Args:
+            retains_graph: Another backward may follow through the same graph.
+        """
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:

@@ -6,6 +6,7 @@ under their own names. So are ``os._exit`` and ``sys._getframe``, which Python d
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
+import torch._functorch.apis
+import torch._functorch.eager_transforms
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
@@ -69,6 +72,12 @@ TORCH = Library(
         Needed("torch.autograd:_engine_run_backward", takes="t_outputs"),
         Needed("torch.autograd:backward", stores="_engine_run_backward"),
         Needed("torch.autograd:grad", stores="_engine_run_backward"),
+        Needed("torch._functorch.apis:vmap_impl", takes="func, in_dims, out_dims, randomness, chunk_size"),
+        Needed("torch._functorch.eager_transforms:grad_and_value_impl", takes="func, argnums, has_aux, args, kwargs"),
+        Needed("torch._functorch.eager_transforms:_vjp_with_argnums", takes="func"),
+        Needed(
+            "torch._functorch.eager_transforms:_jvp_with_argnums", takes="func, primals, tangents, argnums, *has_aux"
+        ),
         Needed("torch.nn:Module._wrapped_call_impl", takes="self", stores="_compiled_call_impl"),
         Needed("torch.nn:Module._call_impl", takes="self"),
         Needed("torch.nn:Module.__getstate__", stores="_compiled_call_impl"),
@@ -137,7 +146,8 @@ __all__ = [
     "run_first", "saved_tensors", "saves_elsewhere", "schema_of",
     "set_compiled_call", "set_data", "set_found_inf",
     "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "set_torch_function", "storage_key",
-    "torch_function_of", "uncompiled", "users_of", "version_of", "without_modes", "wrapper_subclass",
+    "torch_function_of", "translate_transformed", "uncompiled", "users_of", "version_of", "without_modes",
+    "wrapper_subclass",
 ]  # fmt: skip
 
 PICKLED = {
@@ -209,6 +219,11 @@ def without_modes(kind: type[TorchFunctionMode]) -> Iterator[None]:
         _exchange_modes(lambda modes: before)
 
 
+def put_below(mode: TorchFunctionMode) -> None:
+    """``mode`` is active until modes are put back as they were, below those that user code is inside of."""
+    _exchange_modes(lambda modes: [mode, *modes])
+
+
 def _exchange_modes(choose: Callable[[list[TorchFunctionMode]], list[TorchFunctionMode]]) -> list[TorchFunctionMode]:
     modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())][::-1]
     for mode in choose(modes):
@@ -234,6 +249,39 @@ def backwards_inside(mode: TorchFunctionMode) -> Iterator[None]:
         yield
     finally:
         torch.autograd._engine_run_backward = run_backward
+
+
+def translate_transformed(translate: Callable[[Any], Any]) -> Callable[[], None]:
+    """``torch.func`` wraps ``translate(tensor)`` for each tensor among its arguments, until the result is called.
+
+    A wrapped tensor is another object, and wrapping is no torch function, so no mode and no class can tell whose it is.
+    All transforms come through these four.
+    """
+    undo = [
+        _around(torch._functorch.apis, "vmap_impl", translate),
+        _around(torch._functorch.eager_transforms, "grad_and_value_impl", translate),
+        _around(torch._functorch.eager_transforms, "_vjp_with_argnums", translate),
+        _around(torch._functorch.eager_transforms, "_jvp_with_argnums", translate),
+    ]
+
+    def end() -> None:
+        for action in undo:
+            action()
+
+    return end
+
+
+def _around(module: Any, name: str, translate: Callable[[Any], Any]) -> Callable[[], None]:
+    original = getattr(module, name)
+
+    @functools.wraps(original)
+    def transform(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            args, kwargs = pytree.tree_map(translate, (args, kwargs))
+        return original(*args, **kwargs)
+
+    setattr(module, name, transform)
+    return lambda: setattr(module, name, original)
 
 
 def backward_hooks(p: Tensor) -> dict[int, Callable[..., Any]] | None:

@@ -1595,4 +1595,5 @@ def _odd_rank() -> bool:
 
 
 import tests.helpers.held  # noqa: E402
-import tests.helpers.optimizers  # noqa: E402, F401  (adds its kinds, which are made of this module's)
+import tests.helpers.optimizers  # noqa: E402
+import tests.helpers.written  # noqa: E402, F401  (all three add kinds, which are made of this module's)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,15 @@ from lightning_zero.engines.deepspeed.rows import GRADIENT
 from lightning_zero.engines.reads import Reader
 from lightning_zero.private.torch import DisableTorchFunction, version_of
 
+_NONE = (
+    "p.grad is None between the micro-batches of an accumulation: DeepSpeed keeps gradients for itself until the last"
+    " one. Look at them in on_before_optimizer_step, or use engine='fsdp2'."
+)
+_NOT_YET = (
+    "p.grad is assigned between the micro-batches of an accumulation, when DeepSpeed keeps gradients for itself: do it"
+    " in on_before_optimizer_step, or use engine='fsdp2'."
+)
+
 
 class Access:
     """The :class:`~lightning_zero.engines.deepspeed.view.Holder` of a run.
@@ -35,6 +45,7 @@ class Access:
         backward: The engine's own, for a backward that user code starts inside a step.
         changes: Told of writes.
         reader: Asked before parameters are gathered between steps.
+        is_accumulating: Whether gradients of a backward wait for those of a later one.
     """
 
     def __init__(
@@ -45,7 +56,9 @@ class Access:
         backward: Callable[[Callable[[], None]], None],
         changes: Changes,
         reader: Reader,
+        is_accumulating: Callable[[], bool],
     ) -> None:
+        self._is_accumulating, self._has_warned = is_accumulating, False
         self._changes, self._reader = changes, reader
         self._params, self._under_way, self._order, self._backward = params, under_way, order, backward
         self._held, self._stage3 = params.held, params.stage3  # asked for at each call of a tensor's
@@ -120,6 +133,9 @@ class Access:
     def see_grad(self, p: Any) -> Tensor | None:
         managed = self._params.managed
         if managed is None or p not in managed.with_grad:
+            if managed is not None and p in managed and self._is_accumulating() and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(_NONE, stacklevel=2)
             return None
         if p not in self._seen:
             self._reader.require_all(GRADIENT)
@@ -130,6 +146,12 @@ class Access:
 
     def set_grad(self, p: Any, value: Tensor | None) -> None:
         managed = self._params.managed
+        if value is not None and managed is not None and p in managed and self._is_accumulating():
+            with DisableTorchFunction():
+                if p.grad is None:
+                    raise ValueError(_NOT_YET)
+                p.grad = value
+            return
         with DisableTorchFunction():
             p.grad = None
         self._seen.pop(p, None)
@@ -138,8 +160,7 @@ class Access:
         if value is None:
             managed.with_grad.discard(p)
             return
-        with DisableTorchFunction(), torch.no_grad():
-            managed.shards.grad(p).copy_(managed.cut(p, value))
+        self._seen[p] = value, -1  # whole until it is flushed: maybe this rank's own, which user code will reduce
         managed.with_grad.add(p)
 
     def flush_grads(self) -> None:

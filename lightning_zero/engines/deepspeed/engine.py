@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement, shared_agreement
 from lightning_zero.comm.reads import Reads
@@ -92,11 +93,12 @@ class DeepSpeedEngine(Engine):
         self._stage3 = config.stage == 3
         self._under_way = UnderWay()
         self._state_dicts: WholeStateDicts | None = None
+        self._lent: Any = WeakIdKeyDictionary()  # whole tensors that user code was given -> the parameter
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
     def view(self) -> Any:
-        return ShardView(self._access)
+        return ShardView(self._access, self._lent)
 
     def shard(self, module: nn.Module) -> None:
         self.module = module
@@ -119,7 +121,9 @@ class DeepSpeedEngine(Engine):
         if agreement is not None and dist.get_world_size() > 1:
             self.reads = Reads(agreement, self.changes, rows, self.device)
         self._reader = Reader(self.reads, self.changes, rows, self._under_way.is_between)
-        self._access = Access(self._params, self._under_way, self._order, self.backward, self.changes, self._reader)
+        self._access = Access(
+            self._params, self._under_way, self._order, self.backward, self.changes, self._reader, self._usage_is_open
+        )
         offloads = self.config.offloads_optimizer
         self._steps = Steps(self._params, self._access.settle, self.device, offloads, self.cpu_adam)
         self._whole = Whole(self._params, self._steps, self.mesh)
@@ -185,13 +189,19 @@ class DeepSpeedEngine(Engine):
         """For ``state_dict()`` of user code: the view has gathered ``value``, or else ``p`` is whole for now."""
         if p not in self._params.held:
             return None
-        return value.clone() if value.data_ptr() == p.data_ptr() else value
+        if value.data_ptr() == p.data_ptr():
+            value = value.clone()
+            self._lent[value] = p
+        return value
 
     @property
     def known_parameters(self) -> Collection[Tensor]:
         return self._params.shapes
 
     # -- forward -------------------------------------------------------------------------------------------------
+
+    def _usage_is_open(self) -> bool:
+        return self._usage.window_open
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.broadcast_buffers()
@@ -235,7 +245,7 @@ class DeepSpeedEngine(Engine):
         finally:
             self.reduces = True
 
-    def backward(self, run_backward: Callable[[], None]) -> None:
+    def backward(self, run_backward: Callable[[], None], retains_graph: bool = False) -> None:
         shards, usage = self._params.attached.shards, self._usage
         if (name := usage.unfrozen()) is not None:
             raise ValueError(
@@ -245,6 +255,8 @@ class DeepSpeedEngine(Engine):
             )
         self._access.flush_grads()  # before DeepSpeed adds to the pieces, or user code's writes to gradients are lost
         sync = self.reduces
+        if retains_graph and self._access.in_step():
+            self._access.keep_all()
         with DisableTorchFunction():
             with self._under_way.during(Phase.BACKWARD):
                 if not usage.window_open:

@@ -12,17 +12,27 @@ Plain tensors pass with one check per argument.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.engines.aliases import Aliases
 from lightning_zero.engines.refusals import refuse_tracing
-from lightning_zero.engines.torch_functions import by_position, initializes, is_in_place, needs_no_grad
+from lightning_zero.engines.torch_functions import (
+    IN_PLACE_COLLECTIVES,
+    by_position,
+    initializes,
+    is_in_place,
+    needs_no_grad,
+    needs_own_tensor,
+    written_by_collective,
+)
 from lightning_zero.private.torch import GETTERS, base_of, never_a_frame, pause_dynamo
 
 # slot wrappers are made anew at each access: compared by value
@@ -83,13 +93,17 @@ class Holder(Protocol):
 
 
 class ShardView(TorchFunctionMode):
-    """See the module's text."""
+    """See the module's text.
 
-    def __init__(self, holder: Holder) -> None:
+    Args:
+        holder: Of the parameters.
+        lent: Whole tensors that user code was given in a parameter's stead -> the parameter.
+    """
+
+    def __init__(self, holder: Holder, lent: Any = None) -> None:
         super().__init__()
         self.holder = holder
-        # whole tensors that user code was given in a parameter's stead -> the parameter
-        self._lent: Any = WeakIdKeyDictionary()
+        self._lent: Any = WeakIdKeyDictionary() if lent is None else lent
         self._aliases = Aliases()
 
     @never_a_frame
@@ -116,7 +130,9 @@ class ShardView(TorchFunctionMode):
         if held:
             return self._on_parameters(func, name, args, kwargs, held)
         result = func(*args, **kwargs)
-        if is_in_place(name) and not holder.busy():
+        if func in IN_PLACE_COLLECTIVES:
+            increment_version(list(tensors_in(args[:1])))  # which they leave as it is
+        if (is_in_place(name) or func in IN_PLACE_COLLECTIVES) and not holder.busy():
             self._notice(args or tuple(kwargs.values())[:1])
         return result
 
@@ -154,6 +170,10 @@ class ShardView(TorchFunctionMode):
             )
         if is_in_place(name):
             return self._write(func, name, args, kwargs)
+        if func in IN_PLACE_COLLECTIVES:
+            return self._run_and_store(func, args, kwargs, self._held(args[:1]))
+        if self._held((written_by_collective(func, args, kwargs),)):
+            raise needs_own_tensor(name)
         if into := self._held((kwargs.get("out"),)):  # as nn.init.eye_ does
             if torch.is_grad_enabled() and any(p.requires_grad for p in into):
                 raise needs_no_grad(name)
@@ -208,10 +228,13 @@ class ShardView(TorchFunctionMode):
         """Calls ``func`` with whole parameters; it writes to those that are ``written``."""
         held = {id(p): p for p in [*self._held(args), *self._held(tuple(kwargs.values()))]}
         wholes = {key: self.holder.whole(p) for key, p in held.items() if self.holder.is_away(p)}
-        func(*_instead(args, wholes), **{k: _instead([v], wholes)[0] for k, v in kwargs.items()})
+        with torch.no_grad() if func in IN_PLACE_COLLECTIVES else nullcontext():
+            result = func(*_instead(args, wholes), **{k: _instead([v], wholes)[0] for k, v in kwargs.items()})
+        if hasattr(result, "wait"):  # of a collective with async_op: what comes is stored now
+            result.wait()
         for p in written:
             self.holder.written(p, wholes.get(id(p)))
-        return kwargs.get("out")
+        return result
 
     def _notice(self, args: Sequence[Any]) -> None:
         """Something was written to in place: perhaps to what stands for a parameter, or to a view of it."""
@@ -230,6 +253,15 @@ class ShardView(TorchFunctionMode):
                     p = self._lent.get(target)
                 if p is not None:
                     self.holder.written(p, base if base.shape == self.holder.shape_of(p) else None)
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+    """Of a call's arguments, and of lists among them."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+        elif isinstance(value, Tensor):
+            yield value
 
 
 def _instead(values: Sequence[Any], wholes: dict[int, Tensor]) -> list[Any]:

@@ -49,6 +49,7 @@ This is the path of an accelerator, and of the CPU with ``transport="torch"``: c
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -74,6 +75,7 @@ from lightning_zero.engines.base import Engine, OnWhole, undetached_state_dict, 
 from lightning_zero.engines.compiled import CompiledUnits
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2 import whole as whole_state
+from lightning_zero.engines.fsdp2.assigned import AssignedGradients
 from lightning_zero.engines.fsdp2.build import Build
 from lightning_zero.engines.fsdp2.cpu import Direct
 from lightning_zero.engines.fsdp2.files import FileShards
@@ -81,6 +83,7 @@ from lightning_zero.engines.fsdp2.graphs import GraphInputs
 from lightning_zero.engines.fsdp2.guards import Guards
 from lightning_zero.engines.fsdp2.identity import Identity, Read
 from lightning_zero.engines.fsdp2.in_use import ValuesInUse
+from lightning_zero.engines.fsdp2.lent_views import LentViews
 from lightning_zero.engines.fsdp2.rows import UNIT, Rows
 from lightning_zero.engines.fsdp2.sharding import (
     make_mesh,
@@ -108,7 +111,7 @@ from lightning_zero.engines.refusals import (
 )
 from lightning_zero.engines.state_dicts import WholeStateDicts
 from lightning_zero.engines.units import plan_units
-from lightning_zero.private.torch import BatchNorm, DisableTorchFunction, in_backward
+from lightning_zero.private.torch import BatchNorm, DisableTorchFunction, in_backward, translate_transformed
 
 
 class Phase(Enum):
@@ -124,6 +127,14 @@ class Phase(Enum):
     """Parameters are whole in memory of their own: hooks gather nothing."""
     DUMP = auto()
     """``state_dict`` returns the shards themselves, where user code would get whole tensors."""
+
+
+_MEANS = (
+    "p.grad is read or assigned between the micro-batches of an accumulation: at stage {stage} it is reduced after each"
+    " of them, so it is the mean over all ranks here, where DDP has this rank's own. Norms in a log differ by that, and"
+    " so does the step if gradients are clipped or otherwise changed per micro-batch: do it in"
+    " on_before_optimizer_step, or use stage=1."
+)
 
 
 class Fsdp2Engine(Engine):
@@ -145,6 +156,10 @@ class Fsdp2Engine(Engine):
         self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
         self._compiled: CompiledUnits | None = None
+        self._is_accumulating = False  # what is reduced, or not, awaits later micro-batches
+        self._assigned = AssignedGradients(lambda: self._is_accumulating)
+        self._has_warned = False
+        self._lent = LentViews()
 
     # -- sharding ------------------------------------------------------------------------------------------------
 
@@ -202,6 +217,7 @@ class Fsdp2Engine(Engine):
         self._guards = Guards(self.view(), self._identity.shards)
         self._usage = Usage(self._transport, self._sharded.parameters, self._sharded.names)
         group_of = self._identity.group_of if self.view().notices else None
+        self._end_transforms = translate_transformed(self.view().whole_argument)
         self._graphs = GraphInputs(self._identity.own, self._read, self._reader.alone, self._writing, group_of)
 
     @property
@@ -245,8 +261,14 @@ class Fsdp2Engine(Engine):
         for entry in (self.module, *self.module.children()):
             self._handles.append(entry.register_forward_hook(end_evaluation))
         begin = partial(self._reader.begin_ahead, origin=self._identity.shards.get)
-        whole = partial(self._identity.whole_value, alone=self._reader.alone)
+        whole = partial(self._identity.whole_value, alone=self._reader.alone, lend=self._lend)
         self._states = WholeStateDicts(self.module, whole, begin, self._reader.end_ahead)
+
+    def _lend(self, whole: Tensor, original: Tensor | None, shard: DTensor) -> None:
+        """A value of ``state_dict()``: under DDP what is written to it is written to the parameter."""
+        if self._phase is not Phase.WHOLE:
+            self._lent.record(whole, shard, original)
+            self._guards.watch_all()
 
     def _before_unit(self, index: int, unit: Any, *unused: Any) -> None:
         if self._phase is Phase.WHOLE:
@@ -277,6 +299,7 @@ class Fsdp2Engine(Engine):
         with DisableTorchFunction():
             self.broadcast_buffers()
         self._in_use.forget()
+        self._lent.forget_expired()
         wants_grad = torch.is_grad_enabled()
         with self._in(Phase.STEP), torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
             if not self.automatic and wants_grad:
@@ -321,10 +344,20 @@ class Fsdp2Engine(Engine):
         drops_after_forward = self.config.stage == 3 and self.mesh["shard"].size() > 1
         on_use = self._keep_for_backward if drops_after_forward else None
         own, data_taken = self._identity.own, self._writes.data_is_taken
-        return WholeView(self._writing, data_taken, own, self._read, on_use, self._reader, self._require_reduced)
+        return WholeView(
+            self._writing, data_taken, own, self._read, on_use, self._reader, self._on_grad, self._assigned, self._lent
+        )
 
-    def _require_reduced(self) -> None:
-        """Gradients are complete only after ``LightningModule.backward``, which may be overridden."""
+    def _on_grad(self) -> None:
+        """User code reads or assigns ``p.grad``.
+
+        Raises:
+            ValueError: In ``LightningModule.backward``, which may be overridden: gradients are complete only after it.
+        """
+        if self._is_accumulating and self.config.stage > 1 and not self._has_warned:
+            self._has_warned = True
+            if dist.get_world_size() > 1 and dist.get_rank() == 0:
+                warnings.warn(_MEANS.format(stage=self.config.stage), stacklevel=2)
         if self._phase is Phase.BACKWARD and not in_backward():
             raise ValueError(
                 "LightningModule.backward of this module reads or assigns p.grad, but gradients are averaged over the"
@@ -359,20 +392,24 @@ class Fsdp2Engine(Engine):
             self.reduces = True
             private.set_requires_gradient_sync(self._sharded.units, True)
 
-    def backward(self, run_backward: Callable[[], None]) -> None:
+    def backward(self, run_backward: Callable[[], None], retains_graph: bool = False) -> None:
         asks = self.reduces and self.automatic and self.config.find_unused_parameters
         with DisableTorchFunction():
+            self._assigned.settle()
             deferred = self._transport.backward_begins(self._usage.ran if asks else None)
             if deferred:
                 private.set_requires_gradient_sync(self._sharded.units, False)
             self._reduced.clear()
             self._in_use.before_backward(self._writes.data_taken)
+            if retains_graph:  # which no forward gathers for again, nor a hook of the root's
+                for group in self._root_groups:
+                    private.pin(group)
         with self._in(Phase.BACKWARD):  # with the view: user code in it may use parameters that are away
             run_backward()
         with DisableTorchFunction():
             if deferred:
                 private.set_requires_gradient_sync(self._sharded.units, True)
-            self._after_backward(deferred)
+            self._after_backward(deferred, retains_graph)
 
     def _before_backward(self, group: private.Group) -> None:
         """A group's part begins; maybe inside the forward, with a ``torch.autograd.grad`` of the user's own.
@@ -399,9 +436,10 @@ class Fsdp2Engine(Engine):
                 self._transport.reduction_begins(group, params)
         return True
 
-    def _after_backward(self, deferred: bool) -> None:
+    def _after_backward(self, deferred: bool, retains_graph: bool = False) -> None:
         """Reduces what autograd's schedule has left, then drops what is gathered, then agrees: in this order, because
-        late gradients lie on gathered parameters and a vote counts what was reduced."""
+        late gradients lie on gathered parameters and a vote counts what was reduced. Another backward through the same
+        graph finds all as it is."""
         self._transport.backward_ends(step_is_due=self.reduces and self.automatic)
         for group in self._groups if self.reduces or self.config.stage > 1 else ():
             params = private.trainable(group)
@@ -410,7 +448,7 @@ class Fsdp2Engine(Engine):
             if params and (late or missed or deferred):
                 self._usage.complete(params)
                 private.reduce_now(group)
-        if self.reduces or not self.keep_gathered:
+        if (self.reduces or not self.keep_gathered) and not retains_graph:
             self.reshard()
         if self.reduces:
             self._usage.reduce_replicated(self._sharded.replicated)
@@ -418,6 +456,7 @@ class Fsdp2Engine(Engine):
                 self._usage.agree()
             self._usage.start_window()
             self.changes.due = self.automatic
+        self._is_accumulating = not self.reduces
 
     # -- optimizer -----------------------------------------------------------------------------------------------
 
@@ -438,6 +477,7 @@ class Fsdp2Engine(Engine):
             if any(private.has_grad(p) for g in self._groups for p in private.trainable(g)):
                 self._reduced.clear()
                 self._after_backward(deferred=False)
+            self._assigned.settle()
             self.reshard()
             self._wait_for_host_copies()
         return result
@@ -461,6 +501,7 @@ class Fsdp2Engine(Engine):
 
     @contextmanager
     def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Iterator[Any]:
+        self._assigned.settle()
         self._wait_for_host_copies()
         try:
             with self.changes.under_way(), self._sharded_step(optimizer).stand_ins(on_shards) as swap:
@@ -469,6 +510,7 @@ class Fsdp2Engine(Engine):
             self._transport.shards_changed()
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+        self._assigned.settle()
         params = self._identity.held(optimizer)
         shards = [local(p.grad) for p in params if isinstance(p, DTensor) and p.grad is not None]
         return shards, [p.grad for p in params if not isinstance(p, DTensor) and p.grad is not None]
@@ -518,6 +560,7 @@ class Fsdp2Engine(Engine):
     # -- the end -------------------------------------------------------------------------------------------------
 
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
+        self._assigned.settle()
         with DisableTorchFunction():
             in_files = None if self._files is None else self._files.holds
             place = partial(place_of, device=self.device, shards_on_host=self._on_host, in_files=in_files)
@@ -525,7 +568,9 @@ class Fsdp2Engine(Engine):
 
     def restore(self, whole: bool, optimizers: list[Optimizer], on_whole: OnWhole = unheard) -> None:
         self._graphs.end()
+        self._end_transforms()
         with torch.no_grad(), DisableTorchFunction():
+            self._assigned.settle()
             self._drop_gathered()
             if not whole:  # maybe after an error: others need not come any more
                 self._identity.leave_sharded(self.root)

@@ -4,7 +4,7 @@ A ``TorchFunctionMode`` takes a microsecond of each torch call, whatever it does
 backward the view's mode is off, and torch itself finds out which calls concern it: the user's parameters are instances
 of a *guarded class*, a subclass of their own of the same name whose ``__torch_function__`` asks the view, and so does
 that of ``DTensor``. Between steps, where calls are few and types are asked for, parameters have their own class and the
-mode is on.
+mode is on. So it is from when user code has been given a copy of a parameter that it may write to.
 
 Where anything is compiled the mode stays on: Dynamo looks at the classes of parameters, and knows a plain one best. A
 function that is compiled in the middle of a step is traced through the guarded class, and once more in the next step.
@@ -29,6 +29,7 @@ from lightning_zero.private.torch import (
     in_backward,
     never_a_frame,
     pause_dynamo,
+    put_below,
     set_torch_function,
     torch_function_of,
     without_modes,
@@ -52,13 +53,14 @@ class Guards:
         self._ours = frozenset([*self._plain, *self._guarded, DTensor, Tensor])
         # A class that translates calls itself must go on to do so
         self._possible = all(torch_function_of(kind) is disabled_torch_function for kind in self._guarded)
-        self._on = False
+        self._on = self._has_mode = False
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def instead_of_mode(self) -> Iterator[None]:
         """For the length of a step."""
-        if self._on or not self._possible or has_compiled():
+        is_needed = self._has_mode or self._view.watches_plain_tensors
+        if self._on or is_needed or not self._possible or has_compiled():
             yield
             return
         with without_modes(WholeView):
@@ -67,6 +69,14 @@ class Guards:
                 yield
             finally:
                 self._set(False, self._parameters)
+                self._has_mode = False
+
+    def watch_all(self) -> None:
+        """For the rest of the step, if one is under way, the mode sees each call: plain tensors matter now."""
+        if self._on:
+            self._set(False, self._parameters)
+            put_below(self._view)
+            self._has_mode = True
 
     @contextmanager
     def _lifted(self, parameters: Iterable[Any]) -> Iterator[None]:
@@ -75,7 +85,8 @@ class Guards:
         try:
             yield
         finally:
-            self._set(True, parameters)
+            if not self._has_mode:
+                self._set(True, parameters)
 
     def _set(self, on: bool, parameters: Iterable[Tensor]) -> None:
         self._on, self._thread = on, threading.current_thread()

@@ -141,17 +141,25 @@ class Identity:
     _shard_states.of_engine = True  # type: ignore[attr-defined]  # else states would count as the user's to write
 
     def whole_value(
-        self, p: Tensor, value: Tensor, alone: Callable[[list[Any]], dict[int, Tensor]] = lambda tensors: {}
+        self,
+        p: Tensor,
+        value: Tensor,
+        alone: Callable[[list[Any]], dict[int, Tensor]] = lambda tensors: {},
+        lend: Callable[[Tensor, Tensor | None, DTensor], object] = lambda whole, original, shard: None,
     ) -> Tensor | None:
         """For ``state_dict()``: ``value``, which torch has found for ``p``, in memory of its own. ``alone`` finds what
-        not all ranks read."""
+        not all ranks read; ``lend`` is told of what they do."""
         if p not in self.shards and not isinstance(p, DTensor):  # the latter left by a run
             return None
-        if not isinstance(value, DTensor):
-            return value.clone()  # what is gathered now is gone, or old, after the step
-        shard = self.shards.get(p, value)
-        found = alone([shard])
-        return found[id(shard)] if found else gathered(value)
+        shard: Any = self.shards.get(p, value)
+        if isinstance(value, DTensor):
+            if found := alone([shard]):
+                return found[id(shard)]
+            whole = gathered(value)
+        else:
+            whole = value.clone()  # what is gathered now is gone, or old, after the step
+        lend(whole, p if p in self.shards else None, shard)
+        return whole
 
     def held(self, optimizer: Optimizer) -> list[Tensor]:
         """What ``optimizer`` steps on, shards in the place of the user's parameters."""

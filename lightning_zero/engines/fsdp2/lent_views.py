@@ -1,8 +1,9 @@
 """Writes through views of a whole tensor that user code got for a sharded one reach the shards.
 
 ``p.view(-1)``, ``p[0]`` and ``p.T`` of a sharded ``p`` are views of a gathered copy, which torch would let nobody write
-to, or whose writes would be lost. Of each such copy it is known whose it is for as long as one of its views lives; an
-in-place function then brings the copy up to date, runs on the view and stores the rows of this rank.
+to, or whose writes would be lost; so would those to the values of ``state_dict()``. Of each such copy it is known whose
+it is for as long as one of its views lives; an in-place function then brings the copy up to date, runs on the view and
+stores the rows of this rank.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from lightning_zero.comm.shards import before_host_write, gathered, local, shard
 @dataclass(frozen=True)
 class _Lent:
     owner: DTensor
+    original: Tensor | None
     alive: StorageWeakRef
     stride: tuple[int, ...]
     offset: int | torch.SymInt
@@ -37,12 +39,17 @@ class LentViews:
     def __bool__(self) -> bool:
         return bool(self._lent)
 
-    def record(self, whole: Tensor, owner: DTensor) -> None:
-        """``whole`` holds the values of ``owner``, and views of it are about to be handed out."""
-        self._lent = {at: lent for at, lent in self._lent.items() if not lent.alive.expired()}
+    def record(self, whole: Tensor, owner: DTensor, original: Tensor | None = None) -> None:
+        """``whole`` holds the values of ``owner``, and it or views of it are about to be handed out. ``original``: the
+        user's parameter, if the owner is the shard of one."""
         storage = whole.untyped_storage()
-        lent = _Lent(owner, StorageWeakRef(storage), whole.stride(), whole.storage_offset())
+        lent = _Lent(owner, original, StorageWeakRef(storage), whole.stride(), whole.storage_offset())
         self._lent[lent.alive.cdata] = lent  # no other storage's as long as this is here
+
+    def forget_expired(self) -> None:
+        """Copies of which nothing is held any more."""
+        if self._lent:
+            self._lent = {at: lent for at, lent in self._lent.items() if not lent.alive.expired()}
 
     def owns(self, value: Any) -> bool:
         """Whether ``value``, or one of a list, is such a view."""
@@ -58,22 +65,36 @@ class LentViews:
         except RuntimeError:  # no memory of its own: inside a transform of torch.func
             return None
 
-    def owner(self, view: Tensor) -> DTensor:
-        """Whose view it is."""
+    def owner(self, view: Tensor) -> tuple[DTensor, Tensor | None]:
+        """Whose view it is: the shard, and the user's parameter if it is of one."""
         lent = self._find(view)
         assert lent is not None
-        return lent.owner
+        return lent.owner, lent.original
 
-    def write(self, func: Callable[..., Any], view: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """``func(view, *args, **kwargs)``, all of whose tensors are whole (collective)."""
+    def write(
+        self,
+        func: Callable[..., Any],
+        view: Tensor,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        now: Tensor | None = None,
+    ) -> Any:
+        """``func(view, *args, **kwargs)``, all of whose tensors are whole (collective).
+
+        Args:
+            now: The owner as it is gathered, if it is: what is written goes there.
+        """
         lent = self._find(view)
         assert lent is not None
         before_host_write(lent.owner)
         with torch.no_grad():
             with torch.inference_mode() if view.is_inference() else nullcontext():
                 copy = view.detach().as_strided(lent.owner.shape, lent.stride, lent.offset)
-                copy.copy_(gathered(lent.owner))  # other writes since
+                copy.copy_(gathered(lent.owner) if now is None else now)  # other writes since
                 result = func(view, *args, **kwargs)
             # outside of inference mode: the engine looks at the version of its shards
-            local(lent.owner).copy_(local(shard_like(copy, lent.owner)))
+            if now is None:
+                local(lent.owner).copy_(local(shard_like(copy, lent.owner)))
+            else:
+                now.copy_(copy)
         return result

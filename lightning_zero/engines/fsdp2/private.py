@@ -230,6 +230,12 @@ def drop_whole_grad(p: ShardedParam) -> None:
     p._unsharded_param.grad = p.unsharded_accumulated_grad = None
 
 
+def set_whole_grad(p: ShardedParam, grad: Tensor) -> None:
+    """``grad`` is this rank's own, and takes part in the next reduction."""
+    whole = p._unsharded_param
+    whole.grad = grad.to(whole)
+
+
 def groups(module: nn.Module) -> list[Group]:
     """The parameter groups of one unit: one, or none when the unit holds no parameters."""
     state = _state(module)
@@ -296,13 +302,27 @@ def unpin(group: Group) -> None:
 def before_reshard(group: Group, action: Callable[[Group], None]) -> None:
     """Calls ``action(group)`` whenever its gathered parameters are about to be dropped."""
     original = group._to_sharded
+    on_host = group.device.type == "cpu"
+    freed = [p for p in group.fsdp_params if on_host and p.free_unsharded_param is not _stay]
 
     def to_sharded() -> None:
         if not group.is_sharded:
             action(group)
+            for p in freed:
+                _leave_memory_to_others(group, p)
         original()
 
     group._to_sharded = to_sharded
+
+
+def _leave_memory_to_others(group: Group, p: ShardedParam) -> None:
+    """Memory that NumPy has seen cannot be given up: ``p.numpy()`` of user code inside a step."""
+    for output in p.all_gather_outputs:
+        if not output.untyped_storage().resizable():
+            whole = p._unsharded_param
+            set_data(output, torch.empty_like(output))
+            set_data(whole, output.as_strided(whole.size(), whole.stride()))
+            group.__dict__.pop("parts_of_outputs", None)
 
 
 Gather = Callable[[list[Sequence[Tensor]], list[Tensor], dist.ProcessGroup], dist.Work]
@@ -316,7 +336,6 @@ def gather_in_place(group: Group, gather: Gather) -> None:
     """
     process_group, params = group._all_gather_process_group, group.fsdp_params
     outputs: list[Tensor] = []  # made by the first gather; afterwards their memory alone comes and goes
-    parts: list[Sequence[Tensor]] = []
 
     @_outside_transforms
     def unshard(async_op: bool = False) -> None:
@@ -333,8 +352,9 @@ def gather_in_place(group: Group, gather: Gather) -> None:
                     p.alloc_all_gather_outputs()
                     memory = p.all_gather_outputs[0].untyped_storage()
                     in_large_pages(memory.data_ptr(), memory.nbytes())
-        if not parts:
-            parts.extend(output.detach().chunk(process_group.size()) for output in outputs)
+        parts = group.__dict__.get("parts_of_outputs")
+        if parts is None:
+            parts = group.parts_of_outputs = [output.detach().chunk(process_group.size()) for output in outputs]
         with (
             torch.autograd._unsafe_preserve_version_counter(tuple(outputs)),
             record_function("FSDP::all_gather"),

@@ -33,6 +33,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -50,12 +51,21 @@ from lightning_zero.comm.shards import (
 )
 from lightning_zero.engines.aliases import Aliases
 from lightning_zero.engines.fsdp2 import private
+from lightning_zero.engines.fsdp2.assigned import AssignedGradients, require_shape
 from lightning_zero.engines.fsdp2.in_use import Write
 from lightning_zero.engines.fsdp2.lent_views import LentViews
 from lightning_zero.engines.fsdp2.traced import end_graph
 from lightning_zero.engines.reads import Reader, leaf
 from lightning_zero.engines.refusals import refuse_tracing
-from lightning_zero.engines.torch_functions import by_position, initializes, is_in_place, needs_no_grad
+from lightning_zero.engines.torch_functions import (
+    IN_PLACE_COLLECTIVES,
+    by_position,
+    initializes,
+    is_in_place,
+    needs_no_grad,
+    needs_own_tensor,
+    written_by_collective,
+)
 from lightning_zero.private.torch import backwards_inside, never_a_frame, pause_dynamo
 
 _METADATA = frozenset(
@@ -87,7 +97,7 @@ _GET_GRAD, _ASSIGN_GRAD = _GRAD.__get__, (_GRAD.__set__, _GRAD.__delete__)
 _SET_REQUIRES_GRAD = Tensor.requires_grad.__set__, Tensor.requires_grad_  # type: ignore[attr-defined]
 _DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 BACKWARDS = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
-_OF_A_PARAMETER = frozenset([_GET_GRAD, *_ASSIGN_GRAD, *_SET_REQUIRES_GRAD, *_DATA, *BACKWARDS])
+_OF_A_PARAMETER = frozenset([_GET_GRAD, *_ASSIGN_GRAD, *_SET_REQUIRES_GRAD, *_DATA, *BACKWARDS, *IN_PLACE_COLLECTIVES])
 """Functions that mean something else to a gathered parameter of the user's than to a plain tensor."""
 _BY_IDENTITY = frozenset("register_hook retain_grad __hash__".split())
 """Functions for which a parameter is a leaf of the graph, whether it is gathered or away."""
@@ -105,6 +115,8 @@ class WholeView(TorchFunctionMode):
             its backward may come while the parameter is away.
         reader: Asked before shards are gathered for a read.
         on_grad: Called before a parameter's gradient is read or assigned.
+        assigned: Keeps gradients that user code assigns.
+        views: The gathered copies that user code was given.
     """
 
     def __init__(
@@ -116,13 +128,15 @@ class WholeView(TorchFunctionMode):
         on_use: Callable[[Tensor, Tensor], None] | None = None,
         reader: Reader | None = None,
         on_grad: Callable[[], None] = lambda: None,
+        assigned: AssignedGradients | None = None,
+        views: LentViews | None = None,
     ) -> None:
         super().__init__()
-        self._on_grad = on_grad
+        self._on_grad, self._assigned = on_grad, assigned or AssignedGradients()
         self._writing, self._on_data, self._reader = writing, on_data, reader
         self._own: Mapping[int, private.ShardedParam] = {} if own is None else own
         self._whole, self._on_use = whole, on_use
-        self._views = LentViews()
+        self._views = LentViews() if views is None else views
         self._aliases = Aliases()
         self.notices = on_use is not None
         """Whether :meth:`notice` has anything to do."""
@@ -146,7 +160,7 @@ class WholeView(TorchFunctionMode):
     def _translated(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func == _GET_GRAD:
             known = self._own.get(id(args[0]))
-            grad = func(*args) if known is None else private.grad_of(known)
+            grad = func(*args) if known is None else self._assigned.grad_of(known)
             if known is not None and grad is not None:
                 self._on_grad()
             return grad
@@ -158,16 +172,21 @@ class WholeView(TorchFunctionMode):
                 func(known.sharded_param, *args[1:], **kwargs)
                 return func(*args, **kwargs)
             if func in _ASSIGN_GRAD:
-                if len(args) == 2 and args[1] is not None:
+                value = args[1] if len(args) == 2 else None
+                if value is not None:
                     self._on_grad()
-                private.drop_whole_grad(known)
-                return _assign("grad", known.sharded_param, args[1] if len(args) == 2 else None)
+                self._assigned.assign(known, value)
+                return None
             if func in _DATA and not private.is_away(known):
                 self._on_data(args[0])
                 if len(args) == 2:
                     self._aliases.assign(known.sharded_param, args[1], lambda: _copy_into(*args))
                     return None
                 return self._aliases.taken(known.sharded_param, func(*args), counted=False)
+        if func in IN_PLACE_COLLECTIVES:  # which no version counter counts
+            for p in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+                if (known := self._own.get(id(p))) is not None and not private.is_away(known):
+                    self._on_data(p)
         if self._views:
             targets, others, named = by_position(args, kwargs)
             if (is_in_place(func.__name__) and self._views.owns(targets)) or self._views.owns(kwargs.get("out")):
@@ -183,6 +202,12 @@ class WholeView(TorchFunctionMode):
         args, kwargs = self._shards(args), dict(zip(kwargs, self._shards(kwargs.values()), strict=True))
         result = self._on_shards(func, args, kwargs)
         return away[0] if away and args and result is args[0] else result
+
+    def whole_argument(self, value: Any) -> Any:
+        """What ``torch.func`` is to transform in the place of ``value``; to be called where user code is."""
+        if isinstance(value, Tensor) and self._concerns((value,)):
+            return value.clone()
+        return value
 
     def passes(self, func: Callable[..., Any], args: Sequence[Any]) -> bool:
         """Whether this is a call of plain tensors and gathered parameters, which the view would let through: most are.
@@ -268,6 +293,11 @@ class WholeView(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "__deepcopy__":
             return self._deep_copy(*args)
+        if func in IN_PLACE_COLLECTIVES:
+            with self._changing(args[:1], Write.THROUGH_DATA):
+                return self._collect(func, args, kwargs)
+        if _any_sharded([written_by_collective(func, args, kwargs)]):
+            raise needs_own_tensor(name)
         if is_in_place(name):
             targets, others, named = by_position(args, kwargs)
             if _any_sharded(targets):
@@ -279,7 +309,25 @@ class WholeView(TorchFunctionMode):
         if name.endswith("_like"):
             return func(*_map(_stand_in, args), **kwargs)
         read = self._read([*args, *kwargs.values()], name in _VIEWS)
-        return func(*_map(read, args), **{key: _map(read, [value])[0] for key, value in kwargs.items()})
+        result = func(*_map(read, args), **{key: _map(read, [value])[0] for key, value in kwargs.items()})
+        if isinstance(result, np.ndarray):
+            result.flags.writeable = False  # what is written to its memory would be lost
+        return result
+
+    @torch.no_grad()
+    def _collect(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A collective of user code that writes to its first argument."""
+        self._assigned.require_whole(list(_shards_in(args[:1])))
+        read, wholes = self._read(args[:1], is_view=False), {}
+        for shard in _shards_in(args[:1]):
+            wholes[shard] = read(shard)
+        work = func(*_map(wholes.__getitem__, args), **kwargs)
+        if hasattr(work, "wait"):  # with async_op: what comes is stored now
+            work.wait()
+        for shard, value in wholes.items():
+            before_host_write(shard)
+            local(shard).copy_(local(shard_like(value, shard)))
+        return work
 
     def _changing(self, values: Iterable[Any], how: Write | None = None) -> AbstractContextManager[object]:
         shards = list(_shards_in(values))
@@ -307,6 +355,7 @@ class WholeView(TorchFunctionMode):
     def _deep_copy(self, tensor: Any, memo: dict[int, Any]) -> Tensor:
         """A whole one. In ``memo`` under the name of what was copied: a gathered temporary's passes on to the next."""
         if id(tensor) not in memo:
+            self._assigned.settle()
             with torch.no_grad():
                 copied = self._read([tensor], is_view=False)(tensor).detach().clone()
                 grad = None if tensor.grad is None else self._read([tensor.grad], is_view=False)(tensor.grad)
@@ -331,11 +380,19 @@ class WholeView(TorchFunctionMode):
         if torch.is_grad_enabled() and targets[0].requires_grad and not initializes(func):
             raise needs_no_grad(name)
         refuse_tracing()
-        with self._writing([self._views.owner(targets[0])], Write.COUNTED):
+        owner, original = self._views.owner(targets[0])
+        known = self._own.get(id(original)) if original is not None else None
+        is_gathered = known is not None and not private.is_away(known)
+        with nullcontext() if is_gathered else self._writing([owner], Write.COUNTED):
             with torch.no_grad():
                 others = _map(gathered, self._shards(others))
-                values = _map(gathered, self._shards(kwargs.values()))
-            return self._views.write(func, targets[0], others, dict(zip(kwargs, values, strict=True)))
+                values = dict(zip(kwargs, _map(gathered, self._shards(kwargs.values())), strict=True))
+            return self._views.write(func, targets[0], others, values, original if is_gathered else None)
+
+    @property
+    def watches_plain_tensors(self) -> bool:
+        """Whether a call may matter in which there is neither a parameter nor a shard."""
+        return bool(self._views)
 
 
 def _any_sharded(values: Any) -> bool:
@@ -371,25 +428,17 @@ def _stand_in(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=mesh_device(tensor))
 
 
-def _require_shape(attribute: str, target: Tensor, value: Tensor) -> None:
-    if value.shape != target.shape:
-        raise ValueError(
-            f"assigning a tensor of shape {tuple(value.shape)} to .{attribute} of a sharded parameter of shape"
-            f" {tuple(target.shape)}: shapes must agree during a run; change the module before the run starts."
-        )
-
-
 @torch.no_grad()
 def _copy_into(target: Tensor, value: Tensor) -> None:
     """``p.data = x`` for a gathered ``p``, whose memory is the engine's."""
-    _require_shape("data", target, value)
+    require_shape("data", target, value)
     target.copy_(gathered(value))  # counted: a backward that needs the values of before raises
 
 
 def _assign(attribute: str, target: Tensor, value: Tensor | None) -> None:
     """``p.data = x`` and ``p.grad = x``, where either may be sharded."""
     if isinstance(target, DTensor) and value is not None and not isinstance(value, DTensor):
-        _require_shape(attribute, target, value)
+        require_shape(attribute, target, value)
         value = shard_like(value, target)
     elif not isinstance(target, DTensor) and isinstance(value, DTensor):
         value = gathered(value)
@@ -435,7 +484,7 @@ def _write_out(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs:
         values = list(kwargs["out"]) if isinstance(out, (list, tuple)) else [kwargs["out"]]
         for t, new in zip(targets, values, strict=True):
             if isinstance(t, DTensor):
-                _require_shape("out", t, new)
+                require_shape("out", t, new)
                 before_host_write(t)
                 local(t).copy_(local(shard_like(new, t)))
     return out

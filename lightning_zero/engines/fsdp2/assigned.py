@@ -1,0 +1,97 @@
+"""``p.grad = x``: a gradient that user code puts in place of the engine's.
+
+Under DDP the gradient is then ``x`` itself: it may be this rank's own until user code has reduced it over the ranks.
+Here, too, it stays whole until the engine looks at gradients: to step, to clip, to add to them. Each rank then keeps
+its rows of it. Of what is assigned at most :data:`~lightning_zero.comm.reads.KEPT_BYTES` and the latest stay whole;
+rows of the others are kept at once, and a collective of user code on such a gradient raises.
+
+While gradients are accumulated, ``x`` takes the place of this rank's own, which the next reduction averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_zero.comm.reads import KEPT_BYTES
+from lightning_zero.comm.shards import shard_like
+from lightning_zero.engines.fsdp2 import private
+from lightning_zero.private.torch import DisableTorchFunction
+
+
+class AssignedGradients:
+    """Of one run.
+
+    Args:
+        is_accumulating: Whether the gradients of now will be reduced with those of a later backward.
+    """
+
+    def __init__(self, is_accumulating: Callable[[], bool] = lambda: False) -> None:
+        self._is_accumulating = is_accumulating
+        self._whole: dict[int, tuple[private.ShardedParam, Tensor]] = {}  # by id of the shard
+        self._own_rows: Any = WeakIdKeyDictionary()  # a set: sharded gradients that came of whole ones
+
+    def grad_of(self, known: private.ShardedParam) -> Tensor | None:
+        """``p.grad``."""
+        if self._whole and (found := self._whole.get(id(known.sharded_param))) is not None:
+            return found[1]
+        return private.grad_of(known)
+
+    def assign(self, known: private.ShardedParam, value: Tensor | None) -> None:
+        """``p.grad = value``; ``None`` also for ``del p.grad``.
+
+        Raises:
+            ValueError: If it has another shape than ``p``.
+        """
+        self._whole.pop(id(known.sharded_param), None)
+        if value is not None:
+            require_shape("grad", known.sharded_param, value)
+        is_own = private.has_grad(known) or self._is_accumulating()
+        private.drop_whole_grad(known)
+        if value is None or isinstance(value, DTensor):
+            known.sharded_param.grad = value
+            return
+        known.sharded_param.grad = None
+        if is_own:
+            private.set_whole_grad(known, value)
+            return
+        self._whole[id(known.sharded_param)] = known, value
+        while len(self._whole) > 1 and sum(value.nbytes for _, value in self._whole.values()) > KEPT_BYTES:
+            self._settle(*self._whole.pop(next(iter(self._whole))))
+
+    def settle(self) -> None:
+        """Each rank keeps its rows of what has been assigned."""
+        while self._whole:
+            self._settle(*self._whole.pop(next(iter(self._whole))))
+
+    def _settle(self, known: private.ShardedParam, value: Tensor) -> None:
+        with torch.no_grad(), DisableTorchFunction():
+            grad = shard_like(value, known.sharded_param)
+            known.sharded_param.grad = grad
+            self._own_rows[grad] = True
+
+    def require_whole(self, grads: list[DTensor]) -> None:
+        """Before a collective of user code on ``grads``, or on parameters.
+
+        Raises:
+            ValueError: If one was assigned, and only this rank's rows of it are left.
+        """
+        if any(grad in self._own_rows for grad in grads):
+            raise ValueError(
+                "a collective on p.grad, which was assigned and is sharded by now: each rank has kept its rows of what"
+                " it had assigned. Reduce first, then assign: `torch.distributed.all_reduce(g)`, `p.grad = g`."
+            )
+
+
+def require_shape(attribute: str, target: Tensor, value: Tensor) -> None:
+    """Raises ``ValueError`` if ``value`` cannot take the place of ``target.<attribute>``."""
+    if value.shape != target.shape:
+        raise ValueError(
+            f"assigning a tensor of shape {tuple(value.shape)} to .{attribute} of a sharded parameter of shape"
+            f" {tuple(target.shape)}: shapes must agree during a run; change the module before the run starts."
+        )

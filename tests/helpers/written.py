@@ -1,0 +1,194 @@
+"""Kinds that write to weights and gradients by other ways than functions of torch on a parameter, or go through one
+graph or function of their parameters several times.
+
+Registered in :data:`tests.helpers.zoo.KINDS`; patterns are those of public packages, named beside each.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn import functional as F
+
+from tests.helpers.held import TRANSFORMS
+from tests.helpers.zoo import KINDS, UNUSED, Kind, Zoo, _of
+
+
+class EmaByStateDict(Zoo):
+    """An average that moves by writes to ``state_dict()``'s values: timm's ``ModelEmaV2`` and YOLOv5's ``ModelEMA``, as
+    part of the module."""
+
+    def build(self) -> None:
+        super().build()
+        self.average = copy.deepcopy(self.net).requires_grad_(False)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for average, value in zip(self.average.state_dict().values(), self.net.state_dict().values(), strict=True):
+            average.copy_(0.9 * average + 0.1 * value)  # timm
+        for average in self.average.state_dict().values():
+            average *= 0.99  # YOLOv5
+            average += 0.001 * average.sum().detach()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.update()
+
+
+class TeacherByStateDict(EmaByStateDict):
+    """The same inside a step, before a forward of the average and after one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.update()
+        with torch.no_grad():
+            target = self.average(x)
+            self.average.state_dict()["head.bias"].add_(0.01)
+            target = target + self.average(x)
+        return self.record(F.mse_loss(self.net(x), y + target))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+class Collectives(Zoo):
+    """``torch.distributed`` on parameters and gradients, as code does that synchronizes by hand (RL libraries)."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            p.grad = p.grad * (1 + self.global_rank)  # each rank's own, as after torch.autograd.grad
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        for p in self.parameters():
+            p.grad = p.grad + self.global_rank
+        for p in self.parameters():
+            dist.all_reduce(p.grad, async_op=True).wait()
+            p.grad.div_(dist.get_world_size())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for p in self.net.blocks.parameters():
+            dist.broadcast(p.data, 0)
+            dist.all_reduce(p.data, dist.ReduceOp.MAX)
+        with torch.no_grad():
+            dist.all_reduce(self.net.head.weight)
+            self.net.head.weight /= dist.get_world_size()
+        w = self.net.stem.weight.detach()
+        dist.all_reduce(w)
+        w.mul_(1 / dist.get_world_size())
+        everyone = [torch.empty(w.shape) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, w)
+        self.extra[f"everyone {batch_idx}"] = torch.stack(everyone)
+
+
+class CollectivesInStep(Zoo):
+    """The same in a step of manual optimization."""
+
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.record(self.loss(batch))
+        own = torch.autograd.grad(loss, list(self.parameters()), retain_graph=True)
+        self.manual_backward(loss)
+        for p, g in zip(self.parameters(), own, strict=True):
+            p.grad = g + 0.01
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        optimizer.step()
+        with torch.no_grad():
+            for p in self.parameters():
+                dist.all_reduce(p.data)
+                p.data /= dist.get_world_size()
+
+
+class AccumulatesAssigned(Zoo):
+    """``p.grad = f(p.grad)`` after each micro-batch."""
+
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            p.grad = p.grad * 0.5
+
+
+class RetainedGraph(Zoo):
+    """Two backwards through one graph, gradients looked at in between: PCGrad, GradNorm."""
+
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        x, y = batch
+        out = self.net(x)
+        optimizer.zero_grad()
+        self.manual_backward(out.abs().mean(), retain_graph=True)
+        first = [p.grad.clone() for p in self.parameters()]
+        optimizer.zero_grad()
+        self.manual_backward(self.record(F.mse_loss(out, y)))
+        for p, g in zip(self.parameters(), first, strict=True):
+            conflict = (p.grad * g).sum()
+            if conflict < 0:
+                p.grad -= conflict / g.square().sum() * g
+        optimizer.step()
+
+
+class TransformsOfArguments(Zoo):
+    """``torch.func`` of detached parameters and of one weight: per-sample gradients as in torch's tutorial."""
+
+    def look(self, x: Tensor, where: str) -> None:
+        held = {name: p.detach() for name, p in self.net.named_parameters()}
+
+        def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+            return functional_call(self.net, params, (x[None],)).square().sum()
+
+        self.extra[where] = torch.cat([g.flatten() for g in vmap(grad(loss), (None, 0))(held, x).values()])
+        w = self.net.blocks[0].up.weight
+        self.extra[f"{where} of one"] = grad(lambda w: F.linear(x, w).square().sum())(w).detach()
+        self.extra[f"{where} along"] = jvp(lambda w: F.linear(x, w), (w,), (torch.ones(w.shape),))[1].detach()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            self.look(batch[0], "step")
+        return self.record(self.loss(batch))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.look(batch[0], f"after {batch_idx}")
+
+
+class NumpyInStep(Zoo):
+    """NumPy arrays of weights, in a step and in hooks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        mean = float(self.net.blocks[0].up.weight.detach().cpu().numpy().mean())
+        loss = self.loss(batch) * (1 + 0.1 * mean)
+        self.extra[f"{batch_idx}"] = torch.tensor(self.net.blocks[1].up.weight.detach().numpy().sum())
+        return self.record(loss)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.extra[f"after {batch_idx}"] = torch.tensor(self.net.head.weight.data.numpy().max())
+
+
+KINDS.update(
+    {
+        "average_by_state_dict": Kind(module=_of(EmaByStateDict), reference=UNUSED),
+        "teacher_by_state_dict": Kind(module=_of(TeacherByStateDict), reference=UNUSED),
+        "collectives_in_hooks": Kind(module=_of(Collectives)),
+        "collectives_in_a_step": Kind(module=_of(CollectivesInStep)),
+        "accumulates_assigned_gradients": Kind(
+            module=_of(AccumulatesAssigned),
+            trainer={"accumulate_grad_batches": 2},
+            on_deepspeed=False,
+            note="with DeepSpeed's stages 2 and 3 `p.grad` is `None` then, which a warning says",
+        ),
+        "retained_graph": Kind(module=_of(RetainedGraph)),
+        "transforms_of_arguments": Kind(module=_of(TransformsOfArguments), deepspeed_refuses={3: TRANSFORMS}),
+        "numpy_of_weights": Kind(module=_of(NumpyInStep)),
+    }
+)
