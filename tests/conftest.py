@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,6 +18,14 @@ from tests.helpers.ranks import RankPool
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 BUILD_SECONDS = 1100.0
 """For each of DeepSpeed's ops; under three minutes on two quiet cores."""
+BUILD_BESIDE = f"""
+import os
+from lightning_zero.engines.deepspeed import ops
+os.nice(19)
+for name in (ops.CPU_ADAM, ops.ASYNC_IO):
+    ops.build(name, str, {BUILD_SECONDS})
+"""
+building: list[subprocess.Popen[bytes]] = []
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +38,12 @@ def _environment_is_left_as_found() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def deepspeed_ops() -> None:
-    """What offload through DeepSpeed compiles, as far as it can be compiled: minutes on a fresh machine, once."""
+    """What offload through DeepSpeed compiles, as far as it can be compiled: minutes on a fresh machine, once. Other
+    tests run meanwhile."""
     from lightning_zero.engines.deepspeed import ops
 
+    for process in building:
+        process.wait()
     for name in (ops.CPU_ADAM, ops.ASYNC_IO):
         ops.build(name, print, BUILD_SECONDS)
 
@@ -43,10 +57,31 @@ def nvme(deepspeed_ops: None) -> None:
         pytest.skip(why)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begins to compile what selected tests need, which come last."""
+    if not session.config.option.collectonly and any(map(_needs_ops, session.items)):
+        session.items.sort(key=_needs_ops)  # stable
+        command = [sys.executable, "-c", BUILD_BESIDE]
+        building.append(
+            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        )
+
+
+def pytest_sessionfinish() -> None:
+    """A build that nobody waits for any more ends."""
+    for process in building:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+
+
+def _needs_ops(item: pytest.Item) -> bool:
+    return "deepspeed_ops" in getattr(item, "fixturenames", ())
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "deepspeed_ops" in getattr(item, "fixturenames", ()):
+        if _needs_ops(item):
             item.add_marker(pytest.mark.timeout(2 * BUILD_SECONDS))  # the first one waits for their building
             item.add_marker(pytest.mark.rest)
     _leave_one_case(items)

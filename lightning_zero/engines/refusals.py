@@ -109,7 +109,8 @@ def refuse_tracing() -> None:
     if torch.jit.is_tracing():
         raise RuntimeError(
             "torch.jit.trace of a module in a run would record how its parameters are gathered: trace a copy,"
-            " torch.jit.trace(copy.deepcopy(module), ...), on every rank."
+            " torch.jit.trace(copy.deepcopy(module), ...), on every rank. Leave out"
+            " TensorBoardLogger(log_graph=True), which traces, and call to_onnx after the run or on a copy."
         )
 
 

@@ -222,9 +222,11 @@ class StepSync(Callback):
             f"rank {', '.join(map(str, ranks))} {_PLACES[place >> _SHIFT].format(place & ((1 << _SHIFT) - 1))}"
             for place, ranks in sorted(places.items())
         )
+        validates = any(place >> _SHIFT in (3, 4) for place in places)
+        limit = "trainer.limit_val_batches" if validates else "trainer.limit_train_batches"
         raise ValueError(
             f"the ranks no longer do the same: {said}. A dataloader that gives fewer batches on some ranks does this:"
-            " give all ranks equally many (a DistributedSampler, drop_last=True, or trainer.limit_train_batches)."
+            f" give all ranks equally many (a DistributedSampler, drop_last=True, or {limit})."
         )
 
     # -- ending on request ---------------------------------------------------------------------------------------
