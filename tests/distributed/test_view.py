@@ -54,6 +54,9 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "joint norm": lambda p: torch.stack([p.norm(), p.grad.norm()]).norm().item(),
     "foreach": lambda p: torch._foreach_norm([p.detach(), p.grad])[1].item(),
     "clone": lambda p: p.detach().clone().mul_(2),
+    "places": lambda p: _places(p),
+    "array that nobody writes to": lambda p: p.detach().numpy().copy().sum().item(),
+    "sent to all": lambda p: _sent_to_all(p),
 }
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
@@ -92,6 +95,11 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "beside a transform": lambda p: [f(p.data[1]) for f in (_transform, Tensor.zero_)],
     "old data": lambda p: _with_old_data(p),
     "assigned again": lambda p: _assigned_again(p),
+    "reduced": lambda p: dist.all_reduce(p, dist.ReduceOp.MAX),
+    "reduced data": lambda p: dist.all_reduce(p.data),
+    "reduced gradient": lambda p: (dist.all_reduce(p.grad), p.grad.div_(3)),
+    "reduced later": lambda p: dist.all_reduce(p.detach(), async_op=True).wait(),
+    "broadcast": lambda p: dist.broadcast(p.data, 1),
 }
 
 
@@ -171,6 +179,19 @@ def test_writes_are_kept(ranks2, name):
     ranks2(_write, name)
 
 
+def _places(p: Tensor) -> tuple[int, bool]:
+    """How code counts parameters that are tied once."""
+    others = [p, p.data, p.detach(), p.grad]
+    assert all(other.untyped_storage().data_ptr() for other in others)
+    return len({other.data_ptr() for other in others}), p.data_ptr() == p.data.data_ptr()
+
+
+def _sent_to_all(p: Tensor) -> Tensor:
+    everyone = [torch.empty(5, 3) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, p.detach())
+    return torch.stack(everyone)
+
+
 def _write_to_a_view() -> list[str]:
     errors = []
     with _pair() as (sharded, _), WholeView(), torch.no_grad():
@@ -178,16 +199,20 @@ def _write_to_a_view() -> list[str]:
             lambda: torch._foreach_mul_([sharded.view(-1)], 2.0),
             lambda: torch._foreach_mul_([_with_graph(sharded)], 2.0),
             lambda: torch.sum(OTHER, 0, out=_with_graph(sharded)[:3]),
+            lambda: sharded.detach().numpy().fill(0),
+            lambda: dist.reduce(sharded, 0),
+            lambda: dist.scatter(sharded.data, [OTHER, OTHER] if dist.get_rank() == 0 else None),
+            lambda: dist.all_gather([sharded, OTHER.clone()], OTHER),
         ):
             try:
                 write()
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 errors.append(str(error))
     return errors
 
 
 def test_a_write_that_would_be_lost_raises(ranks2):
-    assert [len(errors) for errors in ranks2(_write_to_a_view)] == [3, 3]
+    assert [len(errors) for errors in ranks2(_write_to_a_view)] == [7, 7]
 
 
 def _gradient() -> None:

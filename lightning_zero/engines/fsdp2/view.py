@@ -70,10 +70,11 @@ from lightning_zero.private.torch import backwards_inside, never_a_frame, pause_
 
 _METADATA = frozenset(
     "size dim ndimension numel nelement stride element_size storage_offset is_floating_point is_complex is_contiguous"
-    " is_signed is_inference get_device data_ptr register_hook register_post_accumulate_grad_hook retain_grad detach"
+    " is_signed is_inference get_device register_hook register_post_accumulate_grad_hook retain_grad detach"
     " requires_grad_ __len__ __hash__ __repr__ __str__ __format__ is_same_size is_tensor is_storage _is_view"
-    " untyped_storage storage has_names type_as_metadata backward".split()
+    " storage has_names type_as_metadata backward".split()
 )
+_PLACES = frozenset(("data_ptr", "untyped_storage"))
 _VIEWS = frozenset(
     "view view_as reshape reshape_as flatten unflatten ravel t transpose swapaxes swapdims permute movedim moveaxis"
     " adjoint narrow select unbind split chunk tensor_split hsplit vsplit dsplit squeeze unsqueeze expand expand_as"
@@ -289,6 +290,10 @@ class WholeView(TorchFunctionMode):
         if name == "detach":
             with torch.inference_mode(False), torch.no_grad():  # inside, a shard has no version to pass on
                 return self._aliases.taken(args[0], func(*args))
+        if name in _PLACES:  # by which code counts tied parameters once
+            origin = self._aliases.origin(args[0])
+            part = local(origin)
+            return part.untyped_storage() if name == "untyped_storage" else part.data_ptr() or id(origin)
         if name in _METADATA or name in ("__set__", "__delete__"):
             return func(*args, **kwargs)
         if name == "__deepcopy__":
