@@ -543,7 +543,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         assert module is not None
         loss = plugin.pre_backward(closure_loss, module)
         # The engine completes the gradients before post_backward lets hooks see them.
-        retains_graph = bool(kwargs.get("retain_graph", kwargs.get("create_graph")))
+        retains_graph = any(args[1:3]) or bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
         self.engine.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs), retains_graph)
         return plugin.post_backward(loss, module)
 

@@ -76,6 +76,9 @@ class Collectives(Zoo):
         with torch.no_grad():
             dist.all_reduce(self.net.head.weight)
             self.net.head.weight /= dist.get_world_size()
+        for value in self.net.state_dict().values():
+            dist.all_reduce(value)
+            value.div_(dist.get_world_size())
         w = self.net.stem.weight.detach()
         dist.all_reduce(w)
         w.mul_(1 / dist.get_world_size())
@@ -96,7 +99,10 @@ class CollectivesInStep(Zoo):
         optimizer.zero_grad()
         loss = self.record(self.loss(batch))
         own = torch.autograd.grad(loss, list(self.parameters()), retain_graph=True)
+        for p, g in zip(self.parameters(), own, strict=True):
+            p.grad = g * 0.5  # the backward adds to it
         self.manual_backward(loss)
+        optimizer.step()
         for p, g in zip(self.parameters(), own, strict=True):
             p.grad = g + 0.01
             dist.all_reduce(p.grad)
@@ -128,7 +134,7 @@ class RetainedGraph(Zoo):
         x, y = batch
         out = self.net(x)
         optimizer.zero_grad()
-        self.manual_backward(out.abs().mean(), retain_graph=True)
+        self.manual_backward(out.abs().mean(), None, True)  # retain_graph
         first = [p.grad.clone() for p in self.parameters()]
         optimizer.zero_grad()
         self.manual_backward(self.record(F.mse_loss(out, y)))

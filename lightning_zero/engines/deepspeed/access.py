@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zero.comm.agree import all_reduce_mean
 from lightning_zero.comm.reads import WRITE, Changes
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.optimizer_step import parameters
@@ -28,6 +29,10 @@ _NOT_YET = (
     "p.grad is assigned between the micro-batches of an accumulation, when DeepSpeed keeps gradients for itself: do it"
     " in on_before_optimizer_step, or use engine='fsdp2'."
 )
+
+
+ASSIGNED = -1
+"""In the place of a gradient's version: user code has put it there."""
 
 
 class Access:
@@ -160,12 +165,21 @@ class Access:
         if value is None:
             managed.with_grad.discard(p)
             return
-        self._seen[p] = value, -1  # whole until it is flushed: maybe this rank's own, which user code will reduce
+        self._seen[p] = value, ASSIGNED  # whole until it is flushed: maybe this rank's own, which user code will reduce
         managed.with_grad.add(p)
 
-    def flush_grads(self) -> None:
-        """Copies user code's writes to gradients into DeepSpeed's pieces."""
+    def flush_grads(self, averages: bool = False) -> None:
+        """Copies user code's writes to gradients into DeepSpeed's pieces.
+
+        Args:
+            averages: A backward adds to them, so what was assigned is averaged over the ranks, as DDP averages the sum.
+        """
         managed = self._params.managed
+        if averages and managed is not None:
+            assigned = {p: grad.detach().clone() for p, (grad, version) in self._seen.items() if version == ASSIGNED}
+            with DisableTorchFunction():
+                all_reduce_mean(list(assigned.values()))
+            self._seen.update((p, (grad, ASSIGNED)) for p, grad in assigned.items())
         if self._seen and managed is not None:
             with DisableTorchFunction(), torch.no_grad():
                 for p, (grad, version) in self._seen.items():

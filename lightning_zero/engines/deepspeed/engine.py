@@ -253,7 +253,9 @@ class DeepSpeedEngine(Engine):
                 " micro-batches accumulate: unfreeze it in on_train_epoch_start or another hook between two steps, or"
                 " use engine='fsdp2'."
             )
-        self._access.flush_grads()  # before DeepSpeed adds to the pieces, or user code's writes to gradients are lost
+        self._access.flush_grads(
+            averages=True
+        )  # before DeepSpeed adds to the pieces, or user code's writes to gradients are lost
         sync = self.reduces
         if retains_graph and self._access.in_step():
             self._access.keep_all()

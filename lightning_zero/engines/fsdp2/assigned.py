@@ -1,9 +1,10 @@
 """``p.grad = x``: a gradient that user code puts in place of the engine's.
 
 Under DDP the gradient is then ``x`` itself: it may be this rank's own until user code has reduced it over the ranks.
-Here, too, it stays whole until the engine looks at gradients: to step, to clip, to add to them. Each rank then keeps
-its rows of it. Of what is assigned at most :data:`~lightning_zero.comm.reads.KEPT_BYTES` and the latest stay whole;
-rows of the others are kept at once, and a collective of user code on such a gradient raises.
+Here, too, it stays whole until the engine looks at gradients, to step or to clip; each rank then keeps its rows of it.
+A backward that adds to it is averaged with it. Of what is assigned at most
+:data:`~lightning_zero.comm.reads.KEPT_BYTES` and the latest stay whole; rows of the others are kept at once, and a
+collective of user code on such a gradient raises.
 
 While gradients are accumulated, ``x`` takes the place of this rank's own, which the next reduction averages.
 """
@@ -42,6 +43,11 @@ class AssignedGradients:
             return found[1]
         return private.grad_of(known)
 
+    def whole(self, shard: Any) -> Tensor | None:
+        """What was assigned as the gradient of ``shard``, as long as it is whole."""
+        found = self._whole.get(id(shard))
+        return None if found is None else found[1]
+
     def assign(self, known: private.ShardedParam, value: Tensor | None) -> None:
         """``p.grad = value``; ``None`` also for ``del p.grad``.
 
@@ -63,6 +69,14 @@ class AssignedGradients:
         self._whole[id(known.sharded_param)] = known, value
         while len(self._whole) > 1 and sum(value.nbytes for _, value in self._whole.values()) > KEPT_BYTES:
             self._settle(*self._whole.pop(next(iter(self._whole))))
+
+    def join_backward(self) -> None:
+        """A backward adds to what has been assigned: both are this rank's own until they are averaged together."""
+        for key, (known, value) in list(self._whole.items()):
+            if known.sharded_param.requires_grad:
+                del self._whole[key]
+                private.set_whole_grad(known, value)
+        self.settle()
 
     def settle(self) -> None:
         """Each rank keeps its rows of what has been assigned."""

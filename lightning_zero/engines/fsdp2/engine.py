@@ -395,7 +395,7 @@ class Fsdp2Engine(Engine):
     def backward(self, run_backward: Callable[[], None], retains_graph: bool = False) -> None:
         asks = self.reduces and self.automatic and self.config.find_unused_parameters
         with DisableTorchFunction():
-            self._assigned.settle()
+            self._assigned.join_backward()
             deferred = self._transport.backward_begins(self._usage.ran if asks else None)
             if deferred:
                 private.set_requires_gradient_sync(self._sharded.units, False)

@@ -92,6 +92,8 @@ class LentViews:
                 copy = view.detach().as_strided(lent.owner.shape, lent.stride, lent.offset)
                 copy.copy_(gathered(lent.owner) if now is None else now)  # other writes since
                 result = func(view, *args, **kwargs)
+                if hasattr(result, "wait"):  # of a collective with async_op
+                    result.wait()
             # outside of inference mode: the engine looks at the version of its shards
             if now is None:
                 local(lent.owner).copy_(local(shard_like(copy, lent.owner)))

@@ -72,9 +72,8 @@ _METADATA = frozenset(
     "size dim ndimension numel nelement stride element_size storage_offset is_floating_point is_complex is_contiguous"
     " is_signed is_inference get_device register_hook register_post_accumulate_grad_hook retain_grad detach"
     " requires_grad_ __len__ __hash__ __repr__ __str__ __format__ is_same_size is_tensor is_storage _is_view"
-    " storage has_names type_as_metadata backward".split()
+    " untyped_storage storage has_names type_as_metadata backward".split()
 )
-_PLACES = frozenset(("data_ptr", "untyped_storage"))
 _VIEWS = frozenset(
     "view view_as reshape reshape_as flatten unflatten ravel t transpose swapaxes swapdims permute movedim moveaxis"
     " adjoint narrow select unbind split chunk tensor_split hsplit vsplit dsplit squeeze unsqueeze expand expand_as"
@@ -190,8 +189,11 @@ class WholeView(TorchFunctionMode):
                     self._on_data(p)
         if self._views:
             targets, others, named = by_position(args, kwargs)
-            if (is_in_place(func.__name__) and self._views.owns(targets)) or self._views.owns(kwargs.get("out")):
+            writes = is_in_place(func.__name__) or func in IN_PLACE_COLLECTIVES
+            if (writes and self._views.owns(targets)) or self._views.owns(kwargs.get("out")):
                 return self._write_to_view(func, targets, others, named)
+            if self._views.owns(written_by_collective(func, args, kwargs)):
+                raise needs_own_tensor(func.__name__)
         if not self._concerns(args) and not (kwargs and self._concerns(kwargs.values())):
             result = func(*args, **kwargs)
             if self.notices and args:
@@ -290,10 +292,9 @@ class WholeView(TorchFunctionMode):
         if name == "detach":
             with torch.inference_mode(False), torch.no_grad():  # inside, a shard has no version to pass on
                 return self._aliases.taken(args[0], func(*args))
-        if name in _PLACES:  # by which code counts tied parameters once
+        if name == "data_ptr":  # by which code counts tied parameters once
             origin = self._aliases.origin(args[0])
-            part = local(origin)
-            return part.untyped_storage() if name == "untyped_storage" else part.data_ptr() or id(origin)
+            return local(origin).data_ptr() or id(origin)
         if name in _METADATA or name in ("__set__", "__delete__"):
             return func(*args, **kwargs)
         if name == "__deepcopy__":
@@ -360,10 +361,12 @@ class WholeView(TorchFunctionMode):
     def _deep_copy(self, tensor: Any, memo: dict[int, Any]) -> Tensor:
         """A whole one. In ``memo`` under the name of what was copied: a gathered temporary's passes on to the next."""
         if id(tensor) not in memo:
-            self._assigned.settle()
             with torch.no_grad():
                 copied = self._read([tensor], is_view=False)(tensor).detach().clone()
-                grad = None if tensor.grad is None else self._read([tensor.grad], is_view=False)(tensor.grad)
+                if (grad := self._assigned.whole(tensor)) is not None:
+                    grad = grad.detach().clone()
+                elif tensor.grad is not None:
+                    grad = self._read([tensor.grad], is_view=False)(tensor.grad)
             copied.requires_grad_(tensor.requires_grad).grad = grad
             memo[id(tensor)] = copied
         return memo[id(tensor)]
@@ -378,11 +381,12 @@ class WholeView(TorchFunctionMode):
         self, func: Callable[..., Any], targets: Sequence[Any], others: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         name = func.__name__
-        if not isinstance(targets[0], Tensor) or not is_in_place(name):
+        is_collective = func in IN_PLACE_COLLECTIVES
+        if not isinstance(targets[0], Tensor) or not (is_in_place(name) or is_collective):
             raise RuntimeError(
                 f"{name} writes to a view of a sharded parameter, which would be lost: write to the parameter itself."
             )
-        if torch.is_grad_enabled() and targets[0].requires_grad and not initializes(func):
+        if torch.is_grad_enabled() and targets[0].requires_grad and not initializes(func) and not is_collective:
             raise needs_no_grad(name)
         refuse_tracing()
         owner, original = self._views.owner(targets[0])
