@@ -142,7 +142,7 @@ __all__ = [
     "backwards_inside", "base_of", "call_with_hooks", "compiled_call", "disabled_torch_function", "dynamo_error",
     "forget_meshes", "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward",
     "in_transform", "is_compiled", "local_tensor", "loss_scale", "module_tables", "never_a_frame",
-    "overload_packet", "own_parameters", "pause_dynamo", "puts_other_memory", "pytree",
+    "overload_packet", "own_parameters", "pause_dynamo", "put_below", "puts_other_memory", "pytree",
     "run_first", "saved_tensors", "saves_elsewhere", "schema_of",
     "set_compiled_call", "set_data", "set_found_inf",
     "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "set_torch_function", "storage_key",

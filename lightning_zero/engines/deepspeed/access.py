@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -30,8 +31,7 @@ _NOT_YET = (
     " in on_before_optimizer_step, or use engine='fsdp2'."
 )
 
-
-ASSIGNED = -1
+_ASSIGNED = -1
 """In the place of a gradient's version: user code has put it there."""
 
 
@@ -140,7 +140,8 @@ class Access:
         if managed is None or p not in managed.with_grad:
             if managed is not None and p in managed and self._is_accumulating() and not self._has_warned:
                 self._has_warned = True
-                warnings.warn(_NONE, stacklevel=2)
+                if dist.get_rank() == 0:
+                    warnings.warn(_NONE, stacklevel=2)
             return None
         if p not in self._seen:
             self._reader.require_all(GRADIENT)
@@ -165,7 +166,10 @@ class Access:
         if value is None:
             managed.with_grad.discard(p)
             return
-        self._seen[p] = value, ASSIGNED  # whole until it is flushed: maybe this rank's own, which user code will reduce
+        self._seen[p] = (
+            value,
+            _ASSIGNED,
+        )  # whole until it is flushed: maybe this rank's own, which user code will reduce
         managed.with_grad.add(p)
 
     def flush_grads(self, averages: bool = False) -> None:
@@ -176,10 +180,10 @@ class Access:
         """
         managed = self._params.managed
         if averages and managed is not None:
-            assigned = {p: grad.detach().clone() for p, (grad, version) in self._seen.items() if version == ASSIGNED}
+            assigned = {p: grad.detach().clone() for p, (grad, version) in self._seen.items() if version == _ASSIGNED}
             with DisableTorchFunction():
                 all_reduce_mean(list(assigned.values()))
-            self._seen.update((p, (grad, ASSIGNED)) for p, grad in assigned.items())
+            self._seen.update((p, (grad, _ASSIGNED)) for p, grad in assigned.items())
         if self._seen and managed is not None:
             with DisableTorchFunction(), torch.no_grad():
                 for p, (grad, version) in self._seen.items():

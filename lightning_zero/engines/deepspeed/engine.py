@@ -122,7 +122,7 @@ class DeepSpeedEngine(Engine):
             self.reads = Reads(agreement, self.changes, rows, self.device)
         self._reader = Reader(self.reads, self.changes, rows, self._under_way.is_between)
         self._access = Access(
-            self._params, self._under_way, self._order, self.backward, self.changes, self._reader, self._usage_is_open
+            self._params, self._under_way, self._order, self.backward, self.changes, self._reader, self._is_accumulating
         )
         offloads = self.config.offloads_optimizer
         self._steps = Steps(self._params, self._access.settle, self.device, offloads, self.cpu_adam)
@@ -194,14 +194,14 @@ class DeepSpeedEngine(Engine):
             self._lent[value] = p
         return value
 
+    def _is_accumulating(self) -> bool:
+        return self._usage.window_open
+
     @property
     def known_parameters(self) -> Collection[Tensor]:
         return self._params.shapes
 
     # -- forward -------------------------------------------------------------------------------------------------
-
-    def _usage_is_open(self) -> bool:
-        return self._usage.window_open
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         self.broadcast_buffers()
@@ -253,9 +253,8 @@ class DeepSpeedEngine(Engine):
                 " micro-batches accumulate: unfreeze it in on_train_epoch_start or another hook between two steps, or"
                 " use engine='fsdp2'."
             )
-        self._access.flush_grads(
-            averages=True
-        )  # before DeepSpeed adds to the pieces, or user code's writes to gradients are lost
+        # before DeepSpeed adds to the pieces, or user code's writes to gradients are lost
+        self._access.flush_grads(averages=True)
         sync = self.reduces
         if retains_graph and self._access.in_step():
             self._access.keep_all()

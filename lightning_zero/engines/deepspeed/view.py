@@ -131,7 +131,7 @@ class ShardView(TorchFunctionMode):
             return self._on_parameters(func, name, args, kwargs, held)
         result = func(*args, **kwargs)
         if func in IN_PLACE_COLLECTIVES:
-            increment_version(list(tensors_in(args[:1])))  # which they leave as it is
+            increment_version(list(_tensors_in(args[:1])))  # which they leave as it is
         if (is_in_place(name) or func in IN_PLACE_COLLECTIVES) and not holder.busy():
             self._notice(args or tuple(kwargs.values())[:1])
         return result
@@ -234,7 +234,7 @@ class ShardView(TorchFunctionMode):
             result.wait()
         for p in written:
             self.holder.written(p, wholes.get(id(p)))
-        return result
+        return kwargs.get("out", result)
 
     def _notice(self, args: Sequence[Any]) -> None:
         """Something was written to in place: perhaps to what stands for a parameter, or to a view of it."""
@@ -255,11 +255,11 @@ class ShardView(TorchFunctionMode):
                     self.holder.written(p, base if base.shape == self.holder.shape_of(p) else None)
 
 
-def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+def _tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
     """Of a call's arguments, and of lists among them."""
     for value in values:
         if isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
+            yield from _tensors_in(value)
         elif isinstance(value, Tensor):
             yield value
 

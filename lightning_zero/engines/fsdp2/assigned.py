@@ -34,14 +34,14 @@ class AssignedGradients:
 
     def __init__(self, is_accumulating: Callable[[], bool] = lambda: False) -> None:
         self._is_accumulating = is_accumulating
+        self._nbytes = 0  # of what is whole
         self._whole: dict[int, tuple[private.ShardedParam, Tensor]] = {}  # by id of the shard
         self._own_rows: Any = WeakIdKeyDictionary()  # a set: sharded gradients that came of whole ones
 
     def grad_of(self, known: private.ShardedParam) -> Tensor | None:
         """``p.grad``."""
-        if self._whole and (found := self._whole.get(id(known.sharded_param))) is not None:
-            return found[1]
-        return private.grad_of(known)
+        whole = self.whole(known.sharded_param)
+        return private.grad_of(known) if whole is None else whole
 
     def whole(self, shard: Any) -> Tensor | None:
         """What was assigned as the gradient of ``shard``, as long as it is whole."""
@@ -54,9 +54,10 @@ class AssignedGradients:
         Raises:
             ValueError: If it has another shape than ``p``.
         """
-        self._whole.pop(id(known.sharded_param), None)
         if value is not None:
             require_shape("grad", known.sharded_param, value)
+        if id(known.sharded_param) in self._whole:
+            self._take(id(known.sharded_param))
         is_own = private.has_grad(known) or self._is_accumulating()
         private.drop_whole_grad(known)
         if value is None or isinstance(value, DTensor):
@@ -67,23 +68,30 @@ class AssignedGradients:
             private.set_whole_grad(known, value)
             return
         self._whole[id(known.sharded_param)] = known, value
-        while len(self._whole) > 1 and sum(value.nbytes for _, value in self._whole.values()) > KEPT_BYTES:
-            self._settle(*self._whole.pop(next(iter(self._whole))))
+        self._nbytes += value.nbytes
+        while len(self._whole) > 1 and self._nbytes > KEPT_BYTES:
+            self._settle_first()
 
     def join_backward(self) -> None:
         """A backward adds to what has been assigned: both are this rank's own until they are averaged together."""
         for key, (known, value) in list(self._whole.items()):
             if known.sharded_param.requires_grad:
-                del self._whole[key]
+                self._take(key)
                 private.set_whole_grad(known, value)
         self.settle()
 
     def settle(self) -> None:
         """Each rank keeps its rows of what has been assigned."""
         while self._whole:
-            self._settle(*self._whole.pop(next(iter(self._whole))))
+            self._settle_first()
 
-    def _settle(self, known: private.ShardedParam, value: Tensor) -> None:
+    def _take(self, key: int) -> tuple[private.ShardedParam, Tensor]:
+        known, value = self._whole.pop(key)
+        self._nbytes -= value.nbytes
+        return known, value
+
+    def _settle_first(self) -> None:
+        known, value = self._take(next(iter(self._whole)))
         with torch.no_grad(), DisableTorchFunction():
             grad = shard_like(value, known.sharded_param)
             known.sharded_param.grad = grad
