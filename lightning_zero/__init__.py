@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.registry import register_when_imported
+from lightning_zero.twins import unite_twins
 
 if TYPE_CHECKING:
     from lightning_zero.checkpoint.pretrained import load_pretrained
@@ -49,6 +50,7 @@ _LAZY = {
     "plan": "lightning_zero.planner",
 }
 
+unite_twins()
 register_when_imported()
 
 

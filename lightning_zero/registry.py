@@ -2,19 +2,22 @@
 
 Lightning has no entry point for strategies, so the names are put into its registry: at once where Lightning is
 imported already, else when it is. Importing this package alone therefore costs nothing, which the command's ``--help``
-and its refusals of what was mistyped live by.
+and its refusals of what was mistyped live by. ``pytorch_lightning`` has the names, too (``lightning_zero.twins``).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+from lightning_zero.twins import versions
 
 NAMES: dict[str, dict[str, Any]] = {
     f"zero{stage}{offloaded}{suffix}": {"stage": stage, "engine": engine, **offload}
@@ -26,45 +29,49 @@ NAMES["zero3_nvme"] = {"stage": 3, "engine": "deepspeed", "offload": "nvme"}
 NAMES["zero_auto"] = {"auto": True, "engine": "fsdp2"}
 """Registered name -> the fields of ``ZeroConfig`` it stands for."""
 
-_REGISTRY = "lightning.pytorch.strategies"
-"""The module of Lightning's that makes the registry."""
+_LIGHTNING = "lightning.pytorch"
+_REGISTRIES = {f"{_LIGHTNING}.strategies": "lightning.fabric", "pytorch_lightning.strategies": "lightning_fabric"}
+"""The modules of Lightning's that make a registry of the Trainer's -> the Fabric beside it."""
 
 
-def register_strategies() -> None:
+def register_strategies(trainers: str = f"{_LIGHTNING}.strategies") -> None:
     """Registers every name, importing Lightning; safe to call again.
 
     Fabric gets the names too, to say that it is the Trainer that takes them.
-    """
-    from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRICS
-    from lightning.pytorch.strategies import StrategyRegistry
 
+    Args:
+        trainers: The module with the Trainer's registry.
+    """
+    registry = import_module(trainers).StrategyRegistry
+    fabrics = import_module(f"{_REGISTRIES[trainers]}.strategies").STRATEGY_REGISTRY
     for name, settings in NAMES.items():
-        StrategyRegistry.register(
+        registry.register(
             name,
-            _make_strategy,  # the class is imported on first use, not with the package
+            _maker(trainers, name),
             description="ZeRO " + ", ".join(f"{key} {value}" for key, value in settings.items()),
             override=True,
             **settings,
         )
-        FABRICS.register(name, partial(_refuse_fabric, name), description="of the Trainer alone", override=True)
-    StrategyRegistry.available_strategies = lambda: _KnownNames(StrategyRegistry)  # type: ignore[method-assign]
+        fabrics.register(name, partial(_refuse_fabric, name), description="of the Trainer alone", override=True)
+    registry.available_strategies = lambda: _KnownNames(registry)
 
 
 def register_when_imported() -> None:
     """Registers every name as soon as Lightning's registry is there."""
-    if _REGISTRY in sys.modules:
-        register_strategies()
-    elif not any(isinstance(finder, _RegisterAfterImport) for finder in sys.meta_path):
+    for trainers in _REGISTRIES:
+        if trainers in sys.modules:
+            register_strategies(trainers)
+    if not any(isinstance(finder, _RegisterAfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _RegisterAfterImport())
 
 
 class _RegisterAfterImport(MetaPathFinder):
-    """Finds one module, :data:`_REGISTRY`, as the other finders do, and registers the names once it is executed."""
+    """Finds the modules of :data:`_REGISTRIES` as other finders do, and registers the names when one is executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _REGISTRY:
+        if fullname not in _REGISTRIES:
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
         spec = next((found for finder in others if (found := finder.find_spec(fullname, path, target))), None)
@@ -74,9 +81,7 @@ class _RegisterAfterImport(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-            register_strategies()
+            register_strategies(fullname)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -96,11 +101,31 @@ class _KnownNames(list[str]):
         return False
 
 
-def _make_strategy(**settings: Any) -> Any:
-    from lightning_zero.auto import make_strategy
-    from lightning_zero.config import ZeroConfig
+@cache
+def _maker(trainers: str, name: str) -> Callable[..., Any]:
+    def make(**settings: Any) -> Any:
+        from lightning_zero.auto import make_strategy  # the class is imported on first use, not with the package
+        from lightning_zero.config import ZeroConfig
 
-    return make_strategy(ZeroConfig.from_kwargs(**settings))
+        _check_is_ours(trainers, name)
+        return make_strategy(ZeroConfig.from_kwargs(**settings))
+
+    return make
+
+
+def _check_is_ours(trainers: str, name: str) -> None:
+    """Refuses the Trainer of the ``pytorch_lightning`` that is not the Lightning of this package's classes."""
+    if import_module(trainers).StrategyRegistry is import_module(f"{_LIGHTNING}.strategies").StrategyRegistry:
+        return
+    lightning, twin = versions()
+    if lightning == twin:
+        repair = "Import lightning_zero before the second of them, or use lightning.pytorch alone."
+    else:
+        repair = f"Install one version of both (pip install pytorch-lightning=={lightning}), or use lightning.pytorch."
+    raise ValueError(
+        f"pytorch_lightning.Trainer(strategy={name!r}): lightning {lightning} and pytorch_lightning {twin} are both"
+        f" imported, and a Trainer of one cannot run strategies of the other. {repair}"
+    )
 
 
 def _refuse_fabric(name: str) -> Any:

@@ -13,6 +13,8 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_zero.twins import TWINS
+
 
 class SilentTrainer(Trainer):
     """Enough of a Trainer for a traced step: logs nothing, knows how many steps there will be."""
@@ -52,7 +54,7 @@ class DefaultDtype:
 @contextmanager
 def quiet() -> Iterator[None]:
     """A second Trainer need not tell about the machine again."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    loggers = [logging.getLogger(name) for name in TWINS]
     before = [each.level for each in loggers]
     for each in loggers:
         each.setLevel(logging.ERROR)

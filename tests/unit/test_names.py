@@ -84,6 +84,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert {name for name in added if name.startswith("lightning_zero")} == {
         "lightning_zero",
         "lightning_zero.registry",
+        "lightning_zero.twins",
     }
 
 

@@ -16,6 +16,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "config": (),
     "errors": (),
     "host": (),
+    "twins": (),
     "private": ("errors",),
     "comm": ("errors", "private"),
     "checkpoint": ("errors", "host", "private", "comm"),
@@ -23,14 +24,14 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "engines.fsdp2": ("config", "errors", "host", "private", "comm", "checkpoint", "engines"),
     "engines.deepspeed": ("config", "errors", "host", "private", "comm", "checkpoint", "engines"),
     "launch": ("errors", "host", "private", "comm", "checkpoint"),
-    "planner": ("config", "errors", "host", "private", "comm", "checkpoint", "engines"),
+    "planner": ("config", "errors", "host", "twins", "private", "comm", "checkpoint", "engines"),
     "strategy": (
         *("config", "errors", "host", "private", "comm", "checkpoint"),
         *("engines", "engines.fsdp2", "engines.deepspeed", "launch", "planner"),
     ),
     "callbacks": ("private", "comm", "engines", "planner"),
     "auto": ("config", "host", "private", "planner", "strategy"),
-    "registry": ("config", "auto"),
+    "registry": ("config", "auto", "twins"),
     "recipes": (),
     "app": (
         *("config", "errors", "host", "private", "checkpoint", "engines.deepspeed", "launch", "strategy"),
@@ -69,7 +70,7 @@ ALIASES = {
     f"{PACKAGE}.private.lightning": "lightning",  # the private parts of a library are for the same rooms
     f"{PACKAGE}.private.hydra": "hydra",
 }
-STANDARD_LIBRARY_ONLY = ("config", "errors", "host", "private.check", "launch.supervisor")
+STANDARD_LIBRARY_ONLY = ("config", "errors", "host", "twins", "private.check", "launch.supervisor")
 INSIDE_FUNCTIONS = ("deepspeed",)
 """Libraries that take seconds to import, or are not installed everywhere."""
 

@@ -1,0 +1,85 @@
+"""Lightning is published twice, as ``lightning`` and as ``pytorch_lightning``: the same code, two sets of classes.
+
+A Trainer of one takes neither strategies nor modules of the other. So whichever a process imports first answers to
+both names from then on: a script that says ``import pytorch_lightning as pl``, and a package that was written for it,
+meet the same classes as this package does. Where both were imported before this package, or their versions differ,
+nothing is replaced, and ``lightning_zero.registry`` refuses the Trainer that cannot run us.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from types import ModuleType
+
+TWINS = {
+    "pytorch_lightning": "lightning.pytorch",
+    "lightning.pytorch": "pytorch_lightning",
+    "lightning_fabric": "lightning.fabric",
+    "lightning.fabric": "lightning_fabric",
+}
+"""Package -> the package of the same content."""
+
+
+def unite_twins() -> None:
+    """From now on the name that is imported second stands for the modules of the first; safe to call again."""
+    if not any(isinstance(finder, _OfTheFirst) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _OfTheFirst())
+
+
+@cache
+def versions() -> tuple[str | None, str | None]:
+    """The installed versions of ``lightning`` and ``pytorch-lightning``; None for one that is not installed."""
+    return _installed("lightning"), _installed("pytorch-lightning")
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+class _OfTheFirst(MetaPathFinder):
+    """Finds a module of the twin that is imported second in the one that was first."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        first = _name_in_first(fullname)
+        if first is None or find_spec(first) is None:
+            return None
+        return ModuleSpec(fullname, _Alias(first))
+
+
+def _name_in_first(name: str) -> str | None:
+    """The name of the same module in the twin that is imported already; None if there is none, or ``name`` is it."""
+    if name in TWINS:
+        one, other = versions()
+        return TWINS[name] if TWINS[name] in sys.modules and one == other else None
+    parent, _, last = name.rpartition(".")
+    package = sys.modules.get(parent)
+    if not parent.startswith(tuple(TWINS)) or package is None or package.__name__ == parent:
+        return None
+    return f"{package.__name__}.{last}"
+
+
+class _Alias(Loader):
+    """Gives the module of another name, which stays as it is."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(self._name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has put the alias's there
