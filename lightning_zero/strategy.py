@@ -56,7 +56,7 @@ from lightning_zero.engines.deepspeed.run import DeepSpeedRun
 from lightning_zero.engines.elementwise import note_on_whole_steps
 from lightning_zero.engines.fsdp2.private import FULLY_SHARD
 from lightning_zero.engines.fsdp2.run import Fsdp2Run
-from lightning_zero.engines.hooks import user_looks_between_micro_batches
+from lightning_zero.engines.hooks import user_looks_before_step, user_looks_between_micro_batches
 from lightning_zero.engines.optimizer_step import refuse_sharding
 from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision, adapt_precision
 from lightning_zero.engines.run import EngineRun, Place
@@ -354,7 +354,10 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._run.prepare(engine, module, trainer_facts(trainer), trainer.default_root_dir, self.agreement, place)
         engine.shard(module)
         engine.automatic = module.automatic_optimization
-        engine.keep_gathered = not user_looks_between_micro_batches(trainer, module)
+        if fitting:
+            looks = user_looks_between_micro_batches(trainer, module), user_looks_before_step(trainer, module)
+            between, before_step = map(any, zip(*self.agreement.gather(looks), strict=True))  # callbacks of any rank
+            engine.keep_gathered, engine.reader.waits_before_step = not between, before_step
         self.engine = engine
         self.model = engine.root
         if hasattr(plugin, "engine"):

@@ -18,10 +18,11 @@ Each rank takes part in each round exactly once, by one thread or the other, so 
 A service must neither be early nor late: rows belong to a count of :class:`Changes`. A rank that has changed them less
 often than the reader waits for its main thread. One that has gone on to write to them (``if trainer.is_global_zero:
 torch.save(...)``, then on all ranks ``p.clamp_()``) has kept what was there before; before writes to more than
-:data:`KEPT_BYTES` of its rows ranks meet instead. Optimizers step after messages that the reader has not answered;
-behind a backward they may be ahead, and then the read raises.
+:data:`KEPT_BYTES` of its rows ranks meet instead. Optimizers step after messages that the reader has not answered.
+Behind a backward they step without any: where user code runs between the two, ranks meet before the step, and until
+then gradients can be read, too. Where none is known of, they do not, and a read there raises.
 
-Reads of all ranks cost one message of 16 bytes more than the gather; steps cost nothing.
+Reads of all ranks cost one message of 16 bytes more than the gather; steps cost nothing but that meeting.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from enum import IntEnum
 from itertools import count
 from typing import Any, NamedTuple, Protocol
 
@@ -62,9 +64,22 @@ UNKNOWN = -1
 """The key of what others cannot send rows of. So are those below."""
 WRITE = UNKNOWN - 1
 """The key of any write, where all ranks must have come to it."""
+STEP = WRITE - 1
+"""The key of an optimizer's step that ranks begin together."""
 
 KEPT_BYTES = 32 << 20
 """Of rows as they were before the user's writes, on each rank, since ranks last met."""
+
+
+class Ahead(IntEnum):
+    """What comes after the user's code of now."""
+
+    MESSAGES = 0
+    """Of all ranks, before rows change."""
+    STEP = 1
+    """The optimizer's, before which ranks do not wait for each other."""
+    MEETING = 2
+    """And then the optimizer's step. Until then gradients stay as they are, too."""
 
 
 class Changes:
@@ -74,14 +89,14 @@ class Changes:
         begun, done: So far.
         kept_bytes: Of the rows of before, alike on all ranks.
         lost: The latest whose rows of before are not kept.
-        due: The next thing to happen is a step, before which ranks do not wait for each other.
+        ahead: What comes next.
         mark: Called at the end of each change, by the thread that made it.
     """
 
     def __init__(self) -> None:
         self.mark: Callable[[], object] = lambda: None
         self.begun = self.done = self.lost = 0
-        self.due = False
+        self.ahead = Ahead.MESSAGES
         self.kept_bytes = 0
         self._before: dict[int, list[tuple[int, Tensor]]] = {}  # key -> changes, and rows before each of them
 
@@ -189,7 +204,7 @@ class _Said(NamedTuple):
     begun: int
     done: int
     lost: int
-    due: bool
+    ahead: int
 
 
 class _Asked(NamedTuple):
@@ -282,7 +297,7 @@ class Reads:
         """What ranks read differs: rows travel to one reader after the other. ``None`` if this rank is to ask again;
         and whether others read, too."""
         calls, changes = self._channel.calls, self._changes
-        mine = _Said(keys, tuple(self._holder.members), calls, changes.begun, changes.done, changes.lost, changes.due)
+        mine = _Said(keys, tuple(self._holder.members), calls, changes.begun, changes.done, changes.lost, changes.ahead)
         said = [_Said(*each) for each in self._agreement.gather(tuple(mine), self._reading(keys))]
         found: dict[int, list[Tensor]] | None = None
         error = None
@@ -316,7 +331,7 @@ class Reads:
                 if not self._receive(torch.empty(1, dtype=torch.uint8), member).item():
                     why = _WENT_ON.format(member)
             else:
-                why, is_final = f"rank {member} has them in files, which only its own step reads", True
+                why, is_final = f"rank {member} has none, or in files, which only its own step reads", True
         if why is not None:  # after all have been heard: later messages must not meet these
             return why, is_final
         for key in keys:
@@ -453,17 +468,24 @@ _WENT_ON = "rank {} has gone on to change parameters meanwhile"
 def _obstacle(reader: int, its: _Said, said: Sequence[_Said]) -> tuple[str | None, bool]:
     """Why the members' rows are not those that the reader asks for; and whether they never will be, and not all ranks
     come to the same read either."""
-    have_passed = any(other.calls > its.calls for other in said)
+    have_passed = any(_has_passed(other, its) for other in said)
     if min(its.keys) <= UNKNOWN:
         return "nothing is sent for that", have_passed
-    if its.due or its.begun != its.done:
+    if its.ahead == Ahead.STEP or its.begun != its.done:
         return "others go on to the optimizer's step", have_passed
     for member in its.members:
         if said[member].lost > its.done:
             return _WENT_ON.format(member), True
         if said[member].done < its.done:
-            return f"rank {reader} alone has written to parameters before", said[member].calls > its.calls
+            return f"rank {reader} alone has written to parameters before", _has_passed(said[member], its)
+        if its.ahead == Ahead.MEETING != said[member].ahead:  # it is in its backward
+            return f"rank {member} has not ended its backward", _has_passed(said[member], its)
     return None, False
+
+
+def _has_passed(other: _Said, its: _Said) -> bool:
+    """Whether the main thread of ``other`` is behind the place of a read."""
+    return other.calls > its.calls or (other.keys == (STEP,) != its.keys)
 
 
 def _number_of(keys: tuple[int, ...], how: Sequence[int]) -> int:

@@ -24,6 +24,7 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.gradients import clamp, scale_to_norm, sum_of_squares
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.precision import DtypePolicy
+from lightning_zero.engines.reads import Reader
 from lightning_zero.private.torch import DisableTorchFunction, has_accumulation_hooks, own_parameters, version_of
 
 CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -184,6 +185,8 @@ class Engine(ABC):
         self.dtypes = dtypes
         self.shards_device = device
         """The device of the gradients' shards, on which their norms are joined."""
+        self.reader: Reader
+        """Of what not all ranks read. From :meth:`shard` on."""
         self.keep_gathered = False
         """Whether parameters may stay whole between micro-batches: no user hook looks at the module there."""
         self.automatic = True

@@ -9,14 +9,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.reads import KEPT_BYTES, UNKNOWN, WRITE, Changes, Holder, Reads
+from lightning_zero.comm.reads import KEPT_BYTES, STEP, UNKNOWN, WRITE, Ahead, Changes, Holder, Reads
 
 
 class Keyed(Holder, Protocol):
     """An engine's tensors, which other ranks may read."""
 
     def key_of(self, tensor: Any) -> int:
-        """The tensor's number."""
+        """The tensor's number; of a gradient, while it stays as it is (:attr:`Ahead.MEETING`)."""
 
     def assemble(self, key: int, parts: list[Tensor]) -> Tensor:
         """The whole tensor of everyone's rows, on the device."""
@@ -41,6 +41,8 @@ class Reader:
     ) -> None:
         self._reads, self._changes, self._is_between = reads, changes, is_between
         self._rows = rows
+        self.waits_before_step = False
+        """Whether user code runs between a backward and its optimizer's step: ranks meet between the two."""
         self._ahead: tuple[Any, Collection[int], dict[int, list[Tensor]] | None] | None = None
 
     def alone(self, tensors: Sequence[Any], origin: Callable[[Any], Any] = lambda tensor: tensor) -> dict[int, Tensor]:
@@ -69,6 +71,24 @@ class Reader:
             if then == self._changes.begun and all(key in known for key in keys):
                 return found
         return self._reads.ask(keys, how)
+
+    def step_is_next(self) -> None:
+        """A backward has left gradients for the optimizer."""
+        meets = self.waits_before_step and self._reads is not None
+        self._changes.ahead = Ahead.MEETING if meets else Ahead.STEP
+        if meets:
+            self._changes.mark()
+
+    def step_begins(self) -> None:
+        """Gradients or parameters are about to change: ranks whose user code still reads them are waited for."""
+        if self._changes.ahead is Ahead.MEETING:
+            self.require_all(STEP)
+            self._changes.forget()
+        self._changes.ahead = Ahead.STEP
+
+    def step_ends(self) -> None:
+        """The optimizer has stepped, or has not for an overflow."""
+        self._changes.ahead = Ahead.MESSAGES
 
     def begin_ahead(self, tensors: Sequence[Any], origin: Callable[[Any], Any] = lambda tensor: tensor) -> None:
         """``tensors`` are about to be read one by one: asks for all of them, until :meth:`end_ahead`. Those for which

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import tempfile
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -699,6 +700,33 @@ class ReadAlone(Zoo):
         self.read("after")
 
 
+class Histograms(Zoo):
+    """``self.logger.experiment.add_histogram(name, p.grad)``, with a logger that looks at it on one rank alone, while
+    gradients wait for the optimizer, as do TensorBoard's; on the last rank alone, too."""
+
+    def add_histogram(self, rank: int, name: str, value: Tensor | None) -> None:
+        if self.global_rank == rank and value is not None:
+            time.sleep(0.001)  # the others go ahead
+            self.extra[f"{self.trainer.global_step} {len(self.losses)} {name}"] = torch.from_numpy(
+                value.detach().cpu().numpy().copy()
+            )
+
+    def look(self, where: str) -> None:
+        for rank in (0, self.trainer.world_size - 1):
+            for name, p in [*self.net.named_parameters()][::5]:
+                self.add_histogram(rank, f"{where} {name}", p)
+                self.add_histogram(rank, f"{where} {name}.grad", p.grad)
+
+    def on_after_backward(self) -> None:
+        self.look("backward")
+        for p in self.net.head.parameters():  # on all ranks
+            if p.grad is not None:
+                p.grad.nan_to_num_().mul_(0.5)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.look("step")
+
+
 def _pruning(**options: Any) -> Any:
     from lightning.pytorch.callbacks import ModelPruning
 
@@ -768,6 +796,7 @@ HELD: dict[str, Kind] = {
     "partial_forward": Kind(module=_of(PartialForward)),
     "pruned_by_callback": Kind(module=_of(Zoo), callbacks=_pruning(use_lottery_ticket_hypothesis=False)),
     "lottery_ticket": Kind(module=_of(SameOnAllRanks), callbacks=_pruning(), max_epochs=3),
+    "histograms_on_one_rank": Kind(module=_of(Histograms), trainer={"gradient_clip_val": 0.05}),
     "read_on_one_rank": Kind(
         module=_of(ReadAlone),
         validates=True,

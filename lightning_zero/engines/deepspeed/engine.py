@@ -120,9 +120,9 @@ class DeepSpeedEngine(Engine):
         agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
         if agreement is not None and dist.get_world_size() > 1:
             self.reads = Reads(agreement, self.changes, rows, self.device)
-        self._reader = Reader(self.reads, self.changes, rows, self._under_way.is_between)
+        self.reader = Reader(self.reads, self.changes, rows, self._under_way.is_between)
         self._access = Access(
-            self._params, self._under_way, self._order, self.backward, self.changes, self._reader, self._is_accumulating
+            self._params, self._under_way, self._order, self.backward, self.changes, self.reader, self._is_accumulating
         )
         offloads = self.config.offloads_optimizer
         self._steps = Steps(self._params, self._access.settle, self.device, offloads, self.cpu_adam)
@@ -163,8 +163,8 @@ class DeepSpeedEngine(Engine):
                 self._steps.lend_wholes(optimizer)
                 optimizer.state_dict = partial(self._state_dict_of, optimizer)  # type: ignore[method-assign]
         if self._stage3:
-            begin = partial(self._reader.begin_ahead, origin=self._if_away)
-            self._state_dicts = WholeStateDicts(self.module, self._own_memory_of, begin, self._reader.end_ahead)
+            begin = partial(self.reader.begin_ahead, origin=self._if_away)
+            self._state_dicts = WholeStateDicts(self.module, self._own_memory_of, begin, self.reader.end_ahead)
         copies.begin()  # undone by private.end
         pickle_plainly(params.held, self._plain, self._attributes)
         self.units_table = params.table()
@@ -179,7 +179,7 @@ class DeepSpeedEngine(Engine):
         with torch.no_grad(), DisableTorchFunction():
             if not self._stage3:
                 return p.detach().clone()
-            alone = self._reader.alone([p]) if self._access.is_away(p) else {}
+            alone = self.reader.alone([p]) if self._access.is_away(p) else {}
             return alone[id(p)] if alone else private.gathered_copy(p)
 
     def _if_away(self, p: Tensor) -> Tensor | None:
@@ -279,7 +279,8 @@ class DeepSpeedEngine(Engine):
                 shards.after_backward(takes)
             if sync:
                 usage.end_window()
-                self.changes.due = self.automatic
+                if self.automatic:
+                    self.reader.step_is_next()
 
     # -- optimizer -----------------------------------------------------------------------------------------------
 
@@ -288,21 +289,29 @@ class DeepSpeedEngine(Engine):
             assert closure is not None
             self.changes.end()  # of a step that evaluates several times
             result = closure()
-            self.changes.begin()
+            begin()
             return result
 
-        if closure is None:
+        def begin() -> None:
+            self.reader.step_begins()
             self.changes.begin()
+
+        if closure is None:
+            begin()
         try:
             return self._steps.step(optimizer, None if closure is None else evaluate, **kwargs)
         finally:
             self.changes.end()
-            self.changes.due = False
+            self.reader.step_ends()
 
     @contextmanager
     def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Iterator[Any]:
-        with self.changes.under_way(), self._steps.stand_ins(optimizer, on_shards) as swap:
-            yield swap
+        self.reader.step_begins()
+        try:
+            with self.changes.under_way(), self._steps.stand_ins(optimizer, on_shards) as swap:
+                yield swap
+        finally:
+            self.reader.step_ends()
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         managed = self._params.attached

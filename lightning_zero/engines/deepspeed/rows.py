@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm.reads import UNKNOWN, WRITE
+from lightning_zero.comm.reads import STEP, UNKNOWN, WRITE
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.parameters import Parameters
 
@@ -48,8 +48,8 @@ class Rows:
 
     def name(self, key: int) -> str:
         """For errors."""
-        if key == WRITE:
-            return "a parameter that is written to"
+        if key in (WRITE, STEP):
+            return "a parameter that is written to" if key == WRITE else "the optimizer's step"
         return "a gradient" if key == GRADIENT else f"parameter {self._names[self._held[key]]!r}"
 
     def assemble(self, key: int, parts: list[Tensor]) -> Tensor:

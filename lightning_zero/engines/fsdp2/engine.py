@@ -199,13 +199,13 @@ class Fsdp2Engine(Engine):
             private.before_reduce(group, self._before_reduce)
             private.before_backward(group, self._before_backward)
             private.without_translation(group)
-        rows = Rows(self._identity.shards, module, self.mesh, self._sharded.names)
+        rows = self._rows = Rows(self._identity.shards, module, self.mesh, self._sharded.names, self.changes)
         agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
         if agreement is not None and dist.get_world_size() > 1:
             self.reads = Reads(agreement, self.changes, rows, self.shards_device)
-        self._reader = Reader(self.reads, self.changes, rows, lambda: self._marks.between)
+        self.reader = Reader(self.reads, self.changes, rows, lambda: self._marks.between)
         self._in_use = ValuesInUse()
-        writing = partial(self._reader.writing, before=self._transport.user_writes)
+        writing = partial(self.reader.writing, before=self._transport.user_writes)
         self._writing = partial(self._in_use.followed, writing)
         self._follow_forward()
         self._copies.begin()
@@ -218,7 +218,7 @@ class Fsdp2Engine(Engine):
         self._usage = Usage(self._transport, self._sharded.parameters, self._sharded.names)
         group_of = self._identity.group_of if self.view().notices else None
         self._end_transforms = translate_transformed(self.view().whole_argument)
-        self._graphs = GraphInputs(self._identity.own, self._read, self._reader.alone, self._writing, group_of)
+        self._graphs = GraphInputs(self._identity.own, self._read, self.reader.alone, self._writing, group_of)
 
     @property
     def known_parameters(self) -> Collection[Tensor]:
@@ -260,9 +260,9 @@ class Fsdp2Engine(Engine):
         end_evaluation = after_entry(self._marks, self.reshard)
         for entry in (self.module, *self.module.children()):
             self._handles.append(entry.register_forward_hook(end_evaluation))
-        begin = partial(self._reader.begin_ahead, origin=self._identity.shards.get)
-        whole = partial(self._identity.whole_value, alone=self._reader.alone, lend=self._lend)
-        self._states = WholeStateDicts(self.module, whole, begin, self._reader.end_ahead)
+        begin = partial(self.reader.begin_ahead, origin=self._identity.shards.get)
+        whole = partial(self._identity.whole_value, alone=self.reader.alone, lend=self._lend)
+        self._states = WholeStateDicts(self.module, whole, begin, self.reader.end_ahead)
 
     def _lend(self, whole: Tensor, original: Tensor | None, shard: DTensor) -> None:
         """A value of ``state_dict()``: under DDP what is written to it is written to the parameter."""
@@ -277,7 +277,7 @@ class Fsdp2Engine(Engine):
         if not private.KNOWS_TRANSFORMS:
             refuse_transforms("fully_shard of torch below 2.13", "torch>=2.13, units=[]")
         self._usage.ran[index] = 1
-        self._reader.require_all(UNIT - index)
+        self.reader.require_all(UNIT - index)
         self._transport.unit_begins(index, self._phase is Phase.BACKWARD)
         if self._phase is Phase.STEP and torch.is_grad_enabled():
             self._ran_last = unit
@@ -289,7 +289,7 @@ class Fsdp2Engine(Engine):
         refuse_tracing()
         for group in self._root_groups:
             if not private.is_gathered(group):
-                self._reader.require_all(UNIT - len(self.units) + 1)
+                self.reader.require_all(UNIT - len(self.units) + 1)
                 with torch.inference_mode(False):
                     private.unshard(self.root)
             elif not self.automatic:
@@ -345,15 +345,16 @@ class Fsdp2Engine(Engine):
         on_use = self._keep_for_backward if drops_after_forward else None
         own, data_taken = self._identity.own, self._writes.data_is_taken
         return WholeView(
-            self._writing, data_taken, own, self._read, on_use, self._reader, self._on_grad, self._assigned, self._lent
+            self._writing, data_taken, own, self._read, on_use, self.reader, self._on_grad, self._assigned, self._lent
         )
 
-    def _on_grad(self) -> None:
+    def _on_grad(self, shard: DTensor, grad: Tensor) -> None:
         """User code reads or assigns ``p.grad``.
 
         Raises:
             ValueError: In ``LightningModule.backward``, which may be overridden: gradients are complete only after it.
         """
+        self._rows.given(grad, shard)
         if self._is_accumulating and self.config.stage > 1 and not self._has_warned:
             self._has_warned = True
             if dist.get_world_size() > 1 and dist.get_rank() == 0:
@@ -455,7 +456,8 @@ class Fsdp2Engine(Engine):
             if self.config.find_unused_parameters:
                 self._usage.agree()
             self._usage.start_window()
-            self.changes.due = self.automatic
+            if self.automatic:
+                self.reader.step_is_next()
         self._is_accumulating = not self.reduces
 
     # -- optimizer -----------------------------------------------------------------------------------------------
@@ -465,12 +467,13 @@ class Fsdp2Engine(Engine):
             return self._sharded_step(optimizer).step(partial(self._evaluate, closure), **kwargs)
         finally:
             self.changes.end()
-            self.changes.due = False
+            self.reader.step_ends()
             self._transport.shards_changed()  # a kernel of the optimizer's own need not tell a tensor that it writes
 
     def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
         self.changes.end()  # of a step that evaluates several times
         result = None if closure is None else closure()
+        self.reader.step_begins()
         self.changes.begin()
         with DisableTorchFunction():
             # Gradients of a plain loss.backward() under manual optimization, and gathered copies of old values.
@@ -501,15 +504,18 @@ class Fsdp2Engine(Engine):
 
     @contextmanager
     def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Iterator[Any]:
+        self.reader.step_begins()
         self._assigned.settle()
         self._wait_for_host_copies()
         try:
             with self.changes.under_way(), self._sharded_step(optimizer).stand_ins(on_shards) as swap:
                 yield swap
         finally:
+            self.reader.step_ends()
             self._transport.shards_changed()
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+        self.reader.step_begins()
         self._assigned.settle()
         params = self._identity.held(optimizer)
         shards = [local(p.grad) for p in params if isinstance(p, DTensor) and p.grad is not None]
