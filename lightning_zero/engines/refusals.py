@@ -104,6 +104,15 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
             )
 
 
+def refuse_gradients_in_backward() -> None:
+    """Raises ``ValueError``: in ``LightningModule.backward``, which may be overridden, gradients are not complete."""
+    raise ValueError(
+        "LightningModule.backward of this module reads or assigns p.grad, but gradients are averaged over the ranks and"
+        " sharded only after it: move what follows loss.backward() to on_after_backward or, for clipping, to"
+        " configure_gradient_clipping."
+    )
+
+
 def refuse_tracing() -> None:
     """Raises ``RuntimeError`` inside ``torch.jit.trace``, on all ranks before anything is gathered."""
     if torch.jit.is_tracing():

@@ -31,6 +31,7 @@ TORCH = Library(
     TESTED,
     (
         Needed("torch:_C.DisableTorchFunction"),
+        Needed("torch:_C._EnableTorchFunction"),
         Needed("torch:_C._storage_Use_Count"),
         Needed("torch:_C._disabled_torch_function_impl"),
         Needed("torch:_C._are_functorch_transforms_active"),
@@ -124,6 +125,8 @@ with importing(TORCH):
     """Inside it, no ``__torch_function__`` runs, neither a mode's (our views') nor a subclass's. Public is
     ``DisableTorchFunctionSubclass``, which leaves modes on."""
     DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # documented by this name
+    EnableTorchFunction: Any = torch._C._EnableTorchFunction
+    """Undoes ``DisableTorchFunction`` inside it, for the user's own code."""
     disabled_torch_function = torch._C._disabled_torch_function_impl
     """``__torch_function__`` of a subclass that has none; public for ``torch.compile`` only, by the same name."""
     in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -137,7 +140,7 @@ with importing(TORCH):
 
 __all__ = [
     "GETTERS", "INITIALIZERS", "ITEM", "PICKLED", "TORCH", "BatchNorm", "DisableTorchFunction",
-    "DisableTorchFunctionSubclass", "Dynamo", "FakeTensorMode", "Graph",
+    "DisableTorchFunctionSubclass", "Dynamo", "EnableTorchFunction", "FakeTensorMode", "Graph",
     "MemoryFormats", "StorageInfo", "TorchDispatchMode", "abort_process_groups", "at_end_of_backward", "backward_hooks",
     "backwards_inside", "base_of", "call_with_hooks", "compiled_call", "disabled_torch_function", "dynamo_error",
     "forget_meshes", "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward",

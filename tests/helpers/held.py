@@ -599,6 +599,28 @@ class ReadsInBackward(Zoo):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
 
 
+class OwnBackward(Zoo):
+    """Overrides it without a look at gradients."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward(*args, **kwargs)
+
+
+class OwnManualBackward(OwnBackward):
+    """The same where the step calls it."""
+
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.record(self.loss(batch))
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
 class ManualBuffers(Zoo):
     """Manual optimization, for which Lightning has DDP send buffers once: each rank's statistics are its own."""
 
@@ -783,9 +805,9 @@ HELD: dict[str, Kind] = {
         on_deepspeed=False,
         note="DeepSpeed's stage 3 raises in the backward",
     ),
-    "backward_reads_gradients": Kind(
-        module=_of(ReadsInBackward), on_deepspeed=False, refused="move what follows loss.backward"
-    ),
+    "backward_reads_gradients": Kind(module=_of(ReadsInBackward), refused="move what follows loss.backward"),
+    "backward_overridden": Kind(module=_of(OwnBackward)),
+    "backward_overridden_in_manual_optimization": Kind(module=_of(OwnManualBackward)),
     "samples_in_inference_mode": Kind(
         module=_of(SamplesInInferenceMode),
         validates=True,

@@ -20,7 +20,7 @@ from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
 from lightning_zero.engines.deepspeed.rows import GRADIENT
 from lightning_zero.engines.reads import Reader
-from lightning_zero.private.torch import DisableTorchFunction, version_of
+from lightning_zero.private.torch import DisableTorchFunction, in_backward, version_of
 
 _NONE = (
     "p.grad is None between the micro-batches of an accumulation: DeepSpeed keeps gradients for itself until the last"
@@ -80,6 +80,10 @@ class Access:
 
     def in_step(self) -> bool:
         return Phase.STEP in self._under_way
+
+    def in_users_backward(self) -> bool:
+        """Whether ``LightningModule.backward`` runs outside of autograd."""
+        return Phase.BACKWARD in self._under_way and not in_backward()
 
     def busy(self) -> bool:
         return Phase.BACKWARD in self._under_way or Phase.WHOLE in self._under_way
@@ -220,7 +224,7 @@ class Access:
 
     def user_backward(self, run: Callable[[], None]) -> None:
         """A plain ``loss.backward()`` in a step of manual optimization."""
-        if self._params.managed is None or not self.in_step():
+        if self._params.managed is None or not self.in_step() or self.busy():
             run()
         else:
             self._backward(run)

@@ -118,6 +118,9 @@ class _Parts:
             elif value is not None and value.data_ptr() != p.data_ptr():  # whole in the caller's GatheredParameters
                 p.detach().copy_(value)
 
+    def in_users_backward(self) -> bool:
+        return False
+
     def see_grad(self, p: Any) -> Tensor | None:
         return None
 

@@ -59,6 +59,7 @@ from lightning_zero.engines.deepspeed.steps import Steps
 from lightning_zero.engines.deepspeed.usage import Usage
 from lightning_zero.engines.deepspeed.view import ShardView
 from lightning_zero.engines.deepspeed.whole import Carried, Whole
+from lightning_zero.engines.hooks import overrides_backward
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.plain_copies import PlainCopies, pickle_plainly
 from lightning_zero.engines.precision import DtypePolicy
@@ -71,7 +72,7 @@ from lightning_zero.engines.refusals import (
     refuse_transforms,
 )
 from lightning_zero.engines.state_dicts import WholeStateDicts
-from lightning_zero.private.torch import DisableTorchFunction, forget_meshes
+from lightning_zero.private.torch import DisableTorchFunction, EnableTorchFunction, forget_meshes
 
 
 class _Root(Root):
@@ -103,6 +104,7 @@ class DeepSpeedEngine(Engine):
     def shard(self, module: nn.Module) -> None:
         self.module = module
         self.root = _Root(module)
+        self._overrides_backward = overrides_backward(module)
         refuse_late_hooks(dict(module.named_parameters()))
         refuse_held_views(module)
         if self._stage3:
@@ -274,13 +276,23 @@ class DeepSpeedEngine(Engine):
                     shards.before_reductions()
                 self._engine.set_gradient_accumulation_boundary(takes)
                 with private.reduced_at_end(self._engine, shards.pieces) if at_end else nullcontext():
-                    private.backward(self._engine, run_backward, lambda: usage.complete(sync))
+                    run = self._seen_by_view(run_backward) if self._overrides_backward else run_backward
+                    private.backward(self._engine, run, lambda: usage.complete(sync))
                 usage.end_backward()
                 shards.after_backward(takes)
             if sync:
                 usage.end_window()
                 if self.automatic:
                     self.reader.step_is_next()
+
+    def _seen_by_view(self, run_backward: Callable[[], None]) -> Callable[[], None]:
+        """For a ``LightningModule.backward`` of the user's own, which might look for gradients where none are yet."""
+
+        def run() -> None:
+            with EnableTorchFunction():
+                run_backward()
+
+        return run
 
     # -- optimizer -----------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.engines.aliases import Aliases
-from lightning_zero.engines.refusals import refuse_tracing
+from lightning_zero.engines.refusals import refuse_gradients_in_backward, refuse_tracing
 from lightning_zero.engines.torch_functions import (
     IN_PLACE_COLLECTIVES,
     by_position,
@@ -39,6 +39,7 @@ from lightning_zero.private.torch import GETTERS, base_of, never_a_frame, pause_
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data
 _GRAD_GET, _GRAD_SET, _GRAD_DELETE = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
+_OF_GRADIENTS = (_GRAD_GET, _GRAD_SET, _GRAD_DELETE)
 _DATA_GET, _DATA_SET = _DATA.__get__, _DATA.__set__
 _SHARES_MEMORY = frozenset(("detach", "view_as", "view", "alias"))
 _AS_THEY_ARE = frozenset(
@@ -81,6 +82,7 @@ class Holder(Protocol):
     def is_away(self, p: Any) -> bool: ...
     def in_step(self) -> bool: ...
     def busy(self) -> bool: ...
+    def in_users_backward(self) -> bool: ...
     def fetch(self, p: Any) -> None: ...
     def keep_all(self) -> None: ...
     def whole(self, p: Any) -> Tensor: ...
@@ -150,6 +152,8 @@ class ShardView(TorchFunctionMode):
         self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], held: list[Any]
     ) -> Any:
         holder = self.holder
+        if func in _OF_GRADIENTS and holder.in_users_backward():
+            refuse_gradients_in_backward()
         if holder.busy():
             return func(*args, **kwargs)
         if func == _GRAD_GET:

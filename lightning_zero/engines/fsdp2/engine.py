@@ -103,6 +103,7 @@ from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.reads import Reader
 from lightning_zero.engines.recompute import Recomputed
 from lightning_zero.engines.refusals import (
+    refuse_gradients_in_backward,
     refuse_held_views,
     refuse_script_modules,
     refuse_sparse_gradients,
@@ -360,11 +361,7 @@ class Fsdp2Engine(Engine):
             if dist.get_world_size() > 1 and dist.get_rank() == 0:
                 warnings.warn(_MEANS.format(stage=self.config.stage), stacklevel=2)
         if self._phase is Phase.BACKWARD and not in_backward():
-            raise ValueError(
-                "LightningModule.backward of this module reads or assigns p.grad, but gradients are averaged over the"
-                " ranks and sharded only after it: move what follows loss.backward() to on_after_backward or, for"
-                " clipping, to configure_gradient_clipping."
-            )
+            refuse_gradients_in_backward()
 
     def _keep_for_backward(self, p: Tensor, result: Tensor) -> None:
         """``result``, of ``p`` alone, reaches the loss beside its unit's output, whose backward would gather ``p``."""
