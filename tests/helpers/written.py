@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.nn import functional as F
 
-from tests.helpers.held import TRANSFORMS
+from tests.helpers.held import TOO_OLD, TRANSFORMS
 from tests.helpers.zoo import KINDS, UNUSED, Kind, Zoo, _of
 
 
@@ -168,6 +168,58 @@ class TransformsOfArguments(Zoo):
         self.look(batch[0], f"after {batch_idx}")
 
 
+class TransformsAround(Zoo):
+    """``torch.func`` of functions that find parameters and modules by themselves, nested, as a loss and in a hook:
+    physics-informed networks, curvature of a loss by its inputs."""
+
+    def found(self, x: Tensor) -> dict[str, Tensor]:
+        net, stem, up = self.net, self.net.stem, self.net.blocks[0].up
+
+        def of_units(v: Tensor) -> Tensor:
+            return net(v).square().sum() * stem.weight.square().sum()
+
+        def of_weights(v: Tensor) -> Tensor:
+            return F.linear(v @ stem.weight.T, up.weight).sin().sum() + up.bias[0] * up.weight.detach().norm()
+
+        return {
+            "hessian of weights": hessian(of_weights)(x[0]),
+            "jacfwd": jacfwd(lambda v: F.linear(v, up.weight))(x[0]),
+            "grad of grad": grad(lambda s: grad(lambda t: of_weights(t * x[0]))(s))(x[0, 0]),
+            "vmap of grad": vmap(grad(of_weights))(x),
+            "vjp": vjp(of_weights, x[0])[1](torch.ones(()))[0],
+            # from here on units are gathered
+            "hessian": hessian(of_units)(x[0]),
+            "jacrev": jacrev(lambda v: F.linear(v, stem.weight.data) + net(v))(x[0]),
+            "jvp of grad": jvp(grad(of_units), (x[0],), (torch.ones(x[0].shape),))[1],
+        }
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if batch_idx % 2:
+            loss = loss + 1e-3 * sum(each.square().mean() for each in self.found(batch[0]).values())
+        return self.record(loss)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.set_grad_enabled(batch_idx % 2 == 0):
+            found = self.found(batch[0])
+        self.extra.update((f"{name} {batch_idx}", each.detach()) for name, each in found.items())
+
+
+class Linearizes(Zoo):
+    """``torch.func.linearize``, which records operators, in a step or a hook."""
+
+    def look(self, x: Tensor) -> None:
+        self.extra["along"] = linearize(self.net, x[0])[1](torch.ones(x[0].shape))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.options["in_step"]:
+            self.look(batch[0])
+        return self.record(self.loss(batch))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.look(batch[0])
+
+
 class NumpyInStep(Zoo):
     """NumPy arrays of weights, in a step and in hooks."""
 
@@ -195,6 +247,15 @@ KINDS.update(
         ),
         "retained_graph": Kind(module=_of(RetainedGraph)),
         "transforms_of_arguments": Kind(module=_of(TransformsOfArguments), deepspeed_refuses={3: TRANSFORMS}),
+        "transforms_around_parameters": Kind(
+            module=_of(TransformsAround), reference=UNUSED, deepspeed_refuses={3: TRANSFORMS}, **TOO_OLD
+        ),
+        "linearized_in_a_step": Kind(
+            module=_of(Linearizes, in_step=True), on_deepspeed=False, refused="call torch.func.jvp"
+        ),
+        "linearized_in_a_hook": Kind(
+            module=_of(Linearizes, in_step=False), on_deepspeed=False, refused="call torch.func.jvp"
+        ),
         "numpy_of_weights": Kind(module=_of(NumpyInStep)),
     }
 )

@@ -57,7 +57,7 @@ from lightning_zero.engines.deepspeed.start import flat_groups, start
 from lightning_zero.engines.deepspeed.state import Account
 from lightning_zero.engines.deepspeed.steps import Steps
 from lightning_zero.engines.deepspeed.usage import Usage
-from lightning_zero.engines.deepspeed.view import ShardView
+from lightning_zero.engines.deepspeed.view import TRANSFORMS, ShardView
 from lightning_zero.engines.deepspeed.whole import Carried, Whole
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.plain_copies import PlainCopies, pickle_plainly
@@ -172,7 +172,7 @@ class DeepSpeedEngine(Engine):
     def _refuse_gather(self, module: nn.Module) -> None:
         if Phase.WHOLE not in self._under_way:
             refuse_tracing()
-            refuse_transforms("stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'")
+            refuse_transforms(*TRANSFORMS)
 
     def _plain(self, p: Tensor) -> Tensor:
         """Its values in memory of their own (collective at stage 3)."""
