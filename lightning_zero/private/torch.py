@@ -256,37 +256,51 @@ def backwards_inside(mode: TorchFunctionMode) -> Iterator[None]:
         torch.autograd._engine_run_backward = run_backward
 
 
+_translations: list[Callable[[Any], Any]] = []
+_TRANSFORMS = (
+    (torch._functorch.apis, "vmap_impl"),
+    (torch._functorch.eager_transforms, "grad_and_value_impl"),
+    (torch._functorch.eager_transforms, "_vjp_with_argnums"),
+    (torch._functorch.eager_transforms, "_jvp_with_argnums"),
+)
+"""All transforms come through these four."""
+_untranslated: list[Callable[..., Any]] = []
+
+
 def translate_transformed(translate: Callable[[Any], Any]) -> Callable[[], None]:
     """``torch.func`` wraps ``translate(tensor)`` for each tensor among its arguments, until the result is called.
 
     A wrapped tensor is another object, and wrapping is no torch function, so no mode and no class can tell whose it is.
-    All transforms come through these four.
+    Runs may end in any order: torch has its own functions back when the last one has.
     """
-    undo = [
-        _around(torch._functorch.apis, "vmap_impl", translate),
-        _around(torch._functorch.eager_transforms, "grad_and_value_impl", translate),
-        _around(torch._functorch.eager_transforms, "_vjp_with_argnums", translate),
-        _around(torch._functorch.eager_transforms, "_jvp_with_argnums", translate),
-    ]
+    if not _translations:
+        for module, name in _TRANSFORMS:
+            original = getattr(module, name)
+            _untranslated.append(original)
+            setattr(module, name, _translating(original))
+    _translations.append(translate)
 
     def end() -> None:
-        for action in undo:
-            action()
+        if translate not in _translations:  # it has ended
+            return
+        _translations.remove(translate)
+        if not _translations:
+            for (module, name), original in zip(_TRANSFORMS, _untranslated, strict=True):
+                setattr(module, name, original)
+            _untranslated.clear()
 
     return end
 
 
-def _around(module: Any, name: str, translate: Callable[[Any], Any]) -> Callable[[], None]:
-    original = getattr(module, name)
-
+def _translating(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def transform(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            args, kwargs = pytree.tree_map(translate, (args, kwargs))
+            for translate in _translations:
+                args, kwargs = pytree.tree_map(translate, (args, kwargs))
         return original(*args, **kwargs)
 
-    setattr(module, name, transform)
-    return lambda: setattr(module, name, original)
+    return transform
 
 
 def backward_hooks(p: Tensor) -> dict[int, Callable[..., Any]] | None:
