@@ -233,6 +233,17 @@ class NumpyInStep(Zoo):
         self.extra[f"after {batch_idx}"] = torch.tensor(self.net.head.weight.data.numpy().max())
 
 
+class WritesTogether(Zoo):
+    """Several values of ``state_dict()`` in one call, or one by ``out=``."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        state = self.net.state_dict()
+        if self.options["out"]:
+            torch.mul(state["head.bias"], 0.9, out=state["head.bias"])
+        else:
+            torch._foreach_mul_(list(state.values()), 0.9)
+
+
 KINDS.update(
     {
         "average_by_state_dict": Kind(module=_of(EmaByStateDict), reference=UNUSED),
@@ -255,6 +266,12 @@ KINDS.update(
         ),
         "linearized_in_a_hook": Kind(
             module=_of(Linearizes, in_step=False), on_deepspeed=False, refused="call torch.func.jvp"
+        ),
+        "values_written_as_a_list": Kind(
+            module=_of(WritesTogether, out=False), on_deepspeed=False, refused="a list of .* one at a time"
+        ),
+        "values_written_by_out": Kind(
+            module=_of(WritesTogether, out=True), on_deepspeed=False, refused="out= .* one at a time"
         ),
         "numpy_of_weights": Kind(module=_of(NumpyInStep)),
     }

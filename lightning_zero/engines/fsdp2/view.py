@@ -397,8 +397,10 @@ class WholeView(TorchFunctionMode):
         name = func.__name__
         is_collective = func in IN_PLACE_COLLECTIVES
         if not isinstance(targets[0], Tensor) or not (is_in_place(name) or is_collective):
+            how = "a list of" if is_in_place(name) else "out="
             raise RuntimeError(
-                f"{name} writes to a view of a sharded parameter, which would be lost: write to the parameter itself."
+                f"torch.{name} writes to {how} views of sharded parameters or values of state_dict(), which would be"
+                " lost: write to one at a time by its own method (value.mul_(...), value.copy_(...)), or to parameters."
             )
         if torch.is_grad_enabled() and targets[0].requires_grad and not initializes(func) and not is_collective:
             raise needs_no_grad(name)
