@@ -21,6 +21,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -354,6 +355,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._run.prepare(engine, module, trainer_facts(trainer), trainer.default_root_dir, self.agreement, place)
         engine.shard(module)
         engine.automatic = module.automatic_optimization
+        engine.backward_is_users = is_overridden("backward", module)
         engine.keep_gathered = not user_looks_between_micro_batches(trainer, module)
         self.engine = engine
         self.model = engine.root

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.nn import functional as F
@@ -145,6 +146,25 @@ class RetainedGraph(Zoo):
         optimizer.step()
 
 
+class SeveralBackwards(Zoo):
+    """An overridden ``backward`` goes through one graph again. DDP averages the first backward after a forward only, so
+    there it is one, of the sum."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        out = self.net(x)
+        self.penalty = out.abs().mean()
+        return self.record(F.mse_loss(out, y))
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if type(self.trainer.strategy) is DDPStrategy:
+            (loss + 1.5 * self.penalty).backward()
+            return
+        loss.backward(retain_graph=True)
+        self.penalty.backward(retain_graph=True)
+        (0.5 * self.penalty).backward()
+
+
 class TransformsOfArguments(Zoo):
     """``torch.func`` of detached parameters and of one weight: per-sample gradients as in torch's tutorial."""
 
@@ -257,6 +277,9 @@ KINDS.update(
             note="with DeepSpeed's stages 2 and 3 `p.grad` is `None` then, which a warning says",
         ),
         "retained_graph": Kind(module=_of(RetainedGraph)),
+        "several_backwards": Kind(
+            module=_of(SeveralBackwards), on_deepspeed=False, note="DeepSpeed's stage 3 raises in the second backward"
+        ),
         "transforms_of_arguments": Kind(module=_of(TransformsOfArguments), deepspeed_refuses={3: TRANSFORMS}),
         "transforms_around_parameters": Kind(
             module=_of(TransformsAround), reference=UNUSED, deepspeed_refuses={3: TRANSFORMS}, **TOO_OLD
