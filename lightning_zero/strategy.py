@@ -236,6 +236,22 @@ class ZeroStrategy(Launched, DDPStrategy):
         super().connect(model)
         self._run.connect(model)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles of a Trainer between runs.
+
+        Raises:
+            RuntimeError: While parameters or optimizers' states are shards.
+        """
+        is_whole = self._ended is None or self._ended.states_whole_after_fit
+        if self.engine is not None or not is_whole:
+            raise RuntimeError(
+                "a Trainer cannot be copied or pickled while its strategy shards the module, inside a run or after one"
+                f" with after_fit={self.config.after_fit!r} that has left shards: copy the module"
+                " (copy.deepcopy(module), on every rank) or call trainer.save_checkpoint; or use after_fit='whole'."
+            )
+        of_run = {"_ended": None, "_agreement": None if self._agreement is None else Agreement(alone=True)}
+        return {**super().__getstate__(), **of_run}
+
     def _build_sharded(self) -> AbstractContextManager[None]:
         module = self.lightning_module
         assert module is not None
