@@ -21,6 +21,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -235,6 +236,22 @@ class ZeroStrategy(Launched, DDPStrategy):
         super().connect(model)
         self._run.connect(model)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles of a Trainer between runs.
+
+        Raises:
+            RuntimeError: While parameters or optimizers' states are shards.
+        """
+        is_whole = self._ended is None or self._ended.states_whole_after_fit
+        if self.engine is not None or not is_whole:
+            raise RuntimeError(
+                "a Trainer cannot be copied or pickled while its strategy shards the module, inside a run or after one"
+                f" with after_fit={self.config.after_fit!r} that has left shards: copy the module"
+                " (copy.deepcopy(module), on every rank) or call trainer.save_checkpoint; or use after_fit='whole'."
+            )
+        of_run = {"_ended": None, "_agreement": None if self._agreement is None else Agreement(alone=True)}
+        return {**super().__getstate__(), **of_run}
+
     def _build_sharded(self) -> AbstractContextManager[None]:
         module = self.lightning_module
         assert module is not None
@@ -354,6 +371,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._run.prepare(engine, module, trainer_facts(trainer), trainer.default_root_dir, self.agreement, place)
         engine.shard(module)
         engine.automatic = module.automatic_optimization
+        engine.backward_is_users = is_overridden("backward", module)
         if fitting:
             looks = user_looks_between_micro_batches(trainer, module), user_looks_before_step(trainer, module)
             between, before_step = map(any, zip(*self.agreement.gather(looks), strict=True))  # callbacks of any rank

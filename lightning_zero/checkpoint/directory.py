@@ -149,7 +149,8 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path, agreement: Agreement
             )
     except dcp.CheckpointException as error:  # no Exception, so that nothing else would catch it
         causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())
-        raise CheckpointError(f"{folder} could not be written ({causes}); {file.free_space(str(folder))}.") from error
+        found = next((cause for cause, *_ in error.failures.values() if isinstance(cause, OSError)), None)
+        raise CheckpointError(f"{folder} could not be written ({causes}). {file.repair(str(folder), found)}") from error
 
 
 def commit(path: str, data: str) -> None:
@@ -221,7 +222,7 @@ def _agreeing(agreement: Agreement, path: str) -> Iterator[None]:
     try:
         yield
     except OSError as found:
-        error = CheckpointError(f"{path} could not be written ({found}); {file.free_space(path)}.")
+        error = CheckpointError(f"{path} could not be written ({found}). {file.repair(path, found)}")
         error.__cause__ = found
     except Exception as found:
         error = found

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import shutil
 import socket
+import stat
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,27 +72,38 @@ def _naming(path: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except (OSError, RuntimeError) as error:  # torch's stream writer has RuntimeError for a full disk
-        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        within = error.__context__ if isinstance(error, RuntimeError) else None
+        cause = within if isinstance(within, OSError) else error
         if isinstance(cause, RuntimeError) and "inline_container" not in str(cause):
             raise
         raise CheckpointError(
-            f"{path} could not be written ({cause}); {free_space(path)}. What was there before is untouched: free"
-            " space or choose another dirpath."
+            f"{path} could not be written ({cause}). What was there before is untouched. {repair(path, cause)}"
         ) from error
 
 
-def free_space(path: str) -> str:
-    """How much room there is where ``path`` would be."""
+def repair(path: str, cause: BaseException | None) -> str:
+    """What to do about a ``cause`` for which ``path`` could not be written."""
     fs, target = fsspec.core.url_to_fs(path)
     if not isinstance(fs, LocalFileSystem):
-        return "the storage did not take it"
+        return "The storage did not take it: look at its room and its permissions, or choose another dirpath."
     try:
         folder = Path(target).parent
         while not folder.exists():
             folder = folder.parent
-        return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB are free at {folder}"
+        if not folder.is_dir():
+            return f"{folder} is no folder: {_ELSEWHERE}."
+        if isinstance(cause, OSError) and cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return (
+                f"On {socket.gethostname()} the folder {folder} ({stat.filemode(folder.stat().st_mode)}) is read-only"
+                f" for user {os.geteuid()}: change its permissions, or {_ELSEWHERE}."
+            )
+        free = shutil.disk_usage(folder).free
+        return f"{free / 2**20:.0f} MiB are free at {folder}: free space or choose another dirpath."
     except OSError as error:  # a message must not fail on one rank alone
-        return f"how much is free there is unknown ({error})"
+        return f"How much is free there is unknown ({error}): choose another dirpath."
+
+
+_ELSEWHERE = "choose another dirpath or Trainer(default_root_dir=...)"
 
 
 def _writer() -> str:

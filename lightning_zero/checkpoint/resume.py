@@ -107,6 +107,8 @@ class _Order:
         return len(self._sampler)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle ask for theirs before there is a sampler
+            raise AttributeError(name)
         return getattr(self.__dict__["_sampler"], name)
 
 

@@ -82,27 +82,30 @@ class Saving:
 
         It stays so after the run: a checkpoint of a module that has stayed sharded is collected the same way.
         """
+        checkpoint_connector(trainer).dump_checkpoint = _Dump(self, trainer)
+
+    def collect(self, trainer: Any, weights_only: bool | None) -> dict[str, Any]:
+        """What Lightning collects for a checkpoint, each rank's part by the strategy's form."""
         connector = checkpoint_connector(trainer)
-        dump = type(connector).dump_checkpoint
-        collected = Collecting.FOR_RANK_0 if self._form == "file" else Collecting.SHARDS
+        self.agreement.meet("trainer.save_checkpoint()")
+        self.collecting = Collecting.FOR_RANK_0 if self._form == "file" else Collecting.SHARDS
+        if self.collecting is Collecting.FOR_RANK_0:
+            folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+            self._memory = Collected([folder, trainer.default_root_dir])
+        try:
+            checkpoint: dict[str, Any] = type(connector).dump_checkpoint(connector, weights_only)
+        except BaseException:
+            self.collecting = Collecting.FAILED
+            raise
+        finally:
+            self._memory = None
+        self.collecting = Collecting.NOTHING
+        return checkpoint
 
-        def dump_checkpoint(weights_only: bool | None = None) -> dict[str, Any]:
-            self.agreement.meet("trainer.save_checkpoint()")
-            self.collecting = collected
-            if collected is Collecting.FOR_RANK_0:
-                folder = getattr(trainer.checkpoint_callback, "dirpath", None)
-                self._memory = Collected([folder, trainer.default_root_dir])
-            try:
-                checkpoint: dict[str, Any] = dump(connector, weights_only)
-            except BaseException:
-                self.collecting = Collecting.FAILED
-                raise
-            finally:
-                self._memory = None
-            self.collecting = Collecting.NOTHING
-            return checkpoint
-
-        connector.dump_checkpoint = dump_checkpoint
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a Trainer has had the same runs, and is of its process alone."""
+        state = type(self)(self._form).__dict__
+        return state if self._agreement is None else {**state, "_agreement": Agreement(alone=True)}
 
     def on_rank_0(self) -> tuple[Agreement, Collected] | None:
         """How one file is being collected; ``None`` where every rank gets whole tensors."""
@@ -211,6 +214,21 @@ class Saving:
         if self._loaded is not None:
             self._loaded.close()
             self._loaded = None
+
+
+class _Dump:
+    """A connector's ``dump_checkpoint``. No function: in a copy of the Trainer it collects for the copy."""
+
+    def __init__(self, saving: Saving, trainer: Any) -> None:
+        self._saving, self._trainer = saving, trainer
+
+    def __call__(self, weights_only: bool | None = None) -> dict[str, Any]:
+        module = self._trainer.lightning_module
+        try:
+            assert module.trainer
+        except RuntimeError:  # copies of modules leave their trainer out
+            module.trainer = self._trainer
+        return self._saving.collect(self._trainer, weights_only)
 
 
 def _write_file(checkpoint: dict[str, Any], path: str, trainer: Any, storage_options: Any) -> None:

@@ -33,5 +33,10 @@ def advice_on(text: str, collecting_failed: bool, buffer_count: int | None, engi
             "A parameter was read where DeepSpeed's stage 3 has not gathered it, as in the own backward of an autograd"
             " function (torchdiffeq's odeint_adjoint): use stage=2 or engine='fsdp2'."
         )
+    if "c10d." in text:  # DTensor's error: no torch function, so no view has seen the call
+        return (
+            "A sharded parameter was given to a method of a process group or to torch.distributed._broadcast_coalesced:"
+            " call torch.distributed.all_reduce(p.data, group=group) or broadcast(p.data, src), tensor by tensor."
+        )
     cause = next((cause for part, cause in _IN_SHARDED_MODULES.items() if part in text), None)
     return f"{cause}. ZeroStrategy(units=[]) gathers the whole module for the length of a step." if cause else ""

@@ -191,6 +191,8 @@ class Engine(ABC):
         """Whether parameters may stay whole between micro-batches: no user hook looks at the module there."""
         self.automatic = True
         """Whether one :meth:`run` is one forward (else the user runs forwards and backwards inside it)."""
+        self.backward_is_users = False
+        """Whether ``LightningModule.backward`` is overridden, so that one :meth:`backward` may be several."""
         self.offload_path: str | None = None
         """This run's folder on a fast disk, with nvme."""
         self.states_whole_after_fit = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
@@ -26,11 +26,6 @@ def user_looks_between_micro_batches(trainer: Any, module: nn.Module) -> bool:
 def user_looks_before_step(trainer: Any, module: nn.Module) -> bool:
     """Whether code outside Lightning itself runs after a backward and before its optimizer's step."""
     return _overrides(trainer, module, _BEFORE_STEP) or any(is_overridden(hook, module) for hook in _IN_STEP)
-
-
-def overrides_backward(module: nn.Module) -> bool:
-    """Whether ``LightningModule.backward`` is code of the user's."""
-    return isinstance(module, LightningModule) and is_overridden("backward", module)
 
 
 def _overrides(trainer: Any, module: nn.Module, hooks: Iterable[str]) -> bool:

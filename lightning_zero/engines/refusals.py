@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_zero.private.torch import base_of, in_transform, module_tables, storage_key, users_of
+from lightning_zero.private.torch import base_of, in_fx_trace, in_transform, module_tables, storage_key, users_of
 
 
 def refuse_script_modules(module: nn.Module) -> None:
@@ -114,12 +114,18 @@ def refuse_gradients_in_backward() -> None:
 
 
 def refuse_tracing() -> None:
-    """Raises ``RuntimeError`` inside ``torch.jit.trace``, on all ranks before anything is gathered."""
+    """Raises ``RuntimeError`` inside ``torch.jit.trace`` and ``make_fx``, on all ranks before anything is gathered."""
     if torch.jit.is_tracing():
         raise RuntimeError(
             "torch.jit.trace of a module in a run would record how its parameters are gathered: trace a copy,"
             " torch.jit.trace(copy.deepcopy(module), ...), on every rank. Leave out"
             " TensorBoardLogger(log_graph=True), which traces, and call to_onnx after the run or on a copy."
+        )
+    if in_fx_trace():
+        raise RuntimeError(
+            "torch.func.linearize and make_fx of a module in a run would record how its parameters are gathered: call"
+            " torch.func.jvp(function, primals, tangents) instead of linearize, or trace a copy, copy.deepcopy(module),"
+            " made on every rank."
         )
 
 

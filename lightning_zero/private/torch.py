@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ import torch._functorch.eager_transforms
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -48,6 +49,7 @@ TORCH = Library(
         # private/torch_optim.py
         Needed("torch:Tensor._make_subclass"),
         Needed("torch:_C._len_torch_function_stack"),
+        Needed("torch:_C._len_torch_dispatch_stack"),
         Needed("torch:_C._current_graph_task_id"),
         Needed("torch:_C._pop_torch_function_stack"),
         Needed("torch:_C._push_on_torch_function_stack"),
@@ -73,6 +75,7 @@ TORCH = Library(
         Needed("torch.autograd:_engine_run_backward", takes="t_outputs"),
         Needed("torch.autograd:backward", stores="_engine_run_backward"),
         Needed("torch.autograd:grad", stores="_engine_run_backward"),
+        Needed("torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack", takes=""),
         Needed("torch._functorch.apis:vmap_impl", takes="func, in_dims, out_dims, randomness, chunk_size"),
         Needed("torch._functorch.eager_transforms:grad_and_value_impl", takes="func, argnums, has_aux, args, kwargs"),
         Needed("torch._functorch.eager_transforms:_vjp_with_argnums", takes="func"),
@@ -108,6 +111,7 @@ TORCH = Library(
 )
 
 with importing(TORCH):
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as without_transforms
     from torch._subclasses.fake_tensor import FakeTensorMode  # no public path
     from torch.distributed import _functional_collectives as functional_collectives  # what DTensor calls, to be counted
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # stands in checkpoints' indexes
@@ -142,15 +146,16 @@ __all__ = [
     "GETTERS", "INITIALIZERS", "ITEM", "PICKLED", "TORCH", "BatchNorm", "DisableTorchFunction",
     "DisableTorchFunctionSubclass", "Dynamo", "EnableTorchFunction", "FakeTensorMode", "Graph",
     "MemoryFormats", "StorageInfo", "TorchDispatchMode", "abort_process_groups", "at_end_of_backward", "backward_hooks",
-    "backwards_inside", "base_of", "call_with_hooks", "compiled_call", "disabled_torch_function", "dynamo_error",
+    "backwards_inside", "base_of", "beside_transforms", "call_with_hooks", "compiled_call", "disabled_torch_function",
+    "dynamo_error",
     "forget_meshes", "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward",
-    "in_transform", "is_compiled", "local_tensor", "loss_scale", "module_tables", "never_a_frame",
+    "in_fx_trace", "in_transform", "is_compiled", "local_tensor", "loss_scale", "module_tables", "never_a_frame",
     "overload_packet", "own_parameters", "pause_dynamo", "put_below", "puts_other_memory", "pytree",
     "run_first", "saved_tensors", "saves_elsewhere", "schema_of",
     "set_compiled_call", "set_data", "set_found_inf",
     "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "set_torch_function", "storage_key",
     "torch_function_of", "translate_transformed", "uncompiled", "users_of", "version_of", "without_modes",
-    "wrapper_subclass",
+    "without_transforms", "wrapper_subclass",
 ]  # fmt: skip
 
 PICKLED = {
@@ -254,37 +259,51 @@ def backwards_inside(mode: TorchFunctionMode) -> Iterator[None]:
         torch.autograd._engine_run_backward = run_backward
 
 
+_translations: list[Callable[[Any], Any]] = []
+_TRANSFORMS = (
+    (torch._functorch.apis, "vmap_impl"),
+    (torch._functorch.eager_transforms, "grad_and_value_impl"),
+    (torch._functorch.eager_transforms, "_vjp_with_argnums"),
+    (torch._functorch.eager_transforms, "_jvp_with_argnums"),
+)
+"""All transforms come through these four."""
+_untranslated: list[Callable[..., Any]] = []
+
+
 def translate_transformed(translate: Callable[[Any], Any]) -> Callable[[], None]:
     """``torch.func`` wraps ``translate(tensor)`` for each tensor among its arguments, until the result is called.
 
     A wrapped tensor is another object, and wrapping is no torch function, so no mode and no class can tell whose it is.
-    All transforms come through these four.
+    Runs may end in any order: torch has its own functions back when the last one has.
     """
-    undo = [
-        _around(torch._functorch.apis, "vmap_impl", translate),
-        _around(torch._functorch.eager_transforms, "grad_and_value_impl", translate),
-        _around(torch._functorch.eager_transforms, "_vjp_with_argnums", translate),
-        _around(torch._functorch.eager_transforms, "_jvp_with_argnums", translate),
-    ]
+    if not _translations:
+        for module, name in _TRANSFORMS:
+            original = getattr(module, name)
+            _untranslated.append(original)
+            setattr(module, name, _translating(original))
+    _translations.append(translate)
 
     def end() -> None:
-        for action in undo:
-            action()
+        if translate not in _translations:  # it has ended
+            return
+        _translations.remove(translate)
+        if not _translations:
+            for (module, name), original in zip(_TRANSFORMS, _untranslated, strict=True):
+                setattr(module, name, original)
+            _untranslated.clear()
 
     return end
 
 
-def _around(module: Any, name: str, translate: Callable[[Any], Any]) -> Callable[[], None]:
-    original = getattr(module, name)
-
+def _translating(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def transform(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            args, kwargs = pytree.tree_map(translate, (args, kwargs))
+            for translate in _translations:
+                args, kwargs = pytree.tree_map(translate, (args, kwargs))
         return original(*args, **kwargs)
 
-    setattr(module, name, transform)
-    return lambda: setattr(module, name, original)
+    return transform
 
 
 def backward_hooks(p: Tensor) -> dict[int, Callable[..., Any]] | None:
@@ -327,6 +346,17 @@ def has_compiled() -> bool:
     """Whether ``torch.compile`` was given anything in this process, since Dynamo was reset; nothing public tells."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and any(backend is not None for backend in dynamo.cached_backends.values())
+
+
+def beside_transforms() -> AbstractContextManager[object]:
+    """To a transform of ``torch.func`` a parameter that its function finds by itself is a constant: what brings it here
+    runs inside this, as autograd functions without rules for transforms raise in one, or crash."""
+    return without_transforms() if in_transform() else nullcontext()
+
+
+def in_fx_trace() -> bool:
+    """Whether ``make_fx`` records operators right now; the public answer alone takes five times as long."""
+    return torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None
 
 
 def never_a_frame(function: _Call) -> _Call:

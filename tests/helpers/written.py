@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.nn import functional as F
 
-from tests.helpers.held import TRANSFORMS
+from tests.helpers.held import TOO_OLD, TRANSFORMS
 from tests.helpers.zoo import KINDS, UNUSED, Kind, Zoo, _of
 
 
@@ -145,6 +146,25 @@ class RetainedGraph(Zoo):
         optimizer.step()
 
 
+class SeveralBackwards(Zoo):
+    """An overridden ``backward`` goes through one graph again. DDP averages the first backward after a forward only, so
+    there it is one, of the sum."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        out = self.net(x)
+        self.penalty = out.abs().mean()
+        return self.record(F.mse_loss(out, y))
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if type(self.trainer.strategy) is DDPStrategy:
+            (loss + 1.5 * self.penalty).backward()
+            return
+        loss.backward(retain_graph=True)
+        self.penalty.backward(retain_graph=True)
+        (0.5 * self.penalty).backward()
+
+
 class TransformsOfArguments(Zoo):
     """``torch.func`` of detached parameters and of one weight: per-sample gradients as in torch's tutorial."""
 
@@ -168,6 +188,58 @@ class TransformsOfArguments(Zoo):
         self.look(batch[0], f"after {batch_idx}")
 
 
+class TransformsAround(Zoo):
+    """``torch.func`` of functions that find parameters and modules by themselves, nested, as a loss and in a hook:
+    physics-informed networks, curvature of a loss by its inputs."""
+
+    def found(self, x: Tensor) -> dict[str, Tensor]:
+        net, stem, up = self.net, self.net.stem, self.net.blocks[0].up
+
+        def of_units(v: Tensor) -> Tensor:
+            return net(v).square().sum() * stem.weight.square().sum()
+
+        def of_weights(v: Tensor) -> Tensor:
+            return F.linear(v @ stem.weight.T, up.weight).sin().sum() + up.bias[0] * up.weight.detach().norm()
+
+        return {
+            "hessian of weights": hessian(of_weights)(x[0]),
+            "jacfwd": jacfwd(lambda v: F.linear(v, up.weight))(x[0]),
+            "grad of grad": grad(lambda s: grad(lambda t: of_weights(t * x[0]))(s))(x[0, 0]),
+            "vmap of grad": vmap(grad(of_weights))(x),
+            "vjp": vjp(of_weights, x[0])[1](torch.ones(()))[0],
+            # from here on units are gathered
+            "hessian": hessian(of_units)(x[0]),
+            "jacrev": jacrev(lambda v: F.linear(v, stem.weight.data) + net(v))(x[0]),
+            "jvp of grad": jvp(grad(of_units), (x[0],), (torch.ones(x[0].shape),))[1],
+        }
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if batch_idx % 2:
+            loss = loss + 1e-3 * sum(each.square().mean() for each in self.found(batch[0]).values())
+        return self.record(loss)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.set_grad_enabled(batch_idx % 2 == 0):
+            found = self.found(batch[0])
+        self.extra.update((f"{name} {batch_idx}", each.detach()) for name, each in found.items())
+
+
+class Linearizes(Zoo):
+    """``torch.func.linearize``, which records operators, in a step or a hook."""
+
+    def look(self, x: Tensor) -> None:
+        self.extra["along"] = linearize(self.net, x[0])[1](torch.ones(x[0].shape))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.options["in_step"]:
+            self.look(batch[0])
+        return self.record(self.loss(batch))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.look(batch[0])
+
+
 class NumpyInStep(Zoo):
     """NumPy arrays of weights, in a step and in hooks."""
 
@@ -179,6 +251,17 @@ class NumpyInStep(Zoo):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.extra[f"after {batch_idx}"] = torch.tensor(self.net.head.weight.data.numpy().max())
+
+
+class WritesTogether(Zoo):
+    """Several values of ``state_dict()`` in one call, or one by ``out=``."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        state = self.net.state_dict()
+        if self.options["out"]:
+            torch.mul(state["head.bias"], 0.9, out=state["head.bias"])
+        else:
+            torch._foreach_mul_(list(state.values()), 0.9)
 
 
 KINDS.update(
@@ -194,7 +277,25 @@ KINDS.update(
             note="with DeepSpeed's stages 2 and 3 `p.grad` is `None` then, which a warning says",
         ),
         "retained_graph": Kind(module=_of(RetainedGraph)),
+        "several_backwards": Kind(
+            module=_of(SeveralBackwards), on_deepspeed=False, note="DeepSpeed's stage 3 raises in the second backward"
+        ),
         "transforms_of_arguments": Kind(module=_of(TransformsOfArguments), deepspeed_refuses={3: TRANSFORMS}),
+        "transforms_around_parameters": Kind(
+            module=_of(TransformsAround), reference=UNUSED, deepspeed_refuses={3: TRANSFORMS}, **TOO_OLD
+        ),
+        "linearized_in_a_step": Kind(
+            module=_of(Linearizes, in_step=True), on_deepspeed=False, refused="call torch.func.jvp"
+        ),
+        "linearized_in_a_hook": Kind(
+            module=_of(Linearizes, in_step=False), on_deepspeed=False, refused="call torch.func.jvp"
+        ),
+        "values_written_as_a_list": Kind(
+            module=_of(WritesTogether, out=False), on_deepspeed=False, refused="a list of .* one at a time"
+        ),
+        "values_written_by_out": Kind(
+            module=_of(WritesTogether, out=True), on_deepspeed=False, refused="out= .* one at a time"
+        ),
         "numpy_of_weights": Kind(module=_of(NumpyInStep)),
     }
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_zero.engines.advice import advice_on
 from lightning_zero.engines.refusals import refuse_held_views
 
 
@@ -75,3 +76,9 @@ def test_an_attribute_is_refused():
     module["head"].flat = module["head"].weight.data.view(-1)
     with pytest.raises(ValueError, match=r"'head.flat' holds a view of parameter 'head.weight'"):
         refuse_held_views(module)
+
+
+def test_methods_of_process_groups_have_functions_in_their_stead():
+    """No view sees such a call, so the error is DTensor's own."""
+    for text in ("c10d.allreduce_.default does not have a sharding strategy", "c10d.allgather_.default: got mixed"):
+        assert "torch.distributed.all_reduce(p.data" in advice_on(text, False, None, "fsdp2")

@@ -300,3 +300,16 @@ def test_a_reduction_whose_output_comes_first_is_refused(world_of_one) -> None:
     stays, sent = (reduce.allocate((4,), dtype=torch.float32, device=torch.device("cpu")) for _ in range(2))
     with pytest.raises(MovedError, match="output before its input"):
         reduce(stays, sent, group, dist.ReduceOp.AVG)
+
+
+def test_transforms_are_torchs_own_after_the_last_run() -> None:
+    """Runs may end in another order than they began in."""
+    transforms = torch._functorch.apis.vmap_impl, torch._functorch.eager_transforms.grad_and_value_impl
+    seen: list[int] = []
+    ends = [private.translate_transformed(lambda value, i=i: (seen.append(i), value)[1]) for i in range(3)]  # type: ignore[misc]
+    for left in ({1, 2}, {1}, set()):
+        ends.pop(0 if len(left) != 1 else 1)()
+        seen.clear()
+        torch.func.vmap(torch.sin)(torch.ones(2))
+        assert set(seen) == left
+    assert transforms == (torch._functorch.apis.vmap_impl, torch._functorch.eager_transforms.grad_and_value_impl)

@@ -57,9 +57,8 @@ from lightning_zero.engines.deepspeed.start import flat_groups, start
 from lightning_zero.engines.deepspeed.state import Account
 from lightning_zero.engines.deepspeed.steps import Steps
 from lightning_zero.engines.deepspeed.usage import Usage
-from lightning_zero.engines.deepspeed.view import ShardView
+from lightning_zero.engines.deepspeed.view import TRANSFORMS, ShardView
 from lightning_zero.engines.deepspeed.whole import Carried, Whole
-from lightning_zero.engines.hooks import overrides_backward
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.plain_copies import PlainCopies, pickle_plainly
 from lightning_zero.engines.precision import DtypePolicy
@@ -104,7 +103,6 @@ class DeepSpeedEngine(Engine):
     def shard(self, module: nn.Module) -> None:
         self.module = module
         self.root = _Root(module)
-        self._overrides_backward = overrides_backward(module)
         refuse_late_hooks(dict(module.named_parameters()))
         refuse_held_views(module)
         if self._stage3:
@@ -174,7 +172,7 @@ class DeepSpeedEngine(Engine):
     def _refuse_gather(self, module: nn.Module) -> None:
         if Phase.WHOLE not in self._under_way:
             refuse_tracing()
-            refuse_transforms("stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'")
+            refuse_transforms(*TRANSFORMS)
 
     def _plain(self, p: Tensor) -> Tensor:
         """Its values in memory of their own (collective at stage 3)."""
@@ -276,7 +274,7 @@ class DeepSpeedEngine(Engine):
                     shards.before_reductions()
                 self._engine.set_gradient_accumulation_boundary(takes)
                 with private.reduced_at_end(self._engine, shards.pieces) if at_end else nullcontext():
-                    run = self._seen_by_view(run_backward) if self._overrides_backward else run_backward
+                    run = self._seen_by_view(run_backward) if self.backward_is_users else run_backward
                     private.backward(self._engine, run, lambda: usage.complete(sync))
                 usage.end_backward()
                 shards.after_backward(takes)

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.engines.aliases import Aliases
-from lightning_zero.engines.refusals import refuse_gradients_in_backward, refuse_tracing
+from lightning_zero.engines.refusals import refuse_gradients_in_backward, refuse_tracing, refuse_transforms
 from lightning_zero.engines.torch_functions import (
     IN_PLACE_COLLECTIVES,
     by_position,
@@ -41,6 +41,8 @@ _DATA: Any = Tensor.data
 _GRAD_GET, _GRAD_SET, _GRAD_DELETE = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
 _OF_GRADIENTS = (_GRAD_GET, _GRAD_SET, _GRAD_DELETE)
 _DATA_GET, _DATA_SET = _DATA.__get__, _DATA.__set__
+TRANSFORMS = "stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'"
+"""Who has no rules for transforms of ``torch.func``, and what has."""
 _SHARES_MEMORY = frozenset(("detach", "view_as", "view", "alias"))
 _AS_THEY_ARE = frozenset(
     getattr(Tensor, name).__get__
@@ -168,6 +170,7 @@ class ShardView(TorchFunctionMode):
         away = [p for p in held if holder.is_away(p)]
         if away:
             refuse_tracing()
+            refuse_transforms(*TRANSFORMS)
         if name in _SHAPES or func in _SHAPE_GETTERS:
             return func(
                 *_instead(args, {id(p): torch.empty(holder.shape_of(p), device="meta") for p in away}), **kwargs

@@ -399,7 +399,7 @@ class Fsdp2Engine(Engine):
                 private.set_requires_gradient_sync(self._sharded.units, False)
             self._reduced.clear()
             self._in_use.before_backward(self._writes.data_taken)
-            if retains_graph:  # which no forward gathers for again, nor a hook of the root's
+            if retains_graph or self.backward_is_users:  # which no forward gathers for again, nor a hook of the root's
                 for group in self._root_groups:
                     private.pin(group)
         with self._in(Phase.BACKWARD):  # with the view: user code in it may use parameters that are away

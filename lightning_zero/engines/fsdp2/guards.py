@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_zero.engines.fsdp2.view import BACKWARDS, WholeView
+from lightning_zero.engines.refusals import refuse_tracing
 from lightning_zero.private.torch import (
     DisableTorchFunctionSubclass,
     disabled_torch_function,
@@ -99,7 +100,11 @@ class Guards:
         ours = self._ours.issuperset(types)
         if ours and self._view.passes(func, (*args, *kwargs.values()) if kwargs else args):
             with DisableTorchFunctionSubclass():
-                result = func(*args, **(kwargs or {}))
+                try:
+                    result = func(*args, **(kwargs or {}))
+                except TypeError:  # of make_fx, which knows plain parameters only
+                    refuse_tracing()
+                    raise
                 if self._view.notices:
                     self._view.notice(args, result)
             return result

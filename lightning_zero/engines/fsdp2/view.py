@@ -66,7 +66,14 @@ from lightning_zero.engines.torch_functions import (
     needs_own_tensor,
     written_by_collective,
 )
-from lightning_zero.private.torch import backwards_inside, never_a_frame, pause_dynamo
+from lightning_zero.private.torch import (
+    backwards_inside,
+    beside_transforms,
+    in_transform,
+    never_a_frame,
+    pause_dynamo,
+    without_transforms,
+)
 
 _METADATA = frozenset(
     "size dim ndimension numel nelement stride element_size storage_offset is_floating_point is_complex is_contiguous"
@@ -282,7 +289,8 @@ class WholeView(TorchFunctionMode):
             if func == _DEVICE:
                 return mesh_device(args[0])
             if func in _DATA:
-                return self._aliases.taken(args[0], func(*args), counted=False)
+                with beside_transforms():
+                    return self._aliases.taken(args[0], func(*args), counted=False)
             return func(*args) if func not in _VIEW_PROPERTIES else func(self._read(args, is_view=True)(args[0]))
         if name in ("register_hook", "register_post_accumulate_grad_hook") and args[0].is_leaf:
             raise ValueError(
@@ -290,7 +298,8 @@ class WholeView(TorchFunctionMode):
                 " Call register_hook before the run, in __init__ or configure_model, or use on_after_backward."
             )
         if name == "detach":
-            with torch.inference_mode(False), torch.no_grad():  # inside, a shard has no version to pass on
+            # inside inference mode, a shard has no version to pass on
+            with beside_transforms(), torch.inference_mode(False), torch.no_grad():
                 return self._aliases.taken(args[0], func(*args))
         if name == "data_ptr":  # by which code counts tied parameters once
             origin = self._aliases.origin(args[0])
@@ -343,6 +352,11 @@ class WholeView(TorchFunctionMode):
 
     def _read(self, values: Iterable[Any], is_view: bool) -> Callable[[DTensor], Tensor]:
         """How the shards among ``values`` are read; ``is_view``: the result shares their memory."""
+        with beside_transforms():
+            read = self._reading(values, is_view)
+        return without_transforms()(read) if in_transform() else read
+
+    def _reading(self, values: Iterable[Any], is_view: bool) -> Callable[[DTensor], Tensor]:
         alone = {} if self._reader is None else self._reader.alone(list(_shards_in(values)), self._aliases.origin)
         if not alone:
             return self._read_only if is_view else self._whole
@@ -383,8 +397,10 @@ class WholeView(TorchFunctionMode):
         name = func.__name__
         is_collective = func in IN_PLACE_COLLECTIVES
         if not isinstance(targets[0], Tensor) or not (is_in_place(name) or is_collective):
+            how = "a list of" if is_in_place(name) else "out="
             raise RuntimeError(
-                f"{name} writes to a view of a sharded parameter, which would be lost: write to the parameter itself."
+                f"torch.{name} writes to {how} views of sharded parameters or values of state_dict(), which would be"
+                " lost: write to one at a time by its own method (value.mul_(...), value.copy_(...)), or to parameters."
             )
         if torch.is_grad_enabled() and targets[0].requires_grad and not initializes(func) and not is_collective:
             raise needs_no_grad(name)

@@ -1,0 +1,100 @@
+"""A Trainer is copied and pickled between runs, as with DDP: what stands in it afterwards holds no engine."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.helpers.ranks import outcome
+from tests.helpers.zoo import BLOCKS, RandomDataset, Zoo, make_trainer
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda trainer: pickle.loads(pickle.dumps(trainer)),
+}
+
+
+def _loader() -> Any:
+    return DataLoader(RandomDataset(), batch_size=4)
+
+
+def _fitted(settings: Any) -> L.Trainer:
+    trainer = make_trainer(settings, max_epochs=1, limit_val_batches=0, callbacks=[L.callbacks.Timer()])
+    trainer.fit(Zoo(), _loader())
+    return trainer
+
+
+def _second_epoch(trainer: L.Trainer) -> list[float]:
+    module: Any = trainer.strategy.lightning_module
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, _loader())
+    return module.losses
+
+
+def _continued(settings: Any, way: str) -> list[Any]:
+    trainer = _fitted(settings)
+    twin = WAYS[way](trainer)
+    return [_second_epoch(each) for each in (twin, trainer)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_copy_of_a_trainer_trains_on_like_the_trainer(stage: int, way: str, ranks1) -> None:
+    """And the one that it was made of goes on by itself."""
+    ((twin, original),) = ranks1(_continued, {"stage": stage, **BLOCKS}, way)
+    ((expected, _),) = ranks1(_continued, "ddp", way)
+    assert len(expected) == 22
+    assert twin == pytest.approx(expected, rel=1e-5)
+    assert original == pytest.approx(expected, rel=1e-5)
+
+
+def _saved(way: str, path: str) -> list[Any]:
+    trainer = _fitted({"stage": 3, **BLOCKS})
+    twin = WAYS[way](trainer)
+    contents = []
+    for each in (twin, trainer):
+        each.save_checkpoint(path)
+        contents.append(torch.load(path, weights_only=False))
+    return contents
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_of_a_trainer_saves_its_own_checkpoint(way: str, ranks1, tmp_path) -> None:
+    ((twin, original),) = ranks1(_saved, way, str(tmp_path / "x.ckpt"))
+    assert twin.keys() == original.keys()
+    for name, value in original["state_dict"].items():
+        assert torch.equal(twin["state_dict"][name], value)
+    for key, state in original["optimizer_states"][0]["state"].items():
+        assert torch.equal(twin["optimizer_states"][0]["state"][key]["momentum_buffer"], state["momentum_buffer"])
+
+
+def _copied(way: str) -> str:
+    WAYS[way](_fitted({"stage": 3, **BLOCKS}))
+    return "copied"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_of_two_ranks_copies_its_trainer(way: str, ranks2) -> None:
+    assert ranks2(_copied, way) == ["copied", "copied"]
+
+
+class _CopiesTrainer(Zoo):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        copy.deepcopy(self.trainer)
+
+
+def _copied_inside() -> None:
+    make_trainer({"stage": 3}, max_epochs=1, limit_val_batches=0).fit(_CopiesTrainer(), _loader())
+
+
+def test_inside_a_run_the_module_is_to_be_copied(ranks2) -> None:
+    for kind, text in ranks2(outcome, _copied_inside):
+        assert kind == "RuntimeError"
+        assert "copy.deepcopy(module)" in text
