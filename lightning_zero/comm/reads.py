@@ -191,6 +191,9 @@ class Holder(Protocol):
     def room(self, key: int, member: int) -> Tensor:
         """In host memory, for the rows of the member with this index."""
 
+    def is_gradient(self, key: int) -> bool:
+        """Whether it stays as it is only while ranks meet before the step."""
+
     def name(self, key: int) -> str:
         """For an error."""
 
@@ -205,6 +208,7 @@ class _Said(NamedTuple):
     done: int
     lost: int
     ahead: int
+    of_gradients: bool
 
 
 class _Asked(NamedTuple):
@@ -297,7 +301,9 @@ class Reads:
         """What ranks read differs: rows travel to one reader after the other. ``None`` if this rank is to ask again;
         and whether others read, too."""
         calls, changes = self._channel.calls, self._changes
-        mine = _Said(keys, tuple(self._holder.members), calls, changes.begun, changes.done, changes.lost, changes.ahead)
+        of_gradients = any(key > UNKNOWN and self._holder.is_gradient(key) for key in keys)
+        counts = changes.begun, changes.done, changes.lost, changes.ahead
+        mine = _Said(keys, tuple(self._holder.members), calls, *counts, of_gradients)
         said = [_Said(*each) for each in self._agreement.gather(tuple(mine), self._reading(keys))]
         found: dict[int, list[Tensor]] | None = None
         error = None
@@ -469,7 +475,7 @@ def _obstacle(reader: int, its: _Said, said: Sequence[_Said]) -> tuple[str | Non
     """Why the members' rows are not those that the reader asks for; and whether they never will be, and not all ranks
     come to the same read either."""
     have_passed = any(_has_passed(other, its) for other in said)
-    if min(its.keys) <= UNKNOWN:
+    if min(its.keys) <= UNKNOWN or (its.of_gradients and its.ahead != Ahead.MEETING):
         return "nothing is sent for that", have_passed
     if its.ahead == Ahead.STEP or its.begun != its.done:
         return "others go on to the optimizer's step", have_passed

@@ -16,7 +16,7 @@ class Keyed(Holder, Protocol):
     """An engine's tensors, which other ranks may read."""
 
     def key_of(self, tensor: Any) -> int:
-        """The tensor's number; of a gradient, while it stays as it is (:attr:`Ahead.MEETING`)."""
+        """The tensor's number."""
 
     def assemble(self, key: int, parts: list[Tensor]) -> Tensor:
         """The whole tensor of everyone's rows, on the device."""
@@ -58,6 +58,7 @@ class Reader:
         keys = {id(t): self._rows.key_of(origin(t)) for t in tensors}
         # What needs a gradient is gathered by another collective, each tensor as often as it is named
         how = [2 * keys[id(t)] + (torch.is_grad_enabled() and t.requires_grad) for t in tensors]
+        how += [size for t in tensors if keys[id(t)] == UNKNOWN for size in t.shape]
         found = self._found(tuple(dict.fromkeys(keys.values())), how)
         if found is None:
             return {}
@@ -109,7 +110,9 @@ class Reader:
         ``before`` is called first."""
         before()
         keys = {key for key in map(self._rows.key_of, tensors) if key > UNKNOWN}
-        if not keys:  # gradients
+        if self._changes.ahead is not Ahead.MEETING:  # no rank reads gradients alone
+            keys = {key for key in keys if not self._rows.is_gradient(key)}
+        if not keys:
             yield
         elif self._reads is None or not self._is_between():
             with self._changes.under_way():

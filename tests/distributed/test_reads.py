@@ -23,7 +23,7 @@ FSDP2 = {"stage": 3, "timeout_seconds": LIMIT, **zoo.BLOCKS}
 DEEPSPEED = {"stage": 3, "timeout_seconds": LIMIT, "engine": "deepspeed"}
 NAMES = {
     "unforeseen": r"a read of parameter 'net\.head\.weight' in {hook} by rank {rank} and not by .*, and others go",
-    "gradient": r"a read of a gradient.* in {hook} by rank {rank} and not by rank {other}, and nothing is sent",
+    "gradient": r"a read of the gradient of .*'net\.head\.weight' in {hook} by rank {rank} and .*, and nothing is sent",
     "forward": r"a read of all parameters of .* in {hook} by rank {rank} and not by rank {other}, and nothing is sent",
     "write": r"a read of a parameter that is written to in {hook} by rank {rank} and not by rank {other}, and nothing",
     "written before": r"a read of .* by rank {rank} and not by rank {other}, and rank {rank} alone has written",

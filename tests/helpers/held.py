@@ -13,7 +13,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer
@@ -722,6 +722,18 @@ class ReadAlone(Zoo):
         self.read("after")
 
 
+class AveragedByCallback(Zoo):
+    """``StochasticWeightAveraging`` writes through ``p.detach()`` in a hook, and then runs an epoch of forwards for
+    the statistics of batch norms; with a hook that looks at the module between batches, so that copies may stay."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.blocks.append(nn.BatchNorm1d(WIDTH))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.extra[f"{self.current_epoch} {batch_idx}"] = self.net.stem.weight.norm().detach()
+
+
 class Histograms(Zoo):
     """``self.logger.experiment.add_histogram(name, p.grad)``, with a logger that looks at it on one rank alone, while
     gradients wait for the optimizer, as do TensorBoard's; on the last rank alone, too."""
@@ -818,6 +830,12 @@ HELD: dict[str, Kind] = {
     "partial_forward": Kind(module=_of(PartialForward)),
     "pruned_by_callback": Kind(module=_of(Zoo), callbacks=_pruning(use_lottery_ticket_hypothesis=False)),
     "lottery_ticket": Kind(module=_of(SameOnAllRanks), callbacks=_pruning(), max_epochs=3),
+    "averaged_by_swa": Kind(
+        module=_of(AveragedByCallback),
+        max_epochs=3,
+        validates=True,
+        callbacks=lambda: [StochasticWeightAveraging(1e-2, swa_epoch_start=1)],
+    ),
     "histograms_on_one_rank": Kind(module=_of(Histograms), trainer={"gradient_clip_val": 0.05}),
     "read_on_one_rank": Kind(
         module=_of(ReadAlone),

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm.reads import STEP, UNKNOWN, WRITE
+from lightning_zero.comm.reads import STEP, WRITE
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.parameters import Parameters
 
-GRADIENT = UNKNOWN
-"""The key of any gradient: the ranks put it together."""
+GRADIENT = STEP - 1
+"""The key of the first parameter's gradient, which the ranks put together; those of the others are below."""
 
 
 class Rows:
@@ -48,9 +48,15 @@ class Rows:
 
     def name(self, key: int) -> str:
         """For errors."""
+        if key <= GRADIENT:
+            return f"the gradient of parameter {self._names[self._held[GRADIENT - key]]!r}"
         if key in (WRITE, STEP):
             return "a parameter that is written to" if key == WRITE else "the optimizer's step"
-        return "a gradient" if key == GRADIENT else f"parameter {self._names[self._held[key]]!r}"
+        return f"parameter {self._names[self._held[key]]!r}"
+
+    def is_gradient(self, key: int) -> bool:
+        """Those are never sent."""
+        return False
 
     def assemble(self, key: int, parts: list[Tensor]) -> Tensor:
         """Everyone's parts as the whole tensor, on the device."""

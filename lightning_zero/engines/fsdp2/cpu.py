@@ -176,6 +176,7 @@ class Direct(Transport):
     def user_writes(self) -> None:
         if self._order is not None:
             self._order.num_writes += 1
+        self.shards_changed()  # p.detach() is a DTensor with a version of its own
         self.await_readers()
 
     def released(self) -> None:

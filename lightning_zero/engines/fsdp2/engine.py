@@ -200,7 +200,7 @@ class Fsdp2Engine(Engine):
             private.before_reduce(group, self._before_reduce)
             private.before_backward(group, self._before_backward)
             private.without_translation(group)
-        rows = self._rows = Rows(self._identity.shards, module, self.mesh, self._sharded.names, self.changes)
+        rows = self._rows = Rows(self._identity.shards, module, self.mesh, self._sharded.names)
         agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
         if agreement is not None and dist.get_world_size() > 1:
             self.reads = Reads(agreement, self.changes, rows, self.shards_device)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_zero.comm.reads import STEP, UNKNOWN, WRITE, Ahead, Changes
+from lightning_zero.comm.reads import STEP, UNKNOWN, WRITE
 from lightning_zero.comm.shards import local, mesh_device
 
 UNIT = STEP - 1
@@ -24,7 +24,6 @@ class Rows:
     """The shards of ``module``, numbered in an order that all ranks share, and as many gradients behind them.
 
     Args:
-        changes: Of this rank.
         shards: The user's parameters -> their shards.
         module: For names.
         mesh: Of the run.
@@ -37,9 +36,7 @@ class Rows:
         module: nn.Module,
         mesh: DeviceMesh,
         units: Sequence[str],
-        changes: Changes,
     ) -> None:
-        self._changes = changes
         self._of_gradients: Any = WeakIdKeyDictionary()  # gradients that user code was given -> their keys
         names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
         self._names = [*(f"parameter {names.get(p, '?')!r}" for p in shards)]
@@ -50,14 +47,18 @@ class Rows:
 
     def given(self, grad: Tensor, shard: DTensor) -> None:
         """User code looks at ``grad``, of ``shard``."""
-        if self._changes.ahead is Ahead.MEETING and isinstance(grad, DTensor) and id(shard) in self._keys:
+        if isinstance(grad, DTensor) and id(shard) in self._keys:
             self._of_gradients[grad] = len(self._shards) + self._keys[id(shard)]
 
     def key_of(self, tensor: Any) -> int:
         """Of a shard, or of a gradient; a state is not known to other ranks."""
-        if (key := self._keys.get(id(tensor))) is None and self._changes.ahead is Ahead.MEETING:
+        if (key := self._keys.get(id(tensor))) is None:
             key = self._of_gradients.get(tensor)
         return UNKNOWN if key is None else key
+
+    def is_gradient(self, key: int) -> bool:
+        """Not a parameter."""
+        return key >= len(self._shards)
 
     def _tensor(self, key: int) -> Any:
         index = key - len(self._shards)
@@ -84,7 +85,7 @@ class Rows:
         if key < UNKNOWN:
             return f"all parameters of {self._units[UNIT - key]!r}, whose forward is called"
         if key == UNKNOWN:
-            return "a gradient or an optimizer's state"
+            return "an optimizer's state"
         index = key - len(self._shards)
         return self._names[key] if index < 0 else f"the gradient of {self._names[index]}"
 
