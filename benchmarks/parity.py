@@ -79,9 +79,10 @@ def _row(pool: RankPool, name: str, world_size: int) -> list[str]:
                 answer = pool.run(
                     outcome, zoo.train, name, strategy, True, world_size=world_size, timeout_seconds=TIMEOUT_SECONDS
                 )
-                said = all(error == "ValueError" and re.search(refusal, text) for error, text in answer)
+                errors = {error for error, text in answer if re.search(refusal, text)}
+                said = len(errors) == 1 and all(re.search(refusal, text) for _, text in answer)
                 note = "¹" if "some ranks only" in refusal else "²"
-                cells.append(f"ValueError {note}" if said else "**no ValueError**")
+                cells.append(f"{errors.pop()} {note}" if said else "**not refused**")
                 continue
             results = pool.run(zoo.train, name, strategy, True, world_size=world_size, timeout_seconds=TIMEOUT_SECONDS)
         except RankError as error:
@@ -130,9 +131,9 @@ other numbers of ranks.
         "\n¹ Stage 3 gathers a unit when it runs, so one that only some ranks run cannot be gathered; the error names"
         "\nthe units and what to set instead (`units=`, or stage 2). As one unit these kinds train as under DDP. The"
         "\nunits of `deepspeed` are the smallest modules."
-        "\n\n² Refused by name: before the first step, or, a transform of `torch.func` and gradients read in"
-        " `LightningModule.backward`, where the step makes it. The"
-        "\nerror says what to do instead.\n"
+        "\n\n² Refused by name: before the first step, or where user code does it (a transform of `torch.func`,"
+        " gradients\nread in `LightningModule.backward`, writes that would be lost). The error says what to do"
+        " instead.\n"
         "\n## Why the tolerances are not 0\n"
     )
     reasons: dict[tuple[str, str], list[str]] = {}

@@ -45,6 +45,7 @@ _PLACES = {
     3: "begins validation batch {}",
     4: "ends its validation after {} training batches",
     5: "ends its epoch after {} training batches",
+    6: "ends its training after {} steps",
 }
 _SHIFT = 40
 
@@ -185,6 +186,10 @@ class StepSync(Callback):
         self._say(5, trainer.fit_loop.epoch_loop.batch_idx + 1)
         self.hear()
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._say(6, trainer.global_step)
+        self.hear()
+
     def _say(self, place: int, index: int) -> None:
         if self._loop is None:
             return
@@ -224,10 +229,17 @@ class StepSync(Callback):
         )
         validates = any(place >> _SHIFT in (3, 4) for place in places)
         limit = "trainer.limit_val_batches" if validates else "trainer.limit_train_batches"
-        raise ValueError(
-            f"the ranks no longer do the same: {said}. A dataloader that gives fewer batches on some ranks does this:"
-            f" give all ranks equally many (a DistributedSampler, drop_last=True, or {limit})."
-        )
+        if any(place >> _SHIFT == 6 for place in places):
+            cause = (
+                "A callback that some ranks only have, or a stop that each decides by its own, does this: give all"
+                " ranks the same callbacks and settings, and log what they watch with sync_dist=True."
+            )
+        else:
+            cause = (
+                "A dataloader that gives fewer batches on some ranks does this: give all ranks equally many (a"
+                f" DistributedSampler, drop_last=True, or {limit})."
+            )
+        raise ValueError(f"the ranks no longer do the same: {said}. {cause}")
 
     # -- ending on request ---------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -629,6 +630,29 @@ def test_all_ranks_refuse_where_one_has_fewer_batches(module: type[Zoo], ranks2)
         assert error == "ValueError", text
         assert "rank 1 begins training batch 2" in text
         assert "rank 0 ends its epoch after 2 training batches" in text
+
+
+class StopsAlone(Callback):
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.fit_loop.max_epochs = 1
+
+
+def _fit_with_a_callback_of_one_rank(stage: int) -> None:
+    callbacks = [StopsAlone()] if os.environ["RANK"] == "1" else []
+    make_trainer(_strategy(stage), max_epochs=2, callbacks=callbacks).fit(
+        Zoo(), DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH)
+    )
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("stage", [1, 3])
+def test_all_ranks_refuse_where_one_ends_its_training_early(stage: int, ranks2) -> None:
+    """SWA on one rank alone is an epoch more there; the others would wait for it at the end of the run."""
+    for error, text in ranks2(outcome, _fit_with_a_callback_of_one_rank, stage, timeout_seconds=60):
+        assert error == "ValueError", text
+        assert "rank 0 begins training batch 0" in text
+        assert "rank 1 ends its training after" in text
+        assert "the same callbacks" in text
 
 
 class Strays(Zoo):
