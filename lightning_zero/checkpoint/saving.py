@@ -19,7 +19,7 @@ from lightning_zero.checkpoint.layout import EXTRA
 from lightning_zero.checkpoint.resume import Resume, collect
 from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
 from lightning_zero.comm.agree import IN_BACKGROUND, Agreement
-from lightning_zero.private.lightning import checkpoint_connector
+from lightning_zero.private.lightning import TUNERS_FILES, checkpoint_connector
 from lightning_zero.private.torch import DisableTorchFunction
 
 
@@ -56,6 +56,7 @@ class Saving:
         self._agreement: Agreement | None = None
         self._loaded: Loaded | None = None
         self._resumed: Resume | None = None
+        self._continues = False
         self._background: BackgroundSaver | None = None
 
     def refuse_plugin(self, checkpoint_io: Any) -> None:
@@ -201,13 +202,16 @@ class Saving:
             safely = weights_only is not False
             content = together(self.agreement, lambda: checkpoint_io.load_checkpoint(path, weights_only=safely))
             self._loaded = Loaded(content)
+        self._continues = not os.path.basename(path).startswith(TUNERS_FILES)
         return self._loaded.content
 
     def resume(self, trainer: Any) -> None:
-        """Continues from the checkpoint that was loaded for this run, if there is one; before the first batch."""
+        """Continues from the checkpoint that was loaded for this run, if there is one; before the first batch. Behind a
+        tuner's trial steps loaders and random states go on from there, as under DDP."""
         if self._loaded is not None:
-            self._resumed = Resume(self._loaded.content, self.agreement)
-            self._resumed.apply(trainer)
+            if self._continues:
+                self._resumed = Resume(self._loaded.content, self.agreement)
+                self._resumed.apply(trainer)
             self._forget_loaded()
 
     def _forget_loaded(self) -> None:

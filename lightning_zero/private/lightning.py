@@ -89,6 +89,9 @@ LIGHTNING = Library(
         Needed("lightning.fabric.utilities.device_dtype_mixin:_DeviceDtypeModuleMixin.device.fget", stores="_device"),
     ),
 )
+TUNERS_FILES = (".lr_find_", ".scale_batch_size_")
+"""Begins of the names under which Lightning's tuners save what they go back to after their trial steps. There is no
+other sign of it; ``tests/unit/test_lightning_private.py`` looks them up in its sources."""
 TORCHMETRICS = Library(
     "torchmetrics",
     ">=1.4,<1.10",
@@ -115,6 +118,7 @@ with importing(LIGHTNING):
 __all__ = [
     "LIGHTNING",
     "TORCHMETRICS",
+    "TUNERS_FILES",
     "Collector",
     "GlobalStateSnapshot",
     "HandlersCompose",

@@ -13,7 +13,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer
@@ -734,6 +734,18 @@ class AveragedByCallback(Zoo):
         self.extra[f"{self.current_epoch} {batch_idx}"] = self.net.stem.weight.norm().detach()
 
 
+class FindsRate(Zoo):
+    """``LearningRateFinder`` trains some steps and goes back, but not with the random states."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.blocks.append(nn.Dropout(0.3))
+        self.lr = 1e-3
+
+    def configure_optimizers(self) -> Optimizer:
+        return SGD(self.parameters(), lr=self.lr)
+
+
 class Histograms(Zoo):
     """``self.logger.experiment.add_histogram(name, p.grad)``, with a logger that looks at it on one rank alone, while
     gradients wait for the optimizer, as do TensorBoard's; on the last rank alone, too."""
@@ -835,6 +847,9 @@ HELD: dict[str, Kind] = {
         max_epochs=3,
         validates=True,
         callbacks=lambda: [StochasticWeightAveraging(1e-2, swa_epoch_start=1)],
+    ),
+    "learning_rate_found": Kind(
+        module=_of(FindsRate), callbacks=lambda: [LearningRateFinder(num_training_steps=6)], max_epochs=2
     ),
     "histograms_on_one_rank": Kind(module=_of(Histograms), trainer={"gradient_clip_val": 0.05}),
     "read_on_one_rank": Kind(

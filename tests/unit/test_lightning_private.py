@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, TorchEla
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.tuner import batch_size_scaling, lr_finder
 from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -272,3 +274,9 @@ def test_no_optimizer_is_a_mock(quiet: dict[str, Any]) -> None:
     trainer = Trainer(**quiet)
     trainer.fit(module)
     assert [type(o) for o in trainer.optimizers] == [private.MockOptimizer]
+
+
+def test_tuners_name_their_files() -> None:
+    sources = [inspect.getsource(module) for module in (batch_size_scaling, lr_finder)]
+    assert all(any(f'"{begin}{{' in source for source in sources) for begin in private.TUNERS_FILES)
+    assert [source.count("trainer.save_checkpoint(") for source in sources] == [1, 1]
