@@ -62,11 +62,11 @@ def _warn_of_views_elsewhere(named: dict[int, str], known: set[int]) -> None:
     views = [each for each in plain if storage_key(each.untyped_storage()) in named and id(each) not in known]
     between = {id(base_of(view)) for view in views}  # as w.data of w.data.view(-1)
     lasting = [view for view in views if id(view) not in between]
-    found = [f"{_holder(view)} of {named[storage_key(view.untyped_storage())]!r}" for view in lasting]
-    if found:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    if lasting:  # each holder is looked for among all objects: a whole state_dict() would take minutes
+        found = [f"{_holder(view)} of {named[storage_key(view.untyped_storage())]!r}" for view in lasting[:3]]
+        more = f" and {len(lasting) - 3} more" if len(lasting) > 3 else ""
         rank_zero_warn(
-            f"Outside of the module, views of parameters are held ({', '.join(found[:3])}{more}). In and after the run"
+            f"Outside of the module, views of parameters are held ({', '.join(found)}{more}). In and after the run"
             " they keep the values of before it, and the memory: hold the parameters themselves and take the views when"
             " they are used, or drop them."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_zero.engines import refusals
 from lightning_zero.engines.advice import advice_on
 from lightning_zero.engines.refusals import refuse_held_views
 
@@ -82,3 +84,13 @@ def test_methods_of_process_groups_have_functions_in_their_stead():
     """No view sees such a call, so the error is DTensor's own."""
     for text in ("c10d.allreduce_.default does not have a sharding strategy", "c10d.allgather_.default: got mixed"):
         assert "torch.distributed.all_reduce(p.data" in advice_on(text, False, None, "fsdp2")
+
+
+def test_few_holders_are_looked_for_however_many_views_there_are():
+    """Each takes a look at all objects of the process: a second for a large one."""
+    module = nn.Sequential(*[nn.Linear(2, 2) for _ in range(20)])
+    states = module.state_dict()
+    with mock.patch.object(refusals.gc, "get_referrers", wraps=gc.get_referrers) as looks:
+        (said,) = _said(module)
+    assert f"and {len(states) - 3} more" in said
+    assert looks.call_count <= 6
