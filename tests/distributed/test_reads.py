@@ -24,6 +24,7 @@ DEEPSPEED = {"stage": 3, "timeout_seconds": LIMIT, "engine": "deepspeed"}
 NAMES = {
     "unforeseen": r"a read of parameter 'net\.head\.weight' in {hook} by rank {rank} and not by .*, and others go",
     "gradient": r"a read of the gradient of .*'net\.head\.weight' in {hook} by rank {rank} and .*, and nothing is sent",
+    "old gradient": r"a read of .* or a gradient of before in {hook} by rank {rank} and .*, and nothing is sent",
     "forward": r"a read of all parameters of .* in {hook} by rank {rank} and not by rank {other}, and nothing is sent",
     "write": r"a read of a parameter that is written to in {hook} by rank {rank} and not by rank {other}, and nothing",
     "written before": r"a read of .* by rank {rank} and not by rank {other}, and rank {rank} alone has written",
@@ -36,6 +37,7 @@ REPAIR = "make it on every rank, and write on one, as in `state = self.net.state
     [
         pytest.param(FSDP2, "on_before_optimizer_step", "unforeseen", 0, id="before a step"),
         pytest.param(FSDP2, "on_train_epoch_end", "gradient", 1, id="gradient", marks=pytest.mark.rest),
+        pytest.param(FSDP2, "on_before_optimizer_step", "old gradient", 0, id="of before", marks=pytest.mark.rest),
         pytest.param(FSDP2, "on_train_epoch_end", "forward", 0, id="forward", marks=pytest.mark.rest),
         pytest.param(FSDP2, "on_train_epoch_end", "written before", 0, id="written", marks=pytest.mark.rest),
         pytest.param(FSDP2, "on_train_epoch_end", "write", 0, id="write"),

@@ -27,6 +27,7 @@ def _write_more_than_is_kept(module: Any) -> None:
 READS: dict[str, Callable[[Any], Any]] = {
     "norm": lambda module: module.net.head.weight.norm().item(),
     "unforeseen": lambda module: module.net.head.weight.norm().item(),
+    "old gradient": lambda module: module.kept.norm().item(),
     "gradient": lambda module: module.net.head.weight.grad.norm().item(),
     "forward": lambda module: module.net(torch.ones(2, zoo.WIDTH)).sum().item(),
     "write": _write_more_than_is_kept,
@@ -58,6 +59,9 @@ class Reader(zoo.Zoo):
             self.trainer.strategy.engine.reader.waits_before_step = False
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.what == "old gradient" and not self.global_step:
+            self.kept = self.net.head.weight.grad
+            return
         self.look("on_before_optimizer_step")
 
     def on_train_epoch_end(self) -> None:

@@ -51,9 +51,11 @@ class Rows:
             self._of_gradients[grad] = len(self._shards) + self._keys[id(shard)]
 
     def key_of(self, tensor: Any) -> int:
-        """Of a shard, or of a gradient; a state is not known to other ranks."""
+        """Of a shard, or of its gradient; other ranks know neither states nor gradients of before."""
         if (key := self._keys.get(id(tensor))) is None:
             key = self._of_gradients.get(tensor)
+            if key is not None and self._tensor(key) is not tensor:
+                key = None
         return UNKNOWN if key is None else key
 
     def is_gradient(self, key: int) -> bool:
@@ -85,7 +87,7 @@ class Rows:
         if key < UNKNOWN:
             return f"all parameters of {self._units[UNIT - key]!r}, whose forward is called"
         if key == UNKNOWN:
-            return "an optimizer's state"
+            return "an optimizer's state or a gradient of before"
         index = key - len(self._shards)
         return self._names[key] if index < 0 else f"the gradient of {self._names[index]}"
 
