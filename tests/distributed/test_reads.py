@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_zero.comm.reads import Changes, HostCopies
+from lightning_zero.comm.reads import STEP, Ahead, Changes, HostCopies
+from lightning_zero.engines.reads import Reader
 from tests.helpers import reading, zoo
 
 LIMIT = 60.0
@@ -121,6 +122,24 @@ def test_changes_keep_what_was_there_before() -> None:
     assert (changes.lost, changes.begun, changes.done) == (3, 3, 2)
     changes.end()
     assert changes.done == 3
+
+
+def test_ranks_meet_before_a_step_only_where_user_code_precedes_it() -> None:
+    changes, asked, marks = Changes(), [], []
+    changes.mark = lambda: marks.append(changes.ahead)  # on an accelerator readers' copies wait for it
+    reads: Any = SimpleNamespace(ask=asked.append)
+    reader = Reader(reads, changes, SimpleNamespace(), is_between=lambda: True)
+    reader.step_is_next()
+    reader.step_begins()
+    assert (asked, marks, changes.ahead) == ([], [], Ahead.STEP)
+    reader.waits_before_step = True
+    reader.step_is_next()
+    assert (asked, marks, changes.ahead) == ([], [Ahead.MEETING], Ahead.MEETING)
+    for _ in range(2):  # to clip, and to step
+        reader.step_begins()
+        assert (asked, changes.ahead) == ([(STEP,)], Ahead.STEP)
+    reader.step_ends()
+    assert changes.ahead is Ahead.MESSAGES
 
 
 def test_rows_leave_an_accelerator_on_a_stream_that_waits_for_their_latest_change_alone() -> None:
