@@ -119,7 +119,7 @@ def _check_is_ours(trainers: str, name: str) -> None:
         return
     lightning, twin = versions()
     if lightning == twin:
-        repair = "Import lightning_zero before the second of them, or use lightning.pytorch alone."
+        repair = "Write `import lightning_zero` in front of the script's other imports, or use lightning.pytorch alone."
     else:
         repair = f"Install one version of both (pip install pytorch-lightning=={lightning}), or use lightning.pytorch."
     raise ValueError(

@@ -58,7 +58,7 @@ def _refusal(before: str) -> str:
 def test_trainers_of_another_lightning_are_refused_by_name():
     said = _refusal("import pytorch_lightning, lightning, lightning_zero")
     assert "pytorch_lightning.Trainer(strategy='zero3'): lightning 2" in said
-    assert "Import lightning_zero before the second of them" in said
+    assert "Write `import lightning_zero` in front of" in said
     other = "from importlib import metadata\nreal = metadata.version\n"
     other += "metadata.version = lambda name: '2.5.0' if name == 'pytorch-lightning' else real(name)\n"
     for order in (
