@@ -45,6 +45,10 @@ class Reader:
         """Whether user code runs between a backward and its optimizer's step: ranks meet between the two."""
         self._ahead: tuple[Any, Collection[int], dict[int, list[Tensor]] | None] | None = None
 
+    def key_of(self, tensor: Any) -> int:
+        """The number of a tensor of the engine's."""
+        return self._rows.key_of(tensor)
+
     def alone(self, tensors: Sequence[Any], origin: Callable[[Any], Any] = lambda tensor: tensor) -> dict[int, Tensor]:
         """The whole values of ``tensors`` by their ids, if not all ranks read them; empty, if the caller is to gather.
 
@@ -90,6 +94,16 @@ class Reader:
     def step_ends(self) -> None:
         """The optimizer has stepped, or has not for an overflow."""
         self._changes.ahead = Ahead.MESSAGES
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Gradients and parameters change inside it."""
+        self.step_begins()
+        try:
+            with self._changes.under_way():
+                yield
+        finally:
+            self.step_ends()
 
     def begin_ahead(self, tensors: Sequence[Any], origin: Callable[[Any], Any] = lambda tensor: tensor) -> None:
         """``tensors`` are about to be read one by one: asks for all of them, until :meth:`end_ahead`. Those for which

@@ -20,7 +20,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.engines.fsdp2.private import KNOWS_TRANSFORMS
-from tests.helpers.zoo import ADAM, KINDS, UNUSED, WIDTH, Block, Kind, Net, TokenDataset, Zoo, _of, whole
+from tests.helpers.zoo import ADAM, KINDS, UNUSED, WIDTH, Block, Kind, Manual, Net, TokenDataset, Zoo, _of, whole
 
 
 class BestWeights(Zoo):
@@ -606,19 +606,10 @@ class OwnBackward(Zoo):
         (2 * loss).backward(*args, **kwargs)
 
 
-class OwnManualBackward(OwnBackward):
+class OwnManualBackward(Manual):
     """The same where the step calls it."""
 
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        loss = self.record(self.loss(batch))
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
+    backward = OwnBackward.backward
 
 
 class ManualBuffers(Zoo):

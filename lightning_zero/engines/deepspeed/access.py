@@ -67,7 +67,6 @@ class Access:
         self._changes, self._reader = changes, reader
         self._params, self._under_way, self._order, self._backward = params, under_way, order, backward
         self._held, self._stage3 = params.held, params.stage3  # asked for at each call of a tensor's
-        self._numbers = {p: number for number, p in enumerate(params.held)}
         self._seen: dict[Tensor, tuple[Tensor, int]] = {}  # whole gradients, and their versions when handed out
         self._dirty: dict[Tensor, None] = {}  # in order, because ranks gather in it
 
@@ -149,7 +148,7 @@ class Access:
                     warnings.warn(_NONE, stacklevel=2)
             return None
         if p not in self._seen:
-            self._reader.require_all(GRADIENT - self._numbers[p])
+            self._reader.require_all(GRADIENT - self._reader.key_of(p))
             with DisableTorchFunction(), torch.no_grad():
                 grad = managed.assemble(p, managed.shards.grad(p)).to(dtype=p.dtype, device=p.device)
             self._seen[p] = grad, version_of(grad)

@@ -316,12 +316,8 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Iterator[Any]:
-        self.reader.step_begins()
-        try:
-            with self.changes.under_way(), self._steps.stand_ins(optimizer, on_shards) as swap:
-                yield swap
-        finally:
-            self.reader.step_ends()
+        with self.reader.stepping(), self._steps.stand_ins(optimizer, on_shards) as swap:
+            yield swap
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         managed = self._params.attached

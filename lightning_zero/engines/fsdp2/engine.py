@@ -501,15 +501,14 @@ class Fsdp2Engine(Engine):
 
     @contextmanager
     def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Iterator[Any]:
-        self.reader.step_begins()
-        self._assigned.settle()
-        self._wait_for_host_copies()
-        try:
-            with self.changes.under_way(), self._sharded_step(optimizer).stand_ins(on_shards) as swap:
-                yield swap
-        finally:
-            self.reader.step_ends()
-            self._transport.shards_changed()
+        with self.reader.stepping():
+            self._assigned.settle()
+            self._wait_for_host_copies()
+            try:
+                with self._sharded_step(optimizer).stand_ins(on_shards) as swap:
+                    yield swap
+            finally:
+                self._transport.shards_changed()
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         self.reader.step_begins()

@@ -31,11 +31,7 @@ class Rows:
     """
 
     def __init__(
-        self,
-        shards: Mapping[Tensor, DTensor],
-        module: nn.Module,
-        mesh: DeviceMesh,
-        units: Sequence[str],
+        self, shards: Mapping[Tensor, DTensor], module: nn.Module, mesh: DeviceMesh, units: Sequence[str]
     ) -> None:
         self._of_gradients: Any = WeakIdKeyDictionary()  # gradients that user code was given -> their keys
         names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
