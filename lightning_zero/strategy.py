@@ -60,6 +60,7 @@ from lightning_zero.engines.fsdp2.run import Fsdp2Run
 from lightning_zero.engines.hooks import user_looks_before_step, user_looks_between_micro_batches
 from lightning_zero.engines.optimizer_step import refuse_sharding
 from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision, adapt_precision
+from lightning_zero.engines.refusals import refuse_uninitialized
 from lightning_zero.engines.run import EngineRun, Place
 from lightning_zero.host import (
     MAPPED_IN_STEPS_FROM_BYTES,
@@ -315,6 +316,8 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def model_to_device(self) -> None:
         assert self.model is not None
+        if self._shards:
+            refuse_uninitialized(self.model)
         is_born_later = on_meta(self.model)
         if is_born_later and self.config.engine == "deepspeed" and self.config.stage == 3:
             raise ValueError(
@@ -509,6 +512,10 @@ class ZeroStrategy(Launched, DDPStrategy):
             self.lightning_module, trainer_facts(trainer), self.root_device, trainer.train_dataloader
         )
         self._saving.resume(trainer)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and self.engine is not None:  # hooks of the epoch's start may have changed the module
+            self.engine.check_parameters()
 
     def process_dataloader(self, dataloader: object) -> object:
         module = self.lightning_module

@@ -385,7 +385,7 @@ class Engine(ABC):
                 raise ValueError(
                     f"parameter {name!r} was replaced or added after the strategy set the module up, so it would"
                     " neither be sharded nor reduced: create it in __init__ or configure_model, or write into the"
-                    " existing one under torch.no_grad()."
+                    " existing one under torch.no_grad() (load_state_dict without assign=True)."
                 )
 
     def end_reads(self, together: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_zero.private.torch import base_of, in_fx_trace, in_transform, module_tables, storage_key, users_of
 
@@ -21,6 +22,16 @@ def refuse_script_modules(module: nn.Module) -> None:
             raise ValueError(
                 f"module {name!r} is of torch.jit ({type(m).__name__}), which takes no hooks, so its parameters cannot"
                 " be gathered: train the plain module, and script or trace it after the run (or use strategy='ddp')."
+            )
+
+
+def refuse_uninitialized(module: nn.Module) -> None:
+    """Raises ``ValueError`` for layers whose parameters get their shapes at a first forward that has not come."""
+    for name, p in module.named_parameters():
+        if is_lazy(p):
+            raise ValueError(
+                f"parameter {name!r} of a lazy layer has no shape yet, so it cannot be sharded: give the module one"
+                " forward, of any batch, at the end of __init__ or in configure_model."
             )
 
 

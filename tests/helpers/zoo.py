@@ -1596,4 +1596,5 @@ def _odd_rank() -> bool:
 
 import tests.helpers.held  # noqa: E402
 import tests.helpers.optimizers  # noqa: E402
-import tests.helpers.written  # noqa: E402, F401  (all three add kinds, which are made of this module's)
+import tests.helpers.places  # noqa: E402
+import tests.helpers.written  # noqa: E402, F401  (all four add kinds, which are made of this module's)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import all_reduce_mean
@@ -29,6 +29,10 @@ _NONE = (
 _NOT_YET = (
     "p.grad is assigned between the micro-batches of an accumulation, when DeepSpeed keeps gradients for itself: do it"
     " in on_before_optimizer_step, or use engine='fsdp2'."
+)
+_OUTSIDE = (
+    "loss.backward() outside of training_step: at stages 2 and 3 DeepSpeed takes gradients for the step as they come."
+    " Do it in training_step, or use engine='fsdp2' (or stage=1)."
 )
 
 _ASSIGNED = -1
@@ -88,6 +92,11 @@ class Access:
     def busy(self) -> bool:
         return Phase.BACKWARD in self._under_way or Phase.WHOLE in self._under_way
 
+    def refuse_outside_step(self) -> None:
+        """Raises ``ValueError`` for a gradient that no step of ours has asked for."""
+        if not self.busy():
+            raise ValueError(_OUTSIDE)
+
     # -- parameters ----------------------------------------------------------------------------------------------
 
     def fetch(self, p: Any) -> None:
@@ -95,6 +104,15 @@ class Access:
             if self._order.is_followed:
                 self._order.require_same(p)
             private.fetch(p)
+
+    def fetch_given(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A hook before DeepSpeed's of ``module``, in a step: parameters among its arguments belong to the caller, who
+        has them whole in its backward until their gradients are there; ``module`` would release them before."""
+        if self.in_step() and not self.busy():
+            for value in (*args, *kwargs.values()):
+                for p in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(p, nn.Parameter) and self.holds(p) and self.is_away(p):
+                        self.fetch(p)
 
     def keep_all(self) -> None:
         """A backward of the user's own begins inside the step: another one passes through the same parameters, or

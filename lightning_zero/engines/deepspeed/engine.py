@@ -37,6 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -88,6 +89,8 @@ class DeepSpeedEngine(Engine):
         super().__init__(config, device, dtypes)
         self._engine: Any = None  # DeepSpeed's, once attached
         self._attributes: dict[int, set[str]] = {}  # of each parameter, by its id, before DeepSpeed had it
+        self._accumulators: list[Node] = []  # held: autograd would make others
+        self._handles: list[Any] = []
         self._agreement: Agreement | None = None
         self._optimizers: list[Optimizer] = []
         self._stage3 = config.stage == 3
@@ -154,9 +157,16 @@ class DeepSpeedEngine(Engine):
             # after without_view, which replaces the same hooks: ranks agree before DeepSpeed looks at a module
             self._order.follow(self._engine, self._usage.trained if joined is not None else None)
             private.before_modules(self._engine, self._refuse_gather)  # the last is asked first
+            self._handles = [
+                m.register_forward_pre_hook(self._access.fetch_given, prepend=True, with_kwargs=True)
+                for m in self.module.modules()
+            ]
+            self._accumulators = [_whole_accumulator(p, self._params.shapes[p]) for p in trainable]
         if joined is not None:
             shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine)
             params.managed = Managed(shards, joined, params.shapes)
+            if self.config.stage > 1:
+                private.before_each_gradient(self._engine, self._access.refuse_outside_step)
             for optimizer in optimizers:
                 self._steps.add(optimizer, self.config.elementwise_optimizers or ())
                 optimizer.zero_grad = self._access.zero_grad_of(optimizer)  # type: ignore[method-assign]
@@ -408,5 +418,20 @@ class DeepSpeedEngine(Engine):
             p.grad = None
             p.data = value
         self._params.managed = None
+        self._accumulators.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         self._steps.clear()
         self._engine = None
+
+
+def _whole_accumulator(p: Tensor, shape: torch.Size) -> Node:
+    """Where autograd adds to ``p.grad``: it takes gradients of the shape that ``p`` had at the first use in a graph,
+    and an ``autograd.Function`` (DeepSpeed's own around each module, too) is given parameters that are still away."""
+    cut = p.data
+    try:
+        p.data = cut.new_empty(1).expand(shape)
+        return get_gradient_edge(p).node
+    finally:
+        p.data = cut

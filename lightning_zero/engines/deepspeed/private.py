@@ -108,11 +108,13 @@ DEEPSPEED = Library(
         Needed(f"{_STAGE3}._optimizer_states_and_gradient_swap_out", takes="self, sub_group_id"),
         Needed(f"{_STAGE3}._release_swap_buffers", takes="self, sub_group_id"),
         Needed(f"{_STAGE3}.reduce_ready_partitions_and_remove_grads", takes="self, param"),
+        Needed(f"{_STAGE12}.reduce_ready_partitions_and_remove_grads", takes="self, param, i"),
         Needed(f"{_STAGE3}._reassign_or_swap_out_partitioned_parameters", takes="self, sub_group_id"),
         Needed(f"{_STAGE3}.invalidate_secondary_tensor", takes="self"),
         Needed(f"{_OFFLOAD}.partition_all_parameters", takes="self"),
         Needed(f"{_OFFLOAD}.get_param_coordinator", takes="self"),
         Needed(f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator", stores="hierarchy"),
+        Needed(f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator.reset_step", takes="self"),
         Needed(f"{_ZERO}.parameter_offload:FWD_MODULE_STACK"),
         Needed(f"{_ZERO}.parameter_offload:register_external_parameter", takes="module, parameter"),
         Needed(f"{_OFFLOAD}.pre_sub_module_forward_function", takes="self, sub_module"),
@@ -386,6 +388,18 @@ def backward(engine: Any, run_backward: Callable[[], None], before_end: Callable
         engine._backward_epilogue()
     finally:
         engine._running_engine_backward = False
+
+
+def before_each_gradient(engine: Any, check: Callable[[], None]) -> None:
+    """Calls ``check`` before stages 2 and 3 take a gradient off its parameter."""
+    zero = engine.optimizer
+    take = zero.reduce_ready_partitions_and_remove_grads
+
+    def checked(*args: Any) -> None:
+        check()
+        take(*args)
+
+    zero.reduce_ready_partitions_and_remove_grads = checked
 
 
 def before_buckets(engine: Any, action: Callable[[list[int]], None]) -> None:
@@ -777,6 +791,14 @@ def without_view(engine: Any, is_whole: Callable[[], bool]) -> None:
     ):
         method = f"{name}_function"
         setattr(offload, method, plainly(getattr(offload, method), name == "pre_sub_module_forward"))
+    coordinator = offload.get_param_coordinator()
+    reset = coordinator.reset_step
+
+    def reset_step() -> None:  # as a pass begins: it waits for what was gathered ahead of modules that never ran
+        with DisableTorchFunction():
+            reset()
+
+    coordinator.reset_step = reset_step
     # Parameters used outside their module's forward are found by our view, which knows more ways of using them.
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()

@@ -17,6 +17,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement
@@ -211,7 +212,7 @@ class DeepSpeedRun(EngineRun):
 
     def facts(self, module: nn.Module, trainer_facts: Mapping[str, Any], device_type: str) -> RunFacts:
         """``trainer_facts`` are the Trainer's settings, in the names of :class:`RunFacts`."""
-        sizes = [private.whole_numel(p) for p in module.parameters()]
+        sizes = [private.whole_numel(p) for p in module.parameters() if not is_lazy(p)]  # configure_model may fill them
         return RunFacts(
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
             device_type=device_type,

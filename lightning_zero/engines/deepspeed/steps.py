@@ -84,6 +84,11 @@ class Steps:
         return between_hooks(optimizer, partial(self._step_one, optimizer), self._settle, closure, **kwargs)
 
     def _step_one(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        if optimizer not in self._steps:
+            raise ValueError(
+                f"{type(optimizer).__name__} was made after the run began, and DeepSpeed keeps the states of those that"
+                " configure_optimizers returned: change their param_groups instead, or use engine='fsdp2'."
+            )
         step = self._steps[optimizer]
         if step.calls_closure and closure is not None:
             return self._step_with_closure(step, closure, **kwargs)

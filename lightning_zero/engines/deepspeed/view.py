@@ -40,6 +40,10 @@ _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data
 _GRAD_GET, _GRAD_SET, _GRAD_DELETE = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
 _OF_GRADIENTS = (_GRAD_GET, _GRAD_SET, _GRAD_DELETE)
+_GRAD_IN_HOOK = (
+    "torch.autograd.grad of parameters outside of training_step: at stage 3 DeepSpeed has let go of them after the"
+    " forward. Do it in training_step, or use stage=2 or engine='fsdp2'."
+)
 _DATA_GET, _DATA_SET = _DATA.__get__, _DATA.__set__
 TRANSFORMS = "stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'"
 """Who has no rules for transforms of ``torch.func``, and what has."""
@@ -126,11 +130,14 @@ class ShardView(TorchFunctionMode):
         holder, name = self.holder, func.__name__
         if name == "backward" and func == Tensor.backward and not holder.busy():
             return holder.user_backward(lambda: func(*args, **kwargs))
-        if func == torch.autograd.grad and holder.in_step() and not holder.busy():
-            holder.keep_all()
         held = self._held(args) if args else []
         if kwargs:
             held += self._held(tuple(kwargs.values()))
+        if func == torch.autograd.grad and not holder.busy():
+            if holder.in_step():
+                holder.keep_all()
+            elif any(map(holder.is_away, held)):
+                raise ValueError(_GRAD_IN_HOOK)
         if held:
             return self._on_parameters(func, name, args, kwargs, held)
         result = func(*args, **kwargs)

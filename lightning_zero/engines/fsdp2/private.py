@@ -215,8 +215,14 @@ def is_away(p: ShardedParam) -> bool:
 
 
 def register(p: ShardedParam, instead: Tensor) -> None:
-    """Puts ``instead`` on the modules that hold the parameter."""
-    type(p)._setattr_on_modules(p, instead)
+    """Puts ``instead`` on the modules that hold the parameter, gathered or sharded.
+
+    Where the user has put another one in its place since, or taken it away, that stays.
+    """
+    for module, name in _places(p):
+        held = module._parameters.get(name)
+        if held is p.sharded_param or held is p._unsharded_param:
+            setattr(module, name, instead)
 
 
 def grad_of(p: ShardedParam) -> Tensor | None:
@@ -600,9 +606,12 @@ def forget_gather(group: Group) -> None:
 def registrations(group: Group) -> Iterator[tuple[Tensor, list[tuple[nn.Module, str]]]]:
     """Each sharded parameter with every (module, attribute) it is registered under."""
     for p in group.fsdp_params:
-        info = p._module_info
-        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-        yield p.sharded_param, [(info.module, info.param_name), *shared]
+        yield p.sharded_param, _places(p)
+
+
+def _places(p: ShardedParam) -> list[tuple[nn.Module, str]]:
+    info = p._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
 @contextmanager
