@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.paged_file import PagedFile, Region
-from lightning_zero.host import available_host_bytes
+from lightning_zero.errors import CheckpointError
+from lightning_zero.host import available_host_bytes, own_room_bytes
+
+GIB = 1 << 30
 
 
 class Collected:
@@ -33,6 +36,17 @@ class Collected:
         self._left: int | None = None  # of plain memory, in bytes; asked for on rank 0 alone
         self._file: PagedFile | None = None
         self._regions: dict[int, Region] = {}
+
+    def why_not(self, nbytes: int) -> CheckpointError | None:
+        """Why this process cannot collect as much: pages of files count, too, under a limit of its address space."""
+        room = own_room_bytes()
+        if room is None or nbytes <= room:
+            return None
+        return CheckpointError(
+            f"checkpoint='file' collects {nbytes / GIB:.2f} GiB on rank 0, whose address space may grow by"
+            f" {room / GIB:.2f} GiB only (ulimit -v): raise the limit, or use checkpoint='sharded', which does not"
+            " collect."
+        )
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """As ``torch.empty``."""

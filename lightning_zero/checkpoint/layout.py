@@ -59,6 +59,18 @@ def map_tensors(fn: Callable[[Path, Tensor], Any], value: Any, path: Path = ()) 
     return value
 
 
+def whole_bytes(value: Any) -> int:
+    """Of the tensors inside, shards counted as the whole tensors they belong to, and each object once."""
+    sizes: dict[int, int] = {}
+
+    def count(path: Path, tensor: Tensor) -> Tensor:
+        sizes[id(tensor)] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    map_tensors(count, value)
+    return sum(sizes.values())
+
+
 def _with_items(mapping: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
     new = copy.copy(mapping)
     if hasattr(mapping, "__dict__"):  # OrderedDict's copy drops _metadata, the versions that load_state_dict reads

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.collected import Collected
-from lightning_zero.checkpoint.layout import map_tensors, placeholder
+from lightning_zero.checkpoint.layout import map_tensors, placeholder, whole_bytes
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.comm.reads import Changes, Reads
@@ -304,6 +304,9 @@ class Engine(ABC):
 
         With ``on_rank_0``, an agreement of all ranks and the memory to collect in, the others send their parts and get
         meta tensors, which hold shape and dtype only.
+
+        Raises:
+            CheckpointError: On all ranks, before anything is sent, where rank 0 may not take that much.
         """
         done: dict[int, Tensor] = {}
 
@@ -323,6 +326,9 @@ class Engine(ABC):
             return value.cpu()
 
         with torch.no_grad(), DisableTorchFunction():
+            if on_rank_0 is not None:
+                agreement, memory = on_rank_0
+                agreement.agree(memory.why_not(whole_bytes(state)) if agreement.rank == 0 else None)
             return map_tensors(one, state)
 
     @contextmanager

@@ -80,8 +80,9 @@ def room(nbytes: int | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def losses(strategy: Any, device: str, nbytes: int | None, batch: int) -> list[float]:
-    """Of ``STEPS`` steps on ``batch`` rows per rank, of as many in a test after them, and of a second run's steps."""
+def losses(strategy: Any, device: str, nbytes: int | None, batch: int, checkpoint: str | None = None) -> list[float]:
+    """Of ``STEPS`` steps on ``batch`` rows per rank, of as many in a test after them, and of a second run's steps. Each
+    run leaves a ``checkpoint``."""
     loader: Any = DataLoader(torch.arange(4.0 * STEPS * WIDTH).view(-1, WIDTH).sin(), batch_size=batch)
     return_freed_memory()  # or the limit counts what an earlier job has freed
     # Threads, their heaps and libraries are there before the limit
@@ -92,6 +93,8 @@ def losses(strategy: Any, device: str, nbytes: int | None, batch: int) -> list[f
             for _ in range(2):
                 trainer = make_trainer(strategy, max_steps=STEPS, limit_val_batches=0)
                 trainer.fit(module, loader)
+                if checkpoint is not None:
+                    trainer.save_checkpoint(checkpoint)
                 trainer.test(module, loader, verbose=False)
     except RuntimeError as error:
         # Frames hold the layers until somebody collects the error: in the next job, whose limit would not strike
