@@ -145,9 +145,9 @@ with importing(TORCH):
 __all__ = [
     "GETTERS", "INITIALIZERS", "ITEM", "PICKLED", "TORCH", "BatchNorm", "DisableTorchFunction",
     "DisableTorchFunctionSubclass", "Dynamo", "EnableTorchFunction", "FakeTensorMode", "Graph",
-    "MemoryFormats", "StorageInfo", "TorchDispatchMode", "abort_process_groups", "at_end_of_backward", "backward_hooks",
-    "backwards_inside", "base_of", "beside_transforms", "call_with_hooks", "compiled_call", "disabled_torch_function",
-    "dynamo_error",
+    "MemoryFormats", "StorageInfo", "TorchDispatchMode", "abort_process_groups", "as_traced", "at_end_of_backward",
+    "backward_hooks", "backwards_inside", "base_of", "beside_transforms", "call_with_hooks", "compiled_call",
+    "disabled_torch_function", "dynamo_error",
     "forget_meshes", "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward",
     "in_fx_trace", "in_transform", "is_compiled", "local_tensor", "loss_scale", "module_tables", "never_a_frame",
     "overload_packet", "own_parameters", "pause_dynamo", "put_below", "puts_other_memory", "pytree",
@@ -340,6 +340,12 @@ def dynamo_error() -> type[Exception]:
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException
+
+
+def as_traced(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What a mode calls for ``func`` while Dynamo traces: ``Tensor.unflatten``, which is Python that asks ``super()``,
+    would end the graph there (torch 2.13)."""
+    return torch.unflatten if func is Tensor.unflatten else func
 
 
 def has_compiled() -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import compiling, zoo
-from tests.helpers.compiling import BACKEND, FORMS, WHOLE, ByHand, Compiled, Lengths, count_raw, count_several
+from tests.helpers.compiling import BACKEND, FORMS, WHOLE, ByHand, Compiled, Halves, Lengths, count_raw, count_several
 from tests.helpers.ranks import outcome
 
 pytestmark = [pytest.mark.rest, pytest.mark.timeout(600)]
@@ -69,6 +69,12 @@ def test_graphs_are_those_of_fully_shard(ranks2):
     raw_graphs, raw_breaks = ranks2(count_raw, "blocks")[0]
     for found in ranks2(count_several, "blocks", [_settings(3), _settings(3, transport="torch")])[0]:
         assert (found.graphs[2], sum(found.breaks.values())) == (raw_graphs, raw_breaks)
+
+
+def test_methods_in_python_end_no_graph(ranks2):
+    for of_rank in ranks2(count_several, "blocks", ["ddp", *map(_settings, STAGES)], Halves, timeout_seconds=400):
+        assert [(found.graphs, found.breaks) for found in of_rank] == 4 * [(of_rank[0].graphs, {})]
+        assert [found.losses for found in of_rank] == 4 * [of_rank[0].losses]
 
 
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}], ids=str)

@@ -62,6 +62,19 @@ class Lengths(Compiled):
         self.loss([t[:, None].repeat(1, 7, 1) for t in batch])
 
 
+class Halving(zoo.Block):
+    """Calls a method of tensors that is written in Python and asks ``super()``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.unflatten(-1, (2, -1)).flatten(-2))
+
+
+class Halves(Compiled):
+    def build(self) -> None:
+        self.net = zoo.Net(Halving)
+        self._compile("__init__")
+
+
 class ByHand(Compiled):
     """Manual optimization, two micro-batches to a step."""
 

@@ -33,7 +33,7 @@ from lightning_zero.engines.torch_functions import (
     needs_own_tensor,
     written_by_collective,
 )
-from lightning_zero.private.torch import GETTERS, base_of, never_a_frame, pause_dynamo
+from lightning_zero.private.torch import GETTERS, as_traced, base_of, never_a_frame, pause_dynamo
 
 # slot wrappers are made anew at each access: compared by value
 _GRAD: Any = Tensor.grad
@@ -119,7 +119,7 @@ class ShardView(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if torch.compiler.is_compiling():  # what graphs are given is seen to when they run (see compiled)
-            return func(*args, **(kwargs or {}))
+            return as_traced(func)(*args, **(kwargs or {}))
         before = pause_dynamo(None)
         try:
             return self._translated(func, args, kwargs or {})

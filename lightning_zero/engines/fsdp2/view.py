@@ -67,6 +67,7 @@ from lightning_zero.engines.torch_functions import (
     written_by_collective,
 )
 from lightning_zero.private.torch import (
+    as_traced,
     backwards_inside,
     beside_transforms,
     in_transform,
@@ -157,7 +158,7 @@ class WholeView(TorchFunctionMode):
         if torch.compiler.is_compiling():
             if _any_sharded(args):
                 end_graph()  # and what is asked for is asked again, outside
-            return func(*args, **(kwargs or {}))
+            return as_traced(func)(*args, **(kwargs or {}))
         before = pause_dynamo(None)
         try:
             return self._translated(func, args, kwargs or {})
