@@ -55,6 +55,17 @@ class CompiledFunction(Zoo):
         return self.compiled(x, y) + 1e-3 * self.penalty()
 
 
+class CompiledLate(zoo.LateBuilt):
+    """Blocks that ``configure_model`` makes and compiles."""
+
+    def configure_model(self) -> None:
+        is_new = self.net is None
+        super().configure_model()
+        if is_new:
+            for block in self.net.blocks:
+                block.compile(backend=BACKEND)
+
+
 class CompiledByHand(Manual):
     def build(self) -> None:
         super().build()
@@ -70,6 +81,8 @@ class RecomputedAndCompiled(zoo.Checkpointed):
             block.compile(backend=BACKEND)
 
 
+_UNITS = {"units": ["Block"]}
+_COMPILE = {"compile": {"target": "units", "backend": BACKEND}}
 _AT_STAGE_3 = {3: r"compiled.*engine='fsdp2'"}
 
 
@@ -87,9 +100,35 @@ KINDS.update(
         "compiled_module": _compiled(Zoo, compile_module=BACKEND),
         "compiled_by_hand": _compiled(CompiledByHand, options={"every": 2, "clip": True}),
         "compiled_and_accumulation": _compiled(CompiledBlocks, trainer={"accumulate_grad_batches": 2}),
+        "compiled_late": _compiled(CompiledLate, options={"half": False}),
+        **{
+            f"compiled_{name}by_setting": Kind(
+                module=_of(Zoo),
+                compiles=True,
+                validates=True,
+                settings=_UNITS | _COMPILE | more,
+                deepspeed_refuses={3: "compile='units' with engine='deepspeed' at stage 3"},
+            )
+            for name, more in {"": {}, "and_recomputed_": {"activation_checkpointing": "full"}}.items()
+        },
         "compiled_and_checkpointed": _compiled(RecomputedAndCompiled, options={"reentrant": False}, random=True),
         "recomputed": Kind(
             module=_of(zoo.Dropout), settings={"activation_checkpointing": ["net.blocks.*"]}, random=True
         ),
+        **{
+            f"recomputed_{name}": Kind(
+                module=_of(zoo.Dropout),
+                settings=_UNITS | {"activation_checkpointing": setting},
+                random=True,
+                deepspeed_refuses={3: "'selective' with engine='deepspeed' at stage 3"}
+                if name == "selectively"
+                else {},
+            )
+            for name, setting in {
+                "fully": "full",
+                "selectively": "selective",
+                "from_host_memory": {"target": "full", "offload": True},
+            }.items()
+        },
     }
 )
