@@ -43,7 +43,7 @@ DEEPSPEED = Library(
         # starting
         Needed("deepspeed.comm.comm:init_distributed", takes="*dist_backend, dist_init_required", stores="cdb"),
         Needed("deepspeed.comm.torch:build_shm_op", takes=""),
-        Needed("deepspeed.comm.torch:TorchBackend", stores="build_shm_op"),
+        Needed("deepspeed.comm.torch:TorchBackend", stores="build_shm_op all_gather_function reduce_scatter_function"),
         Needed("deepspeed.utils.groups:_release_process_group_references", takes="*group"),
         Needed("deepspeed.accelerator:set_accelerator", takes="accel_obj"),
         Needed("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.__init__", takes="self"),
@@ -84,6 +84,7 @@ DEEPSPEED = Library(
             " averaged_gradients all_grad_tensors cpu_offload micro_step_id nccl_start_alignment_factor"
             " allgather_bucket_size _offload_accumulated_param_ids",
         ),
+        Needed(f"{_ZERO}.stage_1_and_2:GradPartitionBufferGroup", stores="flat_partition"),
         Needed(f"{_STAGE12}._wait_for_offload_copies", takes="self"),
         Needed(f"{_STAGE12}.reset_cpu_buffers", takes="self"),
         Needed(
