@@ -308,6 +308,52 @@ def test_the_reader_sees_what_would_change_nothing() -> None:
     assert _told_nothing(ast.parse(source)) == set("abcdefghi")
 
 
+TESTED_BY = {
+    "private/check.py": "test_private_check.py",
+    "private/hydra.py": "test_hydra_private.py",
+    "private/lightning.py": "test_lightning_private.py",
+    "private/torch.py": "test_torch_private.py",
+    "private/torch_optim.py": "test_torch_optim_private.py",
+    "private/transformers.py": "test_transformers_private.py",
+    "engines/fsdp2/private.py": "test_fsdp2_private.py",
+    "engines/deepspeed/private.py": "test_deepspeed_private.py",
+}
+ONLY_WORDS = {"TESTED", "ACCELERATORS", "Gather", "Group", "ShardedParam", "Shards", "StepHook"}
+"""Bounds, aliases, lists of public names, an abstract class: there is nothing of them to call."""
+
+
+def test_each_file_of_private_names_has_a_test() -> None:
+    assert TESTED_BY.keys() == {path for path in READER.trees if path.startswith(PLACES)} - {"private/__init__.py"}
+
+
+@pytest.mark.parametrize("path", TESTED_BY)
+def test_a_test_uses_every_public_name_over_private_ones(path: str) -> None:
+    """As ``private.name``, or imported by its name: a table sees that a name is there, not what it does."""
+    source = (Path(__file__).parent / TESTED_BY[path]).read_text(encoding="utf-8")
+    used: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "private":
+            used.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and node.module == f"{PACKAGE}.private.check":
+            used |= {alias.name for alias in node.names}
+    assert not _public(READER.trees[path]) - used - ONLY_WORDS
+
+
+def _public(tree: ast.Module) -> set[str]:
+    """Public functions, classes and constants of a module, and private names that it imports under public ones."""
+    found: set[str] = set()
+    statements = [*tree.body, *(each for node in tree.body if isinstance(node, ast.With) for each in node.body)]
+    for node in statements:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                found |= {name.id for name in ast.walk(target) if isinstance(name, ast.Name)}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname for alias in node.names if alias.asname}
+    return {name for name in found if not name.startswith("_")}
+
+
 OVERRIDDEN = {
     # private methods of other libraries that ours replace, so that the library calls ours; each is in a table
     "Collector._collect_rank_zero_results",
