@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -145,6 +146,7 @@ def test_each_process_group_gets_a_backend_of_its_own() -> None:
     assert comm.comm.cdb is not first
     assert comm.get_world_size() == 1
     assert comm.comm.cdb.shm_comm_op is None  # not compiled
+    assert import_module("deepspeed.comm.torch").build_shm_op.__module__ == "deepspeed.comm.torch"  # for others
 
 
 def test_numbers_begin_anew() -> None:
