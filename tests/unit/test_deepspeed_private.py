@@ -290,6 +290,20 @@ def test_stage_3_says_what_it_reduces_and_gathers() -> None:
         assert gathered == [model[0], model[1]]  # type: ignore[index]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_are_looked_at_before_they_are_taken(stage: int) -> None:
+    """Each of them lies on its parameter by then, and those that come after it not yet."""
+    with running(stage) as (model, engine, shards):
+        seen: list[int] = []
+        params = list(model.parameters())
+        private.before_each_gradient(engine, lambda: seen.append(sum(p.grad is not None for p in params)))
+        backward(stage, engine, shards)
+        assert len(seen) == len(params)
+        assert min(seen) == 1
+        for p, expected in zip(params, expected_grads(), strict=True):
+            torch.testing.assert_close(shards.grad(p), expected.flatten())
+
+
 def test_who_comes_last_is_asked_first_before_a_module() -> None:
     """Also of modules without parameters of their own; all else that stage 3 does comes after."""
     with running(3) as (model, engine, _):
