@@ -249,6 +249,21 @@ def test_errors_of_dynamo(dynamo: None) -> None:
         torch.compile(breaks, backend="eager", fullgraph=True)(torch.ones(1))
 
 
+def test_unflatten_is_traced_under_a_mode(dynamo: None) -> None:
+    """In one graph; as the mode meets it, it would end there."""
+
+    class Mode(_Seen):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return private.as_traced(func)(*args, **(kwargs or {}))
+
+    graphs: list[Any] = []
+    compiled = torch.compile(lambda x: (x + 1).unflatten(0, (2, 2)) * 2, backend=_counting(graphs))
+    with Mode():
+        assert compiled(torch.ones(4)).tolist() == [[4.0, 4.0], [4.0, 4.0]]
+    assert len(graphs) == 1
+    assert private.as_traced(torch.add) is torch.add
+
+
 def test_what_is_never_a_frame_is_left_to_eager(dynamo: None) -> None:
     """Called by compiled code it is a part of the graph; called by eager code nothing is made of it."""
     graphs: list[Any] = []
