@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "lightning_zero"
@@ -69,7 +70,20 @@ def reachable(arrows: set[tuple[str, str]], start: str) -> set[str]:
     return seen
 
 
-def main(root: Path) -> None:
+@dataclass(frozen=True)
+class Figures:
+    """What ``docs/decisions/31-rooms.md`` states."""
+
+    rooms: int
+    floors: int
+    arrows: int
+    arrows_back: int
+    methods: dict[str, int]
+    """Of each class, by its dotted name inside the package; those that it inherits left out."""
+
+
+def count(root: Path) -> Figures:
+    """Counts the package below ``root``."""
     modules = modules_of(root)
     folders = {".".join(m.split(".")[:2]) for m in modules if m.startswith("engines.") and m.count(".") == 2}
     doors = {d for d in DOORS if d != "hydra_config" or "app.hydra_config" in modules}
@@ -83,11 +97,16 @@ def main(root: Path) -> None:
     def methods(node: ast.ClassDef) -> int:
         return sum(isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)) for each in node.body)
 
-    named = [(n, f"{m}.{n.name}") for m, t in modules.items() for n in ast.walk(t) if isinstance(n, ast.ClassDef)]
-    classes = [(methods(node), name) for node, name in named]
-    print(f"rooms {len(rooms)}, floors {max(map(floors, rooms))}, arrows {len(arrows)}, arrows back {len(back)}")
-    for count, name in sorted(classes, reverse=True)[:5]:
-        print(f"{count} methods: {name}")
+    named = [(f"{m}.{n.name}", n) for m, t in modules.items() for n in ast.walk(t) if isinstance(n, ast.ClassDef)]
+    of_class = {name: methods(node) for name, node in named}
+    return Figures(len(rooms), max(map(floors, rooms)), len(arrows), len(back), of_class)
+
+
+def main(root: Path) -> None:
+    found = count(root)
+    print(f"rooms {found.rooms}, floors {found.floors}, arrows {found.arrows}, arrows back {found.arrows_back}")
+    for name, methods in sorted(found.methods.items(), key=lambda each: (-each[1], each[0]))[:5]:
+        print(f"{methods} methods: {name}")
 
 
 if __name__ == "__main__":

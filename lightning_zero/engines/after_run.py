@@ -27,11 +27,6 @@ class AfterRun(Enum):
     LOST = auto()
     """As ``FAILED``, and parameters were in the files: the module cannot be in another run."""
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether the run ended with an error."""
-        return self in (AfterRun.FAILED, AfterRun.LOST)
-
 
 class Sharded(Protocol):
     """Makes its module whole: an engine, or the shards that ``configure_model`` has built."""

@@ -32,7 +32,7 @@ CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
     "stage": {"fsdp2": (1, 2, 3), "deepspeed": (1, 2, 3)},
     "accelerator": {"fsdp2": ("cpu", "cuda", "xpu", "hpu"), "deepspeed": ("cpu", "cuda", "xpu", "hpu")},
 }
-"""The only place for an engine's limits."""
+"""What an engine takes of a setting. What it refuses of a module is said where it does: see ``docs/deepspeed.md``."""
 
 OnWhole = Callable[[nn.Parameter], object]
 """Told of a parameter that has just become whole."""
@@ -40,53 +40,6 @@ OnWhole = Callable[[nn.Parameter], object]
 
 def unheard(p: nn.Parameter) -> None:
     """Nobody wants to be told."""
-
-
-LIMITS: dict[str, dict[str, str]] = {
-    "fsdp2": {
-        "modules that only some ranks run, at stages 1 and 2 on an accelerator or with transport='torch'": (
-            "each unit is gathered when it is used, and gathers of two units would meet; units=[] does it, and on the"
-            " CPU transport='direct', which gathers everything before the forward"
-        ),
-        "modules that only some ranks run, at stage 3": "as above; units=[] does it, and stage 2 on the CPU",
-        "torch.func (vmap, grad, jvp) through units, with torch below 2.13": (
-            "the hooks of fully_shard have no rules for transforms there; units=[] does it"
-        ),
-    },
-    "deepspeed": {
-        "modules that only some ranks run, at stage 3": (
-            "the smallest modules are gathered one by one, in one order on all ranks"
-            " (DeepSpeed issue 7998; deepspeed/runtime/zero/partitioned_param_coordinator.py, reset_step); fsdp2 with"
-            " units=[] does it, and stage 2 of either engine"
-        ),
-        "torch.func (vmap, grad, jvp) through the module, at stage 3": (
-            "the hooks on its modules are autograd functions without rules for transforms"
-            " (deepspeed/runtime/zero/parameter_offload.py, _register_deepspeed_module); fsdp2 and stage 2 do it"
-        ),
-        "parameters that an autograd function's own backward reads (torchdiffeq's odeint_adjoint), at stage 3": (
-            "they are partitioned by then, and torch says that their storage is too small; stage 2 and fsdp2 do it"
-        ),
-        "modules of torch.jit.script, at stage 3": "they take no hooks, which gather; stage 2 does it",
-        "torch.compile of modules, at stage 3": (
-            "the smallest modules are gathered one by one by hooks, where graphs end, and a parameter's shape changes"
-            " (deepspeed/runtime/zero/parameter_offload.py, _register_deepspeed_module); fsdp2 and stage 2 do it"
-        ),
-        "Embedding(sparse=True)": "gradients lie in flats (deepspeed/runtime/zero/stage_1_and_2.py)",
-        "optimizers that are not element-wise (Muon, Adafactor, LBFGS), and 16-mixed, with offload='nvme'": (
-            "masters and states are in memory one flat at a time"
-            " (DeepSpeed issue 8461; deepspeed/runtime/swap_tensor/partitioned_optimizer_swapper.py); offload='cpu' and"
-            " fsdp2 do it"
-        ),
-        "optimizers around another optimizer (Lookahead, SAM)": (
-            "states lie in flats, one optimizer's for each parameter"
-            " (deepspeed/runtime/zero/stage_1_and_2.py, initialize_optimizer_states); fsdp2 does it"
-        ),
-        "precision='64-true'": (
-            "masters are fp32 (deepspeed/runtime/base_optimizer.py, _configure_master_weights); fsdp2 does it"
-        ),
-    },
-}
-"""Engine -> feature of DDP that it refuses with a ``ValueError`` -> reason, place in upstream's code, alternative."""
 
 
 class Root(nn.Module):

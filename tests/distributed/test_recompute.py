@@ -125,9 +125,7 @@ def _fit(strategy: Any, cls: type[Module] = Module, options: Any = None, **train
     module = cls(**(options or {}))
     data = DataLoader(TensorDataset(torch.randn(16, 5, WIDTH)), batch_size=4)
     made = zoo.make_trainer(strategy, **{"max_epochs": 2, "limit_val_batches": 1, **trainer})
-    compiles = (
-        isinstance(strategy, dict) and "compile" in strategy
-    )  # under a mode for all calls Dynamo leaves frames out
+    compiles = isinstance(strategy, dict) and "compile" in strategy  # under a mode for all calls Dynamo skips frames
     torch._dynamo.reset()
     counters.clear()
     with nullcontext() if compiles else Products() as products:

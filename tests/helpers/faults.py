@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -64,7 +63,7 @@ class Outcome:
     """From the fault to the end of the last process."""
     output: str
     left_behind: list[str] = field(default_factory=list)
-    """Processes, ports, files in ``/dev/shm`` and in the temporary folder."""
+    """Processes, whose ports end with them, files in ``/dev/shm`` and in the temporary folder."""
     checkpoint_step: int = -1
     """``global_step`` of the newest checkpoint, read back."""
 
@@ -123,10 +122,6 @@ def _files_left(folder: Path, temporary: Path) -> list[str]:
     pids = [path.name.removeprefix("pid") for path in folder.glob("pid*")]
     shared = [path.name for path in Path("/dev/shm").iterdir()]
     left += [f"/dev/shm/{name}" for name in shared if any(f"_{pid}_" in name for pid in pids)]
-    if (folder / "port").exists():
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", int((folder / "port").read_text()))) == 0:
-                left.append("port")
     return left
 
 
@@ -210,7 +205,6 @@ def _main(name: str) -> None:
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 2 and self.global_rank == fault.rank:
-                Path("port").write_text(os.environ["MASTER_PORT"])
                 _happen(name)
             return self.net(batch).square().mean()
 

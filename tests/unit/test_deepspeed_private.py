@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ def config(stage: int, **zero: Any) -> dict[str, Any]:
     settings = {"stage": stage, "contiguous_gradients": False, **zero}
     if stage == 3:
         settings["stage3_param_persistence_threshold"] = 0
+        settings["memory_efficient_linear"] = False  # it replaces F.linear, for good
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -144,6 +146,7 @@ def test_each_process_group_gets_a_backend_of_its_own() -> None:
     assert comm.comm.cdb is not first
     assert comm.get_world_size() == 1
     assert comm.comm.cdb.shm_comm_op is None  # not compiled
+    assert import_module("deepspeed.comm.torch").build_shm_op.__module__ == "deepspeed.comm.torch"  # for others
 
 
 def test_numbers_begin_anew() -> None:
@@ -239,6 +242,7 @@ def test_masters_and_weights(stage: int) -> None:
     with running(stage) as (model, _, shards):
         for p, expected in zip(model.parameters(), plain_model().parameters(), strict=True):
             piece = shards.pieces[p]
+            assert isinstance(piece, private.Piece)
             assert shards.numel(piece.flat) == shards.master(piece.flat).numel()
             assert not shards.is_swapped(piece.flat)
             assert torch.equal(piece.of(shards.master(piece.flat)), expected.flatten())
@@ -284,6 +288,44 @@ def test_stage_3_says_what_it_reduces_and_gathers() -> None:
         backward(3, engine, shards)
         assert sorted(reduced) == [0, 1, 2, 3]
         assert gathered == [model[0], model[1]]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_are_looked_at_before_they_are_taken(stage: int) -> None:
+    """Each of them lies on its parameter by then, and those that come after it not yet."""
+    with running(stage) as (model, engine, shards):
+        seen: list[int] = []
+        params = list(model.parameters())
+        private.before_each_gradient(engine, lambda: seen.append(sum(p.grad is not None for p in params)))
+        backward(stage, engine, shards)
+        assert len(seen) == len(params)
+        assert min(seen) == 1
+        for p, expected in zip(params, expected_grads(), strict=True):
+            torch.testing.assert_close(shards.grad(p), expected.flatten())
+
+
+def test_who_comes_last_is_asked_first_before_a_module() -> None:
+    """Also of modules without parameters of their own; all else that stage 3 does comes after."""
+    with running(3) as (model, engine, _):
+        seen: list[tuple[str, nn.Module]] = []
+        private.before_modules(engine, lambda module: seen.append(("first", module)))
+        private.before_modules(engine, lambda module: seen.append(("last", module)))
+        engine(torch.ones(1, 4))
+        modules = [model, model[0], model[1]]  # type: ignore[index]
+        assert seen == [(who, module) for module in modules for who in ("last", "first")]
+
+
+def test_reads_wait_for_what_is_in_flight() -> None:
+    """Stage 3 has sent it ahead, and the module that would wait for it has not come."""
+    with running(3) as (model, engine, shards):
+        (weight, bias), expected = model[0].parameters(), next(plain_model().parameters())  # type: ignore[index]
+        private.expect_in_flight(engine.module, (weight, bias))
+        handle = weight.all_gather_coalesced([weight])  # type: ignore[attr-defined]
+        weight.ds_in_flight[weight] = handle  # type: ignore[attr-defined]
+        assert torch.equal(private.gathered_copy(weight), expected)
+        assert not engine.module.ds_inflight_param_registry
+        shards.reshard()
+        assert torch.equal(shards.whole(bias), plain_model()[0].bias)
 
 
 def test_stage_3_gathers_what_is_used_outside_its_module() -> None:
@@ -341,10 +383,12 @@ def test_at_the_end_nothing_of_it_is_left(stage: int) -> None:
         p.mine = 1  # type: ignore[attr-defined]
     with running(stage, model) as (_, engine, shards):
         backward(stage, engine, shards)
+        assert any(map(private.is_on_modules, vars(model[0]))) == (stage == 3)
         values = {p: shards.whole(p).clone() for p in model.parameters()}
     for p, value in values.items():
         p.grad, p.data = None, value
     assert all(vars(p) == {"mine": 1} for p in model.parameters())
+    assert not any(map(private.is_on_modules, vars(plain[0])))
     assert all(set(vars(m)) == set(vars(o)) for m, o in zip(model.modules(), plain.modules(), strict=True))
     assert all(
         type(m._parameters) is type(o._parameters) for m, o in zip(model.modules(), plain.modules(), strict=True)

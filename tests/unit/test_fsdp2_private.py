@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_zero.engines.fsdp2 import private
+from lightning_zero.private.check import check
 
 
 def _world_of_one(tmp_path):
@@ -280,3 +282,309 @@ def test_hooks_follow_transforms_where_it_says_so(tmp_path):
                 per_sample(torch.ones(2, 4))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def world_of_one(tmp_path):
+    _world_of_one(tmp_path)
+    yield
+    dist.destroy_process_group()
+
+
+X = torch.ones(1, 4)
+
+
+def _units(model):
+    return [model[0], model]
+
+
+def _params(model):
+    """What ``fully_shard`` knows of each parameter, the inner unit's first."""
+    return [p for unit in _units(model) for group in private.groups(unit) for p in group.fsdp_params]
+
+
+def _own():
+    """As the engine has it: ``(model, the user's parameters, what is known of them)``, the user's own registered."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    users = dict(model.named_parameters())
+    mesh = dist.init_device_mesh("cpu", (1,))
+    for unit in _units(model):
+        fully_shard(unit, mesh=mesh)
+    originals = {p: users[name] for name, p in model.named_parameters()}
+    for p in originals.values():
+        p.data = p.data.new_empty(0)
+    for unit in _units(model):
+        private.give_class_back(unit)
+    private.init_now(model)
+    for unit in _units(model):
+        for group in private.groups(unit):
+            private.keep_registered(group, originals)
+    return model, list(users.values()), _params(model)
+
+
+def test_the_table():
+    check(private.FULLY_SHARD)
+
+
+def test_a_unit_does_without_the_class(world_of_one):
+    """Gathers, drops and schedule are the same."""
+    model = _sharded()
+    for unit in _units(model):
+        private.give_class_back(unit)
+    assert [type(m) for m in model.modules()] == [nn.Sequential, nn.Linear, nn.Linear]
+    assert not any("fsdp" in key for m in model.modules() for key in vars(m))
+    (inner,) = private.groups(model[0])
+    arriving = private.unshard(model[0], async_op=True)
+    assert isinstance(arriving, private.Arriving)
+    assert not private.is_gathered(inner)
+    arriving.wait()
+    assert private.is_gathered(inner)
+    private.reshard(model[0])
+    assert not private.is_gathered(inner)
+    for reshards in (False, True):
+        private.set_reshard_after_forward(model[0], reshards)
+        with torch.no_grad():
+            model(X)
+        assert private.is_gathered(inner) != reshards
+        private.reshard(model[0])
+        private.forget_forwards(model)
+    private.set_requires_gradient_sync(_units(model), False)
+    model(X).sum().backward()
+    assert all(map(private.has_grad, _params(model)))
+    private.set_requires_gradient_sync(_units(model), True)
+    model(X).sum().backward()
+    assert not any(map(private.has_grad, _params(model)))
+    assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+
+
+def test_the_users_parameters_are_the_gathered_ones(world_of_one):
+    """The same objects on their modules, whether their memory is there or not."""
+    model, users, known = _own()
+    (inner,) = private.groups(model[0])
+    expected = [p.sharded_param.to_local().clone() for p in known]
+    for away in (True, False, True):
+        private.reshard(model[0]) if away else private.unshard(model[0])
+        assert all(a is b for a, b in zip(model.parameters(), users, strict=True))
+        assert [private.is_away(p) for p in inner.fsdp_params] == [away] * 2
+        assert all(bool(p.untyped_storage().nbytes()) != away for p in users[:2])
+    private.unshard(model[0])
+    model.state_dict()
+    assert private.is_gathered(inner)  # saving drops nothing
+    assert all(torch.equal(a, b) for a, b in zip(users[:2], expected, strict=False))
+    private.reshard(model[0])
+    model(X).sum().backward()
+    assert all(a is b for a, b in zip(model.parameters(), users, strict=True))
+    assert all(isinstance(p.sharded_param.grad, DTensor) and users[i].grad is None for i, p in enumerate(known))
+    assert not any(key.startswith("_fsdp") for p in users for key in vars(p))
+
+
+def test_another_tensor_is_registered_for_a_while(world_of_one):
+    model, users, known = _own()
+    private.register(known[0], known[0].sharded_param)
+    assert model[0].weight is known[0].sharded_param
+    private.unshard(model[0])  # which registers nothing any more
+    assert model[0].weight is known[0].sharded_param
+    private.register(known[0], users[0])
+    assert model[0].weight is users[0]
+
+
+def test_memory_of_a_parameter_is_what_it_is_gathered_into(world_of_one):
+    model, users, known = _own()
+    private.unshard(model[0])
+    users[0].data = torch.zeros(1)
+    private.set_memory(known[0], users[0])
+    assert torch.equal(users[0], known[0].sharded_param.to_local())
+
+
+def test_gradients_before_and_after_they_are_reduced(world_of_one):
+    model, users, known = _own()
+    private.unshard(model[0])
+    p, (inner,) = known[0], private.groups(model[0])
+    assert private.grad_of(p) is None
+    private.set_whole_grad(p, torch.full((4, 4), 2.0, dtype=torch.float64))
+    assert private.has_grad(p)
+    assert private.grad_of(p) is users[0].grad
+    assert (users[0].grad.dtype, users[0].grad.unique().tolist()) == (torch.float32, [2.0])
+    private.zero_grad(known[1])
+    assert users[1].grad.tolist() == [0.0] * 4
+    private.reduce_now(inner)
+    assert not private.has_grad(p)
+    assert private.grad_of(p) is p.sharded_param.grad
+    assert [each.sharded_param.grad.to_local().unique().tolist() for each in known[:2]] == [[2.0], [0.0]]
+    private.set_requires_gradient_sync(_units(model), False)
+    model(X).sum().backward()
+    assert private.has_grad(p)
+    private.drop_whole_grad(p)
+    assert not private.has_grad(p)
+
+
+def test_what_is_pinned_stays_gathered(world_of_one):
+    model, _, _ = _own()
+    (inner,) = private.groups(model[0])
+    private.pin(inner)
+    for _ in range(2):
+        model(X).sum().backward()
+        assert private.is_gathered(inner)
+    private.unpin(inner)
+    private.unpin(inner)  # or was not
+    assert private.is_gathered(inner)
+    model(X).sum().backward()
+    assert not private.is_gathered(inner)
+
+
+def test_a_group_is_gathered_in_the_middle_of_a_backward(world_of_one):
+    """For what reads a parameter beside its unit's own part, which has come and gone."""
+    model, users, _ = _own()
+    (inner,) = private.groups(model[0])
+    private.unshard(model[0])
+    square = users[0].square().sum()
+    found = []
+
+    def hook(grad):
+        found.append(private.is_gathered(inner))
+        private.gather_now(inner)
+        private.gather_now(inner)  # it is there
+        found.append(private.is_gathered(inner))
+
+    square.register_hook(hook)
+    private.reshard(model[0])
+    square.backward()
+    assert found == [False, True]
+    assert users[0].grad is not None
+
+
+def test_drops_and_gathers_are_told_before_they_begin(world_of_one):
+    """Each once, and nothing where there is nothing to do."""
+    model, users, _ = _own()
+    (inner,) = private.groups(model[0])
+    seen = []
+    private.before_unshard(inner, lambda group: seen.append(("gather", private.is_gathered(group))))
+    private.before_reshard(inner, lambda group: seen.append(("drop", private.is_gathered(group))))
+    for _ in range(2):
+        private.unshard(model[0])
+    for _ in range(2):
+        private.reshard(model[0])
+    assert seen == [("gather", False), ("drop", True)]
+    private.unshard(model[0])
+    array = users[0].detach().numpy()  # whose memory cannot be given up
+    expected = array.tolist()
+    private.reshard(model[0])
+    private.unshard(model[0])
+    assert array.tolist() == users[0].tolist() == expected
+    assert array.ctypes.data != users[0].data_ptr()
+
+
+def test_shards_move_to_other_memory(world_of_one):
+    model = _sharded()
+    (inner,) = private.groups(model[0])
+    before = [p.to_local().clone() for p in model[0].parameters()]
+    memory = torch.zeros(20)
+
+    def move(flats):
+        room = memory.split([flat.numel() for flat in flats])
+        return [place.copy_(flat) for place, flat in zip(room, flats, strict=True)]
+
+    with torch.no_grad():
+        parts = private.move_shards(inner, move)
+    assert [part.untyped_storage().data_ptr() for part in parts] == [memory.data_ptr()] * 2
+    assert all(part.data_ptr() == p.to_local().data_ptr() for part, p in zip(parts, model[0].parameters(), strict=True))
+    assert all(torch.equal(part, b) for part, b in zip(parts, before, strict=True))
+    memory.fill_(3.0)
+    model[0].unshard()
+    assert [p.unique().tolist() for p in model[0].parameters()] == [[3.0]] * 2
+    model[0].reshard()
+    for p in inner.fsdp_params:
+        private.drop_shard(p)
+    assert [(p.shape, p.to_local().untyped_storage().nbytes()) for p in model[0].parameters()] == [
+        ((4, 4), 4),  # one element for all
+        ((4,), 4),
+    ]
+
+
+def test_shards_in_copies_have_marks_of_who_wrote_to_them(world_of_one):
+    model = _sharded()
+    (inner,) = private.groups(model[0])
+    private.gather_in_place(inner, _copied)
+    private.alias_shards(inner)
+    marks = private.shard_marks(inner)
+    model(X).sum().backward()
+    assert private.shard_marks(inner) == marks
+    with torch.no_grad():
+        model[0].bias.to_local().add_(1)
+    changed = private.shard_marks(inner)
+    assert [a == b for a, b in zip(marks, changed, strict=True)] == [True, False]
+    model._apply(torch.clone)  # as Module.to() does
+    assert not set(private.shard_marks(inner)) & set(changed)
+
+
+class _Seen(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.functions = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_meet_nothing_of_what_a_group_does(world_of_one):
+    counts = []
+    for quiet in (False, True):
+        model, _, _ = _own()
+        for unit in _units(model) if quiet else ():
+            for group in private.groups(unit):
+                private.without_translation(group)
+        with _Seen() as seen:
+            model(X)
+        counts.append(len(seen.functions))
+    assert 2 <= counts[1] < counts[0]  # the two linear ones are the user's
+
+
+def test_what_is_computed_outside_transforms_and_modes():
+    found = []
+
+    def function(x):
+        plain = torch.zeros(())
+        with private.outside_transforms():
+            plain.copy_(torch.ones(()))
+            found.append(torch._C._dispatch_tls_is_dispatch_key_excluded(front))
+        found.append(torch._C._dispatch_tls_is_dispatch_key_excluded(front))
+        return x + plain
+
+    front = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+    assert torch.func.vmap(function)(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert found == [True, False]
+    with _Seen() as seen, private.outside_transforms():
+        torch.ones(1) + 1
+    assert not seen.functions
+
+
+def test_a_forward_without_hooks_leaves_parameters_as_they_are(world_of_one):
+    """Also after an error; hooks come back in the order that they had."""
+    model, _, _ = _own()
+    (inner,) = private.groups(model[0])
+    order = []
+    model[0].register_forward_pre_hook(
+        lambda *unused: order.append(("first", private.is_gathered(inner))), prepend=True
+    )
+    model[0].register_forward_pre_hook(lambda *unused: order.append(("last", private.is_gathered(inner))))
+    private.unshard(model[0])
+    with private.without_hooks(model[0]):
+        model[0](X)
+    assert private.is_gathered(inner)
+    with pytest.raises(KeyError), private.without_hooks(model[0]):
+        raise KeyError
+    private.reshard(model[0])
+    order.clear()
+    with torch.no_grad():
+        model(X)
+    assert order == [("first", False), ("last", True)]
+    assert not private.is_gathered(inner)
+
+
+def test_a_units_state_has_its_keys(world_of_one):
+    model, _, _ = _own()
+    assert all(key in vars(unit) for unit in _units(model) for key in private.STATE_KEYS)
+    for unit in _units(model):
+        private.undo(unit)
+    assert not any(key in vars(unit) for unit in _units(model) for key in private.STATE_KEYS)

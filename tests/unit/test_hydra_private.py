@@ -42,6 +42,7 @@ def test_a_job_finds_its_own_config(tmp_path: Path, monkeypatch) -> None:
         GlobalHydra.instance().clear()
     (given, job), in_thread = found
     assert in_thread is None
+    assert isinstance(job, private.Job)
     assert job.function is task
     assert job.task is given
     assert job.task == {"a": 2}

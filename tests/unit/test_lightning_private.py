@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import signal
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -280,3 +282,46 @@ def test_tuners_name_their_files() -> None:
     sources = [inspect.getsource(module) for module in (batch_size_scaling, lr_finder)]
     assert all(any(f'"{begin}{{' in source for source in sources) for begin in private.TUNERS_FILES)
     assert [source.count("trainer.save_checkpoint(") for source in sources] == [1, 1]
+
+
+def test_a_port_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    private.set_main_port(environment := LightningEnvironment(), 12345)
+    assert environment.main_port == 12345
+    private.set_main_port(environment, -1)
+    assert environment.main_port != 12345
+
+
+def test_one_warning_is_left_out_once() -> None:
+    """When the loop is reset next, and not if it is taken back before."""
+
+    class Loop:
+        def reset(self) -> None:
+            warnings.warn("Left out. By us.", stacklevel=1)
+            warnings.warn("Another.", stacklevel=1)
+
+    def told(loop: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            loop.reset()
+        return [str(each.message) for each in found]
+
+    loop = Loop()
+    private.without_warning_on_reset(loop, "Left out.")
+    assert told(loop) == ["Another."]
+    assert told(loop) == ["Left out. By us.", "Another."]
+    private.without_warning_on_reset(loop, "Left out.")()
+    assert told(loop) == ["Left out. By us.", "Another."]
+
+
+def test_sigterm_is_answered_by_ours(quiet: dict[str, Any]) -> None:
+    """In place of Lightning's notifier, between whatever handlers there are."""
+    told: list[int] = []
+    trainer = Trainer(**quiet)
+    private.answer_sigterm_by(trainer, lambda number, frame: told.append(number))
+    trainer._signal_connector.register_signal_handlers()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        trainer._signal_connector.teardown()
+    assert told == [signal.SIGTERM]

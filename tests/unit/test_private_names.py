@@ -216,9 +216,142 @@ def test_every_private_name_is_in_a_table(path: str) -> None:
 
 NOT_EVERYWHERE = {
     "engines/fsdp2/private.py": {"_fsdp_param_groups"},
-    "private/torch_optim.py": {"_wrapped_by_lr_sched"},  # set on a function: a test of ours looks for it
 }
-"""No attribute of a class or a module: some versions have it under another name, or it is set on a function."""
+"""Some versions have it under another name."""
+
+OF_NO_TABLE = {
+    # attributes that are stored, or asked for with a default -> why no rename would go unnoticed
+    "data": "documented by torch",
+    "grad": "documented by torch",
+    "__torch_function__": "documented by torch",
+    "all_gather_single": "public, since torch 2.13",
+    "reduce_scatter_single": "public, since torch 2.13",
+    "__class__": "documented by Python",
+    "__closure__": "documented by Python",
+    "__code__": "documented by Python",
+    "__func__": "documented by Python",
+    "__name__": "documented by Python",
+    "fget": "documented by Python",
+    "tempdir": "documented by Python",
+    "_lightning_zero": "ours, on a function of DeepSpeed",
+    "_lightning_zero_world": "ours, on DeepSpeed's backend",
+    "ds_in_flight": "ours, on parameters",
+    "ds_names": "ours, on parameters",
+    "of_engine": "ours, on hooks",
+    "parts_of_outputs": "ours, on groups",
+}
+
+
+def _told_nothing(tree: ast.Module) -> set[str]:
+    """Attributes of other objects than ``self`` whose rename would raise nothing: those that are stored or deleted, or
+    asked for with a default, also in a loop over their names."""
+    return set().union(*map(_told_nothing_in, tree.body))
+
+
+def _told_nothing_in(function: ast.stmt) -> set[str]:
+    texts: dict[str, set[str]] = {}  # variable -> the strings that it may be
+    for node in ast.walk(function):
+        pairs: list[tuple[ast.expr, ast.expr]] = []
+        if isinstance(node, ast.For):
+            pairs = [(node.target, node.iter)]
+        elif isinstance(node, ast.Assign):
+            (target, value) = node.targets[0], node.value
+            in_pairs = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+            pairs = list(zip(target.elts, value.elts, strict=True)) if in_pairs else [(target, value)]
+        for name, value in pairs:
+            if isinstance(name, ast.Name):
+                texts.setdefault(name.id, set()).update(_texts(value))
+    found: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            found |= set() if _of_itself(node.value) else {node.attr}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            with_default = node.func.id == "getattr" and len(node.args) > 2
+            if node.func.id in ("setattr", "delattr", "hasattr") or with_default:
+                name = node.args[1]
+                found |= texts.get(name.id, set()) if isinstance(name, ast.Name) else _texts(name)
+    return found
+
+
+def _texts(node: ast.expr) -> set[str]:
+    each = node.elts if isinstance(node, (ast.Tuple, ast.List)) else [node]
+    return {e.value for e in each if isinstance(e, ast.Constant) and isinstance(e.value, str)}
+
+
+@pytest.mark.parametrize("path", [path for path in READER.trees if path.startswith(PLACES)])
+def test_what_would_change_nothing_is_in_a_table(path: str) -> None:
+    """Assigned to another name, a patch does nothing; asked for with a default, an attribute is never there."""
+    tables = " ".join(f"{needed.name} {needed.stores}" for library in LIBRARIES for needed in library.needed)
+    found = _told_nothing(READER.trees[path]) - NOT_EVERYWHERE.get(path, set())
+    assert not found - OF_NO_TABLE.keys() - set(re.findall(r"\w+", tables))
+
+
+def test_the_list_of_names_of_no_table_has_no_dead_entries() -> None:
+    assert not OF_NO_TABLE.keys() - set().union(*map(_told_nothing, READER.trees.values()))
+
+
+def test_the_reader_sees_what_would_change_nothing() -> None:
+    source = (
+        "class Ours:\n"
+        "    def __init__(self, group):\n"
+        "        self.own = group.read\n"
+        "        for word in ('unused',): print(word)\n"
+        "        group.a = group.b = 1\n"
+        "        del group.c\n"
+        "        group.d += 1\n"
+        "        zero, name = group, 'e'\n"
+        "        setattr(zero, name, 1)\n"
+        "        for key in ('f', 'g'):\n"
+        "            setattr(group, key, getattr(group, key))\n"
+        "        getattr(group, 'h', None), hasattr(group, 'i'), getattr(group, 'raises')\n"
+    )
+    assert _told_nothing(ast.parse(source)) == set("abcdefghi")
+
+
+TESTED_BY = {
+    "private/check.py": "test_private_check.py",
+    "private/hydra.py": "test_hydra_private.py",
+    "private/lightning.py": "test_lightning_private.py",
+    "private/torch.py": "test_torch_private.py",
+    "private/torch_optim.py": "test_torch_optim_private.py",
+    "private/transformers.py": "test_transformers_private.py",
+    "engines/fsdp2/private.py": "test_fsdp2_private.py",
+    "engines/deepspeed/private.py": "test_deepspeed_private.py",
+}
+ONLY_WORDS = {"TESTED", "ACCELERATORS", "Gather", "Group", "ShardedParam", "Shards", "StepHook"}
+"""Bounds, aliases, lists of public names, an abstract class: there is nothing of them to call."""
+
+
+def test_each_file_of_private_names_has_a_test() -> None:
+    assert TESTED_BY.keys() == {path for path in READER.trees if path.startswith(PLACES)} - {"private/__init__.py"}
+
+
+@pytest.mark.parametrize("path", TESTED_BY)
+def test_a_test_uses_every_public_name_over_private_ones(path: str) -> None:
+    """As ``private.name``, or imported by its name: a table sees that a name is there, not what it does."""
+    source = (Path(__file__).parent / TESTED_BY[path]).read_text(encoding="utf-8")
+    used: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "private":
+            used.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and node.module == f"{PACKAGE}.private.check":
+            used |= {alias.name for alias in node.names}
+    assert not _public(READER.trees[path]) - used - ONLY_WORDS
+
+
+def _public(tree: ast.Module) -> set[str]:
+    """Public functions, classes and constants of a module, and private names that it imports under public ones."""
+    found: set[str] = set()
+    statements = [*tree.body, *(each for node in tree.body if isinstance(node, ast.With) for each in node.body)]
+    for node in statements:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                found |= {name.id for name in ast.walk(target) if isinstance(name, ast.Name)}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname for alias in node.names if alias.asname}
+    return {name for name in found if not name.startswith("_")}
 
 
 OVERRIDDEN = {

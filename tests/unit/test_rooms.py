@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from benchmarks.rooms import Figures, count
 
 PACKAGE = "lightning_zero"
 ROOT = Path(__file__).resolve().parents[2] / PACKAGE
@@ -231,6 +234,36 @@ def test_no_private_name_crosses_a_module(module: str) -> None:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
             private = node.attr.startswith("_") and not node.attr.startswith("__")
             assert not private, f"{module}:{node.lineno} uses {node.value.id}.{node.attr}"
+
+
+@pytest.fixture(scope="module")
+def figures() -> Figures:
+    return count(ROOT.parent)
+
+
+def test_the_engine_can_be_read(figures: Figures) -> None:
+    """What only CPU processes do, and what has a state of its own, are objects beside it."""
+    assert figures.methods["engines.fsdp2.engine.Fsdp2Engine"] <= 35
+
+
+def test_the_decision_states_the_figures_of_today(figures: Figures) -> None:
+    text = (ROOT.parent / "docs" / "decisions" / "31-rooms.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    stated = {row[0]: [int(number) for number in re.findall(r"\d+", row[-1])] for row in rows}
+    engine, other, strategy = (
+        figures.methods[name]
+        for name in (
+            "engines.fsdp2.engine.Fsdp2Engine",
+            "engines.deepspeed.engine.DeepSpeedEngine",
+            "strategy.ZeroStrategy",
+        )
+    )
+    assert stated["rooms, floors"] == [figures.rooms, figures.floors]
+    assert stated["arrows between rooms, of these in circles"] == [figures.arrows, figures.arrows_back]
+    assert stated["methods of `Fsdp2Engine`"] == [engine]
+    assert stated["methods of `DeepSpeedEngine`, of `ZeroStrategy`"] == [other, strategy]
+    assert stated["methods of the largest class"] == [max(figures.methods.values())]
+    assert max(figures.methods, key=figures.methods.__getitem__) == "strategy.ZeroStrategy"
 
 
 def test_the_reader_of_imports_sees_every_spelling() -> None:

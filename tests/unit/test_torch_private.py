@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.comm import direct, meter
@@ -77,6 +80,305 @@ def test_modes_of_a_kind_are_off() -> None:
         assert [len(each.functions) for each in (below, seen, above)] == [2, 4, 2]
         assert torch._C._len_torch_function_stack() == 3
     assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_mode_is_put_below_others_for_a_while() -> None:
+    """As a handler of torch functions looks on, whatever modes user code is inside of."""
+    with _Seen() as user, private.without_modes(_Translating):
+        private.put_below(mode := _Translating())
+        torch.ones(1) + 1
+        assert (len(user.functions), len(mode.functions)) == (2, 2)
+    torch.ones(1) + 1
+    assert len(mode.functions) == 2
+
+
+class _Translating(_Seen):
+    pass
+
+
+def test_a_mode_meets_what_a_backward_calls() -> None:
+    """Hooks, too, though the mode has let the backward through."""
+
+    class Mode(_Seen):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with private.backwards_inside(self) if func is Tensor.backward else private.EnableTorchFunction():
+                return super().__torch_function__(func, types, args, kwargs)
+
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: torch.neg(grad))
+    with _Seen() as without:
+        y.backward(retain_graph=True)
+    with Mode() as mode:
+        y.backward()
+    assert torch.neg not in without.functions
+    assert mode.functions.count(torch.neg) == 1
+    assert torch.autograd._engine_run_backward.__module__.startswith("torch.")
+
+
+def test_the_users_code_has_its_modes_inside_ours() -> None:
+    with _Seen() as seen, private.DisableTorchFunction():
+        torch.neg(torch.ones(1))
+        with private.EnableTorchFunction():
+            torch.abs(torch.ones(1))
+    assert torch.abs in seen.functions
+    assert torch.neg not in seen.functions
+
+
+def test_memory_is_set_past_a_parameters_class() -> None:
+    class Own(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise NotImplementedError
+
+    p, value = Own(torch.zeros(1)), torch.ones(3)
+    private.set_data(p, value)
+    with private.DisableTorchFunctionSubclass():
+        assert (p.data_ptr(), p.tolist()) == (value.data_ptr(), [1.0] * 3)
+
+
+def test_hooks_of_users_come_last() -> None:
+    module, order = nn.Linear(1, 1), []
+    for name in ("users", "ours"):
+        handle = module._register_state_dict_hook(lambda *unused, name=name: order.append(name))
+    private.run_first(module, handle)
+    module.state_dict()
+    assert order == ["ours", "users"]
+
+
+def test_what_would_be_saved_is_known() -> None:
+    """By every name of what is tied, and without hooks."""
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    module[2].weight = module[1].weight
+    module.register_buffer("kept", torch.ones(1))
+    module.register_buffer("left", torch.ones(1), persistent=False)
+    state = module.state_dict(keep_vars=True)
+    found = private.saved_tensors(module)
+    assert found.keys() == state.keys()
+    assert all(found[name] is state[name] for name in state)
+    assert found["1.weight"] is found["2.weight"]
+
+
+def test_a_storage_has_a_key_of_its_own() -> None:
+    first, second = torch.empty(0), torch.empty(0)
+    assert first.data_ptr() == second.data_ptr() == 0
+    keys = [private.storage_key(t.untyped_storage()) for t in (first, first.view(-1), second)]
+    assert keys[0] == keys[1] != keys[2]
+    assert StorageWeakRef(first.untyped_storage()).cdata == keys[0]
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.MultiheadAttention, nn.Transformer, nn.LSTM, nn.LayerNorm])
+def test_modules_of_torch_initialize_themselves(kind: type[nn.Module]) -> None:
+    assert any(hasattr(kind, name) for name in private.INITIALIZERS)
+
+
+def test_a_parameter_is_brought_beside_a_transform() -> None:
+    """Within it, an autograd function without rules for transforms raises."""
+
+    class Brings(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            return grad * 2
+
+    p, seen = torch.ones(1), []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(private.in_transform())
+        with private.beside_transforms():
+            seen.append(private.in_transform())
+            brought = Brings.apply(p)
+        with pytest.raises(RuntimeError, match="vmap"):
+            Brings.apply(x)
+        return x + brought
+
+    assert torch.func.vmap(function)(torch.ones(3, 1)).tolist() == [[3.0]] * 3
+    with private.beside_transforms():
+        assert Brings.apply(p).item() == 2.0
+    assert seen == [True, False]
+    assert not private.in_transform()
+    assert torch.func.vmap(lambda x: x + _inside(private.without_transforms))(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+def _inside(context: Callable[[], Any]) -> int:
+    with context():
+        return int(private.in_transform())
+
+
+def test_a_trace_is_known() -> None:
+    seen: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(private.in_fx_trace())
+        return x + 1
+
+    make_fx(function)(torch.ones(1))
+    function(torch.ones(1))
+    with private.FakeTensorMode():  # a mode of operators, too
+        function(torch.ones(1))
+    assert seen == [True, False, False]
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    """Nothing is compiled before, nor afterwards."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def _counting(graphs: list[Any]) -> Callable[..., Any]:
+    """A backend that keeps the graphs that it is given, and runs them as they are."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    return backend
+
+
+def test_errors_of_dynamo(dynamo: None) -> None:
+    def breaks(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+    with pytest.raises(private.dynamo_error()):
+        torch.compile(breaks, backend="eager", fullgraph=True)(torch.ones(1))
+
+
+def test_unflatten_is_traced_under_a_mode(dynamo: None) -> None:
+    """In one graph; as the mode meets it, it would end there."""
+
+    class Mode(_Seen):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return private.as_traced(func)(*args, **(kwargs or {}))
+
+    graphs: list[Any] = []
+    compiled = torch.compile(lambda x: (x + 1).unflatten(0, (2, 2)) * 2, backend=_counting(graphs))
+    with Mode():
+        assert compiled(torch.ones(4)).tolist() == [[4.0, 4.0], [4.0, 4.0]]
+    assert len(graphs) == 1
+    assert private.as_traced(torch.add) is torch.add
+
+
+def test_what_is_never_a_frame_is_left_to_eager(dynamo: None) -> None:
+    """Called by compiled code it is a part of the graph; called by eager code nothing is made of it."""
+    graphs: list[Any] = []
+
+    @private.never_a_frame
+    def handler(x: Tensor) -> Tensor:
+        return x + 1
+
+    compiled = torch.compile(lambda x: handler(x) * 2, backend=_counting(graphs))
+    assert compiled(torch.ones(1)).item() == 4.0
+    assert len(graphs) == 1
+    assert torch.compile(handler, backend=_counting(graphs))(torch.ones(1)).item() == 2.0
+    assert len(graphs) == 1
+
+
+def test_while_it_is_paused_dynamo_compiles_nothing(dynamo: None) -> None:
+    """Not even in code that compiled code calls, where a graph breaks."""
+    graphs: list[Any] = []
+
+    def inner(x: Tensor) -> Tensor:
+        return x + 1
+
+    @private.never_a_frame
+    def pausing(x: Tensor) -> Tensor:
+        before = private.pause_dynamo(None)
+        try:
+            return inner(x)
+        finally:
+            private.pause_dynamo(before)
+
+    @torch.compile(backend=_counting(graphs))
+    def compiled(x: Tensor, call: Any) -> Tensor:
+        torch._dynamo.graph_break()
+        return call(x)
+
+    assert torch.compiler.disable(pausing)(torch.ones(1)).item() == 2.0
+    assert compiled(torch.ones(1), torch._dynamo.disable(pausing, recursive=False)).item() == 2.0
+    assert not graphs
+    assert compiled(torch.ones(1), torch._dynamo.disable(lambda x: inner(x), recursive=False)).item() == 2.0
+    assert len(graphs) == 1
+
+
+def test_graphs_are_wrapped_and_hold_no_attribute_of_a_parameter(dynamo: None, monkeypatch) -> None:
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    for cls, name in ((OutputGraph, "call_user_compiler"), (TensorVariable, "var_getattr")):
+        monkeypatch.setattr(cls, name, getattr(cls, name))  # which is put back
+    ran: list[str] = []
+    assigns: list[bool] = []
+
+    def wrap(graph: Any, compiled: private.Graph) -> private.Graph:
+        assigns.append(private.puts_other_memory(graph))
+
+        def run(*args: Any) -> Any:
+            ran.append("graph")
+            return compiled(*args)
+
+        return run
+
+    changes = private.Dynamo(wrap, lambda p: hasattr(p, "ours"))
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def function(p: Any) -> Any:
+        return p.data + p * 2
+
+    ours, theirs = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    ours.ours = True  # type: ignore[attr-defined]
+    assert function(theirs).item() == 3.0
+    assert (ran, assigns) == (["graph"], [False])
+    changes.forget_graphs()
+    with pytest.raises(private.dynamo_error(), match="answered for outside of graphs"):
+        function(ours)
+
+    @torch.compile(backend="eager")
+    def assigning(p: Any, value: Tensor) -> Any:
+        p.data = value
+        return p * 2
+
+    assert assigning(theirs, torch.full((1,), 3.0)).item() == 6.0
+    assert assigns[-1]
+
+
+def test_calls_of_modules() -> None:
+    """What takes the place of a call runs hooks as the call does, and is in no copy."""
+    module, order = nn.Linear(2, 2), []
+    module.register_forward_hook(lambda *unused: order.append("hook"))
+    assert private.compiled_call(module) is None
+
+    def forward(x: Tensor) -> Tensor:
+        order.append("forward")
+        return x
+
+    private.set_compiled_call(module, lambda *args: private.call_with_hooks(module, forward, *args))
+    assert module(torch.ones(1, 2)).tolist() == [[1.0, 1.0]]
+    assert order == ["forward", "hook"]
+    assert private.compiled_call(module) is not None
+    assert private.compiled_call(copy.deepcopy(module)) is None
+    assert "forward" not in vars(module)
+    private.set_compiled_call(module, None)
+    module(torch.ones(1, 2))
+    assert order == ["forward", "hook", "hook"]
+
+
+def test_ways_to_compile_a_module(dynamo: None) -> None:
+    """Nothing is compiled before it runs."""
+    assert not private.is_compiled(nn.Linear(1, 1))
+    assert private.is_compiled(torch.compile(nn.Linear(1, 1), backend="eager"))  # type: ignore[arg-type]
+    in_place = nn.Linear(1, 1)
+    in_place.compile(backend="eager")
+    assert private.is_compiled(in_place)
+    by_method = nn.Linear(1, 1)
+    by_method.forward = torch.compile(by_method.forward, backend="eager")  # type: ignore[method-assign]
+    assert private.is_compiled(by_method)
+    assert private.uncompiled(torch.compile(_inside, backend="eager")) is private.uncompiled(_inside) is _inside
 
 
 def test_torch_looks_a_class_up_at_each_call(world_of_one: None) -> None:

@@ -26,6 +26,30 @@ def test_modules_of_others_are_left_alone() -> None:
     assert private.without_ignored(linear, ["a"], ["b"]) == (["a"], ["b"])
 
 
+def test_a_model_initializes_what_is_in_it() -> None:
+    """Buffers that its constructor computes, too."""
+    pytest.importorskip("transformers.core_model_loading")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=5, num_hidden_layers=1, initializer_range=1e-4, **sizes))
+    assert private.is_model(model)
+    assert not private.is_model(model.lm_head)
+    linear, norm = model.model.layers[0].mlp.up_proj, model.model.norm
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(3.0)
+    for module in (linear, norm):
+        private.initialize(model, module)
+    assert linear.weight.abs().max() < 0.01
+    assert norm.weight.unique().tolist() == [1.0]
+    rotary = model.model.rotary_emb
+    expected = rotary.inv_freq.clone()
+    rotary.inv_freq.zero_()
+    private.initialize(model, rotary)
+    torch.testing.assert_close(rotary.inv_freq, expected)
+
+
 def test_experts_become_one_tensor_when_it_is_read() -> None:
     pytest.importorskip("transformers.core_model_loading")
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -42,7 +66,7 @@ def test_experts_become_one_tensor_when_it_is_read() -> None:
     }
     files["model.norm.weight"] = torch.ones(4)
     found = private.converted(model, {**files, "nobody": torch.ones(1)}, targets, LazyTensor)
-    assert found is not None
+    assert isinstance(found, private.Converted)
     assert found.unexpected == ["nobody"]
     (name,) = [name for name in found.by_name if "gate_up" in name]
     tensor, sources = found.by_name[name]

@@ -386,8 +386,7 @@ class DeepSpeedEngine(Engine):
     def restore(self, whole: bool, optimizers: list[Optimizer], on_whole: OnWhole = unheard) -> None:
         self._graphs.end()
         self._access.adopt()  # before masters are read: user code may have written to parameters since the last step
-        for optimizer in self._optimizers:  # whatever becomes of the module: gradients end with the run
-            optimizer.__dict__.pop("zero_grad", None)
+        _give_methods_back(self._optimizers)  # whatever becomes of the module
         if not whole:
             return
         with torch.no_grad(), DisableTorchFunction():
@@ -405,9 +404,8 @@ class DeepSpeedEngine(Engine):
 
         ``values`` are read before: afterwards nobody knows how the pieces fit together.
         """
+        _give_methods_back(self._optimizers)
         for optimizer in self._optimizers:
-            optimizer.__dict__.pop("zero_grad", None)
-            optimizer.__dict__.pop("state_dict", None)
             self._steps.take_back(optimizer)
         self._usage.close()
         if self._state_dicts is not None:
@@ -435,3 +433,10 @@ def _whole_accumulator(p: Tensor, shape: torch.Size) -> Node:
         return get_gradient_edge(p).node
     finally:
         p.data = cut
+
+
+def _give_methods_back(optimizers: Iterable[Optimizer]) -> None:
+    """They have their class's own instead of those that :meth:`DeepSpeedEngine.attach` sets."""
+    for optimizer in optimizers:
+        for name in ("zero_grad", "state_dict"):
+            optimizer.__dict__.pop(name, None)

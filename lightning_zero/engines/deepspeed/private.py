@@ -43,7 +43,7 @@ DEEPSPEED = Library(
         # starting
         Needed("deepspeed.comm.comm:init_distributed", takes="*dist_backend, dist_init_required", stores="cdb"),
         Needed("deepspeed.comm.torch:build_shm_op", takes=""),
-        Needed("deepspeed.comm.torch:TorchBackend", stores="build_shm_op"),
+        Needed("deepspeed.comm.torch:TorchBackend", stores="build_shm_op all_gather_function reduce_scatter_function"),
         Needed("deepspeed.utils.groups:_release_process_group_references", takes="*group"),
         Needed("deepspeed.accelerator:set_accelerator", takes="accel_obj"),
         Needed("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.__init__", takes="self"),
@@ -84,6 +84,7 @@ DEEPSPEED = Library(
             " averaged_gradients all_grad_tensors cpu_offload micro_step_id nccl_start_alignment_factor"
             " allgather_bucket_size _offload_accumulated_param_ids",
         ),
+        Needed(f"{_ZERO}.stage_1_and_2:GradPartitionBufferGroup", stores="flat_partition"),
         Needed(f"{_STAGE12}._wait_for_offload_copies", takes="self"),
         Needed(f"{_STAGE12}.reset_cpu_buffers", takes="self"),
         Needed(
@@ -178,8 +179,13 @@ def environment(device: torch.device) -> Iterator[None]:
 
 
 def prepare(device: torch.device) -> Any:
-    """Imports DeepSpeed for ``device`` on top of the process group that exists, and returns it."""
-    for name in ("DeepSpeed", "deepspeed"):  # a line per parameter group and more
+    """Imports DeepSpeed for ``device`` on top of the process group that exists, and returns it.
+
+    What it changes of DeepSpeed holds for the process: a module that a run leaves sharded is DeepSpeed's until a later
+    run, or nobody, makes it whole, so there is no moment at which the last user has gone. Each change leaves alone what
+    DeepSpeed does without us, but for the levels of its loggers, which whoever wants its lines sets afterwards.
+    """
+    for name in ("DeepSpeed", "deepspeed"):  # a line per parameter group and more, in mid-run too
         logging.getLogger(name).setLevel(logging.WARNING)
     import deepspeed
     from deepspeed import comm
@@ -195,14 +201,25 @@ def prepare(device: torch.device) -> Any:
     world = getattr(comm.comm.cdb, "_lightning_zero_world", None)
     if comm.comm.cdb is None or world is not dist.group.WORLD:
         comm.comm.cdb = None  # belongs to a process group that is gone
-        # DeepSpeed's own all-reduce through shared memory is compiled at the first use, remembers the first process
-        # group for ever, and waits for a missing rank for ever.
-        setattr(import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)  # noqa: B010  (comm.torch is torch)
         groups._release_process_group_references(group=None)
-        comm.init_distributed(dist_backend=get_accelerator().communication_backend_name(), dist_init_required=False)
+        with _without_shared_memory():
+            comm.init_distributed(dist_backend=get_accelerator().communication_backend_name(), dist_init_required=False)
         comm.comm.cdb._lightning_zero_world = dist.group.WORLD
         _call_by_new_names(comm.comm.cdb)
     return deepspeed
+
+
+@contextlib.contextmanager
+def _without_shared_memory() -> Iterator[None]:
+    """A backend made inside has no all-reduce through shared memory: DeepSpeed's own is compiled at the first use,
+    remembers the first process group for ever, and waits for a missing rank for ever."""
+    home: Any = import_module("deepspeed.comm.torch")  # deepspeed.comm.torch as an attribute is torch
+    before = home.build_shm_op
+    home.build_shm_op = lambda: None
+    try:
+        yield
+    finally:
+        home.build_shm_op = before
 
 
 def _call_by_new_names(backend: Any) -> None:
@@ -243,7 +260,7 @@ def count_modules_from_zero() -> None:
 
 
 def _skip_odd_parameters() -> None:
-    """Stage 3 passes over parameters that are not its own, instead of failing on them."""
+    """Stage 3 passes over parameters that are not its own, instead of failing on them; those of others are its own."""
     from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 
     every = partitioned_param_coordinator.iter_params
@@ -260,7 +277,7 @@ def _skip_odd_parameters() -> None:
 def _compare_without_launcher() -> None:
     """Stage 3 compares orders over the ranks after its first steps, on the device that ``LOCAL_RANK`` names: a single
     process that nobody launched has none. It cannot keep one for the run: Lightning's next run would take the process
-    for one rank of several."""
+    for one rank of several. Where a launcher has set one, it is as before."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero import utils
 

@@ -11,10 +11,12 @@ While gradients are accumulated, ``x`` takes the place of this rank's own, which
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -22,7 +24,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_zero.comm.reads import KEPT_BYTES
 from lightning_zero.comm.shards import shard_like
 from lightning_zero.engines.fsdp2 import private
-from lightning_zero.private.torch import DisableTorchFunction
+from lightning_zero.engines.refusals import refuse_gradients_in_backward
+from lightning_zero.private.torch import DisableTorchFunction, in_backward
+
+_MEANS = (
+    "p.grad is read or assigned between the micro-batches of an accumulation: at stage {stage} it is reduced after each"
+    " of them, so it is the mean over all ranks here, where DDP has this rank's own. Norms in a log differ by that, and"
+    " so does the step if gradients are clipped or otherwise changed per micro-batch: do it in"
+    " on_before_optimizer_step, or use stage=1."
+)
 
 
 class AssignedGradients:
@@ -30,13 +40,36 @@ class AssignedGradients:
 
     Args:
         is_accumulating: Whether the gradients of now will be reduced with those of a later backward.
+        is_backward: Whether the engine's backward is under way.
+        given: Called with a gradient that user code reads or assigns, and its shard.
     """
 
-    def __init__(self, is_accumulating: Callable[[], bool] = lambda: False) -> None:
-        self._is_accumulating = is_accumulating
+    def __init__(
+        self,
+        stage: int = 1,
+        is_accumulating: Callable[[], bool] = lambda: False,
+        is_backward: Callable[[], bool] = lambda: False,
+        given: Callable[[Tensor, DTensor], None] = lambda grad, shard: None,
+    ) -> None:
+        self._stage, self._is_accumulating, self._is_backward, self._given = stage, is_accumulating, is_backward, given
+        self._has_warned = False
         self._nbytes = 0  # of what is whole
         self._whole: dict[int, tuple[private.ShardedParam, Tensor]] = {}  # by id of the shard
         self._own_rows: Any = WeakIdKeyDictionary()  # a set: sharded gradients that came of whole ones
+
+    def noticed(self, shard: DTensor, grad: Tensor) -> None:
+        """User code reads or assigns ``p.grad``.
+
+        Raises:
+            ValueError: In ``LightningModule.backward``, which may be overridden: gradients are complete only after it.
+        """
+        self._given(grad, shard)
+        if self._stage > 1 and not self._has_warned and self._is_accumulating():
+            self._has_warned = True
+            if dist.get_world_size() > 1 and dist.get_rank() == 0:
+                warnings.warn(_MEANS.format(stage=self._stage), stacklevel=2)
+        if self._is_backward() and not in_backward():
+            refuse_gradients_in_backward()
 
     def grad_of(self, known: private.ShardedParam) -> Tensor | None:
         """``p.grad``."""

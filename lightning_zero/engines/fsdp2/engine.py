@@ -49,7 +49,6 @@ This is the path of an accelerator, and of the CPU with ``transport="torch"``: c
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -90,10 +89,11 @@ from lightning_zero.engines.fsdp2.sharding import (
     offload_policy,
     root_owners,
     shard_units,
+    wait_for_host_copies,
 )
 from lightning_zero.engines.fsdp2.traced import Marks, after_entry, before_owner, untraced
 from lightning_zero.engines.fsdp2.transport import Transport
-from lightning_zero.engines.fsdp2.usage import Usage
+from lightning_zero.engines.fsdp2.usage import LastUnit, Usage
 from lightning_zero.engines.fsdp2.view import WholeView
 from lightning_zero.engines.fsdp2.writes import Writes
 from lightning_zero.engines.model_state import ModelState, place_of
@@ -103,7 +103,6 @@ from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.reads import Reader
 from lightning_zero.engines.recompute import Recomputed
 from lightning_zero.engines.refusals import (
-    refuse_gradients_in_backward,
     refuse_held_views,
     refuse_script_modules,
     refuse_sparse_gradients,
@@ -112,7 +111,7 @@ from lightning_zero.engines.refusals import (
 )
 from lightning_zero.engines.state_dicts import WholeStateDicts
 from lightning_zero.engines.units import plan_units
-from lightning_zero.private.torch import BatchNorm, DisableTorchFunction, in_backward, translate_transformed
+from lightning_zero.private.torch import BatchNorm, DisableTorchFunction, translate_transformed
 
 
 class Phase(Enum):
@@ -130,14 +129,6 @@ class Phase(Enum):
     """``state_dict`` returns the shards themselves, where user code would get whole tensors."""
 
 
-_MEANS = (
-    "p.grad is read or assigned between the micro-batches of an accumulation: at stage {stage} it is reduced after each"
-    " of them, so it is the mean over all ranks here, where DDP has this rank's own. Norms in a log differ by that, and"
-    " so does the step if gradients are clipped or otherwise changed per micro-batch: do it in"
-    " on_before_optimizer_step, or use stage=1."
-)
-
-
 class Fsdp2Engine(Engine):
     """See the module's text for the plan and :class:`~lightning_zero.engines.base.Engine` for the contract."""
 
@@ -152,14 +143,11 @@ class Fsdp2Engine(Engine):
         self._phase = Phase.BETWEEN
         self._marks = Marks()
         self._reduced: set[int] = set()  # groups that autograd's own schedule reduced in this backward, by id
-        self._ran_last: nn.Module | None = None  # unit that ran last with gradients: its backward comes first
-        self._stays: nn.Module | None = None  # unit that is not dropped after its forward
+        self._last = LastUnit()
         self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
         self._compiled: CompiledUnits | None = None
         self._is_accumulating = False  # what is reduced, or not, awaits later micro-batches
-        self._assigned = AssignedGradients(lambda: self._is_accumulating)
-        self._has_warned = False
         self._lent = LentViews()
 
     # -- sharding ------------------------------------------------------------------------------------------------
@@ -200,7 +188,9 @@ class Fsdp2Engine(Engine):
             private.before_reduce(group, self._before_reduce)
             private.before_backward(group, self._before_backward)
             private.without_translation(group)
-        rows = self._rows = Rows(self._identity.shards, module, self.mesh, self._sharded.names)
+        rows = Rows(self._identity.shards, module, self.mesh, self._sharded.names)
+        in_backward, accumulates = lambda: self._phase is Phase.BACKWARD, lambda: self._is_accumulating
+        self._assigned = AssignedGradients(self.config.stage, accumulates, in_backward, rows.given)
         agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
         if agreement is not None and dist.get_world_size() > 1:
             self.reads = Reads(agreement, self.changes, rows, self.shards_device)
@@ -281,7 +271,7 @@ class Fsdp2Engine(Engine):
         self.reader.require_all(UNIT - index)
         self._transport.unit_begins(index, self._phase is Phase.BACKWARD)
         if self._phase is Phase.STEP and torch.is_grad_enabled():
-            self._ran_last = unit
+            self._last.ran = unit
         if torch.is_inference_mode_enabled():  # storage made here could never be trained on
             with torch.inference_mode(False):
                 private.unshard(unit)
@@ -312,20 +302,10 @@ class Fsdp2Engine(Engine):
                 output = self.root(method, *args, **kwargs)
             self._transport.forward_ends()
         if self.config.stage == 3 and self.automatic and wants_grad:
-            self._keep_until_backward(self._ran_last)
+            self._last.keep_until_backward()
         if not torch.is_grad_enabled() or output is None or not self.automatic:
             self.reshard()
         return output
-
-    def _keep_until_backward(self, unit: nn.Module | None) -> None:
-        """From the next forward on ``unit`` stays gathered after it, and no other one. All ranks run the same units."""
-        if unit is self._stays:
-            return
-        if self._stays is not None:
-            private.set_reshard_after_forward(self._stays, True)
-        if unit is not None:
-            private.set_reshard_after_forward(unit, False)
-        self._stays = unit
 
     def reshard(self) -> None:
         self._drop_gathered()
@@ -345,23 +325,7 @@ class Fsdp2Engine(Engine):
         drops_after_forward = self.config.stage == 3 and self.mesh["shard"].size() > 1
         on_use = self._keep_for_backward if drops_after_forward else None
         own, data_taken = self._identity.own, self._writes.data_is_taken
-        return WholeView(
-            self._writing, data_taken, own, self._read, on_use, self.reader, self._on_grad, self._assigned, self._lent
-        )
-
-    def _on_grad(self, shard: DTensor, grad: Tensor) -> None:
-        """User code reads or assigns ``p.grad``.
-
-        Raises:
-            ValueError: In ``LightningModule.backward``, which may be overridden: gradients are complete only after it.
-        """
-        self._rows.given(grad, shard)
-        if self._is_accumulating and self.config.stage > 1 and not self._has_warned:
-            self._has_warned = True
-            if dist.get_world_size() > 1 and dist.get_rank() == 0:
-                warnings.warn(_MEANS.format(stage=self.config.stage), stacklevel=2)
-        if self._phase is Phase.BACKWARD and not in_backward():
-            refuse_gradients_in_backward()
+        return WholeView(self._writing, data_taken, own, self._read, on_use, self.reader, self._assigned, self._lent)
 
     def _keep_for_backward(self, p: Tensor, result: Tensor) -> None:
         """``result``, of ``p`` alone, reaches the loss beside its unit's output, whose backward would gather ``p``."""
@@ -479,14 +443,8 @@ class Fsdp2Engine(Engine):
                 self._after_backward(deferred=False)
             self._assigned.settle()
             self.reshard()
-            self._wait_for_host_copies()
+            wait_for_host_copies(self.shards_device, self.device)
         return result
-
-    def _wait_for_host_copies(self) -> None:
-        """Parameters on their way up must leave before the step writes to them. The backward has waited for the last
-        gradient to come down, so mostly nothing is left; a forward without backward may be."""
-        if self._on_host and self.device.type != "cpu":  # the host's memory is another one than the device's
-            torch.get_device_module(self.device).synchronize(self.device)
 
     def _sharded_step(self, optimizer: Optimizer) -> ShardedStep:
         if optimizer not in self._steps:
@@ -503,7 +461,7 @@ class Fsdp2Engine(Engine):
     def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Iterator[Any]:
         with self.reader.stepping():
             self._assigned.settle()
-            self._wait_for_host_copies()
+            wait_for_host_copies(self.shards_device, self.device)
             try:
                 with self._sharded_step(optimizer).stand_ins(on_shards) as swap:
                     yield swap
@@ -541,7 +499,7 @@ class Fsdp2Engine(Engine):
 
     def store_whole(self, whole: Mapping[Any, Tensor]) -> None:
         broadcast_coalesced([*whole.values(), *self._sharded.replicated])
-        self._wait_for_host_copies()
+        wait_for_host_copies(self.shards_device, self.device)
         with self.changes.under_way():
             for p, w in whole.items():
                 shard = self._identity.shards[p]

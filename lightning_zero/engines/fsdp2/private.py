@@ -31,13 +31,14 @@ FULLY_SHARD = Library(
     TESTED,
     (
         Needed(f"{_HOME}._fsdp_param_group:RegisterPostBackwardFunction.generate_vmap_rule"),
-        Needed(f"{_GROUP}.post_backward", takes="self"),
+        Needed(f"{_GROUP}.post_backward", takes="self", stores="reduce_grads all_reduce_grads"),
         Needed(f"{_GROUP}.pre_backward", takes="self, default_prefetch"),
         Needed(f"{_GROUP}.pre_forward", takes="self, module, args, kwargs"),
         Needed(f"{_GROUP}.post_forward", takes="self, module, input, output"),
         Needed(f"{_GROUP}.finalize_backward", takes="self"),
         Needed(f"{_GROUP}.unshard", takes="self, async_op"),
         Needed(f"{_GROUP}.wait_for_unshard", takes="self"),
+        Needed(f"{_GROUP}.reshard", takes="self"),
         Needed(f"{_GROUP}._to_sharded", takes="self"),
         Needed(f"{_GROUP}._to_unsharded", takes="self"),
         Needed(f"{_GROUP}.is_sharded"),
@@ -65,12 +66,13 @@ FULLY_SHARD = Library(
         Needed(f"{_PARAM}.init_unsharded_param", takes="self"),
         Needed(f"{_PARAM}.free_unsharded_param", takes="self"),
         Needed(f"{_PARAM}._setattr_on_modules", takes="self, param"),
+        Needed(f"{_PARAM}.reset_sharded_param", takes="self"),
         Needed(f"{_HOME}._fsdp_param:ShardedState.UNSHARDED"),
         Needed(
             _PARAM,
             stores="all_gather_outputs sharded_param padded_sharded_param_size param_dtype reduce_dtype orig_dtype"
             " unsharded_accumulated_grad _sharded_param_data _unsharded_param _module_info _post_load_hook_handle"
-            " shared_modules shared_param_names _orig_size _contiguous_orig_stride",
+            " shared_modules shared_param_names _orig_size _contiguous_orig_stride sharded_state",
         ),
         Needed(f"{_HOME}._fsdp_state:FSDPState._lazy_init", takes="self"),
         Needed(f"{_HOME}._fsdp_state:FSDPState._pre_backward", takes="self, grad"),

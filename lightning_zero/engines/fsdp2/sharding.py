@@ -165,3 +165,10 @@ def offload_policy(config: ZeroConfig, device: torch.device) -> OffloadPolicy:
             " unset."
         )
     return CPUOffloadPolicy(pin_memory=device.type != "cpu" if pin_memory is None else pin_memory)
+
+
+def wait_for_host_copies(shards_device: torch.device, device: torch.device) -> None:
+    """Parameters on their way up must leave before the step writes to them. The backward has waited for the last
+    gradient to come down, so mostly nothing is left; a forward without backward may be."""
+    if shards_device.type != device.type:
+        torch.get_device_module(device).synchronize(device)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.comm.agree import all_reduce_mean
 from lightning_zero.engines.fsdp2 import private
@@ -86,3 +86,25 @@ class Usage:
         partly = [unit for unit, count in enumerate(ran.tolist()) if 0 < count < world_size]
         if partly:
             refuse_different_units(self._transport, self._names, partly)
+
+
+class LastUnit:
+    """The unit whose backward comes first, because it ran last in the forward before: it need not be gathered again.
+
+    Attributes:
+        ran: The unit that ran last with gradients.
+    """
+
+    def __init__(self) -> None:
+        self.ran: nn.Module | None = None
+        self._stays: nn.Module | None = None
+
+    def keep_until_backward(self) -> None:
+        """From the next forward on it stays gathered after it, and no other one. All ranks run the same units."""
+        if self.ran is self._stays:
+            return
+        if self._stays is not None:
+            private.set_reshard_after_forward(self._stays, True)
+        if self.ran is not None:
+            private.set_reshard_after_forward(self.ran, False)
+        self._stays = self.ran

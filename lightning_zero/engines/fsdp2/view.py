@@ -122,8 +122,7 @@ class WholeView(TorchFunctionMode):
         on_use: Called with a gathered parameter and what was computed of it and of nothing else that is trained:
             its backward may come while the parameter is away.
         reader: Asked before shards are gathered for a read.
-        on_grad: Called with a shard and its gradient, which user code reads or assigns.
-        assigned: Keeps gradients that user code assigns.
+        assigned: Keeps gradients that user code assigns, and is told of those that it reads.
         views: The gathered copies that user code was given.
     """
 
@@ -135,12 +134,11 @@ class WholeView(TorchFunctionMode):
         whole: Callable[[DTensor], Tensor] = whole,
         on_use: Callable[[Tensor, Tensor], None] | None = None,
         reader: Reader | None = None,
-        on_grad: Callable[[DTensor, Tensor], None] = lambda shard, grad: None,
         assigned: AssignedGradients | None = None,
         views: LentViews | None = None,
     ) -> None:
         super().__init__()
-        self._on_grad, self._assigned = on_grad, assigned or AssignedGradients()
+        self._assigned = assigned or AssignedGradients()
         self._writing, self._on_data, self._reader = writing, on_data, reader
         self._own: Mapping[int, private.ShardedParam] = {} if own is None else own
         self._whole, self._on_use = whole, on_use
@@ -170,7 +168,7 @@ class WholeView(TorchFunctionMode):
             known = self._own.get(id(args[0]))
             grad = func(*args) if known is None else self._assigned.grad_of(known)
             if grad is not None and (known is not None or isinstance(args[0], DTensor)):
-                self._on_grad(args[0] if known is None else known.sharded_param, grad)
+                self._assigned.noticed(args[0] if known is None else known.sharded_param, grad)
             return grad
         if func in BACKWARDS:
             with backwards_inside(self):
@@ -182,7 +180,7 @@ class WholeView(TorchFunctionMode):
             if func in _ASSIGN_GRAD:
                 value = args[1] if len(args) == 2 else None
                 if value is not None:
-                    self._on_grad(known.sharded_param, value)
+                    self._assigned.noticed(known.sharded_param, value)
                 self._assigned.assign(known, value)
                 return None
             if func in _DATA and not private.is_away(known):
