@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize, remove_weight_norm, weight_norm
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.helpers.zoo import KINDS, WIDTH, Kind, Zoo, _of
+from tests.helpers.zoo import KINDS, WIDTH, Block, Kind, Net, Zoo, _of
 
 
 class GivenToLayers(Zoo):
@@ -56,6 +56,28 @@ class GivenToFunctions(Zoo):
     def forward(self, x: Tensor) -> Tensor:
         y = self.net(Times.apply(x, self.scale))
         return Times.apply(y, self.net.blocks[1].norm.weight)
+
+
+class InTurn(Block):
+    """Skipped in every other step, but for a penalty on its weights."""
+
+    step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.step % 2:
+            return x + 0.01 * sum(p.square().sum() for p in self.parameters())
+        return super().forward(x)
+
+
+class WeightsInTurn(Zoo):
+    """What is gathered ahead in mid-run is for layers that may not come."""
+
+    def build(self) -> None:
+        self.net = Net(lambda: InTurn(32, 32), width=32)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.net.blocks[0].step = batch_idx  # type: ignore[union-attr]
+        return super().training_step(batch, batch_idx)
 
 
 class ReturnsEarly(Zoo):
@@ -170,6 +192,7 @@ OUTSIDE = "loss.backward.. outside of training_step"
 PLACES = {
     "parameters_given_to_layers": Kind(module=_of(GivenToLayers)),
     "parameters_given_to_functions": Kind(module=_of(GivenToFunctions)),
+    "weights_used_in_turn": Kind(module=_of(WeightsInTurn)),
     "steps_return_early": Kind(module=_of(ReturnsEarly), validates=True),
     "validated_by_copies": Kind(module=_of(ValidatedByCopies), validates=True),
     "backward_in_hooks": Kind(module=_of(BackwardInHooks), deepspeed_refuses={2: OUTSIDE, 3: OUTSIDE}),

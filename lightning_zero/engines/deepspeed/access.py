@@ -82,6 +82,10 @@ class Access:
     def is_away(self, p: Any) -> bool:
         return self._stage3 and private.is_partitioned(p)
 
+    def is_lost_soon(self, p: Any) -> bool:
+        """Whether a use in a step has to :meth:`fetch` it: no module that runs has it for its own backward."""
+        return self._stage3 and (private.is_partitioned(p) or private.is_ahead(p))
+
     def in_step(self) -> bool:
         return Phase.STEP in self._under_way
 
@@ -111,7 +115,7 @@ class Access:
         if self.in_step() and not self.busy():
             for value in (*args, *kwargs.values()):
                 for p in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(p, nn.Parameter) and self.holds(p) and self.is_away(p):
+                    if isinstance(p, nn.Parameter) and self.holds(p) and self.is_lost_soon(p):
                         self.fetch(p)
 
     def keep_all(self) -> None:

@@ -88,6 +88,9 @@ class _Parts:
     def is_away(self, p: Any) -> bool:
         return private.is_partitioned(p)
 
+    def is_lost_soon(self, p: Any) -> bool:
+        return False
+
     def in_step(self) -> bool:
         return False
 

@@ -778,10 +778,16 @@ def expect_in_flight(root: nn.Module, params: Iterable[Any]) -> None:
         p.ds_in_flight = root.ds_inflight_param_registry
 
 
+def is_ahead(p: Any) -> bool:
+    """Whether it was gathered for a module that has not come yet. It may be whole already, since one gather is waited
+    for as one, and is let go of where that module never comes."""
+    ahead: Any = getattr(p, "ds_in_flight", ())
+    return len(ahead) > 0 and p in ahead
+
+
 def _land(p: Any) -> None:
-    ahead = getattr(p, "ds_in_flight", None)
-    if ahead and p in ahead:
-        ahead.pop(p).wait()
+    if is_ahead(p):
+        p.ds_in_flight.pop(p).wait()
 
 
 def without_view(engine: Any, is_whole: Callable[[], bool]) -> None:
