@@ -50,7 +50,14 @@ from lightning_zero.config import (
     ZeroConfig,
 )
 from lightning_zero.engines.advice import advice_on
-from lightning_zero.engines.after_run import AfterRun, is_left_sharded, leave, refuse_lost, where_memory_allows
+from lightning_zero.engines.after_run import (
+    AfterRun,
+    is_left_sharded,
+    leave,
+    make_owners_whole,
+    refuse_lost,
+    where_memory_allows,
+)
 from lightning_zero.engines.base import Engine, require
 from lightning_zero.engines.birth import give_birth, on_meta
 from lightning_zero.engines.deepspeed.run import DeepSpeedRun
@@ -415,6 +422,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if module is None:  # set up by itself, without a run
             return
         refuse_lost(module)
+        make_owners_whole(module)
         if is_left_sharded(module):
             self.engine = None
             self._run.take_over(module)

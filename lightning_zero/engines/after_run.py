@@ -49,7 +49,8 @@ def leave(module: nn.Module, shards: Sharded, after: AfterRun) -> None:
 
 def refuse_lost(module: nn.Module) -> None:
     """Raises ``ValueError`` for a module that has no parameters any more."""
-    if module in _LOST:
+    layers = set(module.modules())
+    if any(not layers.isdisjoint(lost.modules()) for lost in _LOST):
         raise ValueError(
             f"{type(module).__name__} was in a run with offload='nvme' that failed, and its parameters went with"
             " that run's files: build the module anew, and continue from a checkpoint with ckpt_path."
@@ -67,6 +68,14 @@ def make_whole(module: nn.Module, on_whole: OnWhole = unheard) -> None:
     shards = _LEFT_SHARDED.pop(module, None)
     if shards is not None:
         shards.restore(True, [], on_whole)
+
+
+def make_owners_whole(module: nn.Module) -> None:
+    """Other modules that earlier runs have left sharded are whole, if ``module`` has layers of theirs (collective)."""
+    layers = set(module.modules())
+    for other in list(_LEFT_SHARDED):
+        if other is not module and not layers.isdisjoint(other.modules()):
+            make_whole(other)
 
 
 def where_memory_allows(

@@ -181,3 +181,25 @@ def test_the_monitor_measures_ddps_own_reducer(ranks2: Any) -> None:
         assert sent >= gradients  # one of two micro-batches is reduced, 2 (n - 1) / n of it sent; messages of the run
         assert sent < 2 * gradients + 64
         assert streams == (True, True)
+
+
+def _trained_by_another(settings: dict[str, Any] | None) -> tuple[list[float], list[float]]:
+    def fit(module: Module) -> None:
+        _trainer("ddp" if settings is None else ZeroStrategy(**settings)).fit(module, _data())
+
+    first = Module(fails_at=3)
+    assert outcome(fit, first)[0] == "LookupError"
+    second = Module()
+    second.net = first.net  # sharded: the run that had it ended early
+    del first
+    fit(second)
+    return second.net.weight.flatten().tolist(), second.net.bias.tolist()
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_layers_of_a_failed_run_go_on_in_another_module(ranks2: Any, stage: int, engine: str) -> None:
+    wanted = ranks2(_trained_by_another, None)
+    found = ranks2(_trained_by_another, {"stage": stage, "engine": engine})
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)  # order of summation
