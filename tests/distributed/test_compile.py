@@ -21,6 +21,7 @@ from tests.helpers.ranks import outcome
 pytestmark = [pytest.mark.rest, pytest.mark.timeout(600)]
 
 STAGES = [1, 2, 3]
+FULL = pytest.mark.full
 UNITS = "skipping FSDP hooks", "lightning_zero gathers"
 """Where a graph ends at a unit: ``fully_shard``'s hooks and ours beside them."""
 
@@ -51,7 +52,9 @@ def test_compiled_is_as_uncompiled(ranks2, form):
             assert [found.breaks for found in of_rank] == 4 * [{}]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [each if each in ("blocks", "net") else pytest.param(each, marks=FULL) for each in FORMS]
+)
 def test_sequence_lengths_compile_when_ddps_do(ranks2, form):
     """The first other length is compiled with a dimension that varies, and then no more."""
     strategies = ["ddp", *map(_settings, STAGES)]
