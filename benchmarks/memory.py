@@ -198,7 +198,7 @@ and `fsdp2` below stage 3, make it whole for that. From `on_fit_end` on, which L
 `copy.deepcopy` and `torch.save` copy a rank's shards; `with trainer.strategy.full_parameters():` has the whole module,
 and a forward without it is refused by name.
 
-`lightning-zero plan` counts what host memory holds before and after the steps, too. A Llama of 7.5 billion parameters
+`lightning-zero plan` counts what host memory holds from birth to end, too. A Llama of 7.5 billion parameters
 is planned without its memory (`pip install 'lightning-zero[examples]'` for the model):
 
 ```
@@ -208,11 +208,12 @@ lightning-zero plan model=llama_70b model.config.hidden_size=4096 model.config.n
 ```
 
 ```text
-zero3 before and after its steps, host memory in GiB: of a rank, of a host with 4
+zero3 in its whole life, host memory in GiB: of a rank, of a host with 4
   made by configure_model                10.9     43.7
   made in __init__, or below stage 3     28.0    112.2
   loaded from a file                     10.9     43.7
-  saved as one file, rank 0             112.2    112.2
+  trained                                78.3    313.3
+  saved as one file, rank 0             112.2    196.3
   ended whole                           105.2    420.6
 ```
 

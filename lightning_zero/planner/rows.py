@@ -75,7 +75,7 @@ class Plan:
     flops_per_micro_batch: float
     rows: Sequence[Row]
     life: Life | None
-    """Before the first step and after the last, at ``zero3``; ``None`` for one rank."""
+    """Host memory at ``zero3``, from birth to end, under the run's offload; ``None`` for one rank."""
     choice: str | None
     """Name of the row to take; ``None`` if none fits."""
     checkpointing: bool

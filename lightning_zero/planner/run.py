@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -21,8 +21,8 @@ from lightning_zero.host import available_host_bytes
 from lightning_zero.planner.choice import choose
 from lightning_zero.planner.groups import smallest_group
 from lightning_zero.planner.life import Life, life_of
-from lightning_zero.planner.memory import StepRules, state_bytes
-from lightning_zero.planner.rows import Plan
+from lightning_zero.planner.memory import StepRules
+from lightning_zero.planner.rows import Plan, Row
 from lightning_zero.planner.show import GIB
 from lightning_zero.planner.silent import quiet
 from lightning_zero.planner.study import OFFLOADS, Study, precision_name
@@ -133,7 +133,7 @@ def plan(
         usable_bytes=usable,
         flops_per_micro_batch=study.flops,
         rows=tuple(rows),
-        life=None if world_size == 1 else _life(study, shards),
+        life=None if world_size == 1 else _life(study, shards, rows),
         choice=choice,
         checkpointing=checkpointing,
         recomputed=str(config.activation_checkpointing)
@@ -144,9 +144,11 @@ def plan(
     )
 
 
-def _life(study: Any, shards: int) -> Life:
-    on_host = study.target.type == "cpu" or study.config.offload.target != "none"
-    return life_of(study.layout, shards, state_bytes(study.layout, 3, shards), on_host, study.config.build)
+def _life(study: Study, shards: int, rows: Sequence[Row]) -> Life:
+    config, offload, host_is_device = study.config, study.config.offload.target or "none", study.target.type == "cpu"
+    (row,) = (r for r in rows if r.stage == 3 and r.offload == offload)
+    peak = row.peak_with(config.activation_checkpointing.is_on) if host_is_device else 0.0
+    return life_of(study.layout, shards, offload, host_is_device, config.build, peak + row.host)
 
 
 class Planner:

@@ -85,19 +85,20 @@ def table(plan: Any) -> str:
 
 
 def _life(life: Any, ranks_per_host: int) -> list[str]:
-    """Most that host memory has to hold beside the steps."""
-    phases = {
-        "made by configure_model": life.made,
-        "made in __init__, or below stage 3": life.whole,
-        "loaded from a file": life.loaded,
-        "saved as one file, rank 0": life.saved,
-        "ended whole": life.ended,
+    """Most that host memory has to hold, from birth to end."""
+    others = ranks_per_host - 1
+    phases = {  # of a rank, of the host where rank 0 is
+        "made by configure_model": (life.made, ranks_per_host * life.made),
+        "made in __init__, or below stage 3": (life.whole, ranks_per_host * life.whole),
+        "loaded from a file": (life.loaded, ranks_per_host * life.loaded),
+        "trained": (life.trained, ranks_per_host * life.trained),
+        "saved as one file, rank 0": (life.saved, life.saved + others * life.kept),
+        "ended whole": (life.ended, ranks_per_host * life.ended),
     }
     width = max(map(len, phases))
-    lines = ["", f"zero3 before and after its steps, host memory in GiB: of a rank, of a host with {ranks_per_host}"]
-    for phase, nbytes in phases.items():
-        of_host = nbytes * (1 if phase.endswith("rank 0") else ranks_per_host)
-        lines.append(f"  {phase.ljust(width)}  {gib(nbytes).rjust(7)}  {gib(of_host).rjust(7)}")
+    lines = ["", f"zero3 in its whole life, host memory in GiB: of a rank, of a host with {ranks_per_host}"]
+    for phase, (of_rank, of_host) in phases.items():
+        lines.append(f"  {phase.ljust(width)}  {gib(of_rank).rjust(7)}  {gib(of_host).rjust(7)}")
     return [
         *lines,
         "  what one file needs beyond half of the free memory lies on the disk meanwhile; with checkpoint=sharded and",

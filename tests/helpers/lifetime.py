@@ -82,8 +82,7 @@ def peaks(settings: dict[str, Any], sizes: dict[str, int], folder: str, target: 
 
 def planned(plan: Any) -> dict[str, float]:
     """Phase -> bytes, by the plan."""
-    (step,) = (row.peak for row in plan.rows if row.name == "zero3")
-    return {**vars(plan.life), "trained": step}
+    return {phase: getattr(plan.life, phase) for phase in PHASES}
 
 
 def _fit(settings: dict[str, Any], module: Gpt) -> None:

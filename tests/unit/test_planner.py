@@ -327,7 +327,7 @@ class Deep(zoo.Zoo):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def test_the_life_beside_the_steps_is_counted():
+def test_the_whole_life_is_counted():
     module = Deep()
     module.configure_model()
     layer, whole = 16 * 2**20, 32 * 16 * 2**20
@@ -338,12 +338,37 @@ def test_the_life_beside_the_steps_is_counted():
     assert life.loaded == shard + layer
     assert life.saved == 3 * shard + 2 * whole  # rank 0's parameters, gradients and momenta beside the file's content
     assert life.ended == 2 * shard + 2 * whole
+    assert life.trained == plan(module, world_size=4, config=BLOCKS).row("zero3").peak
     assert plan(module, world_size=4, config=dataclasses.replace(BLOCKS, build="whole")).life.made == whole
-    on_cuda = plan(module, world_size=4, config=BLOCKS, device="cuda").life
-    assert (on_cuda.loaded, on_cuda.saved, on_cuda.ended) == (layer, 2 * whole, 2 * whole)
     assert plan(module, config=BLOCKS).life is None
+
+
+def test_a_life_counts_as_host_memory_what_lies_there():
+    """Shards in files do not; gradients do."""
+    module = Deep()
+    module.configure_model()
+    layer, whole = 16 * 2**20, 32 * 16 * 2**20
+    shard = whole // 4
+
+    def life(device: str, offload: str) -> Any:
+        found = plan(module, world_size=4, config=BLOCKS.with_(stage=3, offload=offload), device=device).life
+        return tuple(getattr(found, phase) for phase in ("loaded", "trained", "kept", "saved", "ended"))
+
+    assert life("cuda", "none") == (layer, 0, 0, 2 * whole, 2 * whole)
+    offloaded = (shard + layer, 3 * shard, 3 * shard, 3 * shard + 2 * whole, 2 * shard + 2 * whole)
+    assert life("cuda", "cpu") == offloaded
+    assert life("cuda", "nvme") == (layer, shard, shard, shard + 2 * whole, 2 * whole)
+    step = plan(module, world_size=4, config=BLOCKS).row("zero3_nvme").peak
+    assert life("cpu", "nvme") == (layer, step, shard, shard + 2 * whole, 2 * whole)
+
+
+def test_a_host_holds_one_rank_that_saves_and_others_that_wait():
+    module = Deep()
+    module.configure_model()
     text = str(plan(module, world_size=4, ranks_per_host=2, config=BLOCKS))
     assert re.search(r"of a host with 2\n +made by configure_model +0\.20 +0\.41\n", text), text
+    assert re.search(r"\n +trained +(0\.\d+) +(0\.\d+)\n", text), text
+    assert re.search(r"\n +saved as one file, rank 0 +1\.38 +1\.75\n", text), text  # 3/8 and 1; and 3/8 more
 
 
 def test_table_and_json_hold_every_row(tmp_path):
