@@ -73,3 +73,31 @@ def test_experts_become_one_tensor_when_it_is_read() -> None:
     assert tensor.shape == targets[name].shape == (2, 12, 4)
     assert sorted(sources) == sorted(files)[:4]
     assert tensor[1:].clone().mean(-1).tolist() == [[11.0] * 6 + [13.0] * 6]
+
+
+def test_rows_of_stacked_experts_read_no_others() -> None:
+    """Else each rank reads all experts, to keep its own."""
+    pytest.importorskip("transformers.core_model_loading")
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 4, "intermediate_size": 6, "num_attention_heads": 2, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        model = MixtralForCausalLM(MixtralConfig(vocab_size=5, num_hidden_layers=1, num_local_experts=12, **sizes))
+    read: list[tuple[int, str]] = []
+
+    def file(i: int, w: str) -> LazyTensor:
+        def rows(start: int, stop: int) -> torch.Tensor:
+            read.append((i, w))
+            return torch.full((stop - start, 4 if w != "w2" else 6), float(i))
+
+        return LazyTensor((6, 4) if w != "w2" else (4, 6), torch.float32, rows)
+
+    mlp = "model.layers.0.block_sparse_moe"
+    files = {f"{mlp}.experts.{i}.{w}.weight": file(i, w) for i in range(12) for w in ("w1", "w2", "w3")}
+    found = private.converted(model, files, dict(model.named_parameters()), LazyTensor)
+    assert found is not None
+    for part, weights in (("gate_up_proj", ["w1", "w3"]), ("down_proj", ["w2"])):
+        (tensor,) = [tensor for name, (tensor, _) in found.by_name.items() if part in name]
+        read.clear()
+        assert tensor[9:11].clone().mean((1, 2)).tolist() == [9.0, 10.0]
+        assert sorted(read) == [(i, w) for i in (9, 10) for w in weights]
