@@ -24,9 +24,14 @@ class Mixed(nn.Module):
         self.attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
         self.norm = nn.BatchNorm1d(8)
         self.net.head.weight = self.net.stem.weight
+        self.scale = nn.Parameter(torch.empty(8))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.scale, 0.5, 1.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.attention(self.net(x)))
+        return self.norm(self.attention(self.net(x))) * self.scale
 
 
 class Sum(nn.Module):
