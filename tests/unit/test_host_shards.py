@@ -290,8 +290,13 @@ def test_reads_lie_on_the_device_and_writes_reach_the_host(rank):
 class _Hosts:
     """Stands in for the agreement of all ranks, whose first one this is: notes what it collects between the hosts."""
 
+    rank = 0
+
     def __init__(self) -> None:
         self.collected: list[tuple[int, list[int], set[str]]] = []
+
+    def agree(self, error: Exception | None) -> None:
+        assert error is None
 
     def collect(self, mine: Tensor, sizes: list[int], members: list[int], into: Tensor | None) -> None:
         assert into is not None
