@@ -16,7 +16,6 @@ import shutil
 import tempfile
 import time
 import uuid
-import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -25,7 +24,6 @@ from typing import Any, ClassVar
 
 import fsspec
 import torch
-import torch.distributed.checkpoint as dcp
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.distributed.checkpoint import (
@@ -35,6 +33,7 @@ from torch.distributed.checkpoint import (
     FileSystemWriter,
     LoadPlan,
     Metadata,
+    SavePlan,
 )
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -135,22 +134,31 @@ def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]
 
 
 def write_tensors(tensors: dict[str, Tensor], folder: Path, agreement: Agreement) -> None:
-    """``tensors`` and their index, by ``torch.distributed.checkpoint``, flushed to the disk."""
-    writer = FileSystemWriter(folder, sync_files=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant, on one rank
-            dcp.save(
-                tensors,
-                storage_writer=writer,
-                planner=_Materializing(),
-                process_group=agreement.group,
-                no_dist=agreement.group is None,
-            )
-    except dcp.CheckpointException as error:  # no Exception, so that nothing else would catch it
-        causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())
-        found = next((cause for cause, *_ in error.failures.values() if isinstance(cause, OSError)), None)
-        raise CheckpointError(f"{folder} could not be written ({causes}). {file.repair(str(folder), found)}") from error
+    """``tensors`` and their index, by the planner and the writer of ``torch.distributed.checkpoint``, flushed to the
+    disk. Collective.
+
+    Its ``save`` calls them in the same order, and its collectives connect rank 0 to every other rank for good; here
+    plans and results travel along the agreement's tree.
+    """
+    planner, writer, is_first = _Materializing(), FileSystemWriter(folder, sync_files=True), agreement.rank == 0
+
+    def plan_of_rank() -> SavePlan:
+        planner.set_up_planner(tensors, writer.storage_meta(), is_first)
+        writer.set_up_storage_writer(is_first, rank=agreement.rank, use_collectives=True)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_of_all(plans: list[SavePlan]) -> list[SavePlan]:
+        whole, _ = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(whole)
+
+    def write_index(results: list[Any]) -> list[None]:
+        writer.finish(planner.metadata, results)
+        return [None] * len(results)
+
+    plan = agreement.decide(plan_of_rank, plan_of_all, "a checkpoint's plan")
+    agreement.decide(
+        lambda: writer.write_data(planner.finish_plan(plan), planner).wait(), write_index, "a checkpoint's index"
+    )
 
 
 def commit(path: str, data: str) -> None:

@@ -153,7 +153,7 @@ class Saving:
             if self._form == "file":
                 together(self.agreement, lambda: _write_file(checkpoint, path, trainer, storage_options))
             elif self._form == "sharded" or not beside_training:
-                if self._background is not None:  # the writer's collectives are for one thread at a time
+                if self._background is not None:  # an older checkpoint is complete first
                     together(self.agreement, self._background.wait)
                 directory.write(checkpoint, path, self.agreement)
             else:

@@ -6,9 +6,10 @@ All functions are collective over ``group`` and do nothing when it holds one ran
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +21,7 @@ from lightning_zero.comm import direct, tree
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.errors import CheckpointError
 
+_Result = TypeVar("_Result")
 BUCKET_BYTES = 64 * 2**20
 """Tensors are joined up to this size, so that the copies never take more than a small part of the memory."""
 
@@ -81,8 +83,8 @@ class Channel:
     constructor is collective.
 
     One for all: connections lie along a tree, few per rank (:mod:`~lightning_zero.comm.tree`). What may be under way at
-    the same time differs in its tag, threads included; collectives of gloo's own on this group (those of
-    ``torch.distributed.checkpoint``) are for one thread at a time, which waits for saves in the background first.
+    the same time differs in its tag, threads included. Collectives of gloo's own have no place here: they count calls,
+    and some connect rank 0 to all.
 
     Attributes:
         lost: A call on this rank has failed, or was left in the middle: gloo's connections do not recover.
@@ -173,11 +175,51 @@ class Agreement:
         if self.channel is None:
             return [value]
         content = pickle.dumps(value)  # an error here is the caller's
+        with self._calling(call):
+            everyones = tree.gather(content, self.channel.group, self.tag(self._kind), self.timeout_seconds)
+        return [pickle.loads(each) for each in everyones]
+
+    def decide(self, make: Callable[[], Any], decide: Callable[[list[Any]], list[Any]], call: str) -> Any:
+        """This rank's part of what ``decide`` says on rank 0, given what ``make`` has made on every rank; both lists
+        are by rank, and of anything picklable. Large ones are held by rank 0 alone.
+
+        Raises:
+            RuntimeError: As :meth:`gather`.
+            BaseException: What ``make`` or ``decide`` has raised on any rank, as :meth:`agree`.
+        """
+        errors: list[Exception] = []
+
+        def tried(function: Callable[[], _Result], otherwise: _Result) -> _Result:
+            try:
+                return function()
+            except Exception as error:  # told to all below
+                errors.append(error)
+                return otherwise
+
+        def decided(values: list[bytes]) -> list[bytes]:
+            nothing = [b""] * len(values)
+            if not all(values):
+                return nothing
+            return tried(lambda: [pickle.dumps(part) for part in decide([pickle.loads(v) for v in values])], nothing)
+
+        value = tried(lambda: pickle.dumps(make()), b"")
+        if self.channel is None:
+            (part,) = decided([value])
+        else:
+            with self._calling(call):
+                part = tree.deal(value, decided, self.channel.group, self.tag(self._kind), self.timeout_seconds)
+        self.agree(errors[0] if errors else None)
+        return pickle.loads(part)
+
+    @contextmanager
+    def _calling(self, call: str) -> Iterator[None]:
+        """Messages of ``call``, which all ranks make."""
+        assert self.channel is not None
         self.channel.calls += self._kind in _OF_MAIN
         try:
             if self.channel.lost:
                 raise RuntimeError("an earlier call has failed")
-            everyones = tree.gather(content, self.channel.group, self.tag(self._kind), self.timeout_seconds)
+            yield
         except Exception as error:  # gloo raises RuntimeError, or a DistBackendError where the peer is gone
             self.channel.lost = True
             raise RuntimeError(
@@ -188,7 +230,6 @@ class Agreement:
         except BaseException:  # Ctrl-C
             self.channel.lost = True
             raise
-        return [pickle.loads(each) for each in everyones]
 
     def collect(self, mine: Tensor, sizes: Sequence[int], members: Sequence[int], into: Tensor | None) -> None:
         """See :func:`~lightning_zero.comm.tree.collect`."""

@@ -23,7 +23,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import accumulate, chain
 from typing import Any, Protocol
@@ -173,27 +173,63 @@ class _Arriving:
         return self._message
 
 
-@torch.no_grad()
 def gather(value: bytes, group: dist.ProcessGroup, tag: int, timeout_seconds: float) -> list[bytes]:
     """Every rank's ``value``, by rank.
 
     Raises:
         LostRankError: When another rank has not come after ``timeout_seconds``, or has ended.
     """
-    rank, below = group.rank(), children(group.rank(), group.size())
-    round_ = _Round(group, tag, time.monotonic() + timeout_seconds, [*below, *([parent(rank)] if rank else [])])
-    of_subtree = [value]  # its ranks are neighbours, this one the first of them
-    for child in below:
-        of_subtree += pickle.loads(round_.receive(child))
-    everyones = pickle.dumps(of_subtree)
-    if rank:
-        round_.send(parent(rank), everyones)
-        everyones = round_.receive(parent(rank))
-    for child in reversed(below):
-        round_.send(child, everyones)
-    round_.finish()
+    with _round(value, group, tag, timeout_seconds) as (round_, of_subtree):
+        everyones = pickle.dumps(of_subtree)
+        if group.rank():
+            round_.send(parent(group.rank()), everyones)
+            everyones = round_.receive(parent(group.rank()))
+        for child in reversed(children(group.rank(), group.size())):
+            round_.send(child, everyones)
     values: list[bytes] = pickle.loads(everyones)
     return values
+
+
+def deal(
+    value: bytes,
+    decide: Callable[[list[bytes]], list[bytes]],
+    group: dist.ProcessGroup,
+    tag: int,
+    timeout_seconds: float,
+) -> bytes:
+    """This rank's part of what rank 0 decides from every rank's ``value``; both are by rank.
+
+    As :func:`gather`, but what goes down to a rank is for its subtree only, and only rank 0 holds everything.
+
+    Args:
+        decide: Called on rank 0 alone; an error of it would leave the others waiting.
+    """
+    rank = group.rank()
+    with _round(value, group, tag, timeout_seconds) as (round_, of_subtree):
+        if rank:
+            round_.send(parent(rank), pickle.dumps(of_subtree))
+            parts: list[bytes] = pickle.loads(round_.receive(parent(rank)))
+        else:
+            parts = decide(of_subtree)
+        for child in reversed(children(rank, group.size())):
+            at = child - rank
+            round_.send(child, pickle.dumps(parts[at : 2 * at]))  # a subtree has as many ranks as lie before it
+    return parts[0]
+
+
+@contextlib.contextmanager
+def _round(
+    value: bytes, group: dist.ProcessGroup, tag: int, timeout_seconds: float
+) -> Iterator[tuple[_Round, list[bytes]]]:
+    """A round that has come up to this rank: with the values of its subtree. It ends when all has been sent."""
+    rank, below = group.rank(), children(group.rank(), group.size())
+    round_ = _Round(group, tag, time.monotonic() + timeout_seconds, [*below, *([parent(rank)] if rank else [])])
+    with torch.no_grad():
+        of_subtree = [value]  # its ranks are neighbours, this one the first of them
+        for child in below:
+            of_subtree += pickle.loads(round_.receive(child))
+        yield round_, of_subtree
+        round_.finish()
 
 
 PIECE_BYTES = 4 * 2**20

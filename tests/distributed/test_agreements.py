@@ -44,6 +44,38 @@ def test_objects_of_any_size_are_everyones(ranks, world_size):
     ranks(_everyones, world_size=world_size)
 
 
+def _dealt(size: int) -> list[str]:
+    dist.init_process_group("gloo")
+    agreement, rank, n = shared_agreement(60), dist.get_rank(), dist.get_world_size()
+    asked: list[int] = []
+
+    def parts(made: list[bytes]) -> list[tuple[int, bytes]]:
+        asked.append(rank)
+        return [(i, each + each) for i, each in enumerate(made)]
+
+    def fails() -> bytes:
+        if rank == n - 1:
+            raise OSError("no room")
+        return b""
+
+    assert agreement.decide(lambda: bytes([rank]) * size, parts, "the call") == (rank, bytes([rank]) * size * 2)
+    said = [outcome(agreement.decide, fails, parts, "the call")[1]]
+    assert asked == ([0] if rank == 0 else [])
+    said.append(outcome(agreement.decide, lambda: b"", lambda made: made[0][9], "the call")[1])
+    assert agreement.gather(rank) == list(range(n))  # the channel is as good as before
+    return said
+
+
+@pytest.mark.parametrize("size", [0, 100_000])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.rest), 3, pytest.param(7, marks=pytest.mark.rest)]
+)
+def test_the_first_rank_decides_and_an_error_anywhere_is_everyones(ranks, world_size, size):
+    for rank, (made, decided) in enumerate(ranks(_dealt, size, world_size=world_size)):
+        assert made.endswith("no room" if rank == world_size - 1 else f"on rank {world_size - 1}: no room")
+        assert decided.endswith("index out of range" if rank == 0 else "on rank 0: index out of range")
+
+
 def _at_once() -> None:
     """The step sync travels ahead, the engine agrees several times, a thread saves, the main thread agrees."""
     dist.init_process_group("gloo")

@@ -1,7 +1,8 @@
 """Runs of 16 ranks on one machine, forked after importing: one rank is slow, ends, or stops.
 
-``python -m tests.helpers.many_ranks FOLDER CASE...`` runs each case (``slow``, ``kill``, ``stop``, then a strategy of
-:data:`STRATEGIES`, as ``kill-zero3``) one after the other and prints a line of JSON for each: :class:`Seen`.
+``python -m tests.helpers.many_ranks FOLDER CASE...`` runs each case (``slow``, ``kill``, ``stop``, or the form of a
+checkpoint that is saved before the last step; then a strategy of :data:`STRATEGIES`, as ``kill-zero3``) one after the
+other and prints a line of JSON for each: :class:`Seen`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, ODD, STEPS, BATCH, WIDTH = 16, 9, 4, 2, 8
 OPEN_FILES = 256
+FORMS = ("file", "sharded")
 LIMIT_SECONDS = 4.0
 """``timeout_seconds`` of a run in which a rank stops."""
 STRATEGIES: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
     "zero3": {"stage": 3},
     "groups": {"stage": 3, "shard_size": 4},
+    "halves": {"stage": 3, "shard_size": 8},
 }
 
 
@@ -40,7 +43,7 @@ class Seen:
     losses: list[float] = field(default_factory=list)
     """Of all ranks together, at each step."""
     sockets: list[int] = field(default_factory=list)
-    """Of each rank at the last step."""
+    """Of each rank at the last step, and so after a save."""
     error: str = ""
     left: int = 0
     """Processes that were there afterwards."""
@@ -62,7 +65,7 @@ class Module(L.LightningModule):
         if self.global_rank == ODD:
             if self.how == "slow":
                 time.sleep(0.1)
-            elif index == 2:
+            elif self.how in ("kill", "stop") and index == 2:
                 (self.folder / "fault").touch()
                 os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
         loss = self.net(batch).square().mean()
@@ -72,6 +75,10 @@ class Module(L.LightningModule):
             sockets = sum(_is_socket(name) for name in os.listdir("/proc/self/fd"))
             (self.folder / f"sockets{self.global_rank}").write_text(str(sockets))
         return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        if self.how in FORMS and index == STEPS - 2:
+            self.trainer.save_checkpoint(self.folder / "saved.ckpt")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), 0.01)
@@ -108,7 +115,8 @@ def _run(case: str, folder: Path) -> Seen:
     how, _, name = case.partition("-")
     folder.mkdir()
     limit = LIMIT_SECONDS if how == "stop" else 600.0
-    strategy = ZeroStrategy(**STRATEGIES[name], min_unit_numel=1, timeout_seconds=limit, start_method="fork")
+    options = {**STRATEGIES[name], "checkpoint": how if how in FORMS else "file"}
+    strategy = ZeroStrategy(**options, min_unit_numel=1, timeout_seconds=limit, start_method="fork")
     trainer = L.Trainer(
         accelerator="cpu", devices=RANKS, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
