@@ -18,7 +18,14 @@ from torch import nn
 
 from lightning_zero.config import CompileConfig
 from lightning_zero.engines.recompute import Recomputed
-from lightning_zero.private.torch import call_with_hooks, compiled_call, dynamo_error, set_compiled_call
+from lightning_zero.private.torch import (
+    call_with_hooks,
+    compiled_call,
+    dynamo_error,
+    frames_given_up,
+    is_traced,
+    set_compiled_call,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +49,9 @@ class CompiledUnits:
                 " or None for 'inductor'."
             )
         self._units = [(name, unit) for name, unit in units if compiled_call(unit) is None]
+        given_up: set[Any] = set()
         for name, unit in self._units:
-            set_compiled_call(unit, _compiled(name, unit, config, recomputed))
+            set_compiled_call(unit, _compiled(name, unit, config, recomputed, given_up))
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -56,7 +64,10 @@ class CompiledUnits:
             set_compiled_call(unit, None)
 
 
-def _compiled(name: str, unit: nn.Module, config: CompileConfig, recomputed: Recomputed) -> Callable[..., Any]:
+def _compiled(
+    name: str, unit: nn.Module, config: CompileConfig, recomputed: Recomputed, given_up: set[Any]
+) -> Callable[..., Any]:
+    """``given_up`` collects the code that Dynamo has left to eager, without an error: it does not look at it again."""
     plain = recomputed.forward_of(unit)  # equal blocks share its code, and so what was compiled
     compiled = torch.compile(
         plain,
@@ -65,18 +76,32 @@ def _compiled(name: str, unit: nn.Module, config: CompileConfig, recomputed: Rec
         dynamic=config.dynamic,
         fullgraph=config.fullgraph,
     )
-    works, uncompilable = True, dynamo_error()
+    works, is_first, uncompilable = True, True, dynamo_error()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal works
         if works:
             try:
-                return compiled(*args, **kwargs)
+                return first(*args, **kwargs) if is_first else compiled(*args, **kwargs)
             except uncompilable as error:
                 works = False
-                if dist.get_rank() == 0:
-                    _log.warning("%s", _why_not(name, error))
+                first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+                _say(name, f"runs as it is: {type(error).__name__}: {first_line}")
         return plain(*args, **kwargs)
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_first
+        is_first, before = False, frames_given_up()
+        output = compiled(*args, **kwargs)
+        code = getattr(plain, "__code__", plain)
+        if not is_traced(plain) and (code in given_up or frames_given_up() > before):
+            given_up.add(code)
+            _say(
+                name,
+                "runs as it is, but for what it calls: a graph would break in the middle of a loop or a try"
+                " statement. TORCH_LOGS=graph_breaks shows where.",
+            )
+        return output
 
     outermost = recomputed.offloading(forward) if unit in recomputed else forward
 
@@ -86,6 +111,6 @@ def _compiled(name: str, unit: nn.Module, config: CompileConfig, recomputed: Rec
     return call
 
 
-def _why_not(name: str, error: BaseException) -> str:
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return f"compile='units': {name!r} is not compiled and runs as it is: {type(error).__name__}: {first}"
+def _say(name: str, what: str) -> None:
+    if dist.get_rank() == 0:
+        _log.warning("compile='units': %r is not compiled and %s", name, what)

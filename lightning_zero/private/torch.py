@@ -91,6 +91,9 @@ TORCH = Library(
         Needed("torch.nn:Module.__getstate__", stores="_compiled_call_impl"),
         Needed("torch._dynamo.exc:TorchDynamoException"),
         Needed("torch._dynamo:OptimizedModule"),
+        Needed("torch._dynamo.utils:counters"),
+        Needed("torch._dynamo.convert_frame:ConvertFrame.__call__", stores="counters frames total ok"),
+        Needed("torch._dynamo.eval_frame:_debug_get_cache_entry_list", takes="code"),
         Needed("torch._dynamo.eval_frame:_TorchDynamoContext.__call__", stores="_torchdynamo_orig_callable"),
         Needed("torch.nn.modules.batchnorm:_BatchNorm"),
         Needed("torch.nn:MultiheadAttention._reset_parameters", takes="self"),
@@ -152,8 +155,10 @@ __all__ = [
     "MemoryFormats", "StorageInfo", "TorchDispatchMode", "abort_process_groups", "as_traced", "at_end_of_backward",
     "backward_hooks", "backwards_inside", "base_of", "beside_transforms", "call_with_hooks", "compiled_call",
     "disabled_torch_function", "dynamo_error",
-    "forget_meshes", "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward",
-    "in_fx_trace", "in_transform", "is_compiled", "local_tensor", "loss_scale", "module_tables", "never_a_frame",
+    "forget_meshes", "found_inf", "frames_given_up", "functional_collectives",
+    "has_accumulation_hooks", "has_compiled", "in_backward",
+    "in_fx_trace", "in_transform", "is_compiled", "is_traced", "local_tensor",
+    "loss_scale", "module_tables", "never_a_frame",
     "overload_packet", "own_parameters", "pause_dynamo", "put_below", "puts_other_memory", "pytree",
     "run_first", "saved_tensors", "saves_elsewhere", "schema_of",
     "set_compiled_call", "set_data", "set_found_inf",
@@ -344,6 +349,21 @@ def dynamo_error() -> type[Exception]:
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException
+
+
+def frames_given_up() -> int:
+    """How many frames Dynamo has left to eager in this process, whose errors it keeps to itself."""
+    from torch._dynamo.utils import counters
+
+    return counters["frames"]["total"] - counters["frames"]["ok"]
+
+
+def is_traced(function: Any) -> bool:
+    """Whether Dynamo has compiled a part of ``function``'s own code at least."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    code = getattr(function, "__code__", None)  # a method has its function's
+    return code is None or len(_debug_get_cache_entry_list(code)) > 0
 
 
 def as_traced(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.helpers import compiling, zoo
 from tests.helpers.compiling import BACKEND, FORMS, WHOLE, ByHand, Compiled, Halves, Lengths, count_raw, count_several
@@ -118,6 +120,26 @@ class OnePrints(Compiled):
         self.net.blocks[1] = Printing()
 
 
+class InALoop(nn.Module):
+    """Where a graph would break inside a loop, Dynamo leaves all of the code around it to eager, and says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(zoo.WIDTH, zoo.WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = self.layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+class TwoLoop(Compiled):
+    def build(self) -> None:
+        super().build()
+        self.net.blocks[0], self.net.blocks[1] = InALoop(), InALoop()
+
+
 class LooksAtCopies(Compiled):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         for block in self.net.blocks:
@@ -171,6 +193,15 @@ def test_a_unit_that_cannot_be_compiled_is_named(ranks2):
         assert found.graphs[0] == 1
         assert len(said) == (rank == 0)
         assert not said or said[0].startswith("compile='units': 'net.blocks.1' is not compiled")
+
+
+def test_a_unit_that_dynamo_gives_up_is_named(ranks2):
+    """Each one, although it looks at the code of equal ones once."""
+    for rank, ((found, plain), said, _) in enumerate(ranks2(_setting, _settings(3), TwoLoop, timeout_seconds=300)):
+        assert found.losses == plain.losses
+        assert len(said) == (2 if rank == 0 else 0)
+        for line, name in zip(said, ("net.blocks.0", "net.blocks.1"), strict=False):
+            assert line.startswith(f"compile='units': {name!r} is not compiled")
 
 
 def _unknown_backend() -> str:

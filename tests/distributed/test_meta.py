@@ -87,6 +87,15 @@ def test_a_checkpoint_fills_what_has_no_initializer(kind, form, ranks2, tmp_path
 
 
 @pytest.mark.rest
+@pytest.mark.parametrize("form", ["file", "sharded"])
+def test_what_a_checkpoint_holds_is_not_initialized_first(form, ranks2, tmp_path):
+    path, settings = str(tmp_path / "x.ckpt"), {"stage": 3, "checkpoint": form, **BLOCKS}
+    ranks2(meta.fit, "mixed", settings, "cpu", None, path)
+    assert all(ranks2(meta.fills, "mixed", settings, None))
+    assert ranks2(meta.fills, "mixed", settings, path) == [0, 0]
+
+
+@pytest.mark.rest
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_from_config_read_published_weights(kind, ranks, tmp_path):
     pytest.importorskip("transformers.core_model_loading")  # transformers 4 cannot recompute its buffers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -148,6 +149,20 @@ def fit(kind: str, strategy: Any, device: str = "meta", ckpt_path: str | None = 
     return module.losses, module.start, {k: v.clone() for k, v in module.state_dict().items()}
 
 
+def fills(kind: str, strategy: Any, ckpt_path: str | None) -> int:
+    """How many times in a run linear layers draw values for weights that lie in memory."""
+    found, draw = 0, nn.Linear.reset_parameters
+
+    def counted(self: nn.Linear) -> None:
+        nonlocal found
+        found += not self.weight.is_meta
+        draw(self)
+
+    with mock.patch.object(nn.Linear, "reset_parameters", counted):
+        fit(kind, strategy, ckpt_path=ckpt_path)
+    return found
+
+
 def differences(kind: str, strategy: Any) -> list[str]:
     """Names of what differs from ordinary construction: losses, values at the start and at the end."""
     ordinary, born = fit(kind, strategy, "cpu"), fit(kind, strategy)
@@ -179,4 +194,4 @@ def init_module(strategy: Any, seeds_differ: bool) -> Any:
     return lay, {k: v.clone() for k, v in module.state_dict().items()}
 
 
-__all__ = ["Built", "differences", "fit", "init_module", "make_strategy", "validate"]
+__all__ = ["Built", "differences", "fills", "fit", "init_module", "make_strategy", "validate"]

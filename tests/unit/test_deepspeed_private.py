@@ -322,7 +322,8 @@ def test_reads_wait_for_what_is_in_flight() -> None:
         private.expect_in_flight(engine.module, (weight, bias))
         handle = weight.all_gather_coalesced([weight])  # type: ignore[attr-defined]
         weight.ds_in_flight[weight] = handle  # type: ignore[attr-defined]
-        assert private.is_ahead(weight) and not private.is_ahead(bias)
+        assert private.is_ahead(weight)
+        assert not private.is_ahead(bias)
         assert torch.equal(private.gathered_copy(weight), expected)
         assert not engine.module.ds_inflight_param_registry
         assert not private.is_ahead(weight)
