@@ -64,6 +64,10 @@ class Case:
         return reference(self.kind, self.world_size, self.seeds == "different")
 
 
+def _quick_stage(index: int) -> int:
+    return 1 + index % 3
+
+
 def _quick() -> set[Case]:
     """Every kind once, stages and world sizes in turn; every sixth through DeepSpeed, too. None that compiles."""
     cases = set()
@@ -71,23 +75,27 @@ def _quick() -> set[Case]:
         if KINDS[kind].compiles:
             continue
         world_size = QUICK_WORLD_SIZES[index % len(QUICK_WORLD_SIZES)]
-        cases.add(Case(kind, 1 + index % 3, world_size, "whole" if index % 5 == 4 else "blocks", "different"))
+        cases.add(Case(kind, _quick_stage(index), world_size, "whole" if index % 5 == 4 else "blocks", "different"))
         if index % 6 == 0 and KINDS[kind].on_deepspeed:
             cases.add(Case(kind, 1 + (index // 6) % 3, 2, "blocks", "different", "deepspeed"))
     return cases
 
 
 def _sample() -> set[Case]:
-    """Every kind at 2 ranks under stage 3 and in turn 1 or 2, and every third kind once at 1, 3 or 4.
+    """Every kind at 2 ranks, and every third kind once at 1, 3 or 4.
 
-    At 2 ranks stages 1 and 3 start from different seeds in blocks, stage 2 from the same as one unit; the rotation
-    walks so that every pair of world size, stage and layout meets several kinds. Through DeepSpeed, every fifth kind at
-    2 ranks, its stage in turn, and a few at 3 ranks. ``make test-all`` walks the rest.
+    Together with the quick ones, each kind meets stage 3 and one of the others; kinds that compile, of which none is
+    quick, meet them here. At 2 ranks stages 1 and 3 start from different seeds in blocks, stage 2 from the same as one
+    unit; the rotation walks so that every pair of world size, stage and layout meets several kinds. Through DeepSpeed,
+    every fifth kind at 2 ranks, its stage in turn, and a few at 3 ranks. ``make test-all`` walks the rest.
     """
     cases = set()
     for index, kind in enumerate(KINDS):
-        cases.add(Case(kind, 3, 2, "blocks", "different"))
-        cases.add(Case(kind, 2, 2, "whole", "same") if index % 2 else Case(kind, 1, 2, "blocks", "different"))
+        compiles, quick_stage = KINDS[kind].compiles, _quick_stage(index)
+        if compiles or quick_stage != 3:
+            cases.add(Case(kind, 3, 2, "blocks", "different"))
+        if compiles or quick_stage == 3:
+            cases.add(Case(kind, 2, 2, "whole", "same") if index % 2 else Case(kind, 1, 2, "blocks", "different"))
         turn, left_out = divmod(index, 3)
         if not left_out:
             world_size, stage = ROTATION[turn % 3], 1 + (turn // 3 + turn) % 3
@@ -177,6 +185,15 @@ def test_samples_cover_every_pair(cases: Callable[[], set[Case]]) -> None:
         for layout in LAYOUTS:
             assert any(c.world_size == world_size and c.layout == layout for c in sample), (world_size, layout)
     assert {c.kind for c in sample} == {name for name, kind in KINDS.items() if cases is _sample or not kind.compiles}
+
+
+def test_the_samples_take_every_kind_through_stage_3_and_another() -> None:
+    stages: dict[str, set[int]] = {}
+    for case in _quick() | _sample():
+        if case.engine == "fsdp2":
+            stages.setdefault(case.kind, set()).add(case.stage)
+    assert stages.keys() == KINDS.keys()
+    assert all(3 in found and found & {1, 2} for found in stages.values())
 
 
 def test_training_moves_every_reference(ranks1, batches: Batches) -> None:
