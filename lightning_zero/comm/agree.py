@@ -185,14 +185,14 @@ class Agreement:
 
         Raises:
             RuntimeError: As :meth:`gather`.
-            BaseException: What ``make`` or ``decide`` has raised on any rank, as :meth:`agree`.
+            Exception: What ``make`` or ``decide`` has raised on any rank, as :meth:`agree`.
         """
         errors: list[Exception] = []
 
         def tried(function: Callable[[], _Result], otherwise: _Result) -> _Result:
             try:
                 return function()
-            except Exception as error:  # told to all below
+            except Exception as error:  # `agree` raises it below, on all ranks, which expect messages until then
                 errors.append(error)
                 return otherwise
 

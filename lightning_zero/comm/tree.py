@@ -179,7 +179,7 @@ def gather(value: bytes, group: dist.ProcessGroup, tag: int, timeout_seconds: fl
     Raises:
         LostRankError: When another rank has not come after ``timeout_seconds``, or has ended.
     """
-    with _round(value, group, tag, timeout_seconds) as (round_, of_subtree):
+    with _gathered_up(value, group, tag, timeout_seconds) as (round_, of_subtree):
         everyones = pickle.dumps(of_subtree)
         if group.rank():
             round_.send(parent(group.rank()), everyones)
@@ -205,7 +205,7 @@ def deal(
         decide: Called on rank 0 alone; an error of it would leave the others waiting.
     """
     rank = group.rank()
-    with _round(value, group, tag, timeout_seconds) as (round_, of_subtree):
+    with _gathered_up(value, group, tag, timeout_seconds) as (round_, of_subtree):
         if rank:
             round_.send(parent(rank), pickle.dumps(of_subtree))
             parts: list[bytes] = pickle.loads(round_.receive(parent(rank)))
@@ -218,7 +218,7 @@ def deal(
 
 
 @contextlib.contextmanager
-def _round(
+def _gathered_up(
     value: bytes, group: dist.ProcessGroup, tag: int, timeout_seconds: float
 ) -> Iterator[tuple[_Round, list[bytes]]]:
     """A round that has come up to this rank: with the values of its subtree. It ends when all has been sent."""

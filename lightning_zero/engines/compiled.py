@@ -22,7 +22,6 @@ from lightning_zero.private.torch import (
     call_with_hooks,
     compiled_call,
     dynamo_error,
-    frames_given_up,
     is_traced,
     set_compiled_call,
 )
@@ -49,9 +48,8 @@ class CompiledUnits:
                 " or None for 'inductor'."
             )
         self._units = [(name, unit) for name, unit in units if compiled_call(unit) is None]
-        given_up: set[Any] = set()
         for name, unit in self._units:
-            set_compiled_call(unit, _compiled(name, unit, config, recomputed, given_up))
+            set_compiled_call(unit, _compiled(name, unit, config, recomputed))
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -64,10 +62,7 @@ class CompiledUnits:
             set_compiled_call(unit, None)
 
 
-def _compiled(
-    name: str, unit: nn.Module, config: CompileConfig, recomputed: Recomputed, given_up: set[Any]
-) -> Callable[..., Any]:
-    """``given_up`` collects the code that Dynamo has left to eager, without an error: it does not look at it again."""
+def _compiled(name: str, unit: nn.Module, config: CompileConfig, recomputed: Recomputed) -> Callable[..., Any]:
     plain = recomputed.forward_of(unit)  # equal blocks share its code, and so what was compiled
     compiled = torch.compile(
         plain,
@@ -79,29 +74,19 @@ def _compiled(
     works, is_first, uncompilable = True, True, dynamo_error()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal works
+        nonlocal works, is_first
         if works:
             try:
-                return first(*args, **kwargs) if is_first else compiled(*args, **kwargs)
+                output = compiled(*args, **kwargs)
             except uncompilable as error:
                 works = False
-                first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-                _say(name, f"runs as it is: {type(error).__name__}: {first_line}")
+                _say(name, _first_line(error))
+            else:
+                if is_first and not is_traced(plain):  # no error: Dynamo keeps it to itself, and compiles what it calls
+                    _say(name, _GIVEN_UP)
+                is_first = False
+                return output
         return plain(*args, **kwargs)
-
-    def first(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_first
-        is_first, before = False, frames_given_up()
-        output = compiled(*args, **kwargs)
-        code = getattr(plain, "__code__", plain)
-        if not is_traced(plain) and (code in given_up or frames_given_up() > before):
-            given_up.add(code)
-            _say(
-                name,
-                "runs as it is, but for what it calls: a graph would break in the middle of a loop or a try"
-                " statement. TORCH_LOGS=graph_breaks shows where.",
-            )
-        return output
 
     outermost = recomputed.offloading(forward) if unit in recomputed else forward
 
@@ -111,6 +96,17 @@ def _compiled(
     return call
 
 
-def _say(name: str, what: str) -> None:
+_GIVEN_UP = (
+    "Dynamo leaves its forward to eager, as where a graph would break in the middle of a loop or a try statement."
+    " TORCH_LOGS=graph_breaks shows where."
+)
+
+
+def _first_line(error: BaseException) -> str:
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line}"
+
+
+def _say(name: str, why: str) -> None:
     if dist.get_rank() == 0:
-        _log.warning("compile='units': %r is not compiled and %s", name, what)
+        _log.warning("compile='units': %r is not compiled and runs as it is: %s", name, why)

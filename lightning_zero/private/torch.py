@@ -91,8 +91,6 @@ TORCH = Library(
         Needed("torch.nn:Module.__getstate__", stores="_compiled_call_impl"),
         Needed("torch._dynamo.exc:TorchDynamoException"),
         Needed("torch._dynamo:OptimizedModule"),
-        Needed("torch._dynamo.utils:counters"),
-        Needed("torch._dynamo.convert_frame:ConvertFrame.__call__", stores="counters frames total ok"),
         Needed("torch._dynamo.eval_frame:_debug_get_cache_entry_list", takes="code"),
         Needed("torch._dynamo.eval_frame:_TorchDynamoContext.__call__", stores="_torchdynamo_orig_callable"),
         Needed("torch.nn.modules.batchnorm:_BatchNorm"),
@@ -155,8 +153,7 @@ __all__ = [
     "MemoryFormats", "StorageInfo", "TorchDispatchMode", "abort_process_groups", "as_traced", "at_end_of_backward",
     "backward_hooks", "backwards_inside", "base_of", "beside_transforms", "call_with_hooks", "compiled_call",
     "disabled_torch_function", "dynamo_error",
-    "forget_meshes", "found_inf", "frames_given_up", "functional_collectives",
-    "has_accumulation_hooks", "has_compiled", "in_backward",
+    "forget_meshes", "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward",
     "in_fx_trace", "in_transform", "is_compiled", "is_traced", "local_tensor",
     "loss_scale", "module_tables", "never_a_frame",
     "overload_packet", "own_parameters", "pause_dynamo", "put_below", "puts_other_memory", "pytree",
@@ -351,15 +348,8 @@ def dynamo_error() -> type[Exception]:
     return TorchDynamoException
 
 
-def frames_given_up() -> int:
-    """How many frames Dynamo has left to eager in this process, whose errors it keeps to itself."""
-    from torch._dynamo.utils import counters
-
-    return counters["frames"]["total"] - counters["frames"]["ok"]
-
-
 def is_traced(function: Any) -> bool:
-    """Whether Dynamo has compiled a part of ``function``'s own code at least."""
+    """Whether Dynamo has compiled a part of ``function``'s own code at least; nothing public tells."""
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     code = getattr(function, "__code__", None)  # a method has its function's

@@ -250,7 +250,7 @@ def test_errors_of_dynamo(dynamo: None) -> None:
 
 
 def test_code_that_dynamo_gives_up_is_told_apart(dynamo: None) -> None:
-    """It says nothing of it; code in which a graph only breaks is compiled in parts."""
+    """Without an error; code in which a graph only breaks is compiled in parts."""
 
     def breaks_in_a_loop(x: Tensor) -> Tensor:
         for _ in range(2):
@@ -264,10 +264,8 @@ def test_code_that_dynamo_gives_up_is_told_apart(dynamo: None) -> None:
         return x * 2
 
     for function, is_given_up in ((breaks_in_a_loop, True), (breaks, False)):
-        before = private.frames_given_up()
         assert not private.is_traced(function)
         torch.compile(function, backend="eager")(torch.ones(1))
-        assert (private.frames_given_up() > before) == is_given_up
         assert private.is_traced(function) == (not is_given_up)
 
 
