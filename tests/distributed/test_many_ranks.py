@@ -22,7 +22,7 @@ BUDGET = 2 * (2 * many_ranks.RANKS + 2) + 16
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Each save in a process of its own, the others in one: a launch leaves open files behind, two per rank, as DDP's."""
+    """Each save in a process of its own, the others in one: each launch leaves two open files per rank, as DDP's."""
     each = [_run(tmp_path_factory.mktemp("many"), cases) for cases in (CASES, *([case] for case in SAVES))]
     return {line.pop("case"): many_ranks.Seen(**line) for lines in each for line in lines}
 
