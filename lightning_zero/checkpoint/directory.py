@@ -151,14 +151,17 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path, agreement: Agreement
         whole, _ = planner.create_global_plan(plans)
         return writer.prepare_global_plan(whole)
 
+    def write_data() -> Any:
+        with file.naming(str(folder)):  # on this rank, which knows how much is free here
+            return writer.write_data(planner.finish_plan(plan), planner).wait()
+
     def write_index(results: list[Any]) -> list[None]:
-        writer.finish(planner.metadata, results)
+        with file.naming(str(folder)):
+            writer.finish(planner.metadata, results)
         return [None] * len(results)
 
     plan = agreement.decide(plan_of_rank, plan_of_all, "a checkpoint's plan")
-    agreement.decide(
-        lambda: writer.write_data(planner.finish_plan(plan), planner).wait(), write_index, "a checkpoint's index"
-    )
+    agreement.decide(write_data, write_index, "a checkpoint's index")
 
 
 def commit(path: str, data: str) -> None:
@@ -228,10 +231,8 @@ def _agreeing(agreement: Agreement, path: str) -> Iterator[None]:
     """An error on one rank inside is an error on all."""
     error: BaseException | None = None
     try:
-        yield
-    except OSError as found:
-        error = CheckpointError(f"{path} could not be written ({found}). {file.repair(path, found)}")
-        error.__cause__ = found
+        with file.naming(path):
+            yield
     except Exception as found:
         error = found
     agreement.agree(error)

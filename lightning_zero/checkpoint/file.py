@@ -42,7 +42,7 @@ def writing(path: str) -> Iterator[IO[bytes]]:
         CheckpointError: As :func:`write`.
     """
     fs, target = fsspec.core.url_to_fs(path)
-    with _naming(path):
+    with naming(path):
         if not isinstance(fs, LocalFileSystem):
             fs.makedirs(os.path.dirname(target), exist_ok=True)
             with fs.transaction, fs.open(target, "wb") as stream:
@@ -66,7 +66,8 @@ def writing(path: str) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
-def _naming(path: str) -> Iterator[None]:
+def naming(path: str) -> Iterator[None]:
+    """What the system or torch's writer says inside becomes a :class:`CheckpointError` of ``path``, with a repair."""
     try:
         yield
     except CheckpointError:

@@ -24,7 +24,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader
 
@@ -32,10 +34,10 @@ import lightning_zero
 from lightning_zero.checkpoint import collected, directory
 from lightning_zero.checkpoint.paged_file import PagedFile
 from lightning_zero.checkpoint.store import BackgroundSaver
-from lightning_zero.comm.agree import Agreement
+from lightning_zero.comm.agree import Agreement, shared_agreement
 from lightning_zero.errors import CheckpointError
 from tests.helpers import moves, saving
-from tests.helpers.ranks import RankError, RankPool
+from tests.helpers.ranks import RankError, RankPool, outcome
 from tests.helpers.zoo import make_trainer
 
 pytestmark = pytest.mark.sampled
@@ -532,6 +534,31 @@ def test_a_full_disk_is_an_error_on_every_rank_and_training_goes_on(form: str, r
         assert went_on
     assert len(ranks2(_resume, str(tmp_path / "x.ckpt"))[0]) == 3  # the one before is whole
     assert [p.name for p in tmp_path.iterdir()] == ["x.ckpt"]  # and nothing else is left
+
+
+def _full_on_rank_1(folder: str, limit: int) -> tuple[str, str]:
+    """What a save of some hundred kB says, where one rank's files must stay small."""
+    dist.init_process_group("gloo")
+    agreement = shared_agreement(60)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    tensor = distribute_tensor(torch.randn(200, 300), mesh, [Shard(0)])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if agreement.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        return outcome(directory.write, {"state_dict": {"w": tensor}}, f"{folder}/x.ckpt", agreement)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("limit", [100, 50_000])  # where a file begins, and in the midst of torch's archive
+def test_a_full_disk_of_one_rank_is_named_with_its_repair_on_all(limit: int, ranks2, tmp_path: Path) -> None:
+    (first, there), (second, here) = ranks2(_full_on_rank_1, str(tmp_path), limit)
+    assert first == second == "CheckpointError"
+    assert "could not be written" in here
+    assert "MiB are free" in here
+    assert there == f"on rank 1: {here}"
 
 
 def test_what_was_there_stays_until_the_new_one_is_whole_in_the_background(tmp_path: Path) -> None:
