@@ -6,8 +6,10 @@ BENCH := .venv-bench
 LOWEST := .venv-lowest
 STAMP := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
+# Two files of tests at a time: ranks wait for each other, so one alone leaves a core idle for a third of the time
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: help setup train test test-rest test-all test-lowest lint settings parity models checkpoints memory offload reliability bench clean
+.PHONY: help setup train test test-rest test-all test-lowest lint settings parity models checkpoints memory offload reliability bench bounds clean
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -32,13 +34,15 @@ lint: setup ## Ruff and mypy, as CI runs them
 	$(BIN)/mypy
 
 test: lint ## Lint, types and the quick tests: every room and both engines (six minutes on two cores)
-	$(BIN)/python -m pytest -m "not rest and not full"
+	$(PYTEST) -m "not rest and not full"
 
-test-rest: setup ## What CI walks after `make test` (about forty minutes; compiles DeepSpeed's ops first)
-	$(BIN)/python -m pytest -m "rest and not full"
+# Programs first, apart: each waits half its time, in which DeepSpeed's ops are compiled; the others keep both cores busy
+test-rest: setup ## What CI walks after `make test` (about forty minutes)
+	$(PYTEST) -m "rest and not full and programs"; programs=$$?; \
+	$(PYTEST) -m "rest and not full and not programs" && exit $$programs
 
 test-all: lint ## Everything, the large matrices too (hours)
-	$(BIN)/python -m pytest -m "full or not full"
+	$(PYTEST) -m "full or not full"
 
 # torch has no small CPU build of that version in every registry: then its CUDA libraries come along, 5 GB.
 test-lowest: ## Private names and a sample of parity with the lowest versions that pyproject.toml admits (5 GB)
@@ -50,8 +54,9 @@ test-lowest: ## Private names and a sample of parity with the lowest versions th
 	$(LOWEST)/bin/python -m pytest tests/unit/test_rooms.py tests/unit/test_private*.py tests/unit/test_*_private.py
 	$(LOWEST)/bin/python -m pytest tests/distributed/test_parity.py -m "not rest and not full" -k "2ranks and different"
 
-parity: setup ## Write docs/parity.md
+parity: setup ## Write docs/parity.md and docs/hsdp.md
 	$(BIN)/python benchmarks/parity.py > docs/parity.md.new && mv docs/parity.md.new docs/parity.md
+	$(BIN)/python benchmarks/parity.py --ranks 4 --shard-size 2 > docs/hsdp.md.new && mv docs/hsdp.md.new docs/hsdp.md
 
 # Without their dependencies: some ask for torchvision, whose wheel on the package index is compiled for CUDA. Of that one
 # only the Python part is used, from a folder of its own, as transformers could not be imported beside it.
@@ -64,6 +69,7 @@ models: setup ## Write the second table of docs/parity.md: public models and opt
 checkpoints: setup ## Write the tables of docs/checkpoints.md (half an hour)
 	$(BIN)/python benchmarks/checkpoints.py memory
 	$(BIN)/python benchmarks/checkpoints.py moves
+	$(BIN)/python benchmarks/checkpoints.py groups
 
 settings: setup ## Write docs/settings.md
 	$(BIN)/python benchmarks/settings.py > docs/settings.md.new && mv docs/settings.md.new docs/settings.md
@@ -80,13 +86,19 @@ reliability: setup ## Write the table of docs/reliability.md and, where there is
 
 # In an environment with what the package needs and no more: Lightning imports matplotlib and transformers where they are
 # installed, and their memory would be counted as ours.
-bench: ## Write docs/speed.md: every way to run the same step, side by side (three hours)
+$(BENCH)/.ready: pyproject.toml constraints.txt
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
 	$(BENCH)/bin/python -m pip install --quiet -c constraints.txt "setuptools>=77" wheel
 	$(BENCH)/bin/python -m pip install --quiet -c constraints.txt -e . accelerate
 	$(BENCH)/bin/python -m pip install --quiet -c constraints.txt --target $(BENCH)/accelerate transformers
+	touch $@
+
+bench: $(BENCH)/.ready ## Write docs/speed.md: every way to run the same step, side by side (three hours)
 	$(BENCH)/bin/python benchmarks/bench.py
+
+bounds: $(BENCH)/.ready ## Measure what docs/speed.md has bounds for, and nothing else (40 minutes)
+	$(BENCH)/bin/python benchmarks/bench.py --bounds
 
 clean: ## Remove the environment and what runs have written
 	rm -rf $(VENV) $(BENCH) $(LOWEST) build dist *.egg-info outputs multirun lightning_logs

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 Measured = dict[str, Any]
@@ -173,6 +175,26 @@ BOUNDS = [
         unit=" ms",
     ),
 ]
+
+
+class _Asked(dict[str, Any]):
+    """A run of all contenders, whose figures are some numbers; notes whose are asked for."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> dict[str, float]:
+        self[name] = defaultdict(count(1).__next__)
+        return self[name]
+
+
+def contenders(table: dict[str, Any]) -> set[str]:
+    """Those whose figures the bounds of ``table`` take."""
+    asked = _Asked()
+    for bound in BOUNDS:
+        if bound.concerns(table):
+            bound.of({"table": table, "imports": defaultdict(float), "rounds": [asked]})
+    return set(asked)
 
 
 def judged(stored: list[Measured]) -> Iterator[tuple[Bound, Measured, list[float]]]:

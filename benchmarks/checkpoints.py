@@ -1,6 +1,7 @@
 """Writes the tables of docs/checkpoints.md: `make checkpoints`.
 
 python benchmarks/checkpoints.py moves     every strategy, world size and form to every other (half an hour)
+python benchmarks/checkpoints.py groups    the same from and to shards in groups, HSDP (five minutes)
 python benchmarks/checkpoints.py memory    peak memory of each rank while 1 GB of parameters is saved and resumed
 """
 
@@ -11,6 +12,7 @@ import re
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,18 +29,7 @@ DOC = ROOT / "docs" / "checkpoints.md"
 
 def table_of_moves() -> str:
     """Largest difference from the uninterrupted run, per strategy that saved (rows) and that resumed (columns)."""
-    worst: dict[tuple[str, str], float] = defaultdict(float)
-    number = 0
-    with RankPool() as pool, tempfile.TemporaryDirectory() as folder:
-        travel = moves.Travel(pool.run, Path(folder))
-        for move in moves.all_moves():
-            difference = travel.difference(move)
-            if difference > moves.TOLERANCES[move.kind]:
-                raise SystemExit(f"{move}: {difference:.1e} is more than {moves.TOLERANCES[move.kind]:.0e}")
-            scaled = difference / moves.TOLERANCES[move.kind]
-            worst[move.source, move.target] = max(worst[move.source, move.target], scaled)
-            number += 1
-            print(f"{number} {move}: {difference:.1e}", file=sys.stderr, flush=True)
+    number, worst = _worst(moves.all_moves())
     lines = [
         "| saved by \\ resumed by | " + " | ".join(moves.STRATEGIES) + " |",
         "|---" * (len(moves.STRATEGIES) + 1) + "|",
@@ -54,6 +45,44 @@ def table_of_moves() -> str:
         f" {moves.STEPS_AFTER} losses and of the final weights from the uninterrupted one-process DDP run, as a part of"
         f" the tolerance (relative: {tolerances})."
     )
+
+
+def table_of_groups() -> str:
+    """As :func:`table_of_moves`, from and to shards in groups (HSDP)."""
+    number, worst = _worst(moves.moves_of_groups())
+    first, *_ = names = list(moves.GROUPS)
+
+    def row(name: str, cells: Iterable[tuple[str, str]]) -> str:
+        return f"| {name} | " + " | ".join(f"{worst[cell]:.0%}" for cell in cells) + " |"
+
+    lines = [
+        f"| saved by \\ resumed by | {' | '.join(names)} |",
+        "|---" * (len(names) + 1) + "|",
+        *(row(source, ((source, target) for target in names)) for source in names),
+        "",
+        f"| | {' | '.join(moves.STRATEGIES)} |",
+        "|---" * (len(moves.STRATEGIES) + 1) + "|",
+        row(f"saved by {first}, resumed by", ((first, other) for other in moves.STRATEGIES)),
+        row(f"resumed by {first}, saved by", ((other, first) for other in moves.STRATEGIES)),
+    ]
+    return "\n".join(lines) + f"\n\n{number} moves, as above."
+
+
+def _worst(walked: Iterable[moves.Move]) -> tuple[int, dict[tuple[str, str], float]]:
+    """How many moves there were, and the largest difference per source and target, as a part of its tolerance."""
+    worst: dict[tuple[str, str], float] = defaultdict(float)
+    number = 0
+    with RankPool() as pool, tempfile.TemporaryDirectory() as folder:
+        travel = moves.Travel(pool.run, Path(folder))
+        for move in walked:
+            difference = travel.difference(move)
+            if difference > moves.TOLERANCES[move.kind]:
+                raise SystemExit(f"{move}: {difference:.1e} is more than {moves.TOLERANCES[move.kind]:.0e}")
+            scaled = difference / moves.TOLERANCES[move.kind]
+            worst[move.source, move.target] = max(worst[move.source, move.target], scaled)
+            number += 1
+            print(f"{number} {move}: {difference:.1e}", file=sys.stderr, flush=True)
+    return number, worst
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -81,9 +110,10 @@ def table_of_memory() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("moves", "memory"))
+    tables = {"moves": table_of_moves, "groups": table_of_groups, "memory": table_of_memory}
+    parser.add_argument("table", choices=tables)
     name = parser.parse_args().table
-    table = table_of_moves() if name == "moves" else table_of_memory()
+    table = tables[name]()
     text = DOC.read_text(encoding="utf-8")
     block = f"<!-- {name} -->\n{table}\n<!-- end of {name} -->"
     new, count = re.subn(f"<!-- {name} -->.*?<!-- end of {name} -->", lambda _: block, text, flags=re.DOTALL)

@@ -137,9 +137,9 @@ Rows with `_offload` and `_nvme` move shards of parameters, gradients and optimi
 arXiv:2101.06840) or files (ZeRO-Infinity, arXiv:2104.07857): every gather brings the fp32 shard up, every reduction
 takes a gradient shard down. `zero_auto` takes `_offload` where nothing fits without and the host's memory allows. On a
 CPU-only machine the host's memory is the device's, so offload to it frees nothing there. `_nvme` is
-never taken by itself: the plan has no account of DeepSpeed's buffers, nor of pages that the kernel keeps.
-[`offload.md`](offload.md) has what is really held
-where.
+the strategy of that name, DeepSpeed's, and never taken by itself: the plan has no account of DeepSpeed's buffers, nor
+of pages that the kernel keeps. `fsdp2` puts the same shards into files, at every stage (`strategy/offload=nvme`).
+[`offload.md`](offload.md) has what is really held where.
 
 ## Models that no process can hold
 
@@ -171,9 +171,9 @@ def configure_model(self):
 ```
 
 or, outside of the module, `with trainer.init_module(empty_init=True): module = MyModule()` (without `empty_init=True`
-it is whole: there are no other processes yet to share it with). `fsdp2` then gives one shard unit after the other
-memory and values, and shards it before the next one begins; what belongs to the root (mostly the embedding and the
-head) stays whole until the end, as it does in each step. Values come from
+it is whole, and a line says so: there are no other processes yet to share it with). `fsdp2` then gives one shard unit
+after the other memory and values, and shards it before the next one begins; what belongs to the root (mostly the
+embedding and the head) stays whole until the end, as it does in each step. Values come from
 
 1. `ckpt_path` or [`load_pretrained`](checkpoints.md#published-weights), one tensor at a time, read by rank 0 and sent
    to the others; nothing is initialized then;

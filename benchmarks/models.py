@@ -2,6 +2,7 @@
 
     python benchmarks/models.py                    # every row, 2 ranks, and writes its section of docs/parity.md
     python benchmarks/models.py timm peft/LoRA     # rows whose names begin so; prints them
+    python benchmarks/models.py --keep timm        # writes them, and keeps all other rows
 
 Rows are declared in ``tests/helpers/models.py``. Each is a job of its own in ranks that stay alive: a few steps under
 ``ddp`` and under each stage from the same initial values, on the same data. A row that fails is tried again stage by
@@ -15,6 +16,7 @@ import argparse
 import platform
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.metadata import requires
 from pathlib import Path
@@ -56,6 +58,7 @@ class Line:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="rows whose names begin so (default: all, and write)")
+    parser.add_argument("--keep", action="store_true", help="write the rows named, and keep the page's other rows")
     parser.add_argument("--requirements", choices=("models", "needed"), help="print what an extra asks for, and end")
     options = parser.parse_args()
     if options.requirements:
@@ -72,9 +75,13 @@ def main() -> int:
             line = Line(row, version, _cells(pool, row) if version else ["not installed"] * len(STAGES))
             lines.append(line)
             print(f"{number}/{len(chosen)} {row.key} {version}: {', '.join(line.cells)}", file=sys.stderr, flush=True)
-    minutes = (time.monotonic() - began) / 60
+    minutes = f"in {(time.monotonic() - began) / 60:.0f} minutes"
+    if options.keep:
+        made = {line.row.key: line for line in lines}
+        lines = [made.get(line.row.key, line) for line in kept_lines(PAGE.read_text(encoding="utf-8"), made)]
+        minutes = "some rows later than others, with `--keep`"
     section = _section(lines, minutes)
-    if options.names:
+    if options.names and not options.keep:
         print(section)
     else:
         write_section(section)
@@ -130,7 +137,19 @@ def _short(text: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _section(lines: list[Line], minutes: float) -> str:
+def kept_lines(page: str, made: Collection[str]) -> list[Line]:
+    """All rows in their order, as ``page`` has them; of those just ``made`` nothing is looked for."""
+    found = {}
+    for text in section_of(page).splitlines():
+        package, _, rest = text.removeprefix("| ").partition(" | ")
+        version, _, rest = rest.partition(" | ")
+        name, *cells = rest.removesuffix(" |").rsplit(" | ", len(STAGES))
+        found[f"{package}/{name}"] = (version.replace("–", ""), cells)
+    nothing = ("", ["not installed"] * len(STAGES))
+    return [Line(row, *found.get(key, nothing)) for key, row in ROWS.items() if key in found or key in made]
+
+
+def _section(lines: list[Line], made: str) -> str:
     import lightning
     import torch
 
@@ -149,16 +168,22 @@ under each stage of `fsdp2`, from the same initial values and on the same data; 
 bit); **bold** is the largest relative difference, or the error. Optimizers train one small network.
 
 Made by `make models` with lightning_zero {lightning_zero.__version__}, torch {torch.__version__}, lightning
-{lightning.__version__}, Python {platform.python_version()}, in {minutes:.0f} minutes. The rows are declared in
-`tests/helpers/models.py`.
+{lightning.__version__}, Python {platform.python_version()}, {made}.
+The rows are declared in `tests/helpers/models.py`.
 
 | package | version | what | stage 1 | 2 | 3 |
 |---|---|---|---|---|---|
 """
-    return text + "".join(
+    text += "".join(
         f"| {line.row.package} | {line.version or '–'} | {line.row.name} | {' | '.join(line.cells)} |\n"
         for line in lines
     )
+    reasons = [
+        f"- {line.row.package}, {line.row.name}, {line.row.tolerance:.0e}: {line.row.reason}.\n"
+        for line in lines
+        if line.row.reason
+    ]
+    return text + (f"\nRows that are compared otherwise:\n\n{''.join(reasons)}" if reasons else "")
 
 
 def section_of(page: str) -> str:

@@ -1,9 +1,12 @@
 """The table of docs/parity.md: how far each kind of module is from DDP under both engines at stages 1, 2 and 3.
 
-    python benchmarks/parity.py > docs/parity.md            # every kind, 2 ranks, about 10 minutes
+    python benchmarks/parity.py > new.md                    # every kind, 2 ranks, about 10 minutes: docs/parity.md
+    python benchmarks/parity.py --keep adam gan > new.md    # some kinds; all other rows are those of docs/parity.md
     python benchmarks/parity.py --ranks 3 adam gan          # some kinds, other ranks
+    python benchmarks/parity.py --ranks 4 --shard-size 2 > docs/hsdp.md     # shards in groups; --keep as above
 
-Every rank starts from another seed (rank 0's values are everybody's), every repeated block is a unit. A line of
+Every rank starts from another seed (rank 0's values are everybody's), every repeated block is a unit. Kinds made of a
+package that is not installed (``make models``) are skipped by name, and keep the rows that they have. A line of
 progress per kind goes to stderr; the exit status is 1 if any cell is beyond its tolerance.
 """
 
@@ -20,71 +23,90 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models import PAGE, section_of  # the script beside this one, which writes the second table
-
-from tests.helpers import zoo
+from benchmarks.models import BEGIN, PAGE, section_of  # which writes the second table
+from tests.helpers import held_packages, zoo
+from tests.helpers.held_packages import LEFT_OUT, PACKAGE_KINDS, PACKAGED, missing
+from tests.helpers.models import version_of
 from tests.helpers.ranks import RankError, RankPool, outcome
 from tests.helpers.zoo import KINDS
 
+ALL = {**KINDS, **PACKAGE_KINDS}
 STAGES = (1, 2, 3)
 ENGINES = ("fsdp2", "deepspeed")
-COLUMNS = [(engine, stage) for engine in ENGINES for stage in STAGES]
 TIMEOUT_SECONDS = 120.0
+GROUPS_PAGE = PAGE.with_name("hsdp.md")
+SHAPES = {PAGE: [2, None], GROUPS_PAGE: [4, 2]}
+"""Page -> processes, and the size of groups."""
+NOT_YET = "\n³ User code's own error: `p.grad` is `None` between micro-batches, which a warning says.\n"
+Column = tuple[str, int]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "kinds", nargs="*", choices=[[], *KINDS], metavar="KIND", help="kinds to compare (default: all)"
+        "kinds", nargs="*", choices=[[], *KINDS, *PACKAGED], metavar="KIND", help="kinds to compare (default: all)"
     )
+    parser.add_argument("--keep", action="store_true", help="keep the page's rows of all other kinds")
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--shard-size", type=int, help="of groups that are replicas of each other (HSDP); fsdp2 alone")
     options = parser.parse_args()
-    names = options.kinds or list(KINDS)
+    names = options.kinds or [*KINDS, *(() if options.shard_size else PACKAGED)]
+    page = GROUPS_PAGE if options.shard_size else PAGE
+    if options.keep and [options.ranks, options.shard_size] != SHAPES[page]:
+        parser.error(f"--keep: the rows of {page.name} are of other ranks or another shard_size")
+    engines, groups = (ENGINES[:1], {"shard_size": options.shard_size}) if options.shard_size else (ENGINES, {})
+    strategies = {(engine, stage): _strategy(engine, stage) | groups for engine in engines for stage in STAGES}
 
     failed: list[str] = []
-    rows = []
+    rows = kept_rows(page.read_text(encoding="utf-8")) if page.exists() else {}
+    rows = {name: row for name, row in rows.items() if options.keep or (name in names and name in PACKAGED)}
     with RankPool() as pool:
         for number, name in enumerate(names, 1):
-            cells = _row(pool, name, options.ranks)
-            failed += [f"{name} at stage {s}, {e}" for (e, s), cell in zip(COLUMNS, cells, strict=True) if "**" in cell]
-            rows.append((name, *cells, f"{KINDS[name].tolerance:.0e}", KINDS[name].reason))
+            if name in PACKAGED and (package := missing(name)):
+                print(f"{number}/{len(names)} {name}: skipped, {package} is not installed", file=sys.stderr, flush=True)
+                continue
+            cells = _row(pool, name, options.ranks, strategies)
+            columns = zip(strategies, cells, strict=True)
+            failed += [f"{name} at stage {s}, {e}" for (e, s), cell in columns if "**" in cell]
+            versions = "".join(f" ({each} {version_of(each)})" for each in PACKAGED.get(name, ())[:1])
+            rows[name] = (f"{name.replace('_', ' ')}{versions}", *cells)
             print(f"{number}/{len(names)} {name}: {', '.join(cells)}", file=sys.stderr, flush=True)
-    _print_page(rows, options.ranks)
+    _print_page({name: rows[name] for name in ALL if name in rows}, options.ranks, options.shard_size, options.keep)
     for failure in failed:
         print(f"beyond its tolerance: {failure}", file=sys.stderr)
     return int(bool(failed))
 
 
-def _row(pool: RankPool, name: str, world_size: int) -> list[str]:
+def _row(pool: RankPool, name: str, world_size: int, strategies: dict[Column, dict[str, Any]]) -> list[str]:
     """One cell per engine and stage: ``losses / weights``, or what is refused instead."""
-    kind = KINDS[name]
+    kind = ALL[name]
+    train = held_packages.train if name in PACKAGED else zoo.train
     if kind.raises and world_size > 1:
         answers = [
-            pool.run(outcome, zoo.train, name, strategy, True, world_size=world_size)
-            for strategy in (kind.reference, *(_strategy(*column) for column in COLUMNS))
+            pool.run(outcome, train, name, strategy, True, world_size=world_size)
+            for strategy in (kind.reference, *strategies.values())
         ]
         as_ddp = [all(re.search(kind.raises, text) for _, text in answer) for answer in answers]
         return ["refused, as under DDP" if same else "**not refused as under DDP**" for same in as_ddp[1:]]
-    reference = pool.run(zoo.train, name, kind.reference, True, world_size=world_size, timeout_seconds=TIMEOUT_SECONDS)
+    reference = pool.run(train, name, kind.reference, True, world_size=world_size, timeout_seconds=TIMEOUT_SECONDS)
     cells = []
-    for engine, stage in COLUMNS:
-        if engine == "deepspeed" and not kind.on_deepspeed:
+    for (engine, stage), strategy in strategies.items():
+        if (engine == "deepspeed" and not kind.on_deepspeed) or (name, engine, stage) in LEFT_OUT:
             cells.append("not tried")
             continue
-        strategy = _strategy(engine, stage)
         unsupported = kind.unsupported_units if engine == "fsdp2" else kind.unsupported_deepspeed
         refusal = kind.refusal(engine, stage) or (unsupported.get(stage) if world_size > 1 else None)
         try:
             if refusal:
                 answer = pool.run(
-                    outcome, zoo.train, name, strategy, True, world_size=world_size, timeout_seconds=TIMEOUT_SECONDS
+                    outcome, train, name, strategy, True, world_size=world_size, timeout_seconds=TIMEOUT_SECONDS
                 )
                 errors = {error for error, text in answer if re.search(refusal, text)}
                 said = len(errors) == 1 and all(re.search(refusal, text) for _, text in answer)
-                note = "¹" if "some ranks only" in refusal else "²"
+                note = "¹" if "some ranks only" in refusal else "³" if refusal == zoo.NO_GRADIENT_YET else "²"
                 cells.append(f"{errors.pop()} {note}" if said else "**not refused**")
                 continue
-            results = pool.run(zoo.train, name, strategy, True, world_size=world_size, timeout_seconds=TIMEOUT_SECONDS)
+            results = pool.run(train, name, strategy, True, world_size=world_size, timeout_seconds=TIMEOUT_SECONDS)
         except RankError as error:
             cells.append(f"**{error.failures[0].kind}**")
             continue
@@ -102,31 +124,49 @@ def _short(value: float) -> str:
     return "0" if value == 0 else f"{value:.0e}"
 
 
-def _print_page(rows: list[tuple[str, ...]], world_size: int) -> None:
+def kept_rows(page: str) -> dict[str, tuple[str, ...]]:
+    """Kind -> title and cells of its row in the first table of ``page``, for kinds that are still there."""
+    lines = [line.strip("| ").split(" | ") for line in page.partition(BEGIN)[0].splitlines() if line.startswith("| ")]
+    found = {title.partition(" (")[0].replace(" ", "_"): (title, *cells) for title, *cells, _ in lines}
+    return {name: row for name, row in found.items() if name in ALL}
+
+
+def _print_page(rows: dict[str, tuple[str, ...]], world_size: int, shard_size: int | None, kept: bool) -> None:
     import lightning
     import torch
 
     import lightning_zero
 
-    command = shlex.join(["python", "benchmarks/parity.py", *sys.argv[1:]])
+    groups = ["--ranks", str(world_size), "--shard-size", str(shard_size)] if shard_size else []
+    command = shlex.join(["python", "benchmarks/parity.py", *(groups if kept else sys.argv[1:])])
+    made = f"Made by `{command}`{' (some rows later, with `--keep`)' if kept else ''}"
+    tests = "`tests/distributed/test_parity.py` holds them to it, also on\nother numbers of ranks"
+    if any(name in PACKAGED for name in rows):
+        tests += (
+            "; those with a package and its version are\n`tests/helpers/held_packages.py`'s and `test_packages.py`'s"
+        )
+    title, lie, header = "Parity with DDP", "", "fsdp2, stage 1 | 2 | 3 | deepspeed, stage 1 | 2 | 3"
+    if shard_size:
+        tests = "`tests/distributed/test_hsdp.py` holds them to it"
+        title, header = "Shards in groups (HSDP): parity with DDP", "stage 1 | 2 | 3"
+        lie = f"\n`shard_size={shard_size}`: shards lie in groups of {shard_size} ranks, replicas of each other.\n"
     print(
-        f"""# Parity with DDP
-
+        f"""# {title}
+{lie}
 Largest relative difference of losses / weights against Lightning's `ddp`, step by step and on every rank, after two
 epochs or more on {world_size} CPU processes with gloo in float32. Every rank starts from a different seed; every
 repeated block is a shard unit of `fsdp2`. `0` is bit for bit. **Bold** is beyond the tolerance (there should be none).
 Logged metrics are held to the same tolerance.
 
-Made by `{command}` with lightning_zero {lightning_zero.__version__}, torch {torch.__version__},
+{made} with lightning_zero {lightning_zero.__version__}, torch {torch.__version__},
 deepspeed {version("deepspeed")}, lightning {lightning.__version__}, Python {platform.python_version()}.
-The kinds are the classes of `tests/helpers/zoo.py`; `tests/distributed/test_parity.py` holds them to it, also on
-other numbers of ranks.
+The kinds are the classes of `tests/helpers/zoo.py`; {tests}.
 
-| kind | fsdp2, stage 1 | 2 | 3 | deepspeed, stage 1 | 2 | 3 | tolerance |
-|---|---|---|---|---|---|---|---|"""
+| kind | {header} | tolerance |
+|---{"|---" * (header.count("|") + 2)}|"""
     )
-    for name, *cells, tolerance, _ in rows:
-        print(f"| {name.replace('_', ' ')} | {' | '.join(cells)} | {tolerance} |")
+    for name, cells in rows.items():
+        print(f"| {' | '.join(cells)} | {ALL[name].tolerance:.0e} |")
     print(
         "\n¹ Stage 3 gathers a unit when it runs, so one that only some ranks run cannot be gathered; the error names"
         "\nthe units and what to set instead (`units=`, or stage 2). As one unit these kinds train as under DDP. The"
@@ -134,15 +174,17 @@ other numbers of ranks.
         "\n\n² Refused by name: before the first step, or where user code does it (a transform of `torch.func`,"
         " gradients\nread in `LightningModule.backward`, writes that would be lost). The error says what to do"
         " instead.\n"
+        f"{NOT_YET if not shard_size else ''}"
         "\n## Why the tolerances are not 0\n"
     )
     reasons: dict[tuple[str, str], list[str]] = {}
-    for name, *_, tolerance, reason in rows:
-        reasons.setdefault((tolerance, reason), []).append(name)
+    for name in rows:
+        reasons.setdefault((f"{ALL[name].tolerance:.0e}", ALL[name].reason), []).append(name)
     for (tolerance, reason), names in reasons.items():
         who = "all others" if len(names) > 20 else ", ".join(n.replace("_", " ") for n in names)
         print(f"- {tolerance}: {reason} ({who}).")
-    print(f"\n{section_of(PAGE.read_text(encoding='utf-8'))}", end="")
+    if not shard_size:
+        print(f"\n{section_of(PAGE.read_text(encoding='utf-8'))}", end="")
 
 
 if __name__ == "__main__":

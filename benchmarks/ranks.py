@@ -3,7 +3,9 @@
     python benchmarks/ranks.py                       # 2, 4, ... 64 ranks; ten minutes
     python benchmarks/ranks.py --ranks 64            # one number
     python benchmarks/ranks.py docs/scaling.md       # replaces the table in that page
+    python benchmarks/ranks.py docs/scaling.md --units Linear        # its other table: each layer a unit
     python benchmarks/ranks.py --open-files 256      # under a limit of open files, as `ulimit -n 256`
+    python benchmarks/ranks.py --save sharded        # counted after a save in mid-run
 
 The ranks are forked after importing, so that they share their imports. The model is tiny: a step is what ranks say to
 each other and wait for. Ranks outnumber the cores, so times are only to be compared with those beside them.
@@ -25,16 +27,40 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.comm import tree
+from lightning_zero.comm.peer_memory import PeerMemory
 
-BEGIN, END = "<!-- table: python benchmarks/ranks.py docs/scaling.md -->", "<!-- end of table of ranks -->"
+END = "<!-- end of table of ranks -->"
 RANKS = (2, 4, 8, 16, 32, 64)
 STEPS, WARM_UP = 40, 10
 DIGITS = {"sockets": 0, "threads": 0, "mb": 0, "of a processor, s": 2}
+BESIDE = "messages per step"
+
+
+class Messages:
+    """Counts what this rank sends beside shards and gradients: agreements, told apart by their tags."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        isend, send = dist.isend, PeerMemory._send
+
+        def counted(*args: Any, tag: int = 0, **kwargs: Any) -> Any:
+            self.sent += tag >= tree.FIRST_TAG
+            return isend(*args, tag=tag, **kwargs)
+
+        def counted_on_this_host(peers: PeerMemory, rank: int, message: bytes) -> None:
+            kind = int.from_bytes(message[:8], sys.byteorder, signed=True)  # negated in a confirmation
+            self.sent += abs(kind) >= tree.FIRST_TAG
+            send(peers, rank, message)
+
+        dist.isend, PeerMemory._send = counted, counted_on_this_host  # type: ignore[method-assign]
 
 
 class Tiny(L.LightningModule):
@@ -42,11 +68,14 @@ class Tiny(L.LightningModule):
         super().__init__()
         self.net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
         self.folder, self.begun, self.at = folder, begun, {}
+        self.messages, self.sent = Messages(), 0
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         self.at[index] = time.monotonic()
         if index == 0:
             self.used = time.process_time()
+        if index == WARM_UP:
+            self.sent = self.messages.sent
         if index == STEPS - 1:
             Path(self.folder, f"{self.global_rank}.json").write_text(json.dumps(self.seen()))
         return self.net(batch).square().mean()
@@ -61,6 +90,7 @@ class Tiny(L.LightningModule):
             "first step, s": self.at[0] - self.begun,
             "of a processor, s": self.used,
             "ms per step": (self.at[STEPS - 1] - self.at[WARM_UP]) / (STEPS - 1 - WARM_UP) * 1e3,
+            BESIDE: (self.messages.sent - self.sent) / (STEPS - 1 - WARM_UP),
         }
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -71,25 +101,30 @@ def _is_open(number: str) -> bool:
     return os.path.exists(f"/proc/self/fd/{number}") or os.path.islink(f"/proc/self/fd/{number}")
 
 
-def _fit(name: str, ranks: int, folder: str) -> None:
+def _fit(name: str, ranks: int, folder: str, save: str | None, units: list[str] | None) -> None:
     """In a process of its own: forks the ranks."""
     torch.set_num_threads(1)
+    given = {"units": units, "checkpoint": save}
+    settings: dict[str, Any] = {"start_method": "fork", **{key: value for key, value in given.items() if value}}
     strategies: dict[str, Any] = {
         "ddp": lambda: DDPStrategy(start_method="fork"),
-        "zero1": lambda: ZeroStrategy(stage=1, start_method="fork"),
-        "zero3": lambda: ZeroStrategy(stage=3, start_method="fork"),
-        "zero3, torch": lambda: ZeroStrategy(stage=3, transport="torch", start_method="fork"),
-        "zero3, groups": lambda: ZeroStrategy(stage=3, shard_size=max(ranks // 8, 2), start_method="fork"),
+        "zero1": lambda: ZeroStrategy(stage=1, **settings),
+        "zero3": lambda: ZeroStrategy(stage=3, **settings),
+        "zero3, torch": lambda: ZeroStrategy(stage=3, transport="torch", **settings),
+        "zero3, groups": lambda: ZeroStrategy(stage=3, shard_size=max(ranks // 8, 2), **settings),
     }
+    saves = [ModelCheckpoint(f"{folder}/checkpoints", every_n_train_steps=STEPS // 2)] if save else []
     trainer = L.Trainer(
         accelerator="cpu", devices=ranks, strategy=strategies[name](), max_steps=STEPS, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=bool(saves), callbacks=saves, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Tiny(folder, time.monotonic()), DataLoader(torch.randn(ranks * STEPS * 4, 16), batch_size=4))
 
 
-def measure(name: str, ranks: int, open_files: int | None) -> dict[str, float]:
-    """The largest of all ranks' figures."""
+def measure(
+    name: str, ranks: int, open_files: int | None = None, save: str | None = None, units: list[str] | None = None
+) -> dict[str, float]:
+    """The largest of all ranks' figures, and the mean number of messages."""
 
     def limit() -> None:
         if open_files is not None:
@@ -97,6 +132,7 @@ def measure(name: str, ranks: int, open_files: int | None) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--one", name, "--ranks", str(ranks), "--folder", folder]
+        command += [*(["--save", save] if save else []), *(["--units", *units] if units else [])]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             command, preexec_fn=limit, capture_output=True, text=True, timeout=900, check=False, env=env
@@ -106,7 +142,8 @@ def measure(name: str, ranks: int, open_files: int | None) -> dict[str, float]:
         raise RuntimeError(
             f"{name} on {ranks} ranks ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
         )
-    return {key: max(each[key] for each in seen) for key in seen[0]}
+    most = {key: max(each[key] for each in seen) for key in seen[0]}
+    return {**most, f"{BESIDE}, mean": sum(each[BESIDE] for each in seen) / ranks}
 
 
 def main() -> None:
@@ -115,27 +152,34 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--strategies", nargs="+", default=["ddp", "zero1", "zero3", "zero3, groups"])
     parser.add_argument("--open-files", type=int)
+    parser.add_argument("--save", choices=("file", "sharded"))
+    parser.add_argument("--units", nargs="+", help="without: those that the strategies choose, here the root alone")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        _fit(args.one, args.ranks[0], args.folder)
+        _fit(args.one, args.ranks[0], args.folder, args.save, args.units)
         return
     rows: list[str] = []
     for ranks in args.ranks:
         for name in args.strategies:
             if name == "zero3, groups" and ranks < 4:
                 continue
-            seen = measure(name, ranks, args.open_files)
+            seen = measure(name, ranks, args.open_files, args.save, args.units)
             if not rows:
                 rows += [f"| ranks | strategy | {' | '.join(seen)} |", "|---" * (len(seen) + 2) + "|"]
-            figures = (f"{value:.{DIGITS.get(key, 1)}f}" for key, value in seen.items())
+            figures = [
+                "–" if name == "ddp" and BESIDE in key else f"{value:.{DIGITS.get(key, 1)}f}"
+                for key, value in seen.items()
+            ]
             rows.append(f"| {ranks} | {name} | {' | '.join(figures)} |")
             print(rows[-1], flush=True)
     if args.page:
         text = args.page.read_text(encoding="utf-8")
-        table = "\n".join([BEGIN, *rows, END])
-        args.page.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: table, text, flags=re.DOTALL), encoding="utf-8")
+        with_units = f" --units {' '.join(args.units)}" if args.units else ""
+        begin = f"<!-- table: python benchmarks/ranks.py docs/scaling.md{with_units} -->"
+        table = "\n".join([begin, *rows, END])
+        args.page.write_text(re.sub(f"{begin}.*?{END}", lambda _: table, text, flags=re.DOTALL), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_zero.host import files_of_a_run
+from lightning_zero.host import files_of_a_run, sockets_of_a_run
 
 STATE_BYTES_PER_PARAMETER = 12
 """fp32 master weights and Adam's two moments (Rajbhandari et al. 2020, section 3.1)."""
@@ -206,13 +206,16 @@ def tokens_that_hide_the_traffic(run: Run, cluster: Cluster) -> float:
     return communication_seconds(run, cluster) / run.micro_batches / per_token
 
 
-def host_sockets(ranks: int, rank: int, strategy: str = "zero3") -> int:
-    """Of one process with a CPU rank, in mid-run, fitted to the measured table of docs/scaling.md: one connection to
-    each other rank, ``3 log2(N) + 2`` for the agreements' tree and what starts a run, one to the store for reads that a
-    rank makes alone; and at rank 0, which keeps the store, two for each rank. DDP has two groups."""
+def host_sockets(ranks: int, rank: int, strategy: str = "zero3", shard_size: int | None = None) -> int:
+    """Of one process with a CPU rank, in mid-run: :func:`lightning_zero.host.sockets_of_a_run`, rank 0 keeping the
+    store. DDP has two groups. With HSDP a listener for each of two more groups, the connections inside a group of
+    ``shard_size`` and its tree, and the neighbours in gloo's ring of replicas."""
     if strategy == "ddp":
         return 2 * ranks + 2
-    return ranks + 3 * tree_levels(ranks) + 3 + (2 * ranks if rank == 0 else 0)
+    of_groups = 0
+    if shard_size is not None:
+        of_groups = 2 + shard_size - 1 + tree_levels(shard_size) + min(ranks // shard_size - 1, 2)
+    return sockets_of_a_run(ranks, connected=True, keeps_store=rank == 0) + of_groups
 
 
 def accelerator_sockets(ranks: int, communicators: int = 1) -> int:
@@ -232,8 +235,8 @@ def tree_levels(ranks: int) -> int:
     return (ranks - 1).bit_length()
 
 
-HOST_THREADS = 10
-"""Of one process with a CPU rank, in mid-run, at any number of ranks; from the same table."""
+HOST_THREADS, HOST_THREADS_OF_GROUPS = 10, 16
+"""Of one process with a CPU rank, in mid-run, at any number of ranks; the second with HSDP. From the same table."""
 
 
 def host_agreement_seconds(ranks: int, cluster: Cluster) -> float:
@@ -247,6 +250,7 @@ def host_messages(ranks: int) -> int:
     return tree_levels(ranks)
 
 
+RANKS_PER_HOST = 8
 SIZES = (8, 64, 512, 4096)
 """GPUs of the tables."""
 
@@ -273,17 +277,25 @@ def _host_table(cluster: Cluster) -> str:
         [
             ("sockets of rank 0, CPU ranks", lambda n: f"{host_sockets(n, 0):,}"),
             ("– of the others", lambda n: f"{host_sockets(n, 1):,}"),
+            (
+                f"– with HSDP in groups of {RANKS_PER_HOST}: rank 0; others",
+                lambda n: (
+                    "; ".join(f"{host_sockets(n, rank, 'zero3', RANKS_PER_HOST):,}" for rank in (0, 1))
+                    if n > RANKS_PER_HOST
+                    else "–"
+                ),
+            ),
             ("– of each, DDP", lambda n: f"{host_sockets(n, 0, 'ddp'):,}"),
             ("– of each, accelerators; with HSDP", lambda n: f"{accelerator_sockets(n)}; {accelerator_sockets(n, 2)}"),
             ("– the store beside them, in rank 0 or torchrun's agent", lambda n: f"{2 * n:,}"),
             ("open files that a start asks the system for", lambda n: f"{files_of_a_run(n):,}"),
-            ("threads, CPU ranks", lambda n: f"{HOST_THREADS}"),
+            ("threads, CPU ranks; with HSDP", lambda n: f"{HOST_THREADS}; {HOST_THREADS_OF_GROUPS}"),
             ("registration at the store, s", lambda n: f"{n * cluster.connect_seconds_per_rank:.2f}"),
             (
                 "step sync (beside the forward) or a checkpoint's agreement, ms",
                 lambda n: f"{host_agreement_seconds(n, cluster) * 1e3:.1f}",
             ),
-            ("– messages that a rank sends: the most", lambda n: f"{host_messages(n)}"),
+            ("– messages that a rank sends in it: the most", lambda n: f"{host_messages(n)}"),
         ],
         "ranks",
     )

@@ -39,7 +39,7 @@ _Targeted = TypeVar("_Targeted", "OffloadConfig", "CompileConfig", "ActivationCh
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Where optimizer states, master weights and (stage 3) parameters live between uses."""
+    """Place of optimizer states, master weights and (stage 3) parameters between uses."""
 
     target: OffloadTarget | None = "none"
     """``"none"`` (the accelerator), ``"cpu"`` (host memory) or ``"nvme"`` (files; with engine ``deepspeed`` at
@@ -95,7 +95,7 @@ class OffloadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
-    """What ``torch.compile`` is called with, for each shard unit by itself."""
+    """Arguments of ``torch.compile`` for each shard unit by itself."""
 
     target: CompileTarget = "none"
     """``"units"`` compiles the forward of every shard unit but the root, in place; equal blocks share their graphs."""
@@ -137,7 +137,7 @@ CHECKPOINTING_TARGETS: tuple[str, ...] = get_args(CheckpointingTarget)
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointingConfig:
-    """Which modules compute their activations again in the backward, instead of keeping them."""
+    """Selection of the modules that compute their activations again in the backward instead of keeping them."""
 
     target: CheckpointingTarget = "none"
     """``"full"``: nothing but a module's inputs is kept; ``"selective"``: every second matrix product and attention
@@ -145,7 +145,7 @@ class ActivationCheckpointingConfig:
     units: Sequence[str] | None = None
     """The modules, by class name or by name pattern (``"blocks.*"``); ``None`` is every shard unit but the root."""
     offload: bool = False
-    """What is kept waits in host memory."""
+    """Kept inputs wait in host memory."""
 
     def __post_init__(self) -> None:
         _one_of("activation_checkpointing.target", self.target, CHECKPOINTING_TARGETS)
@@ -176,7 +176,7 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedConfig:
-    """What only the engine ``deepspeed`` has. ``None`` everywhere is a default chosen for speed, or the
+    """Settings of the engine ``deepspeed`` alone. ``None`` everywhere is a default chosen for speed, or the
     ``deepspeed_config`` file's value; ``_numel`` counts elements, whatever their dtype."""
 
     overlap_comm: bool | None = None
@@ -334,7 +334,7 @@ class RawConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """What to shard, with which engine, and how; immutable and validated.
+    """Stage, engine and all settings of a strategy; immutable and validated.
 
     Raises:
         ValueError: naming the setting, the value found and the repair.
@@ -378,7 +378,7 @@ class ZeroConfig:
     """Resume on another number of ranks with as many samples per optimizer step as before, by accumulating more or
     fewer micro-batches. What the Trainer counts in batches (``val_check_interval``, ...) stays in those of one rank."""
     transport: TransportName = "auto"
-    """What carries shards and gradients with ``fsdp2``: ``"torch"`` is ``fully_shard``'s own collectives and schedule,
+    """Transport of shards and gradients with ``fsdp2``: ``"torch"`` is ``fully_shard``'s own collectives and schedule,
     ``"direct"`` an exchange between CPU processes over gloo, which sends and holds less; ``"auto"`` is direct there,
     torch elsewhere."""
     elementwise_optimizers: Sequence[str] | None = None
@@ -399,13 +399,13 @@ class ZeroConfig:
     process_group_backend: str | None = None
     """``torch.distributed`` backend; ``None`` is the device's own (NCCL on CUDA, gloo on CPU)."""
     timeout_seconds: float = 1800.0
-    """How long a collective waits for a missing rank before it raises."""
+    """Seconds that a collective waits for a missing rank before it raises."""
     auto: bool = False
     """The plan picks the stage when a run is set up, whatever ``stage`` says; the name ``zero_auto``."""
     device_memory_gib: float | None = None
     """Memory of one device that ``auto`` plans for; ``None`` asks the devices."""
     start_method: StartMethod = "auto"
-    """How the other ranks of a machine are started: ``"popen"`` executes the program again, ``"spawn"`` and ``"fork"``
+    """Start of the other ranks of a machine: ``"popen"`` executes the program again, ``"spawn"`` and ``"fork"``
     make processes that bring their results back; ``"auto"`` is popen for programs, fork in notebooks, spawn in pytest.
     Without effect under torchrun, srun and mpirun."""
     rank_logs: str | None = None
@@ -609,7 +609,7 @@ class ZeroConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """What ``lightning-zero plan`` can be told beside the run itself."""
+    """Settings of ``lightning-zero plan`` beside the run itself."""
 
     device_memory_gib: float | None = None
     """Memory of one device; ``None`` asks the device that is there."""

@@ -1,4 +1,4 @@
-"""What this host has: memory, installed packages. Standard library only."""
+"""Memory and installed packages of this host. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc's malloc.h
 MAPPED_FROM_BYTES = 1 << 20
 MAPPED_IN_STEPS_FROM_BYTES = 8 << 20
+MAPPED_APART_FROM_BYTES = 256 << 10
 _LARGE_PAGE = 2 << 20
 
 
@@ -26,7 +27,7 @@ def available_host_bytes() -> int:
 
 
 def own_room_bytes() -> int | None:
-    """What this process alone may still take under its limit of address space (``ulimit -v``); ``None`` without."""
+    """Bytes that this process alone may still take under its limit of address space (``ulimit -v``), if it has one."""
     try:
         import resource
 
@@ -56,7 +57,7 @@ _CGROUP_FILES = {
 
 
 def groups_leave(mounts: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> Iterator[int]:
-    """What each group from this process's up to the root leaves; version 2's and version 1's."""
+    """Bytes that each group from this process's up to the root leaves; version 2's and version 1's."""
     with contextlib.suppress(OSError):
         for line in Path(own).read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -93,7 +94,7 @@ def return_freed_memory() -> None:
 
 
 _mapped_from: list[int] = []
-"""What was set last; empty where malloc is not ours to set."""
+"""The threshold set last; empty if malloc is not ours to set."""
 
 
 def map_from(nbytes: int) -> None:
@@ -107,11 +108,12 @@ def map_from(nbytes: int) -> None:
 
 @contextlib.contextmanager
 def mapped_apart() -> Iterator[None]:
-    """Large blocks that are allocated inside are mappings of their own."""
+    """Blocks allocated inside stay, so all but small ones are mappings of their own: in the heap they would pin what
+    activations leave around them."""
     if not _mapped_from:
         yield
         return
-    _libc().mallopt(_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
+    _libc().mallopt(_MMAP_THRESHOLD, MAPPED_APART_FROM_BYTES)
     try:
         yield
     finally:
@@ -174,3 +176,40 @@ def allow_open_files(count: int) -> None:
         most = count if hard == resource.RLIM_INFINITY else min(count, hard)
         with contextlib.suppress(ValueError, OSError):  # a system's own maximum below its hard limit (macOS)
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, soft), hard))
+
+
+def require_open_files(world_size: int, connected: bool, keeps_store: bool) -> None:
+    """Raises before ranks meet where this process may not open what a run needs: gloo ends a process that finds no free
+    file in the middle of a step, without a word about it.
+
+    Args:
+        world_size: Ranks of the run.
+        connected: This rank has a connection to each other one, as processes on CPUs do.
+        keeps_store: This rank keeps the store, with two connections to each rank.
+
+    Raises:
+        RuntimeError: Naming the limit and what to do.
+    """
+    import resource  # not on every system
+
+    folder = "/proc/self/fd"
+    if not os.path.isdir(folder):
+        return
+    targets = (os.path.join(folder, number) for number in os.listdir(folder))
+    # sockets may be of this run already
+    others = sum(os.path.exists(each) and not os.readlink(each).startswith("socket:") for each in targets)
+    needed = others + sockets_of_a_run(world_size, connected, keeps_store)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise RuntimeError(
+            f"{world_size} ranks take {needed} open files in this process, and its limit is {limit}, which could not be"
+            f" raised: set a higher one before the start (ulimit -n {files_of_a_run(world_size)}; LimitNOFILE= of a"
+            " systemd unit, --ulimit nofile= of a container)."
+        )
+
+
+def sockets_of_a_run(world_size: int, connected: bool, keeps_store: bool) -> int:
+    """In mid-run, fitted to the measured table of docs/scaling.md: ``3 log2(N) + 2`` for the agreements' tree and what
+    starts a run, and one to the store for reads that a rank makes alone."""
+    levels = (world_size - 1).bit_length()
+    return 3 * levels + 3 + (world_size if connected else 0) + (2 * world_size if keeps_store else 0)

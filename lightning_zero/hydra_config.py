@@ -1,4 +1,4 @@
-"""What a Hydra app of one's own calls: build the Trainer, the module and the data of its ``cfg``.
+"""Entry point for a Hydra app of one's own: builds the Trainer, the module and the data of its ``cfg``.
 
 The public name of what :mod:`lightning_zero.app.hydra_config` holds.
 """

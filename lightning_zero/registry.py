@@ -88,7 +88,7 @@ class _RegisterAfterImport(MetaPathFinder):
 
 
 class _KnownNames(list[str]):
-    """What the Trainer looks a name up in; its own refusal of an unknown one lists examples without ours."""
+    """The table of names that the Trainer looks into; its own refusal of an unknown one lists examples without ours."""
 
     def __contains__(self, name: object) -> bool:
         if list.__contains__(self, name):

@@ -76,7 +76,7 @@ from lightning_zero.host import (
     own_room_bytes,
     return_freed_memory,
 )
-from lightning_zero.launch.launcher import Launched
+from lightning_zero.launch.launcher import SAME_DEVICES, Launched
 from lightning_zero.launch.step_sync import sync_steps
 from lightning_zero.private.check import check
 from lightning_zero.private.lightning import (
@@ -176,7 +176,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             timeout=timedelta(seconds=config.timeout_seconds),
         )
         self.engine: Engine | None = None
-        """What shards the module; ``None`` outside a run."""
+        """The engine that shards the module; ``None`` outside a run."""
         self._ended: Engine | None = None  # knows the optimizers' shards after the run
         self._view: AbstractContextManager[Any] | None = None
         self._in_groups_that_fit = config.shard_size == "auto"
@@ -192,7 +192,7 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads files on rank 0: the user's plugin, or Lightning's with our way of writing."""
+        """The plugin that writes and reads files on rank 0: the user's, or Lightning's with our way of writing."""
         self.checkpoint_io = on_whole_files(given_checkpoint_io(self))
         return super().checkpoint_io
 
@@ -216,6 +216,13 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._precision_plugin = adapt_precision(plugin)
 
     def _configure_launcher(self) -> None:
+        num_devices = len(self.parallel_devices or ())
+        knows_its_device = type(self).root_device is not ZeroStrategy.root_device  # Ray's: each worker sees but its own
+        if self.local_rank >= num_devices and not knows_its_device:
+            raise ValueError(
+                f"Trainer(devices={num_devices}): this process is local rank {self.local_rank} of a run with more"
+                f" devices. {SAME_DEVICES}"
+            )
         require("accelerator", self.root_device.type, self.config.engine)
         super()._configure_launcher()
 
@@ -346,6 +353,12 @@ class ZeroStrategy(Launched, DDPStrategy):
             with torch.device("meta"), self.precision_plugin.tensor_init_context():
                 yield
             return
+        if self.lightning_module is None and self.config.stage == 3:  # in Trainer.init_module, before any run
+            other = " or call init_module(empty_init=True)" if self.config.engine == "fsdp2" else ""
+            rank_zero_info(
+                "lightning_zero: trainer.init_module() makes the whole module in every process, as there are no ranks"
+                f" yet to share it; build it in configure_model{other}, and no process holds all of it."
+            )
         on_host = self._run.loads_on_host(self.root_device)
         with super().tensor_init_context(empty_init), torch.device("cpu") if on_host else nullcontext():
             yield
@@ -591,7 +604,7 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     @property
     def agreement(self) -> Agreement:
-        """Where the ranks agree on what is no engine's business."""
+        """The ranks' agreement on everything outside of the engine."""
         assert self._agreement is not None
         return self._agreement
 
@@ -705,7 +718,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         return content
 
     def units_table(self) -> str:
-        """What is gathered together during the current run: unit, class, tensors, elements, bytes."""
+        """Table of the current run's shard units: unit, class, tensors, elements, bytes."""
         return self.engine.units_table if self.engine is not None else "no run is in progress"
 
     @classmethod
@@ -742,7 +755,7 @@ def check_libraries(engine: str) -> None:
 
 
 def all_but_tensors_to(module: nn.Module, device: torch.device) -> None:
-    """What ``module.to(device)`` does beside moving parameters and buffers: Lightning's ``self.device`` says where
+    """Does as ``module.to(device)`` beside moving parameters and buffers: Lightning's ``self.device`` says where
     steps are computed, and metrics keep their states there."""
     for each in module.modules():
         set_device(each, device)
@@ -751,7 +764,7 @@ def all_but_tensors_to(module: nn.Module, device: torch.device) -> None:
 
 
 def trainer_facts(trainer: Any) -> dict[str, Any]:
-    """What the Trainer was told and an engine may have to know."""
+    """Settings of the Trainer that an engine may have to know."""
     return {
         "precision": str(trainer.precision),
         "accumulation": trainer.accumulate_grad_batches,

@@ -22,6 +22,7 @@ BUILD_BESIDE = f"""
 import os
 from lightning_zero.engines.deepspeed import ops
 os.nice(19)
+os.environ["MAX_JOBS"] = "1"  # Linux gives each session an equal share, whatever its processes' niceness
 for name in (ops.CPU_ADAM, ops.ASYNC_IO):
     ops.build(name, str, {BUILD_SECONDS})
 """
@@ -58,9 +59,11 @@ def nvme(deepspeed_ops: None) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begins to compile what selected tests need, which come last."""
-    if not session.config.option.collectonly and any(map(_needs_ops, session.items)):
-        session.items.sort(key=_needs_ops)  # stable
+    """Begins to compile what selected tests need, which come last; the first worker of pytest-xdist for all."""
+    if session.config.option.collectonly or not any(map(_needs_ops, session.items)):
+        return
+    session.items.sort(key=_needs_ops)  # stable; in each worker alike
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
         command = [sys.executable, "-c", BUILD_BESIDE]
         building.append(
             subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -84,6 +87,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _needs_ops(item):
             item.add_marker(pytest.mark.timeout(2 * BUILD_SECONDS))  # the first one waits for their building
             item.add_marker(pytest.mark.rest)
+        if "integration" in item.path.parts:  # what starts programs
+            item.add_marker(pytest.mark.programs)
     _leave_one_case(items)
 
 

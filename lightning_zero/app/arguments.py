@@ -130,7 +130,7 @@ def _unknown_choice(override: str) -> str | None:
 
 
 def unknown_setting(override: str) -> str | None:
-    """What to write instead of an override that names a group's insides wrongly; ``None`` where it is right, or not
+    """Repair of an override that names a group's insides wrongly; ``None`` if it is right, or not
     known to be wrong."""
     match = re.fullmatch(r"(?:\+{0,2}|~)(strategy|trainer|plan)\.(\w+)(?:=(.*))?", override)
     if not match:

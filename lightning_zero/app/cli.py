@@ -81,7 +81,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _not_a_command(word: str) -> str | None:
-    """What to write instead of a first word that is no command; ``None`` if it is one, or a flag, or like none."""
+    """The command meant by a first word that is none; ``None`` if it is one, or a flag, or like none."""
     if word.startswith("-") or word in TOOLS:
         return None
     if "=" in word:

@@ -125,7 +125,7 @@ class LightningStrategy:
 
 @dataclasses.dataclass
 class Launcher:
-    """Who starts the processes."""
+    """The launcher of the processes."""
 
     name: str = "local"
 

@@ -1,4 +1,4 @@
-"""How long an optimizer step takes."""
+"""Duration of an optimizer step."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def writing(path: str) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def naming(path: str) -> Iterator[None]:
-    """What the system or torch's writer says inside becomes a :class:`CheckpointError` of ``path``, with a repair."""
+    """Turns errors of the system or torch's writer into a :class:`CheckpointError` of ``path``, with a repair."""
     try:
         yield
     except CheckpointError:
@@ -83,7 +83,7 @@ def naming(path: str) -> Iterator[None]:
 
 
 def repair(path: str, cause: BaseException | None) -> str:
-    """What to do about a ``cause`` for which ``path`` could not be written."""
+    """Advice about a ``cause`` for which ``path`` could not be written."""
     fs, target = fsspec.core.url_to_fs(path)
     if not isinstance(fs, LocalFileSystem):
         return "The storage did not take it: look at its room and its permissions, or choose another dirpath."

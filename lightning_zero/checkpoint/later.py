@@ -24,7 +24,7 @@ def leave(parameter: Tensor, value: Tensor) -> None:
 
 
 def left(parameter: Tensor) -> Tensor | None:
-    """What :func:`leave` has left, if anything."""
+    """The value that :func:`leave` has left, if any."""
     return getattr(parameter, _ATTRIBUTE, None)
 
 

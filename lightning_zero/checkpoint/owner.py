@@ -45,7 +45,7 @@ def lives(path: Path) -> bool:
 
 
 def identity(pid: int) -> dict[str, str | int]:
-    """What tells one process from all others, also after its number is used again."""
+    """Identity of a process among all others, also after its number is used again."""
     return {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "began": began(pid), "numbers": numbers()}
 
 
@@ -77,7 +77,7 @@ def _boot() -> str:
 
 
 def began(pid: int) -> str:
-    """When the process began, in the kernel's ticks; empty if there is none."""
+    """Start time of the process, in the kernel's ticks; empty if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

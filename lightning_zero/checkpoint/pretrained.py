@@ -124,7 +124,7 @@ def load_pretrained(
 def _matched(
     module: nn.Module, targets: Mapping[str, Tensor], stored: Sequence[Stored], names: Names
 ) -> tuple[dict[str, Stored], LoadedKeys]:
-    """What belongs to each name of the module, and the names for which that is not clear.
+    """The source of each name of the module, and the names for which it is not clear.
 
     Raises:
         CheckpointError: For two of one name, and for tensors that do not fit.

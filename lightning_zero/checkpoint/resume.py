@@ -1,4 +1,4 @@
-"""What a run needs to continue exactly and Lightning does not keep: random states and loader positions.
+"""State for continuing exactly that Lightning does not keep: random states and loader positions.
 
 [What is kept, per rank, under ``checkpoint["lightning_zero"]``]
 - *rng*: the states of Python, NumPy, torch and the accelerator when the checkpoint was written.
@@ -141,7 +141,7 @@ def _loaders(trainer: Any) -> list[Any]:
 
 
 def collect(trainer: Any, agreement: Agreement) -> dict[str, Any]:
-    """What :data:`~lightning_zero.checkpoint.layout.EXTRA` holds (collective)."""
+    """The content of :data:`~lightning_zero.checkpoint.layout.EXTRA` (collective)."""
     ranks = agreement.gather(together(agreement, lambda: _of_this_rank(trainer)))
     return {"ranks": ranks, ACCUMULATION: trainer.accumulate_grad_batches}
 

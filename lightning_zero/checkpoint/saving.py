@@ -86,7 +86,7 @@ class Saving:
         checkpoint_connector(trainer).dump_checkpoint = _Dump(self, trainer)
 
     def collect(self, trainer: Any, weights_only: bool | None) -> dict[str, Any]:
-        """What Lightning collects for a checkpoint, each rank's part by the strategy's form."""
+        """The checkpoint as Lightning collects it, each rank's part by the strategy's form."""
         connector = checkpoint_connector(trainer)
         self.agreement.meet("trainer.save_checkpoint()")
         self.collecting = Collecting.FOR_RANK_0 if self._form == "file" else Collecting.SHARDS
@@ -109,7 +109,7 @@ class Saving:
         return state if self._agreement is None else {**state, "_agreement": Agreement(alone=True)}
 
     def on_rank_0(self) -> tuple[Agreement, Collected] | None:
-        """How one file is being collected; ``None`` where every rank gets whole tensors."""
+        """Agreement and memory for collecting one file; ``None`` if every rank gets whole tensors."""
         return None if self._memory is None else (self.agreement, self._memory)
 
     def end(self, run_failed: bool) -> None:

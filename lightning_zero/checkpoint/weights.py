@@ -28,7 +28,7 @@ class Stored(NamedTuple):
 
 
 def find(path: str, weights_only: bool | None, agreement: Agreement) -> list[Stored]:
-    """What lies at ``path`` (collective): a folder of safetensors or of transformers' ``pytorch_model.bin``, with or
+    """The weights at ``path`` (collective): a folder of safetensors or of transformers' ``pytorch_model.bin``, with or
     without an index; one such file; a portable checkpoint, file or folder, also at an fsspec URL.
 
     Raises:

@@ -318,6 +318,11 @@ def shared_agreement(timeout_seconds: float) -> Agreement:
     return made
 
 
+def forget_shared() -> None:
+    """The process group has ended: the channels that its runs shared end with it, their threads and sockets too."""
+    _shared.clear()
+
+
 def _any_lost(world: dist.ProcessGroup, lost: bool, asked: int, timeout_seconds: float) -> bool:
     """Whether ``lost`` holds on any rank (collective): a few words with the store of the process group, each rank's,
     because the channel itself cannot be asked.
@@ -344,7 +349,7 @@ _of_run: list[Agreement] = []
 
 
 def set_run_agreement(agreement: Agreement | None) -> None:
-    """What :func:`run_agreement` answers from now on."""
+    """Sets the answer of :func:`run_agreement`."""
     _of_run[:] = [] if agreement is None else [agreement]
 
 

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -51,24 +52,67 @@ SMALL_BYTES = 2**18
 """Shards below this size share one message: one more copy costs less than a message of their own."""
 IDLE_BYTES = 8 * 2**20
 """From this size on memory that no message is in is given back but for one piece of it; smaller ones are all kept."""
-_GATHER, _REDUCTION = 7001, 7002
-"""Tags of messages. A gather may begin and end during a reduction on the same group, so each kind has a tag of its own,
-and none is a number that a user's own messages are likely to have."""
+_GATHER, _REDUCTION, _WHOLE, _COLLECTED = 7001, 7002, 7003, 7004
+"""Tags of messages. A gather may begin and end during a reduction on the same group, and a whole tensor be asked for
+during both, so each kind has a tag of its own, and none is a number that a user's own messages are likely to have."""
 
 
 Parts = Sequence[Tensor]
 """One for each rank."""
 
 
+_peer_memories: WeakKeyDictionary[dist.ProcessGroup, weakref.ref[PeerMemory]] = WeakKeyDictionary()
+
+
+def connect(group: dist.ProcessGroup, peer_memory: PeerMemory) -> None:
+    """Lets gathers over ``group`` read ``peer_memory`` as long as that lives and is open: an engine's connections,
+    instead of new ones from each rank to each other."""
+    _peer_memories[group] = weakref.ref(peer_memory)
+
+
 @torch.no_grad()
-def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup, tag: int = _GATHER) -> dist.Work:
+def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """``output``, N times the size of ``shard``, will hold every rank's shard in the order of ranks; 1D, contiguous.
 
-    ``shard`` may alias its own part of ``output``.
+    ``shard`` may alias its own part of ``output``. After the wait nobody reads either.
     """
     parts = output.chunk(group.size())
     _place(parts[group.rank()], shard)
-    return _send(parts, shard, group, tag, _others(group))
+    peer_memory = _connected(group)
+    near, far = _near_and_far(group, peer_memory)
+    works = [_send(parts, shard, group, _WHOLE, far)] if far else []
+    if peer_memory is None or not near or not shard.numel():
+        return Begun(work.wait() for work in works)
+    works.insert(0, _read([(parts, shard)], _WHOLE, peer_memory))
+    return Begun((work.wait() for work in works), peer_memory.await_readers)
+
+
+@torch.no_grad()
+def collect(mine: Tensor, group: dist.ProcessGroup, into: Sequence[Tensor] = ()) -> None:
+    """The first rank receives ``mine`` of every rank in ``into``, by rank; of the last ranks some may have nothing.
+    1D, contiguous. It holds nothing else, and the others hold nothing more. After the call nobody reads ``mine``."""
+    peer_memory = _connected(group)
+    near, _ = _near_and_far(group, peer_memory)
+    if group.rank():
+        if not mine.numel():
+            return
+        if peer_memory is not None and 0 in near:
+            peer_memory.give(0, _COLLECTED, mine)
+        else:
+            dist.send(mine, group=group, group_dst=0, tag=_COLLECTED)
+        return
+    for sender, part in enumerate(into):
+        if sender == 0:
+            part.copy_(mine)
+        elif part.numel() and peer_memory is not None and sender in near:
+            peer_memory.take(sender, _COLLECTED, part)
+        elif part.numel():
+            dist.recv(part, group=group, group_src=sender, tag=_COLLECTED)
+
+
+def _connected(group: dist.ProcessGroup) -> PeerMemory | None:
+    found = _peer_memories.get(group)
+    return None if found is None else found()
 
 
 @torch.no_grad()
@@ -231,9 +275,10 @@ class _Read:
     """As :class:`_Sent`, for peers on this host: their parts are read out of their memory, into one slot."""
 
     def __init__(self, whole: Tensor, group: dist.ProcessGroup, pool: Pool, peer_memory: PeerMemory) -> None:
-        part = whole.chunk(group.size())[group.rank()]
+        parts = whole.chunk(group.size())
+        part = parts[group.rank()]
         self.numel = NEAR_PIECE_BYTES // whole.itemsize
-        self._peer_memory, self._offer = peer_memory, peer_memory.offer(_REDUCTION, [whole])
+        self._peer_memory, self._offer = peer_memory, peer_memory.offer(_REDUCTION, [whole], parts)
         self._sizes = [piece.numel() for piece in part.split(self.numel)]
         self._slot = pool.empty(self._sizes[0], whole.dtype)
         self._start_bytes = part.data_ptr() - whole.data_ptr()

@@ -41,6 +41,7 @@ SMALL_BYTES = 2048
 confirmation; a socket's buffer holds many such messages."""
 _HEADER = struct.Struct("=qQQ")
 """Kind of an exchange (negated in a confirmation), its number, and the address of the table of addresses."""
+_ADDRESS = struct.Struct("=Q")
 _CALL_BYTES, _CALL_PIECES = 2**30, 1024
 """Limits of one call; the kernel's own are 0x7ffff000 bytes and IOV_MAX pieces."""
 _MEETING_SECONDS = 60.0
@@ -53,6 +54,7 @@ class Offer:
 
     Attributes:
         table: The addresses of the tensors; empty if the tensors travelled in the message.
+        before: Bytes of a peer's tensor that lie before what its message has of it.
         readers: Peers that have not confirmed yet that they have read these tensors.
         sources: Peers whose tensors this rank has not finished reading.
     """
@@ -61,6 +63,7 @@ class Offer:
     number: int
     tensors: Sequence[Tensor]
     table: Any
+    before: int
     readers: set[int]
     sources: set[int]
 
@@ -105,8 +108,11 @@ class PeerMemory:
     def ranks(self) -> Collection[int]:
         return self._links.keys()
 
-    def offer(self, kind: int, tensors: Sequence[Tensor]) -> Offer:
+    def offer(self, kind: int, tensors: Sequence[Tensor], parts: Sequence[Tensor] = ()) -> Offer:
         """Begins an exchange; ``tensors`` must not be written to before :meth:`await_readers`.
+
+        ``parts``: those of the only tensor that each rank reads, by rank of the group and of one size; a peer then gets
+        no other one if that fits into a message.
 
         Raises:
             RuntimeError: As all methods: if a peer has ended, or does not answer within ``timeout_seconds``.
@@ -114,16 +120,18 @@ class PeerMemory:
         self._let_go(kind)
         # Counted by each rank for itself: one that skipped an exchange would read another one's tensors from then on
         number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
-        is_small = sum(t.nbytes for t in tensors) <= SMALL_BYTES
-        content = b"".join(ctypes.string_at(t.data_ptr(), t.nbytes) for t in tensors) if is_small else b""
+        own = parts[self._group.rank() :][:1] or tensors
+        is_small = sum(t.nbytes for t in own) <= SMALL_BYTES
+        before = own[0].data_ptr() - tensors[0].data_ptr() if is_small and parts else 0
+        content = b"".join(map(_content, tensors)) if is_small and not parts else b""
         addresses = [] if is_small else [t.data_ptr() for t in tensors]
         table = (ctypes.c_size_t * len(addresses))(*addresses)
-        offer = Offer(kind, number, tensors, table, set(self._links), set(self._links))
+        offer = Offer(kind, number, tensors, table, before, set(self._links), set(self._links))
         if table:  # before any message: from its address on, peers may read table and tensors, which live by this entry
             self._offers[kind, number] = offer
         message = _HEADER.pack(kind, number, ctypes.addressof(table)) + content
         for rank in self._links:
-            self._send(rank, message)
+            self._send(rank, message + _content(parts[rank]) if is_small and parts else message)
         return offer
 
     def source(self, offer: Offer, rank: int) -> Source:
@@ -133,7 +141,7 @@ class PeerMemory:
             self._receive(rank)
         address, content = self._heard.pop(key)
         if not offer.table:
-            start = ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0
+            start = (ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0) - offer.before
             ends = accumulate((t.nbytes for t in offer.tensors), initial=start)
             return Source(rank, os.getpid(), list(ends)[:-1], content)
         pid, table = self._links[rank].pid, type(offer.table)()
@@ -166,6 +174,17 @@ class PeerMemory:
                 self._receive(rank)
             content += self._heard.pop((rank, kind, number))[1]
         return content
+
+    def give(self, rank: int, kind: int, tensor: Tensor) -> None:
+        """Lets one peer read ``tensor``, contiguous and on the CPU; returns when it has. Kinds as of :meth:`tell`."""
+        self.tell(rank, kind, _ADDRESS.pack(tensor.data_ptr()))
+        self.hear(rank, kind, 1)
+
+    def take(self, rank: int, kind: int, into: Tensor) -> None:
+        """Fills ``into`` from what one peer gives, of the same size."""
+        (address,) = _ADDRESS.unpack(self.hear(rank, kind, _ADDRESS.size))
+        self._copy(rank, self._links[rank].pid, [(into.data_ptr(), address, into.nbytes)])
+        self.tell(rank, kind, b"!")
 
     def look(self) -> None:
         """Releases the tensors that all peers have read by now, without waiting."""
@@ -233,11 +252,18 @@ class PeerMemory:
                 raise self._lost(rank, os.strerror(ctypes.get_errno()))
 
     def _lost(self, rank: int, reason: object) -> RuntimeError:
-        return RuntimeError(
-            f"rank {tree.missing(dist.get_global_rank(self._group, rank))} has ended, or has not come within"
-            f" timeout_seconds="
-            f"{self._timeout_seconds:g} ({reason}): its last output says why."
-        )
+        who = f"rank {tree.missing(dist.get_global_rank(self._group, rank))}"
+        if isinstance(reason, BlockingIOError):  # the kernel's word for a limit of time
+            return RuntimeError(
+                f"{who} has not come within timeout_seconds={self._timeout_seconds:g}: it hangs, which its last output"
+                " may explain, or ranks run different code: a backward through other layers (the loss of an early exit,"
+                " a gradient penalty or frozen layers on some ranks), or a call under `if rank == 0`."
+            )
+        return RuntimeError(f"{who} has ended ({reason}): its last output says why.")
+
+
+def _content(tensor: Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def _pieces(content: bytes) -> list[bytes]:

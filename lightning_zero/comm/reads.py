@@ -19,8 +19,8 @@ A service must neither be early nor late: rows belong to a count of :class:`Chan
 often than the reader waits for its main thread. One that has gone on to write to them (``if trainer.is_global_zero:
 torch.save(...)``, then on all ranks ``p.clamp_()``) has kept what was there before; before writes to more than
 :data:`KEPT_BYTES` of its rows ranks meet instead. Optimizers step after messages that the reader has not answered.
-Behind a backward they step without any: where user code runs between the two, ranks meet before the step, and until
-then gradients can be read, too. Where none is known of, they do not, and a read there raises.
+Behind a backward they step without any: where user code runs between the two there is one, a meeting, and until then
+gradients can be read, too. Where none is known of, there is none, and a read there raises.
 
 Reads of all ranks cost one message of 16 bytes more than the gather; steps cost nothing but that meeting.
 """
@@ -28,6 +28,7 @@ Reads of all ranks cost one message of 16 bytes more than the gather; steps cost
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -42,13 +43,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm.agree import READS, ROWS, Agreement
+from lightning_zero.comm.agree import IN_STEP, READS, ROWS, Agreement
+from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.private.torch import DisableTorchFunction
 
 DELAY_SECONDS = 0.02
 """After which a rank that waits in a round wakes the others: most rounds are over before."""
 PATIENCE_SECONDS = 1.0
-"""How long a service waits for a main thread that has told the others nothing since: it may be about to read, too."""
+"""For a main thread that has told the others nothing since: it may be about to read, too."""
 _POLL_SECONDS = 0.003
 _AGAIN_SECONDS = 0.05
 """After which a rank that nobody can help asks again."""
@@ -57,22 +59,20 @@ _APART_SECONDS, _IN_TURN = 0.02, 64
 behind each connection, on both of its ends; a resolver that is asked by all ranks at once, as they start, leaves some
 without an answer, and each of those is 5 s of rank 0's store."""
 _BEHIND_SECONDS = 5.0
-"""How long a service waits for changes of a main thread that has gone on without them."""
+"""For changes of a main thread that has gone on without them."""
 _FOR_EVER = timedelta(days=3650)
 _ENDS = b"null"
 UNKNOWN = -1
 """The key of what others cannot send rows of. So are those below."""
 WRITE = UNKNOWN - 1
 """The key of any write, where all ranks must have come to it."""
-STEP = WRITE - 1
-"""The key of an optimizer's step that ranks begin together."""
 
 KEPT_BYTES = 32 << 20
 """Of rows as they were before the user's writes, on each rank, since ranks last met."""
 
 
 class Ahead(IntEnum):
-    """What comes after the user's code of now."""
+    """The event after the user's code that runs now."""
 
     MESSAGES = 0
     """Of all ranks, before rows change."""
@@ -179,7 +179,7 @@ class HostCopies:
 
 
 class Holder(Protocol):
-    """Whose tensors are read. ``key`` is a number that all ranks have for the same tensor, alike or not."""
+    """Owner of the tensors that are read. ``key`` is a number that all ranks have for the same tensor, alike or not."""
 
     @property
     def members(self) -> Sequence[int]:
@@ -199,7 +199,7 @@ class Holder(Protocol):
 
 
 class _Said(NamedTuple):
-    """What a rank tells the others in a round that is not alike."""
+    """A rank's message to the others in a round that is not alike."""
 
     keys: tuple[int, ...]  # empty: it reads nothing
     members: tuple[int, ...]
@@ -212,7 +212,7 @@ class _Said(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """What a bell says."""
+    """The content of a bell."""
 
     round: int
     calls: int  # on the channel
@@ -227,10 +227,19 @@ class Reads:
         changes: Of this rank.
         holder: Of the tensors.
         device: Their rows lie there.
+        peer_memory: Among all ranks, for the main thread's messages.
     """
 
-    def __init__(self, agreement: Agreement, changes: Changes, holder: Holder, device: torch.device) -> None:
+    def __init__(
+        self,
+        agreement: Agreement,
+        changes: Changes,
+        holder: Holder,
+        device: torch.device,
+        peer_memory: PeerMemory | None = None,
+    ) -> None:
         assert agreement.channel is not None
+        self._peer_memory = peer_memory
         self._run_agreement, self._agreement = agreement, agreement.beside(READS)
         self._channel, self._changes, self._holder = agreement.channel, changes, holder
         self._host_copies = HostCopies(device, changes)
@@ -247,6 +256,7 @@ class Reads:
         # Who tells is in a round meanwhile, and nowhere else in the store. Who waits to be told would hold this
         # connection until then: it has one of its own
         self._store: Any = world.get_group_store()
+        self._process = os.getpid()
         self._threads = [
             threading.Thread(target=target, name=f"lightning_zero-{name}", daemon=True)
             for name, target in (("reads", self._serve), ("bell", self._ring_late))
@@ -256,6 +266,16 @@ class Reads:
 
     # -- the main thread -----------------------------------------------------------------------------------------
 
+    def _require_own_process(self) -> None:
+        """A fork has this rank's connections, on which the others' messages to it arrive."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "a parameter of the sharded module is read or written in a process that this rank has started, as"
+                " num_workers= of a DataLoader does, where other ranks cannot send their parts of it. Use"
+                " num_workers=0, or read it in the rank itself (on_after_batch_transfer, training_step), or hand the"
+                " process a copy that was made before."
+            )
+
     def ask(self, keys: tuple[int, ...], how: Sequence[int] = ()) -> dict[int, list[Tensor]] | None:
         """This rank reads the tensors of ``keys``. ``None`` if all ranks read the same: then they gather. Else
         everyone's rows of each, in host memory.
@@ -263,8 +283,10 @@ class Reads:
         ``how`` tells gathers of the same tensors apart that are not the same collectives.
 
         Raises:
-            RuntimeError: If other ranks do not read the same and cannot send their rows as they were.
+            RuntimeError: If other ranks do not read the same and cannot send their rows as they were, or in another
+                process than the rank's.
         """
+        self._require_own_process()
         with DisableTorchFunction(), torch.no_grad(), self._turn:
             while True:
                 try:
@@ -285,21 +307,36 @@ class Reads:
                 # Others may still come to it, perhaps after reads that they make alone
                 time.sleep(0.0 if others_read else _AGAIN_SECONDS)
 
+    def meet(self) -> None:
+        """Waits until all ranks have come to the optimizer's step; ranks that wait here serve those that still read.
+
+        Raises:
+            RuntimeError: If not all of them come.
+        """
+        with DisableTorchFunction(), torch.no_grad(), self._waiting(lambda: "the optimizer's step"):
+            # No round of reads: those take a socket's way, and a tiny model's step would take half as long again
+            self._run_agreement.all_reduce(torch.zeros(1), dist.ReduceOp.MAX, IN_STEP, self._peer_memory).wait()
+
     def _is_alike(self, number: int, keys: tuple[int, ...] = ()) -> bool:
         ends = torch.tensor([number, -number])
-        try:
+        with self._waiting(lambda: self._reading(keys)):
             self._agreement.all_reduce(ends, dist.ReduceOp.MAX, READS).wait()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{self._reading(keys)} on rank {self.rank}: not all ranks have come to it or answered within"
-                f" timeout_seconds={self._agreement.timeout_seconds:g} ({error})."
-            ) from error
         high, low = ends.tolist()
         return bool(high == -low)
 
+    @contextmanager
+    def _waiting(self, call: Callable[[], str]) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{call()} on rank {self.rank}: not all ranks have come to it or answered within"
+                f" timeout_seconds={self._agreement.timeout_seconds:g} ({error})."
+            ) from error
+
     def _exchange(self, keys: tuple[int, ...]) -> tuple[dict[int, list[Tensor]] | None, bool]:
-        """What ranks read differs: rows travel to one reader after the other. ``None`` if this rank is to ask again;
-        and whether others read, too."""
+        """A round in which ranks read different tensors: rows travel to one reader after the other. ``None`` if this
+        rank is to ask again; and whether others read, too."""
         calls, changes = self._channel.calls, self._changes
         of_gradients = any(key > UNKNOWN and self._holder.is_gradient(key) for key in keys)
         counts = changes.begun, changes.done, changes.lost, changes.ahead
@@ -474,7 +511,7 @@ _WENT_ON = "rank {} has gone on to change parameters meanwhile"
 def _obstacle(reader: int, its: _Said, said: Sequence[_Said]) -> tuple[str | None, bool]:
     """Why the members' rows are not those that the reader asks for; and whether they never will be, and not all ranks
     come to the same read either."""
-    have_passed = any(_has_passed(other, its) for other in said)
+    have_passed = any(other.calls > its.calls for other in said)
     if min(its.keys) <= UNKNOWN or (its.of_gradients and its.ahead != Ahead.MEETING):
         return "nothing is sent for that", have_passed
     if its.ahead == Ahead.STEP or its.begun != its.done:
@@ -483,15 +520,10 @@ def _obstacle(reader: int, its: _Said, said: Sequence[_Said]) -> tuple[str | Non
         if said[member].lost > its.done:
             return _WENT_ON.format(member), True
         if said[member].done < its.done:
-            return f"rank {reader} alone has written to parameters before", _has_passed(said[member], its)
+            return f"rank {reader} alone has written to parameters before", said[member].calls > its.calls
         if its.ahead == Ahead.MEETING != said[member].ahead:  # it is in its backward
-            return f"rank {member} has not ended its backward", _has_passed(said[member], its)
+            return f"rank {member} has not ended its backward", said[member].calls > its.calls
     return None, False
-
-
-def _has_passed(other: _Said, its: _Said) -> bool:
-    """Whether the main thread of ``other`` is behind the place of a read."""
-    return other.calls > its.calls or (other.keys == (STEP,) != its.keys)
 
 
 def _number_of(keys: tuple[int, ...], how: Sequence[int]) -> int:

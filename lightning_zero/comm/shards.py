@@ -30,14 +30,6 @@ def whole(tensor: DTensor) -> Tensor:
     return gathered(tensor)
 
 
-def read_only(tensor: DTensor) -> Tensor:
-    """As :func:`whole`; if no gradient is needed, torch raises on an in-place write to the result or its views."""
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        return whole(tensor)
-    with torch.inference_mode():
-        return gathered(tensor).clone()
-
-
 @torch.no_grad()
 def gathered(tensor: Tensor) -> Tensor:
     """The values of a ``DTensor`` as one plain tensor on every rank and its mesh's device (collective), outside
@@ -212,17 +204,9 @@ def gathered_on_rank_0(tensor: Tensor, agreement: Agreement, empty: Empty) -> Te
     group, each = mesh.get_group(axis), -(-tensor.shape[0] // mesh.size(axis))
     if mesh.device_type != "cpu" and mesh.size(axis) > 1:
         return _collected_between_hosts(tensor, group, each, agreement, empty)
-    if coordinate[axis]:
-        if shard.numel():
-            dist.send(_bytes_of(shard.contiguous()), group=group, group_dst=0)
-        return None
-    whole = empty(tensor.shape, tensor.dtype)
-    parts = whole.split(each) if each else ()
-    for sender, part in enumerate(parts):
-        if sender == 0:
-            part.copy_(shard)
-        elif part.numel():
-            dist.recv(_bytes_of(part), group=group, group_src=sender)
+    whole = None if coordinate[axis] else empty(tensor.shape, tensor.dtype)
+    parts = [] if whole is None or not each else [_bytes_of(part) for part in whole.split(each)]
+    direct.collect(_bytes_of(shard.contiguous()), group, parts)
     return whole
 
 

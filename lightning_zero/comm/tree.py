@@ -75,7 +75,7 @@ class LostRankError(RuntimeError):
 
 _WAITED = "lightning_zero/waited_for"
 _PATIENCE_SECONDS = 1.5
-"""How long a rank may take to say for whom it has waited. All give up at about the same time, or at once where one has
+"""Time in which a rank may say for whom it has waited. All give up at about the same time, or at once where one has
 closed its connections."""
 
 
@@ -330,7 +330,7 @@ class _Round:
             raise LostRankError(self._group, peer) from error
 
     def receive(self, peer: int) -> bytes:
-        """What ``peer`` says in this round."""
+        """The message of ``peer`` in this round."""
         first = self._whole(peer, *self._first[peer])
         (size,) = _HEADER.unpack_from(first)
         rest = size - (_FIRST_BYTES - _HEADER.size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_zero.engines.torch_functions import BROADCAST_IS_SEEN
+
 _IN_SHARDED_MODULES = {
     "mixed torch.Tensor and DTensor": "A sharded parameter met a plain tensor where it was not gathered",
     "Inplace update to inference tensor": "A view of a sharded parameter is read-only: write to the parameter itself",
@@ -32,6 +34,11 @@ def advice_on(text: str, collecting_failed: bool, buffer_count: int | None, engi
         return (
             "A parameter was read where DeepSpeed's stage 3 has not gathered it, as in the own backward of an autograd"
             " function (torchdiffeq's odeint_adjoint): use stage=2 or engine='fsdp2'."
+        )
+    if "c10d.broadcast_" in text and not BROADCAST_IS_SEEN:
+        return (
+            "torch.distributed.broadcast of torch below 2.13 cannot be followed on sharded parameters: use torch>=2.13,"
+            " or a copy on all ranks: w = p.detach().clone(), broadcast(w, src), p.data.copy_(w)."
         )
     if "c10d." in text:  # DTensor's error: no torch function, so no view has seen the call
         return (

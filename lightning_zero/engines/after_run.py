@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from enum import Enum, auto
-from typing import Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, Protocol
+from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -35,7 +35,19 @@ class Sharded(Protocol):
         """As :meth:`~lightning_zero.engines.base.Engine.restore`."""
 
 
-_LEFT_SHARDED: WeakKeyDictionary[nn.Module, Sharded] = WeakKeyDictionary()
+class _Left:
+    """Keeps what can make a module whole, on that module: shards hold their module, so anything else that held them
+    would keep both for ever. Copies and pickles of the module are without."""
+
+    def __init__(self, shards: Sharded | None = None) -> None:
+        self.shards = shards
+
+    def __reduce__(self) -> Any:
+        return _Left, ()
+
+
+_KEY = "_lightning_zero_left"
+_LEFT_SHARDED: WeakSet[nn.Module] = WeakSet()
 _LOST: WeakSet[nn.Module] = WeakSet()
 
 
@@ -44,7 +56,8 @@ def leave(module: nn.Module, shards: Sharded, after: AfterRun) -> None:
     if after is AfterRun.LOST:
         _LOST.add(module)
     elif after is not AfterRun.WHOLE:
-        _LEFT_SHARDED[module] = shards
+        vars(module)[_KEY] = _Left(shards)
+        _LEFT_SHARDED.add(module)
 
 
 def refuse_lost(module: nn.Module) -> None:
@@ -65,9 +78,12 @@ def is_left_sharded(module: nn.Module) -> bool:
 def make_whole(module: nn.Module, on_whole: OnWhole = unheard) -> None:
     """``module`` is whole, also if an earlier run has left it sharded (collective); ``on_whole`` is told of each
     parameter in turn."""
-    shards = _LEFT_SHARDED.pop(module, None)
-    if shards is not None:
-        shards.restore(True, [], on_whole)
+    if module not in _LEFT_SHARDED:
+        return
+    _LEFT_SHARDED.discard(module)
+    left: _Left = vars(module).pop(_KEY)
+    assert left.shards is not None
+    left.shards.restore(True, [], on_whole)
 
 
 def make_owners_whole(module: nn.Module) -> None:

@@ -23,7 +23,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Aliases:
-    """What was taken and assigned, by parameter."""
+    """The tensors taken of ``p.data`` and assigned to it, by parameter."""
 
     def __init__(self) -> None:
         self._taken: Any = WeakIdKeyDictionary()  # weak references
@@ -46,7 +46,7 @@ class Aliases:
         return value not in self._uncounted
 
     def origin(self, alias: Any) -> Any:
-        """What ``alias`` was taken of, or ``alias`` itself."""
+        """The tensor that ``alias`` was taken of, or ``alias`` itself."""
         while (owner := self._owners.get(alias)) is not None and owner() is not None:
             alias = owner()
         return alias

@@ -32,7 +32,8 @@ CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
     "stage": {"fsdp2": (1, 2, 3), "deepspeed": (1, 2, 3)},
     "accelerator": {"fsdp2": ("cpu", "cuda", "xpu", "hpu"), "deepspeed": ("cpu", "cuda", "xpu", "hpu")},
 }
-"""What an engine takes of a setting. What it refuses of a module is said where it does: see ``docs/deepspeed.md``."""
+"""Values of a setting that each engine takes. Refusals of modules are stated where they are made: see
+``docs/deepspeed.md``."""
 
 OnWhole = Callable[[nn.Parameter], object]
 """Told of a parameter that has just become whole."""
@@ -40,6 +41,16 @@ OnWhole = Callable[[nn.Parameter], object]
 
 def unheard(p: nn.Parameter) -> None:
     """Nobody wants to be told."""
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Leaves ``torch.inference_mode()`` of a user's forward: what is made here is written to later, or trained with."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Root(nn.Module):

@@ -172,7 +172,8 @@ class Birth:
 
     @contextmanager
     def _scratch_for_others(self, module: nn.Module, born: set[int]) -> Iterator[None]:
-        """What ``module`` itself holds and has a value already (tied, built outside of meta) keeps it."""
+        """Keeps the values that tensors of ``module`` itself have already (tied, built outside of meta): scratch
+        tensors stand in for them inside it."""
         with ExitStack() as stack:
             for table in module_tables(module)[:2]:
                 for name, tensor in list(table.items()):

@@ -1,4 +1,4 @@
-"""Which optimizers may step on a part of a parameter.
+"""The optimizers that may step on a part of a parameter.
 
 An *element-wise* optimizer updates every element from that element's own history, so that a step on parts equals the
 step on the whole. No trial can prove it: settings in parameter groups, the size of a tensor or the number of steps may

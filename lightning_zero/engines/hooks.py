@@ -1,4 +1,4 @@
-"""Which hooks of the user's look at the module where an engine would rather leave it as it is."""
+"""The user's hooks that look at the module where an engine would rather leave it as it is."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def require_room(base: Path, name: str, need_bytes: float) -> None:
 
 
 def folder_for_files(given: str | None, default: str, need_bytes: float, agreement: Agreement, is_first: bool) -> str:
-    """Where the ranks of this host may make files that have no name (collective).
+    """The folder in which the ranks of this host may make files that have no name (collective).
 
     Args:
         given: ``offload.path``; has to exist on every host.

@@ -1,4 +1,4 @@
-"""What an optimizer holds of a module's parameters, wherever it keeps them.
+"""A module's parameters and their states in an optimizer, wherever it keeps them.
 
 ``param_groups`` and ``state`` are what PyTorch knows of. Others keep more: an optimizer around another one (Lookahead,
 SAM) has that one's groups and states, and many keep lists of parameters or dicts by parameter in attributes of their
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 _PUBLIC = ("param_groups", "state", "defaults")
 _DEPTH = 4
-"""How deep inside an attribute's lists, tuples and dicts parameters and optimizers are looked for."""
+"""Depth to which an attribute's lists, tuples and dicts are searched for parameters and optimizers."""
 
 
 def family(optimizer: Optimizer) -> list[Optimizer]:

@@ -46,7 +46,7 @@ from lightning_zero.private.torch import DisableTorchFunction, version_of
 
 
 class Files(Protocol):
-    """Where shards lie that are in files."""
+    """Access to the shards that lie in files."""
 
     def in_parts(self, shards: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Local tensors, those in turn that come into memory together."""
@@ -120,10 +120,10 @@ class ShardedStep:
             return loss if result is None else result
         with DisableTorchFunction():
             swap = _WholeSwap(self)
-        touch = _FirstTouch(swap)
+        touch, losses = _FirstTouch(swap), AgreedLosses(self.optimizer.param_groups[0]["params"][0].device)
         try:
             with touch.watching():
-                return self.optimizer.step(closure=swap.around(closure, touch), **kwargs)
+                return losses.own(self.optimizer.step(closure=swap.around(closure, touch, losses), **kwargs))
         finally:
             with DisableTorchFunction():
                 swap.undo()
@@ -185,14 +185,19 @@ class ShardedStep:
     def whole_parameter(self, p: DTensor) -> nn.Parameter:
         """The stand-in of ``p`` for whole steps, empty until it is filled; of the class of the user's parameter and
         with its attributes."""
-        original = self._originals.get(p)
         if p not in self._wholes:
+            original = self._originals.get(p)
             kind = type(original) if isinstance(original, nn.Parameter) else nn.Parameter
             data = torch.empty(0, dtype=p.dtype, device=mesh_device(p))
             self._wholes[p] = torch_optim.make_parameter(kind, data, p.requires_grad)
         stand_in = self._wholes[p]
-        vars(stand_in).update({**(vars(original) if original is not None else {}), **vars(p)})
+        vars(stand_in).update({**vars(p), **self.attributes(p)})
         return stand_in
+
+    def attributes(self, p: DTensor) -> dict[str, Any]:
+        """Those of the user's parameter."""
+        original = self._originals.get(p)
+        return {} if original is None else vars(original)
 
     # -- states as checkpoints have them -------------------------------------------------------------------------
 
@@ -300,7 +305,7 @@ def refuse_sharding(optimizers: Collection[Optimizer]) -> None:
 
 
 def whole_state_bytes(optimizers: Collection[Optimizer]) -> int:
-    """What :func:`hand_back` would add on each rank."""
+    """Bytes that :func:`hand_back` would add on each rank if it made the states whole."""
     values = (
         value
         for optimizer in optimizers
@@ -357,7 +362,8 @@ class _Swap(ABC):
                     state[after] = state.pop(before)
 
     def saw(self, entry: dict[str, Any]) -> dict[str, DTensor]:
-        """What users see in a parameter's state and its stand-in's must not have: remembered for :meth:`leave`."""
+        """Remembers for :meth:`leave`, and returns, the shards that users see in a parameter's state and that its
+        stand-in's state must not have."""
         sharded = {key: value for key, value in entry.items() if isinstance(value, DTensor)}
         self._seen[id(entry)] = entry, sharded
         return sharded
@@ -389,7 +395,7 @@ class _Swap(ABC):
 
     @abstractmethod
     def stand_in(self, p: DTensor) -> Tensor:
-        """What the optimizer holds instead of ``p``."""
+        """The tensor that the optimizer holds instead of ``p``."""
 
     @abstractmethod
     def store(self, p: DTensor, stand_in: Tensor) -> None:
@@ -407,7 +413,10 @@ class _LocalSwap(_Swap):
     """Stand-ins are the local shards themselves."""
 
     def stand_in(self, p: DTensor) -> Tensor:
-        return local(p)
+        shard = local(p)
+        if not self.knows_all and type(shard) is Tensor:  # a subclass has what it is made of there
+            vars(shard).update(self.owner.attributes(p))  # of now: user code may have changed them
+        return shard
 
     def fill(self) -> None:
         self.filled = True
@@ -492,7 +501,7 @@ class _WholeSwap(_Swap):
         stand_in.grad = None
         stand_in.data = torch.empty(0, dtype=stand_in.dtype, device=stand_in.device)
 
-    def around(self, closure: Callable[[], Any], touch: _FirstTouch) -> Callable[[], Any]:
+    def around(self, closure: Callable[[], Any], touch: _FirstTouch, losses: AgreedLosses) -> Callable[[], Any]:
         """``closure`` as the optimizer may call it while it holds stand-ins: user code finds its own parameters."""
 
         def evaluate() -> Any:
@@ -509,7 +518,7 @@ class _WholeSwap(_Swap):
                     self._refill()
                 else:
                     self.fill()
-                return self._agreed(loss)
+                return losses.mean(loss)
 
         return evaluate
 
@@ -524,13 +533,32 @@ class _WholeSwap(_Swap):
             stand_in.grad = next(wholes)
         self._remember_grads()
 
-    def _agreed(self, loss: Any) -> Any:
-        """LBFGS decides by the loss how often it evaluates, which all ranks have to do alike: the mean of theirs."""
-        if not isinstance(self.optimizer, torch.optim.LBFGS) or loss is None or dist.get_world_size() == 1:
+
+class AgreedLosses:
+    """A closure's losses as an optimizer has them, which may decide by them: the mean of all ranks'.
+
+    Each rank keeps the rows that it has stepped, so all have to decide alike: LBFGS how often it evaluates, AliG how
+    far it goes. The user is given this rank's own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._told: list[tuple[Any, Any]] = []
+
+    def mean(self, loss: Any) -> Any:
+        is_number = isinstance(loss, float) or (isinstance(loss, Tensor) and loss.numel() == 1)
+        if not is_number or dist.get_world_size() == 1:
             return loss
-        mean = torch.as_tensor(loss).detach().clone()
-        dist.all_reduce(mean)
-        return mean / dist.get_world_size()
+        total = torch.as_tensor(loss).detach().to(self._device, copy=True)
+        dist.all_reduce(total)
+        mean = total / dist.get_world_size()
+        # No number but where the user's closure has made one of its loss, and waited for it already
+        self._told.append((mean if isinstance(loss, Tensor) else mean.item(), loss))
+        return self._told[-1][0]
+
+    def own(self, result: Any) -> Any:
+        """``result`` of the optimizer's step, the loss of this rank's batch where it is a mean."""
+        return next((loss for mean, loss in self._told if result is mean), result)
 
 
 class _FirstTouch(TorchFunctionMode):

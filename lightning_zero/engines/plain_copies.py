@@ -44,7 +44,7 @@ def _hooks_of(module: nn.Module) -> Iterator[tuple[str, dict[int, Any]]]:
 
 
 def _reduced(module: nn.Module, ours: Mapping[str, set[int]], is_own: Callable[[str], bool], protocol: Any) -> Any:
-    """What ``module.__reduce_ex__`` would return for a module that no engine has touched."""
+    """The value that ``module.__reduce_ex__`` would return for a module that no engine has touched."""
     reduced: Any = type(module).__reduce_ex__(module, protocol)
     made, arguments, *rest = reduced
     if rest and isinstance(rest[0], dict):
@@ -59,7 +59,9 @@ def _reduced(module: nn.Module, ours: Mapping[str, set[int]], is_own: Callable[[
 
 
 def pickle_plainly(
-    parameters: Iterable[nn.Parameter], value: Callable[[Tensor], Tensor], kept: Mapping[int, set[str]]
+    parameters: Iterable[nn.Parameter],
+    value: Callable[[Tensor], Tensor],
+    attributes: Callable[[Tensor], Mapping[str, Any]],
 ) -> None:
     """``torch.save`` of ``parameters`` writes whole ones with the user's attributes, for as long as each has the
     attribute that this sets.
@@ -67,12 +69,12 @@ def pickle_plainly(
     Args:
         parameters: Of the run's module.
         value: A parameter's values in memory of their own.
-        kept: Names of the attributes that are the user's, by the parameter's ``id``.
+        attributes: Those of a parameter that are the user's.
     """
 
     def reduced(p: nn.Parameter, protocol: Any) -> Any:
         plain = nn.Parameter(value(p), p.requires_grad)
-        vars(plain).update((name, its) for name, its in vars(p).items() if name in kept[id(p)])
+        vars(plain).update(attributes(p))
         return plain.__reduce_ex__(protocol)
 
     for p in parameters:

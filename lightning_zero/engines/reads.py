@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.reads import KEPT_BYTES, STEP, UNKNOWN, WRITE, Ahead, Changes, Holder, Reads
+from lightning_zero.comm.reads import KEPT_BYTES, UNKNOWN, WRITE, Ahead, Changes, Holder, Reads
 
 
 class Keyed(Holder, Protocol):
@@ -87,7 +87,8 @@ class Reader:
     def step_begins(self) -> None:
         """Gradients or parameters are about to change: ranks whose user code still reads them are waited for."""
         if self._changes.ahead is Ahead.MEETING:
-            self.require_all(STEP)
+            if self._reads is not None and self._is_between():
+                self._reads.meet()
             self._changes.forget()
         self._changes.ahead = Ahead.STEP
 

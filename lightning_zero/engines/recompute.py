@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -31,6 +31,9 @@ Recompute = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
 _log = logging.getLogger(__name__)
 _aten = torch.ops.aten
 _MATRIX_PRODUCTS = frozenset([_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default])
+_UNCOUNTED = frozenset([_aten.unsafe_chunk.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default])
+"""Views with version counters of their own: a write to one is none to the matrix product that it is a part of, so one
+that is kept would be another one afterwards, and nobody would know."""
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "flex_attention")
 
 
@@ -41,7 +44,8 @@ class Recomputed:
         config: Which, and what is kept.
         module: Not yet sharded.
         units: The shard units but the root's: what is recomputed where ``config`` names nothing else.
-        recompute: How, where it is not :func:`on_unpacking`.
+        recompute: How, given a module and its name; where it is not :func:`on_unpacking`.
+        before: Called with a module whose activations are about to be computed again, in the backward.
 
     Raises:
         ValueError: On all ranks, where there is nothing to recompute, or the user has compiled it.
@@ -52,7 +56,8 @@ class Recomputed:
         config: ActivationCheckpointingConfig,
         module: nn.Module,
         units: Sequence[nn.Module],
-        recompute: Recompute | None = None,
+        recompute: Callable[[str, nn.Module], Recompute] | None = None,
+        before: Callable[[nn.Module], None] = lambda module: None,
     ) -> None:
         self._config, self._recomputing = config, list[nn.Module]()
         self._forwards: dict[nn.Module, Forward] = {}
@@ -71,14 +76,18 @@ class Recomputed:
                 "activation_checkpointing beside a module's own gradient_checkpointing: activations are recomputed"
                 " twice; switch one of them off.",
             )
-        how = recompute or (_keeping_what_is_costly if config.target == "selective" else on_unpacking)
-        self._forwards = {m: _recomputing(m, how) for m in self._recomputing}
+        chosen = {m: recompute(names[m], m) if recompute else self._how(m) for m in self._recomputing}
+        self._forwards = {m: _recomputing(m, how, partial(before, m)) for m, how in chosen.items()}
+
+    def _how(self, module: nn.Module) -> Recompute:
+        has_cells = any(isinstance(m, (nn.RNNBase, nn.RNNCellBase)) for m in module.modules())  # made of _UNCOUNTED
+        return _keeping_what_is_costly if self._config.target == "selective" and not has_cells else on_unpacking
 
     def __contains__(self, module: nn.Module) -> bool:
         return module in self._recomputing
 
     def forward_of(self, module: nn.Module) -> Forward:
-        """What ``module`` computes: its own forward, or the recomputing one."""
+        """The forward that ``module`` runs: its own, or the recomputing one."""
         return self._forwards[module] if module in self._recomputing else module.forward
 
     def offloading(self, forward: Forward) -> Forward:
@@ -136,20 +145,21 @@ def _with_hooks(module: nn.Module, forward: Forward) -> Forward:
     return call
 
 
-def _recomputing(module: nn.Module, recompute: Recompute) -> Forward:
+def _recomputing(module: nn.Module, recompute: Recompute, before: Callable[[], None]) -> Forward:
     forward = module.forward
 
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return recompute(_from_the_same_buffers(module, forward), args, kwargs)
+        return recompute(_from_the_same_state(module, forward, before), args, kwargs)
 
     return recomputing
 
 
-def _from_the_same_buffers(module: nn.Module, forward: Forward) -> Forward:
-    """``forward`` for one forward and its recomputations, which start from the buffers it found and leave those alone
-    that the module has by then: batch norm would count each batch twice, spectral norm compute other weights."""
+def _from_the_same_state(module: nn.Module, forward: Forward, before: Callable[[], None]) -> Forward:
+    """``forward`` for one forward and its recomputations, which come after ``before``, start from the buffers it found
+    and leave those alone that the module has by then: batch norm would count each batch twice, spectral norm compute
+    other weights."""
     found: list[tuple[nn.Module, str, Tensor]] | None = None
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -159,6 +169,7 @@ def _from_the_same_buffers(module: nn.Module, forward: Forward) -> Forward:
         if found is None:
             found = [(m, name, buffer.detach().clone()) for m, name, buffer in _held_buffers(module)]
             return forward(*args, **kwargs)
+        before()
         now = _held_buffers(module)
         try:
             # Others take their place: autograd may have saved those of now, which a write would make stale.
@@ -177,7 +188,7 @@ def _held_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 def on_unpacking(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """When the first tensor is needed again; any kind of arguments, ``torch.autograd.grad`` too."""
+    """Recomputes when the first tensor is needed again; for any kind of arguments, ``torch.autograd.grad`` too."""
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
@@ -187,10 +198,20 @@ def _keeping_what_is_costly(forward: Forward, args: tuple[Any, ...], kwargs: dic
 
 def costly_is_kept() -> Any:
     """A ``context_fn`` of ``checkpoint``: every second matrix product and attention are kept, as torchtitan's selective
-    checkpointing has it."""
+    checkpointing has it.
+
+    Raises:
+        ValueError: In the forward, where a kept product may change unseen.
+    """
     products = {False: 0, True: 0}  # counted alike in the forward and when it is computed again
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if func in _UNCOUNTED:
+            raise ValueError(
+                f"activation_checkpointing='selective' of code that calls torch.{func.overloadpacket.__name__}: what is"
+                " written to its results changes a matrix product that is kept. Use torch.chunk or torch.split, or"
+                " activation_checkpointing='full'."
+            )
         if func in _MATRIX_PRODUCTS:
             products[context.is_recompute] += 1
             keeps = products[context.is_recompute] % 2 == 1

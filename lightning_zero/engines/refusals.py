@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -36,8 +39,8 @@ def refuse_uninitialized(module: nn.Module) -> None:
 
 
 def refuse_held_views(module: nn.Module) -> None:
-    """Raises ``ValueError`` for an attribute that lies in a parameter's memory, which the run leaves: it would be
-    stale from the first step on. Parameters themselves may be held anywhere.
+    """Raises ``ValueError`` for an attribute that lies in a parameter's memory, or holds what does: the run leaves that
+    memory, so it would be stale from the first step on. Parameters themselves may be held anywhere.
 
     A view that anything else in the process holds is warned of: it may be a helper's, which is stale in the same way,
     or what ``load_state_dict(states, assign=True)`` was given, which nobody looks at again.
@@ -45,13 +48,14 @@ def refuse_held_views(module: nn.Module) -> None:
     storages = {name: p.untyped_storage() for name, p in module.named_parameters() if p.numel()}
     named = {storage_key(storage): name for name, storage in storages.items()}
     known, of_attributes = set(), Counter[int]()
+    modules = {id(m) for m in module.modules()}  # each looked at by itself
     for owner, m in module.named_modules():
         parameters, buffers, children = module_tables(m)
         for attribute, value in {**vars(m), **buffers}.items():
             if value is parameters or value is children:
                 continue
             made_anew = f"{attribute}_orig" in parameters  # for each forward, by spectral_norm and prune
-            for held in _tensors_in(value):
+            for held in _tensors_in(value, modules):
                 key = storage_key(held.untyped_storage())
                 known.add(id(held))
                 of_attributes[key] += 1
@@ -84,7 +88,7 @@ def _warn_of_views_elsewhere(named: dict[int, str], known: set[int]) -> None:
 
 
 def _holder(view: Tensor) -> str:
-    """Who holds it, by a name of the user's where there is one."""
+    """The holder of ``view``, by a name of the user's where there is one."""
     for names in gc.get_referrers(view):
         key = next((key for key, value in [*names.items()] if value is view), None) if isinstance(names, dict) else None
         if key is not None:
@@ -94,15 +98,57 @@ def _holder(view: Tensor) -> str:
     return f"a tensor of shape {tuple(view.shape)}"
 
 
-def _tensors_in(value: Any, depth: int = 2) -> Iterator[Tensor]:
-    """Plain tensors; a container is looked into by its first element, as it may be a whole dataset."""
-    if type(value) is Tensor and value.layout == torch.strided:
-        yield value
-    elif depth and isinstance(value, (list, tuple, dict)):
-        values = list(value.values()) if isinstance(value, dict) else value
-        if isinstance(next(iter(values), None), (Tensor, list, tuple, dict)):
-            for inner in values:
-                yield from _tensors_in(inner, depth - 1)
+def _tensors_in(value: Any, known: set[int]) -> Iterator[Tensor]:
+    """Plain tensors that ``value`` holds in containers and objects, the nearest first.
+
+    What is looked at has bounds, as it may hold a whole dataset, and runs no code of the user's: no properties, no
+    ``__getattr__``, no methods of a container that loads what it is asked for. ``known``: ids of what is left out.
+    """
+    level, seen = [value], set[int]()
+    for _ in range(_MAX_DEPTH + 1):
+        following: list[Any] = []
+        for each in level:
+            if issubclass(type(each), Tensor):
+                if type(each) is Tensor and each.layout == torch.strided:
+                    yield each
+            elif type(each) not in _ATOMS and id(each) not in known and id(each) not in seen:
+                seen.add(id(each))
+                following += islice(_held_by(each), min(_MAX_PER_HOLDER, _MAX_PER_LEVEL - len(following)))
+        level = following
+
+
+_ATOMS = {type(None), bool, int, float, str}
+_MAX_DEPTH = 5
+_MAX_PER_HOLDER, _MAX_PER_LEVEL = 1_000, 10_000
+
+
+def _held_by(value: Any) -> Iterator[Any]:
+    kind = type(value)
+    if issubclass(kind, dict):
+        yield from dict.values(value)
+    for sequence in (list, tuple, set, deque):
+        if issubclass(kind, sequence):
+            yield from sequence.__iter__(value)
+    if kind not in (dict, list, tuple) and _is_plain(kind):
+        with suppress(AttributeError):
+            yield from object.__getattribute__(value, "__dict__").values()
+        for slot in _slots(kind):
+            with suppress(AttributeError):  # not assigned
+                yield slot.__get__(value)
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether instances may hold tensors in attributes: a ``Trainer`` holds all callbacks, and is not the module's."""
+    roots = {str(each.__module__).partition(".")[0] for each in kind.__mro__}
+    return not issubclass(kind, (type, ModuleType, FunctionType)) and roots.isdisjoint(_NOT_OF_THE_MODULE)
+
+
+_NOT_OF_THE_MODULE = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_zero"}
+
+
+def _slots(kind: type) -> list[MemberDescriptorType]:
+    own = [vars(each) for each in kind.__mro__ if "__slots__" in vars(each)]
+    return [each for names in own for each in names.values() if isinstance(each, MemberDescriptorType)]
 
 
 def refuse_sparse_gradients(module: nn.Module) -> None:

@@ -1,19 +1,24 @@
-"""What torch functions do to their arguments, as far as their names tell; both engines' views go by it."""
+"""Effects of torch functions on their arguments, as far as their names tell; both engines' views go by them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import init
+from torch.torch_version import TorchVersion
 
 _SPECIAL_IN_PLACE = frozenset(("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"))
 
 IN_PLACE_COLLECTIVES: frozenset[Callable[..., Any]] = frozenset(
     (dist.all_reduce, dist.all_reduce_coalesced, dist.broadcast)
 )
-"""They leave the same values on every rank of their group. (Torch functions from 2.13 on; all_reduce, always.)"""
+"""They leave the same values on every rank of their group."""
+BROADCAST_IS_SEEN: bool = TorchVersion(torch.__version__) >= "2.13"
+"""Whether ``torch.distributed.broadcast`` is a torch function, which views see; ``all_reduce`` always was."""
 _OTHER_COLLECTIVES = {
     "recv": 0,
     "irecv": 0,
@@ -50,7 +55,7 @@ def initializes(func: Callable[..., Any]) -> bool:
 
 
 def needs_no_grad(name: str) -> RuntimeError:
-    """What torch says of a write to a leaf that requires a gradient."""
+    """The error, in torch's words, for a write to a leaf that requires a gradient."""
     return RuntimeError(
         f"a leaf Variable that requires grad is being used in an in-place operation ({name}): write to a parameter"
         " under torch.no_grad() or through .data."
@@ -74,3 +79,21 @@ def needs_own_tensor(name: str) -> ValueError:
         f"torch.distributed.{name} into a sharded parameter or gradient leaves other values on each rank, which holds"
         f" only its share: {name} into a tensor of your own, then copy_ what all ranks have."
     )
+
+
+VIEWS = frozenset(
+    "view view_as reshape reshape_as flatten unflatten ravel t transpose swapaxes swapdims permute movedim moveaxis"
+    " adjoint narrow select unbind split chunk tensor_split hsplit vsplit dsplit squeeze unsqueeze expand expand_as"
+    " diagonal unfold __getitem__ as_strided alias positive real imag contiguous".split()
+)
+"""Names of functions whose result may share the memory of their argument."""
+VIEW_PROPERTIES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Of a call's arguments or results, and of lists and tuples among them."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+        elif isinstance(value, Tensor):
+            yield value

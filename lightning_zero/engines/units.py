@@ -1,4 +1,4 @@
-"""Which modules are gathered together: the shard units of a module, chosen from the module itself.
+"""Shard units of a module, the groups of parameters that are gathered together, chosen from the module itself.
 
 A *unit* is a module whose parameters are gathered by one collective before its ``forward`` and reduced by one after
 its backward. Parameters outside all units belong to the *root* unit, which is gathered for the whole step. Those that

@@ -1,4 +1,4 @@
-"""What ranks do about an exception: find out whether all have raised it alike, tell the user once, save or not.
+"""The ranks' answer to an exception: find out whether all have raised it alike, tell the user once, save or not.
 
 An exception leaves each rank at a place of its own, so no collective may follow it blindly: not the saves of
 ``on_exception`` callbacks, not the next fit of a script that has caught it. Each rank says through the store (no
@@ -27,9 +27,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning_zero.launch import rendezvous, tracebacks
 
 WAIT_SECONDS = 4.0
-"""How long a rank that has raised waits for the others to raise as well."""
+"""Time for which a rank that has raised waits for the others to raise as well."""
 ANSWER_SECONDS = 2.0
-"""How much longer it waits for the store, which a stopped rank 0 keeps open and never answers from."""
+"""Further time for the store, which a stopped rank 0 keeps open and never answers from."""
 _POLL_SECONDS = 0.02
 RANK_LOG = "LIGHTNING_ZERO_RANK_LOG"
 """Set in ranks that a supervisor started: the file their output goes to; empty for the terminal."""

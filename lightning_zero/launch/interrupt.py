@@ -30,7 +30,7 @@ FORCE_SECONDS = 3.5
 
 
 class Presses:
-    """What this process, rank 0 of its machine, does about SIGINT and SIGTERM while it has ranks.
+    """Answers SIGINT and SIGTERM in this process, rank 0 of its machine, while it has ranks.
 
     Args:
         end_ranks: Ends the other ranks at once, from any thread.

@@ -1,4 +1,4 @@
-"""Who starts the ranks of a run, and what becomes of them.
+"""Start and end of the ranks of a run.
 
 [Ways of starting]
 - *outside*: torchrun, srun, mpirun. Every rank exists already; what they say about themselves must agree with
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import inspect
 import os
 import pickle
@@ -38,14 +39,14 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_zero.host import allow_open_files, files_of_a_run
+from lightning_zero.comm.agree import forget_shared
+from lightning_zero.host import allow_open_files, files_of_a_run, require_open_files
 from lightning_zero.launch import failure, rendezvous, restart, supervisor, tracebacks
 from lightning_zero.launch.environment import adapt_environment, check_world, without_requeueing
 from lightning_zero.launch.interrupt import leave_at_once, set_starting
 from lightning_zero.launch.session import (
     ERROR_FILE,
     GRACE_SECONDS,
-    RankLost,
     current,
     end_session,
     hydra_output_dir,
@@ -66,10 +67,10 @@ from lightning_zero.private.lightning import (
     set_num_threads_if_needed,
     timeout_of,
 )
-from lightning_zero.private.torch import abort_process_groups
+from lightning_zero.private.torch import abort_process_groups, forget_meshes
 
 program_arguments: list[str] = []
-"""What stands on the command line before Hydra's own arguments, if this program has such words."""
+"""Words of the command line before Hydra's own arguments, if this program has any."""
 
 
 def choose_start_method(method: str) -> str:
@@ -161,6 +162,8 @@ class PopenLauncher(SubprocessScriptLauncher):
             )
             session.wait_until_ready(_run)
         elif errors := os.environ.get(ERROR_FILE):
+            if _run == 1:
+                _drop_process_group()
             ready_file(errors, _run).write_text(get_temp_dir(), encoding="utf-8")
         set_num_threads_if_needed(num_processes=self.num_processes)
         if dist.is_available():
@@ -176,7 +179,7 @@ class PopenLauncher(SubprocessScriptLauncher):
                 _end_other_ranks(error)
             return
         if self._starts_ranks and current() is None:  # no rank was started, so there is nothing to end or agree on
-            _note(error, "the run did not begin", is_effect=isinstance(error, RankLost))
+            _note(error, "the run did not begin", is_effect=isinstance(error, rendezvous.RankLost))
             return
         path = os.environ.get(ERROR_FILE)
         if path and not isinstance(error, KeyboardInterrupt):
@@ -289,18 +292,19 @@ def _note(error: BaseException, headline: str, is_effect: bool = False) -> None:
 
 
 def destroy_process_group() -> None:
-    """Whatever its backend: sockets, threads and the store's port are given back before the interpreter goes."""
+    """Ends a group of any backend: sockets, threads and the store's port are given back now. What this package keeps
+    for as long as there is a group would keep it alive."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    forget_shared()
+    forget_meshes()
 
 
 def _drop_process_group() -> None:
-    """What a failed job of a sweep has left in this process; its other ranks are gone."""
-    if dist.is_initialized():
-        if dist.is_nccl_available() and "nccl" in dist.get_backend_config():
-            abort_process_groups()  # to destroy it would wait for them
-        else:
-            dist.destroy_process_group()
+    """Ends the group that a failed job of a sweep, or a run on one device, has left: a process has one at a time."""
+    if dist.is_initialized() and dist.is_nccl_available() and "nccl" in dist.get_backend_config():
+        abort_process_groups()  # to destroy it would wait for them
+    destroy_process_group()
 
 
 # -- spawn and fork --------------------------------------------------------------------------------------------------
@@ -369,6 +373,7 @@ class ProcessesLauncher(Launcher):
                 " notebook and touch no CUDA tensor before fit, or use start_method='spawn'."
             )
         if self._start_method == "fork":
+            _leave_no_group_to_forks()
             self._strategy.before_fork()
         snapshot = GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
         call, what = self._rank, (trainer, function, args, kwargs, snapshot)
@@ -405,7 +410,9 @@ class ProcessesLauncher(Launcher):
     def _rank(
         self, process_idx: int, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any, snapshot: Any
     ) -> None:
-        """What one rank does; its results go into files, as a queue would hold them in shared memory."""
+        """Runs one rank; its results go into files, as a queue would hold them in shared memory."""
+        if self._start_method == "fork":
+            gc.freeze()  # a group in garbage of the parent's is not collected here, where its threads are not
         box: Any = _Box()
         results: list[Any] = []
 
@@ -434,6 +441,22 @@ class ProcessesLauncher(Launcher):
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def _leave_no_group_to_forks() -> None:
+    """A process group has threads, which a forked process has not: one that it inherits can neither work nor end there.
+
+    Raises:
+        RuntimeError: This process is in one.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"start_method='fork': this process is in a process group of {dist.get_world_size()} ranks already, which"
+            " its own code has opened or an earlier Trainer left (Lightning's 'ddp' with devices=1 does), and forked"
+            " ranks cannot be in another. End it before fit, with torch.distributed.destroy_process_group(), or use"
+            " start_method='spawn'."
+        )
+    forget_meshes()  # which hold the groups of earlier runs in this process
 
 
 def _by_value(call: Any, args: tuple[Any, ...], error: BaseException) -> tuple[Any, tuple[Any, ...]]:
@@ -485,6 +508,26 @@ def whole_predictions(of_ranks: list[Any], num_dataloaders: int = 1) -> Any:
     return [result[i] for i in range(longest) for result in of_ranks if i < len(result)]
 
 
+SAME_DEVICES = (
+    "Give every Trainer of a script the same devices=, or, for one that works alone (a test after a fit),"
+    " strategy='auto'."
+)
+
+
+def _check_group(world_size: int) -> None:
+    """The process group that is there already is this run's."""
+    found = dist.get_world_size()
+    if found > world_size:
+        raise RuntimeError(f"world size {world_size}, but this process is one of {found} ranks already. {SAME_DEVICES}")
+    if found < world_size:
+        raise RuntimeError(
+            f"the run has {world_size} ranks, but this process is in a process group of {found} already, which an"
+            " earlier Trainer (Lightning's 'ddp' with devices=1) or its own code has left: begin the run in a process"
+            " of its own, or before it call torch.distributed.destroy_process_group() and take LOCAL_RANK out of"
+            " os.environ, which makes this process one of several."
+        )
+
+
 class Launched:
     """Mixin for ``DDPStrategy`` and what derives from it: how its ranks are started, watched and ended."""
 
@@ -525,7 +568,9 @@ class Launched:
     def setup_distributed(self) -> None:
         """As DDP's, but ranks that are still importing are waited for, by name and for as long as a start takes."""
         self.set_world_ranks()  # type: ignore[attr-defined]
-        if not dist.is_initialized() and self.world_size > 1:  # type: ignore[attr-defined]
+        if dist.is_initialized():
+            _check_group(self.world_size)  # type: ignore[attr-defined]
+        elif self.world_size > 1:  # type: ignore[attr-defined]
             environment = self.cluster_environment
             os.environ["MASTER_ADDR"] = environment.main_address
             os.environ["MASTER_PORT"] = str(environment.main_port)
@@ -533,12 +578,16 @@ class Launched:
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
             # Of the rest, rank 0's store and the exchange between CPU processes have one per rank (docs/scaling.md).
             allow_open_files(files_of_a_run(self.world_size))  # type: ignore[attr-defined]
-            limit: timedelta = timeout_of(self) or default_pg_timeout  # type: ignore[arg-type]
             rank, size = self.global_rank, self.world_size  # type: ignore[attr-defined]
+            keeps_store = rank == 0 and not rendezvous.is_kept_by_agent()
+            require_open_files(size, self.root_device.type == "cpu", keeps_store)  # type: ignore[attr-defined]
+            limit: timedelta = timeout_of(self) or default_pg_timeout  # type: ignore[arg-type]
             backend = backend_of(self)
             rank_zero_info(f"Initializing distributed: {size} ranks, backend {backend}")
             expected = f"devices={self.num_processes}, num_nodes={self.num_nodes}"  # type: ignore[attr-defined]
-            store = rendezvous.meet(environment.main_address, environment.main_port, rank, size, expected)
+            is_over = session.lacks_a_rank if (session := current()) is not None else lambda: False
+            at = environment.main_address, environment.main_port
+            store = rendezvous.meet(*at, rank, size, expected, is_over)
             dist.init_process_group(
                 backend,
                 store=store,

@@ -32,12 +32,8 @@ ERROR_FILE = "LIGHTNING_ZERO_ERROR_FILE"
 """Set in ranks that a supervisor started: where they write what made them fail."""
 _READY = ".ready"
 GRACE_SECONDS = {"clean": 60.0, "failed": 3.0, "preempted": 20.0, "interrupted": 0.3}
-"""How long rank 0's end leaves the others to end by themselves."""
+"""Seconds that the others get to end by themselves, by the way in which rank 0 ended."""
 _SET_FOR_RANKS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
-
-
-class RankLost(RuntimeError):
-    """Another rank ended before the run began; the supervisor has shown why."""
 
 
 class Session:
@@ -149,7 +145,7 @@ class Session:
                         f"{len(waiting)} ranks did not come to their fit in {seconds:.0f} s. More patience:"
                         f" {rendezvous.START_SECONDS}={2 * seconds:g}."
                     )
-                raise RankLost(
+                raise rendezvous.RankLost(
                     f"rank {found.get('rank')} {found.get('what', 'ended')} before the run began (shown above)."
                 )
             time.sleep(0.02)
@@ -264,12 +260,12 @@ def end_session(how: str = "clean", failed_at: float | None = None) -> dict[str,
 
 
 def ready_file(errors: str, launch: int) -> Path:
-    """What a rank makes when it has come to the ``launch``-th run of the program."""
+    """The file that a rank makes when it has come to the ``launch``-th run of the program."""
     return Path(errors).with_suffix(f"{_READY}{launch if launch > 1 else ''}")
 
 
 def _open_store(environment: Any, num_nodes: int) -> None:
-    """Where ranks find each other, before there are any: then nobody can take its port in between."""
+    """Opens the ranks' store before there are ranks: then nobody can take its port in between."""
     is_free = type(environment) is LightningEnvironment and num_nodes == 1 and "MASTER_PORT" not in os.environ
     if is_free and "STANDALONE_PORT" not in os.environ:
         set_main_port(environment, rendezvous.serve(environment.main_address))

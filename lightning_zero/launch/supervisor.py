@@ -299,7 +299,7 @@ class Fate:
             self._handle = os.pidfd_open(pid)
 
     def words(self) -> str:
-        """How it ended; if the kernel does not say, the likeliest way."""
+        """Its end in words; the likeliest one if the kernel does not say."""
         with contextlib.suppress(OSError):
             select.select([self._handle], [], [], 1.0) if self._handle >= 0 else time.sleep(POLL_SECONDS)
         status = self._from_handle()

@@ -45,8 +45,12 @@ def summary(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> list[str]:
-    """Where ``error`` was raised, the same on ranks that came the same way: file and line of each frame."""
-    return [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+    """The way to ``error``, the same on ranks that came the same way: file and line of each frame.
+
+    Rank 0's script has another name where a user gives a path with ``..``, as other ranks start the one without.
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    return [f"{os.path.realpath(frame.f_code.co_filename)}:{lineno}" for frame, lineno in frames]
 
 
 def is_told_by_its_message(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""What a run that is about to start asks the planner, on all ranks alike."""
+"""The planner at the start of a run, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def smallest_device_bytes(trainer: Trainer, config: ZeroConfig) -> float:
 def resolve_shard_size(
     trainer: Trainer, module: LightningModule, config: ZeroConfig, broadcast: Callable[[Any], Any]
 ) -> tuple[int | None, str]:
-    """What ``shard_size="auto"`` means for the run that ``trainer`` is about to start, and why (collective).
+    """The groups of ``shard_size="auto"`` for the run that ``trainer`` is about to start, and the reason (collective).
 
     Raises:
         ValueError: On all ranks, where rank 0 cannot plan the run.

@@ -1,4 +1,4 @@
-"""Which row of a plan to take, and why."""
+"""The row of a plan to take, and the reason."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def choose(
                 peak = row.peak_with(checkpointing)
                 if peak > usable:
                     tried.append(f"{row.name} {gib(peak)}")
-                elif host_gib is not None and row.host * ranks_per_host > host_gib * GIB:
-                    tried.append(f"{row.name} {gib(row.host * ranks_per_host)} of host memory")
+                elif host_gib is not None and row.host_with(checkpointing) * ranks_per_host > host_gib * GIB:
+                    tried.append(f"{row.name} {gib(row.host_with(checkpointing) * ranks_per_host)} of host memory")
                 else:
                     reason = _reason(row, peak, usable, checkpointing, group, on_device)
                     if checkpointing and not recomputes and row.offload == "none":

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_zero.private.torch import uncompiled
 
 _DEPTH = 3
-"""How deep inside an attribute's lists and dicts functions are looked for."""
+"""Depth of the search for functions in an attribute's lists and dicts."""
 
 
 class Closures:

@@ -40,13 +40,14 @@ def smallest_group(
     for count in (n for n in range(1, hosts) if hosts % n == 0 and n * ranks_per_host > 1):
         made = planned(count * ranks_per_host)
         row, size = made.row(name), count * ranks_per_host
-        peak = row.peak_with(config.activation_checkpointing.is_on)
+        recomputes = config.activation_checkpointing.is_on
+        peak, of_host = row.peak_with(recomputes), row.host_with(recomputes) * ranks_per_host
         if made.usable_bytes is None:
             return _noted(planned(None), None, "all ranks: no device memory was given, and they store the least")
         if peak > made.usable_bytes:
             tried = f"; groups of {size} would need {gib(peak)} of {gib(made.usable_bytes)} usable GiB"
-        elif host_gib is not None and row.host * ranks_per_host > host_gib * GIB:
-            tried = f"; groups of {size} would need {gib(row.host * ranks_per_host)} GiB of a host's memory"
+        elif host_gib is not None and of_host > host_gib * GIB:
+            tried = f"; groups of {size} would need {gib(of_host)} GiB of a host's memory"
         else:
             group = "the ranks of one host" if count == 1 else f"the ranks of {count} hosts"
             why = f"{name} needs {gib(peak)} of {gib(made.usable_bytes)} usable GiB there{tried}"

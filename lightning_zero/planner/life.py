@@ -13,6 +13,8 @@ class Life:
     """Most that is alive in a rank's host memory at ``zero3`` on ``fsdp2``, bytes. Pages of files
     (``offload="nvme"``) are the kernel's, which takes them back, and don't count."""
 
+    offload: str
+    """The setting that it holds for."""
     whole: float
     """The module itself: what every rank holds that builds it in ``__init__``, or below stage 3."""
     made: float
@@ -27,7 +29,7 @@ class Life:
     saved: float
     """On rank 0 while it writes one file; with ``checkpoint="sharded"`` no more than a step."""
     ended: float
-    """Where ``after_fit`` makes module and optimizers' states whole, beside the shards they are made of; with
+    """While ``after_fit`` makes module and optimizers' states whole, beside the shards they are made of; with
     ``"sharded"`` no more than a step."""
 
 
@@ -43,6 +45,7 @@ def life_of(layout: Layout, world_size: int, offload: str, host_is_device: bool,
     shards = state_bytes(layout, 3, world_size).parameters + layout.buffer_bytes
     born_sharded = world_size > 1 and built == "auto"
     return Life(
+        offload=offload,
         whole=whole,
         made=min(whole, shards + max(OPEN_BYTES + largest, unit)) if born_sharded else whole,
         loaded=held.parameters + buffers + unit,

@@ -291,7 +291,7 @@ def state_bytes(
 
 @dataclass(frozen=True, kw_only=True)
 class StepRules:
-    """How an engine runs the step that is counted."""
+    """An engine's way of running the step that is counted."""
 
     stage: int
     world_size: int
@@ -666,7 +666,9 @@ class _FullyShard(_Account):
             self.reductions += 1
 
     def end(self, last: bool, reduces: bool) -> None:
-        """The root's final callback, then the engine's own end of a backward."""
+        """The root's final callback, then the engine's own end of a backward; and what ranks say before it."""
+        if reduces and self._gathers_all and self.rules.agrees_on_unused and self.root:
+            self.agree_on(4 * 2 * self.root)  # when units have run: the latest and the earliest of all ranks
         for unit in range(len(self.layout.units)):
             if unit in self.whole or (reduces and unit in self.accumulated):
                 self.backward_end(unit, reduces)
@@ -688,11 +690,13 @@ class _FullyShard(_Account):
         self.add("buffers", nbytes)
         self.drop("buffers", nbytes)
         self.send("all_reduce", nbytes)
-        num_units = self.root
-        if self.rules.gathers_up_front and self.rules.agrees_on_unused and num_units and self.rules.stage < 3:
-            self.agree_on(4 * num_units)
         if self.rules.agrees_on_unused:
-            self.agree_on(4 * (num_units + len(self.layout.parameters)))
+            moments = self.root if self._gathers_all else 2 * self.root  # of reductions, and of gathers
+            self.agree_on(4 * (len(self.layout.parameters) + 2 * moments))
+
+    @property
+    def _gathers_all(self) -> bool:
+        return self.rules.gathers_up_front and self.rules.stage < 3
 
     def optimizer_step(self, peak_bytes: float) -> None:
         sharded = [p for u in self.layout.units for p in u.parameters if p.trainable and p.used and p.steps_whole]

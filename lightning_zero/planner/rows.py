@@ -36,6 +36,9 @@ class Row:
     at_peak_checkpointed: Mapping[str, float]
     peak_checkpointed: float
     host: float
+    """Host memory of a step."""
+    host_checkpointed: float
+    """With recomputation: and saved inputs that wait there (``activation_checkpointing.offload``)."""
     disk: float
     sent: Mapping[str, float]
     """Collective -> bytes this rank sends per optimizer step, and receives as many."""
@@ -51,6 +54,10 @@ class Row:
     def peak_with(self, checkpointing: bool) -> float:
         """Device bytes of a step, with recomputation or without."""
         return self.peak_checkpointed if checkpointing else self.peak
+
+    def host_with(self, checkpointing: bool) -> float:
+        """Host bytes of a step, with recomputation or without."""
+        return self.host_checkpointed if checkpointing else self.host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +88,7 @@ class Plan:
     checkpointing: bool
     """Whether the choice needs activation checkpointing, or has it set."""
     recomputed: str
-    """What the columns with recomputation are about: the setting, or each unit's activations where none is set."""
+    """Recomputation in the columns with it: the setting, or each unit's activations if none is set."""
     reason: str
     notes: Sequence[str] = field(default_factory=tuple)
 

@@ -147,8 +147,9 @@ def plan(
 def _life(study: Study, shards: int, rows: Sequence[Row]) -> Life:
     config, offload, host_is_device = study.config, study.config.offload.target or "none", study.target.type == "cpu"
     (row,) = (r for r in rows if r.stage == 3 and r.offload == offload)
-    peak = row.peak_with(config.activation_checkpointing.is_on) if host_is_device else 0.0
-    return life_of(study.layout, shards, offload, host_is_device, config.build, peak + row.host)
+    recomputes = config.activation_checkpointing.is_on
+    peak, host = row.peak_with(recomputes) if host_is_device else 0.0, row.host_with(recomputes)
+    return life_of(study.layout, shards, offload, host_is_device, config.build, peak + host)
 
 
 class Planner:

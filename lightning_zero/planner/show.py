@@ -57,7 +57,8 @@ def table(plan: Any) -> str:
                 gib(r.peak),
                 gib(r.activations_checkpointed),
                 gib(r.peak_checkpointed),
-                *(gib(v) if v else "-" for v in (r.host, r.disk, r.sent_total, r.pcie)),
+                _host(r),
+                *(gib(v) if v else "-" for v in (r.disk, r.sent_total, r.pcie)),
                 fits,
                 "-" if plan.usable_bytes is None else largest,
             ]
@@ -74,6 +75,8 @@ def table(plan: Any) -> str:
         f"peak: most of a step together; ckpt: with {plan.recomputed}; max batch: the largest",
         "micro-batch that fits, without / with that.",
     ]
+    if any(r.host != r.host_checkpointed for r in plan.rows):
+        foot.append("host: without / with that; the way of saved inputs there and back is not in PCIe/step.")
     if any(r.engine is None for r in plan.rows):
         foot.append("* arithmetic only: no engine runs it here yet.")
     if any(r.engine not in (None, *ACCOUNTED) for r in plan.rows):
@@ -82,6 +85,12 @@ def table(plan: Any) -> str:
         foot += _life(plan.life, plan.ranks_per_host)
     foot += [f"note: {note}." for note in plan.notes]
     return "\n".join([*head, *lines, *foot, "", f"take {plan.reason}" if plan.choice else plan.reason])
+
+
+def _host(row: Any) -> str:
+    if row.host == row.host_checkpointed:
+        return gib(row.host) if row.host else "-"
+    return f"{gib(row.host)}/{gib(row.host_checkpointed)}"
 
 
 def _life(life: Any, ranks_per_host: int) -> list[str]:
@@ -96,7 +105,8 @@ def _life(life: Any, ranks_per_host: int) -> list[str]:
         "ended whole": (life.ended, ranks_per_host * life.ended),
     }
     width = max(map(len, phases))
-    lines = ["", f"zero3 in its whole life, host memory in GiB: of a rank, of a host with {ranks_per_host}"]
+    setting = "" if life.offload == "none" else f" with offload={life.offload}"
+    lines = ["", f"zero3{setting} in its whole life, host memory in GiB: of a rank, of a host with {ranks_per_host}"]
     for phase, (of_rank, of_host) in phases.items():
         lines.append(f"  {phase.ljust(width)}  {gib(of_rank).rjust(7)}  {gib(of_host).rjust(7)}")
     return [

@@ -1,4 +1,4 @@
-"""What a module needs, whatever the stage: its units, its activations, its optimizers' states."""
+"""The needs of a module at any stage: its units, its activations, its optimizers' states."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Study:
         self.dtypes = PRECISIONS[precision]
         self.notes: list[str] = []
         self.target, self.device = device, device
-        """What is planned for, and whose operators are traced."""
+        """The device of the plan, and the one whose operators are traced."""
         if device.type != "cpu" and not torch.get_device_module(device.type).is_available():
             self.device = torch.device("cpu")
             self._note(f"this machine has no {device.type}, so the CPU's operators were traced")
@@ -131,11 +131,9 @@ class Study:
             self._note("manual optimization: traffic and peak are those of one forward and backward of every unit")
         given = config.activation_checkpointing
         self.recompute = given if given.is_on else ActivationCheckpointingConfig(target="full")
-        """What the columns with recomputation are about: what is set, else all that a unit keeps."""
-        if given.offload and self.target.type != "cpu":
-            self._note(
-                "activation_checkpointing.offload: the inputs that wait in host memory are counted as the device's"
-            )
+        """Recomputation in the columns with it: the setting, else ``"full"``."""
+        if given.offload and self.target.type == "cpu":
+            self.recompute = dataclasses.replace(given, offload=False)  # host memory is the device's
         self.traces: dict[tuple[bool, bool, int], Trace | None] = {}
         plain = self.trace(sharded=True, checkpointing=False)
         used = plain.used if plain is not None else {n for n, p in stored.named_parameters() if p.requires_grad}
@@ -247,6 +245,11 @@ class Study:
             return found.moments
         doubled = self.trace(sharded, checkpointing, times=2)
         return scaled(found.moments, None if doubled is None else doubled.moments, factor)
+
+    def _waiting_bytes(self, sharded: bool) -> float:
+        """Saved inputs in host memory, with recomputation."""
+        found = self.trace(sharded, checkpointing=True)
+        return 0.0 if found is None else found.waiting_bytes
 
     # -- optimizers
 
@@ -384,6 +387,7 @@ class Study:
             at_peak_checkpointed=checkpointed[2],
             peak_checkpointed=checkpointed[3],
             host=moved.host,
+            host_checkpointed=moved.host + self._waiting_bytes(stage > 0),
             disk=moved.disk,
             sent=step.sent,
             sent_total=step.total_sent,

@@ -61,6 +61,8 @@ class Trace:
     flops: float = 0.0
     """Multiply-adds count two, forward and backward, as ``torch.utils.flop_counter`` counts them."""
     num_replayed: int = 0
+    waiting_bytes: float = 0.0
+    """Most that saved inputs take in host memory (``activation_checkpointing.offload``)."""
 
 
 class NotTraceable(Exception):
@@ -218,6 +220,35 @@ class LiveBytes(TorchDispatchMode):
         return peak, self.live
 
 
+class _OnHost:
+    """Saved inputs that wait in host memory (``save_on_cpu``): no bytes of the device until they come back."""
+
+    def __init__(self) -> None:
+        self.bytes = 0.0
+        self.peak = 0.0
+
+    def hooks(self) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (self.wait(t.nbytes), t.shape, t.dtype, t.device),
+            lambda packed: torch.empty(packed[1], dtype=packed[2], device=packed[3]),
+        )
+
+    def wait(self, nbytes: float) -> object:
+        """``nbytes`` wait as long as what is returned lives."""
+        self.bytes += nbytes
+        self.peak = max(self.peak, self.bytes)
+        waiting = _Waiting()
+        weakref.finalize(waiting, self._back, nbytes)
+        return waiting
+
+    def _back(self, nbytes: float) -> None:
+        self.bytes -= nbytes
+
+
+class _Waiting:
+    pass
+
+
 def _unmasked(index: Tensor | None) -> list[Tensor | None]:
     """A boolean index as the integer ones it stands for when it is true everywhere."""
     if index is None or index.dtype != torch.bool:
@@ -234,9 +265,11 @@ class _Record:
     """Structure of the output; its tensors as ``(shape, dtype, requires_grad)`` or the position of an input."""
     outputs: list[Any] = field(default_factory=list)
     saved_inputs: tuple[bool, ...] = ()
-    """Which tensors of the input the block keeps for its backward."""
+    """For each tensor of the input, whether the block keeps it for its backward."""
     peak: float = 0.0
     retained: float = 0.0
+    waiting: float = 0.0
+    """Bytes of its inputs that wait in host memory."""
     flops: float = 0.0
     backward: list[Moment] = field(default_factory=list)
     backward_flops: float = 0.0
@@ -272,6 +305,7 @@ class _Replay(torch.autograd.Function):
         rest = max(record.retained - (tracker.live - before), 0.0)
         ctx.kept = [torch.empty(int(rest), dtype=torch.uint8, device=device)]
         ctx.kept += [t.detach() for t, saved in zip(tensors, record.saved_inputs, strict=True) if saved]
+        ctx.kept.append(tracer.on_host.wait(record.waiting))
         tracker.peak = max(tracker.peak, before + record.peak)
         tracker.flops += record.flops
         ctx.mark_non_differentiable(*(t for t, (_, _, grad) in zip(made, record.outputs, strict=True) if not grad))
@@ -313,7 +347,7 @@ def trace(
         plan: The units of this very module.
         step: What to run.
         mode: The fake tensors' owner.
-        recompute: Which modules compute their forward again in the backward, and what they keep.
+        recompute: Which modules compute their forward again in the backward, and what they keep and where.
         autocast: A context manager to run the forward in.
         known: Further tensors that exist already (the batch).
 
@@ -346,7 +380,8 @@ class _Tracer:
         self.module, self.plan = module, plan
         self.recomputed = _recomputed(recompute, module, plan)
         kept: dict[str, Any] = {"context_fn": costly_is_kept} if recompute.target == "selective" else {}
-        self.recompute: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **kept)
+        self.checkpoint: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **kept)
+        self.on_host, self.offloads = _OnHost(), recompute.offload
         self.trace = Trace()
         self.tracker = LiveBytes([*module.parameters(), *module.buffers(), *known], truth)
         self.root = len(plan.units) - 1
@@ -407,6 +442,7 @@ class _Tracer:
             self.moment("backward_end", self.root)
             self.moment("end", self.root)
         self.trace.flops = self.tracker.flops
+        self.trace.waiting_bytes = self.on_host.peak
         return self.trace
 
     def moment(self, event: str, unit: int, gradient_bytes: float = 0.0) -> None:
@@ -497,13 +533,14 @@ class _Tracer:
             run = partial(self.recompute, original)
         if unit not in (first, last) or unit in self.records:
             return run(*args, **kwargs)
-        live, flops = self.tracker.live, self.tracker.flops
+        live, flops, waiting = self.tracker.live, self.tracker.flops, self.on_host.bytes
         saved: set[int] = set()
         with nullcontext() if module in self.recomputed else _saved_storages(saved):
             output = run(*args, **kwargs)
         record = self.records[unit] = self._recorded(flat, output, live, flops)
+        record.waiting = self.on_host.bytes - waiting
         # a unit that recomputes keeps its inputs; those of a part that does are among what autograd saves
-        keeps_all = module in self.recomputed
+        keeps_all = module in self.recomputed and not self.offloads
         record.saved_inputs = tuple(
             keeps_all or id(t.untyped_storage()) in saved for t in flat if isinstance(t, Tensor)
         )
@@ -514,6 +551,11 @@ class _Tracer:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         return self.recompute(original, *args, **kwargs)
+
+    def recompute(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As :class:`~lightning_zero.engines.recompute.Recomputed` has it."""
+        with self.on_host.hooks() if self.offloads else nullcontext():
+            return self.checkpoint(original, *args, **kwargs)
 
     def _recorded(self, inputs: list[Any], output: Any, live: float, flops: float) -> _Record:
         record = _Record(signature=_signature(inputs))

@@ -34,7 +34,7 @@ class Needed:
 
 @dataclass(frozen=True)
 class Library:
-    """What we use of a library beside its public names."""
+    """Names of a library in use here beside its public ones."""
 
     name: str
     """As the package index has it."""
@@ -101,7 +101,7 @@ def _moved(needed: Needed) -> Iterator[str]:
 
 
 def _innermost(function: Any) -> Any:
-    """What decorators have wrapped; DeepSpeed's say nothing of it and take anything, and so does the function that
+    """The function inside decorators; DeepSpeed's say nothing of it and take anything, and so does the one that
     Dynamo puts in the place of ``Module.__init__`` once something is compiled."""
     function = inspect.unwrap(function)
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()

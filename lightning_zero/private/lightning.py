@@ -167,12 +167,12 @@ def combined_loader(trainer: Any) -> Any:
 
 
 def data_fetcher(trainer: Any) -> Any:
-    """What reads ahead of the training loop; ``None`` before its set-up."""
+    """The fetcher that reads ahead of the training loop; ``None`` before its set-up."""
     return trainer.fit_loop._data_fetcher
 
 
 def training_source(trainer: Any) -> Any:
-    """Where the training loader will come from: a LightningModule, a DataModule, or the loader itself. Lightning shows
+    """Source of the training loader: a LightningModule, a DataModule, or the loader itself. Lightning shows
     it when the loop has set it up, after the strategy."""
     return trainer.fit_loop._data_source.instance
 
@@ -255,7 +255,7 @@ def answer_sigterm_by(trainer: Any, handler: Callable[[int, Any], None]) -> None
 
 
 def set_launcher(strategy: Any, launcher: Any) -> None:
-    """What ``strategy.launcher`` returns; it has no setter."""
+    """Sets ``strategy.launcher``, which has no setter."""
     strategy._launcher = launcher
 
 
@@ -285,7 +285,7 @@ def layer_sync(strategy: Any) -> Any:
 
 
 def forget_optimizers(strategy: Any) -> None:
-    """What DDP does before it makes optimizers: those of an earlier run would be kept beside them."""
+    """Drops the optimizers of an earlier run, as DDP does before it makes others; they would be kept beside them."""
     strategy._reset_optimizers_and_schedulers()
 
 
@@ -313,7 +313,7 @@ def trainer_of(module: nn.Module) -> Any:
 
 
 def set_device(module: nn.Module, device: torch.device) -> None:
-    """What ``module.device`` says: where steps are computed. The property has no setter, ``to`` moves tensors."""
+    """Sets ``module.device``, on which steps are computed. The property has no setter, ``to`` moves tensors."""
     if isinstance(module, _DeviceDtypeModuleMixin):
         module._device = device
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -34,6 +36,8 @@ TORCH = Library(
         Needed("torch:_C.DisableTorchFunction"),
         Needed("torch:_C._EnableTorchFunction"),
         Needed("torch:_C._storage_Use_Count"),
+        Needed("torch:Tensor._use_count"),
+        Needed("torch:UntypedStorage._new_with_weak_ptr"),
         Needed("torch:_C._disabled_torch_function_impl"),
         Needed("torch:_C._are_functorch_transforms_active"),
         Needed("torch:_C._autograd._top_saved_tensors_default_hooks"),
@@ -64,6 +68,7 @@ TORCH = Library(
         Needed("torch._dynamo.output_graph:OutputGraph", stores="grapharg"),
         Needed("torch._dynamo.variables.builder:GraphArg", stores="example"),
         Needed("torch._dynamo.variables.tensor:TensorVariable.var_getattr", takes="self, tx, name"),
+        Needed("torch._dynamo.variables.optimizer:OptimizerVariable.call_method", takes="self, tx, name, args, kwargs"),
         Needed("torch.optim.optimizer:_global_optimizer_pre_hooks"),
         Needed("torch.optim.optimizer:_global_optimizer_post_hooks"),
         Needed(
@@ -108,6 +113,7 @@ TORCH = Library(
         Needed("torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING"),
         Needed("torch._subclasses.fake_tensor:FakeTensorMode", takes="*allow_non_fake_inputs"),
         Needed("torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__", takes="self, func, types"),
+        Needed("torch.utils._python_dispatch:_disable_current_modes", takes=""),
         Needed("torch.utils._pytree:tree_map", takes="func, tree"),
         Needed("torch.utils._pytree:tree_leaves", takes="tree"),
         Needed("torch.utils._pytree:tree_flatten", takes="tree"),
@@ -125,6 +131,7 @@ with importing(TORCH):
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # of any dimension; no public class is all of them
     from torch.utils import _pytree as pytree  # what torch itself takes arguments apart with; no public path yet
     from torch.utils._python_dispatch import TorchDispatchMode  # no public path; torch's documentation uses this one
+    from torch.utils._python_dispatch import _disable_current_modes as outside_modes  # of dispatch; nothing public is
 
     # `forget_meshes`: DTensor's operators keep what they have found out by its mesh, and give it to results. Meshes are
     # equal whatever their process groups are, so a later run's results would have an earlier one's groups; nothing
@@ -155,7 +162,7 @@ __all__ = [
     "disabled_torch_function", "dynamo_error",
     "forget_meshes", "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward",
     "in_fx_trace", "in_transform", "is_compiled", "is_traced", "local_tensor",
-    "loss_scale", "module_tables", "never_a_frame",
+    "loss_scale", "module_tables", "never_a_frame", "outside_modes",
     "overload_packet", "own_parameters", "pause_dynamo", "put_below", "puts_other_memory", "pytree",
     "run_first", "saved_tensors", "saves_elsewhere", "schema_of",
     "set_compiled_call", "set_data", "set_found_inf",
@@ -174,7 +181,7 @@ PICKLED = {
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Grows with each in-place write to a tensor or a view of it. torch's notes on autograd describe it."""
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-"""What a tensor is a view of. Public, ``Tensor.is_view``, does not say of what."""
+"""The tensor of which another is a view. The public ``Tensor.is_view`` does not say of which."""
 local_tensor: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 """The shard of a ``DTensor`` itself; the public ``to_local()`` is recorded by autograd and ten times slower."""
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
@@ -182,13 +189,27 @@ own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgett
 leaves out what is there twice."""
 
 storage_key: Callable[[Any], int] = attrgetter("_cdata")
-"""Which storage it is, whatever memory it has; ``data_ptr`` is 0 for all that have none. As long as a
+"""Identity of a storage, whatever memory it has; ``data_ptr`` is 0 for all that have none. As long as a
 ``torch.multiprocessing.reductions.StorageWeakRef`` of it lives, no other has the same."""
 
 
+def storage_behind(alive: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage that ``alive`` refers to, if there is one still; the class itself offers no way to ask.
+    ``torch.multiprocessing.reductions.storage_from_cache`` does the same."""
+    return torch.UntypedStorage._new_with_weak_ptr(alive.cdata)
+
+
 def users_of(storage: Any) -> int:
-    """How many tensors lie in it; nothing public tells. ``storage`` itself is one that counts, too."""
+    """Number of tensors in it; nothing public tells. ``storage`` itself is one that counts, too."""
     return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def is_in_graph_alone(reference: weakref.ref[Tensor]) -> bool:
+    """Whether autograd alone keeps a tensor, and no Python code. While C++ holds a tensor it also holds its Python
+    object."""
+    tensor = reference()
+    here = 2  # the variable, and the argument of the call
+    return tensor is not None and sys.getrefcount(tensor) - here <= 1 < tensor._use_count()  # type: ignore[attr-defined]
 
 
 def set_local_tensor(sharded: Any, part: Tensor) -> None:
@@ -313,7 +334,7 @@ def _translating(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def backward_hooks(p: Tensor) -> dict[int, Callable[..., Any]] | None:
-    """What ``register_hook`` has registered; there is no public way to ask."""
+    """The hooks of ``register_hook``; there is no public way to ask."""
     return p._backward_hooks
 
 
@@ -328,7 +349,7 @@ def module_tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """What ``state_dict`` would hold by name, the registered objects themselves, a tied one under each of its names.
+    """Entries of ``state_dict`` by name: the registered objects themselves, a tied one under each of its names.
 
     ``state_dict`` itself runs hooks, of which an engine's gathers; nothing public tells which buffers it leaves out.
     """
@@ -342,7 +363,7 @@ def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def dynamo_error() -> type[Exception]:
-    """What tracing and backends raise; there is no public name. Importing Dynamo takes a second."""
+    """Errors of tracing and backends; there is no public name. Importing Dynamo takes a second."""
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException
@@ -357,8 +378,8 @@ def is_traced(function: Any) -> bool:
 
 
 def as_traced(func: Callable[..., Any]) -> Callable[..., Any]:
-    """What a mode calls for ``func`` while Dynamo traces: ``Tensor.unflatten``, which is Python that asks ``super()``,
-    would end the graph there (torch 2.13)."""
+    """The function that a mode calls for ``func`` while Dynamo traces: ``Tensor.unflatten``, which is Python that asks
+    ``super()``, would end the graph there (torch 2.13)."""
     return torch.unflatten if func is Tensor.unflatten else func
 
 
@@ -396,7 +417,7 @@ pause_dynamo: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 a compiled function itself. ``torch.compiler.disable`` takes ten times as long, and is for functions."""
 
 Graph = Callable[..., Any]
-"""What a backend has made of a graph of Dynamo's; it takes the graph's inputs one by one."""
+"""A backend's result for a graph of Dynamo's; it takes the graph's inputs one by one."""
 
 
 class Dynamo:
@@ -411,9 +432,15 @@ class Dynamo:
     def __init__(self, wrap: Callable[[Any, Graph], Graph], own: Callable[[Tensor], bool]) -> None:
         from torch._dynamo.exc import unimplemented
         from torch._dynamo.output_graph import OutputGraph
+        from torch._dynamo.variables.optimizer import OptimizerVariable
         from torch._dynamo.variables.tensor import TensorVariable
 
         compile_graph, get_attribute = OutputGraph.call_user_compiler, TensorVariable.var_getattr
+        call_of_optimizer = OptimizerVariable.call_method
+
+        def leave_to_eager(what: str) -> None:
+            explanation = f"{what} is answered for outside of graphs."
+            unimplemented(gb_type="lightning_zero: sharded parameters", context=what, explanation=explanation, hints=[])
 
         def call_user_compiler(self: OutputGraph, gm: Any, example_inputs: Any) -> Any:
             return wrap(gm, compile_graph(self, gm, example_inputs))
@@ -422,14 +449,17 @@ class Dynamo:
             if name in ("grad", "data") and issubclass(self.python_type(), nn.Parameter):
                 given = self.proxy.node.meta.get("grapharg")
                 if given is not None and own(given.example):
-                    unimplemented(
-                        gb_type="lightning_zero: attribute of a sharded parameter",
-                        context=f".{name}",
-                        explanation=f".{name} of a sharded parameter is answered for outside of graphs.",
-                        hints=[],
-                    )
+                    leave_to_eager(f".{name} of a sharded parameter")
             return get_attribute(self, tx, name)
 
+        def call_method(self: OptimizerVariable, tx: Any, name: str, *args: Any) -> Any:
+            if name == "_init_group":  # which Dynamo calls by itself, and which looks at gradients
+                held = (p for group in self.value.param_groups for p in group["params"])
+                if any(isinstance(p, nn.Parameter) and own(p) for p in held):
+                    leave_to_eager(f"{type(self.value).__name__} of sharded parameters")
+            return call_of_optimizer(self, tx, name, *args)
+
+        OptimizerVariable.call_method = call_method  # type: ignore[method-assign, assignment]
         OutputGraph.call_user_compiler = call_user_compiler  # type: ignore[method-assign]
         TensorVariable.var_getattr = var_getattr  # type: ignore[method-assign]
 
@@ -451,7 +481,7 @@ _SET = ("set_",)  # with which Dynamo writes it
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What ``module.compile()`` has put in the place of calling the module."""
+    """The function by which ``module.compile()`` has replaced calling the module."""
     return module._compiled_call_impl
 
 
@@ -539,7 +569,7 @@ def set_loss_scale_on(scaler: Any, device: torch.device) -> None:
 
 
 def found_inf(scaler: Any, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-    """What ``scaler.unscale_(optimizer)`` found, by device, to be written to: ``GradScaler`` offers no way to add other
+    """Findings of ``scaler.unscale_(optimizer)`` by device, to be written to: ``GradScaler`` offers no way to add other
     ranks' findings (FSDP1's ``ShardedGradScaler`` does the same)."""
     return scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 

@@ -12,23 +12,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizer
 
+from lightning_zero.private.torch import uncompiled
+
 StepHook = Callable[..., Any]
 
 
 def is_step_replaced(optimizer: Optimizer) -> bool:
     """Whether the object's own ``step`` is another than its class's.
 
-    A learning rate scheduler puts a wrapper there, which only counts; it is told by ``_wrapped_by_lr_sched``.
+    A learning rate scheduler puts a wrapper there, which only counts; it is told by ``_wrapped_by_lr_sched``. What
+    ``torch.compile`` makes of a step does the same.
     """
-    step: Any = vars(optimizer).get("step")
-    function: Any = getattr(step, "__func__", step)
-    while getattr(function, "_wrapped_by_lr_sched", False):
-        function = function.__wrapped__
+    function = _innermost(vars(optimizer).get("step"))
     return function is not None and function is not type(optimizer).step
 
 
+def _innermost(step: Any) -> Any:
+    function = getattr(step, "__func__", step)
+    if getattr(function, "_wrapped_by_lr_sched", False):
+        return _innermost(function.__wrapped__)
+    inside = uncompiled(function)
+    return function if inside is function else _innermost(inside)
+
+
 def step_hooks(optimizer: Optimizer, with_global: bool = True) -> tuple[list[StepHook], list[StepHook]]:
-    """What runs before and after its ``step``: ``_optimizer_step_pre_hooks``, ``_optimizer_step_post_hooks`` and the
+    """Hooks before and after its ``step``: ``_optimizer_step_pre_hooks``, ``_optimizer_step_post_hooks`` and the
     global ones. None where ``Optimizer.__init__`` never ran, whose ``_patch_step_function`` marks a step ``hooked``."""
     if not getattr(type(optimizer).step, "hooked", False):
         return [], []
@@ -92,5 +100,5 @@ def make_parameter(kind: type[nn.Parameter], data: Tensor, requires_grad: bool) 
 
 
 def num_function_modes() -> int:
-    """How many ``TorchFunctionMode`` are active. There is no public way to ask."""
+    """Number of active ``TorchFunctionMode``. There is no public way to ask."""
     return torch._C._len_torch_function_stack()

@@ -1,4 +1,4 @@
-"""What is not public of transformers: how its models' names in files become names in its modules. Read in 5.0-5.23.
+"""Private parts of transformers: how its models' names in files become names in its modules. Read in 5.0-5.23.
 
 ``from_pretrained`` renames and joins what files hold (experts become one tensor, old names new ones) by tables of its
 own. They are applied here to tensors that are still on the disk. transformers 4 has no such tables: names are taken as
@@ -47,7 +47,7 @@ TRANSFORMERS = Library(
 
 
 class Converted(NamedTuple):
-    """What a model of transformers makes of the tensors of files."""
+    """The tensors that a model of transformers makes of those of files."""
 
     by_name: dict[str, tuple[Tensor, list[str]]]
     """The module's names -> the tensor, lazy, and the names that it was made of."""
@@ -61,7 +61,7 @@ def is_model(module: nn.Module) -> bool:
 
 
 def initialize(model: Any, module: nn.Module) -> None:
-    """What ``model``, one of transformers', gives ``module`` in it as initial values, buffers that its constructor
+    """Initializes ``module`` as ``model``, one of transformers' that holds it, does, buffers that its constructor
     computes included."""
     model._init_weights(module)
 
@@ -111,7 +111,7 @@ def converted(
 def _convert(
     converter: Any, model: Any, first: str, sources: Sequence[tuple[str, str]], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What ``converter`` makes of ``sources``, by the module's names."""
+    """The tensors that ``converter`` makes of ``sources``, by the module's names."""
     converter = copy.deepcopy(converter)
     for pattern, source in sources:
         converter.add_tensor(first, source, pattern, partial(_in_memory, tensors[source]))

@@ -82,13 +82,26 @@ def test_kinds_of_the_zoo(ranks2):
         assert [(kind, differ) for kind, differ in found if differ] == []
 
 
+NOT_COMPARED = {
+    # refused at stage 3, with build="whole" as well
+    "step_returns_none", "view_held", "sparse_embedding", "sparse_adam", "scripted", "backward_reads_gradients",
+    "linearized_in_a_step", "linearized_in_a_hook", "values_written_as_a_list", "values_written_by_out",
+    "unused_on_some_ranks_blocks", "unused_on_some_ranks_fewer_blocks",
+    # Lightning's callback prunes before configure_model, under DDP as well
+    "pruned_by_callback", "lottery_ticket",
+    # they build themselves in a way of their own
+    "built_in_configure_model", "built_half_and_half", "compiled_late", "steps_return_early", "lazy_layers",
+}  # fmt: skip
+
+
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_kind_of_the_zoo(world_size, ranks):
-    found = ranks(building.of_zoo, list(KINDS), world_size=world_size, timeout_seconds=290)
+    found = ranks(building.of_zoo, list(KINDS), world_size=world_size, timeout_seconds=850)
     for of_rank in found:
         assert [(kind, differ) for kind, differ in of_rank if differ not in ("", "-")] == []
-        assert sum(differ == "" for _, differ in of_rank) > 120
+        assert {kind for kind, differ in of_rank if differ == "-"} == NOT_COMPARED
 
 
 @pytest.mark.rest

@@ -61,6 +61,17 @@ def test_moves_pairwise(move: moves.Move, travel: moves.Travel) -> None:
     assert travel.difference(move) <= moves.TOLERANCES[move.kind]
 
 
+OF_GROUPS = list(moves.moves_of_groups())
+OFTEN_OF_GROUPS = OF_GROUPS[::13]
+
+
+@pytest.mark.parametrize(
+    "move", [pytest.param(m, marks=() if m in OFTEN_OF_GROUPS else pytest.mark.full, id=str(m)) for m in OF_GROUPS]
+)
+def test_moves_of_groups(move: moves.Move, travel: moves.Travel) -> None:
+    assert travel.difference(move) <= moves.TOLERANCES[move.kind]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("move", moves.all_moves(), ids=str)
 def test_moves(move: moves.Move, travel: moves.Travel) -> None:
@@ -72,6 +83,11 @@ def test_the_sample_is_pairwise_complete() -> None:
     assert {m.source for m in sample} == set(moves.STRATEGIES)
     assert {(m.source, m.target) for m in sample} == {(a, b) for a in moves.STRATEGIES for b in moves.STRATEGIES}
     assert {(m.source_form, m.target_ranks) for m in sample} == {(a, b) for a in FORMS for b in moves.WORLD_SIZES}
+    first, *groups = moves.GROUPS
+    pairs = {(first, other) for other in moves.STRATEGIES} | {(other, first) for other in moves.STRATEGIES}
+    assert {(m.source, m.target) for m in OFTEN_OF_GROUPS} >= pairs
+    assert {m.source for m in OFTEN_OF_GROUPS} & {m.target for m in OFTEN_OF_GROUPS} >= {first, *groups}
+    assert {(m.moment, m.kind) for m in OFTEN_OF_GROUPS} == {(a, b) for a in moves.STOPS for b in moves.MODULES}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -242,6 +258,7 @@ def _tensors(checkpoint: dict[str, Any]) -> list[Tensor]:
     return [*checkpoint["state_dict"].values(), *(t for state in states for t in state.values())]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("file", [PagedFile, _Full])
 def test_a_file_collected_beyond_memory_is_the_same(file: type[PagedFile], ranks2, tmp_path: Path) -> None:
     """A disk that has no room either costs a warning."""

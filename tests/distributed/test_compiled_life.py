@@ -26,6 +26,7 @@ def _settings(stage: int, **more: Any) -> dict[str, Any]:
 
 STAGES = [*map(_settings, (1, 2, 3)), *(_settings(stage, engine="deepspeed") for stage in (1, 2))]
 FORMS = ["blocks", "copy beside", WHOLE]
+ARCHITECTURES = ["llama", "gpt2", "bert"]
 
 
 def _each(cases: Iterable[Any], always: Callable[[int], bool]) -> list[Any]:
@@ -51,12 +52,15 @@ def test_gan(ranks2, settings):
 
 
 @pytest.mark.parametrize(
-    ("settings", "recomputes"),
-    _each(product([_settings(3), _settings(2), _settings(2, engine="deepspeed")], [False, True]), lambda i: i == 0),
+    ("settings", "recomputes", "architecture"),
+    _each(
+        product([_settings(3), _settings(2), _settings(2, engine="deepspeed")], [False, True], ARCHITECTURES),
+        lambda i: i == 0,
+    ),
     ids=str,
 )
-def test_transformers(ranks2, settings, recomputes):
-    for found in ranks2(of_transformers, settings, recomputes, timeout_seconds=400):
+def test_transformers(ranks2, settings, recomputes, architecture):
+    for found in ranks2(of_transformers, settings, architecture, recomputes, timeout_seconds=200):
         for what, (plain, compiled) in found.items():
             assert compiled == plain, what
 

@@ -243,3 +243,26 @@ def test_stage_3_refuses_buckets_that_differ(ranks2) -> None:
     for name, text in ranks2(outcome, _shift, settings, timeout_seconds=SLOW):
         assert name == "ValueError"
         assert f"deepspeed.reduce_bucket_numel={numel}" in text
+
+
+class KeepsGraph(Zoo):
+    """A graph of the step before that has saved a view of a weight."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 0:
+            self.view = self.net.head.weight.detach().view(-1)
+        loss = self.loss(batch) + (self.kept if batch_idx else 0.0)
+        self.kept = (torch.ones(self.view.shape, requires_grad=True) * self.view).sum()
+        return self.record(loss)
+
+
+def _keep_graph(strategy: Any) -> None:
+    make_trainer(strategy, max_epochs=1, limit_val_batches=0).fit(KeepsGraph(), loops._loader())
+
+
+@pytest.mark.parametrize("stage", [3, 1, 2])
+def test_a_graph_from_before_a_step_is_no_longer_gone_through(stage: int, ranks2: Any) -> None:
+    """As under DDP: what it saved has been brought up to date since."""
+    for strategy in ("ddp", {"engine": "deepspeed", "stage": stage}):
+        for _, text in ranks2(outcome, _keep_graph, strategy, timeout_seconds=SLOW):
+            assert "has been modified by an inplace operation" in text

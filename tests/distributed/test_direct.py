@@ -46,6 +46,7 @@ def _met(ranks_per_host: int) -> PeerMemory:
     assert sorted(near.ranks) == [
         r for r in range(n) if r != rank and ranks_per_host and r // ranks_per_host == rank // ranks_per_host
     ]
+    direct.connect(dist.group.WORLD, near)
     return near
 
 
@@ -92,6 +93,13 @@ def _exchange(numel: int, dtype: torch.dtype, late: int | None, near: PeerMemory
         one = pool.empty(n * numel, dtype)  # begins while the reduction is, and is complete before it
         one[rank * numel : (rank + 1) * numel] = _values(rank, numel, dtype)
         direct.all_gather(one, one.chunk(n)[rank] if numel else one, group).wait()
+        one, written = one.clone(), one.fill_(-1)  # no late rank reads it any more
+        uneven = [max(numel - r, 0) for r in range(n)]
+        mine, everyones = _values(rank, uneven[rank], dtype), [torch.empty(each, dtype=dtype) for each in uneven]
+        direct.collect(mine, group, [] if rank else everyones)
+        mine.fill_(-1)
+        for r, found in enumerate([] if rank else everyones):
+            assert torch.equal(found, _values(r, uneven[r], dtype))
         if late == rank:
             time.sleep(0.2)
         gathering.wait()
@@ -107,7 +115,7 @@ def _exchange(numel: int, dtype: torch.dtype, late: int | None, near: PeerMemory
         for r in [(rank - distance) % n for distance in range(n)]:
             expected += _values(100 + r, n * numel, dtype)[rank * numel : (rank + 1) * numel]
         assert torch.equal(mean, expected / n)
-        del one, sent
+        del one, written, sent
 
 
 @pytest.mark.parametrize("ranks_per_host", CARRIERS)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.callbacks import ZeroMonitor
-from lightning_zero.launch.launcher import LaunchedDDP
+from lightning_zero.launch.launcher import LaunchedDDP, destroy_process_group
 from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
 from tests.helpers.ranks import outcome
 
@@ -162,6 +164,32 @@ def test_deepspeed_gives_the_optimizer_its_own_methods_back(ranks1: Any, fails_a
     assert ranks1(_optimizer_afterwards, fails_at, after_fit) == [(True, set())]
 
 
+def _attributes_afterwards(settings: dict[str, Any], fails_at: int) -> dict[str, Any]:
+    module = Module(fails_at)
+    weight: Any = module.net.weight
+    weight.early, weight.changed = 1, 1
+
+    def look() -> None:
+        weight.changed, weight.late = 2, 3
+        del weight.early
+
+    module.on_train_start = look  # type: ignore[method-assign]
+    _ = outcome(lambda: _trainer(ZeroStrategy(**settings), max_steps=3).fit(module, _data()))
+    return vars(weight)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("engine", "stage", "fails_at"),
+    [("deepspeed", 3, 99), ("deepspeed", 1, 99), ("fsdp2", 3, 99), ("fsdp2", 1, 99), ("fsdp2", 1, 2)],
+)
+def test_parameters_keep_the_attributes_that_user_code_set_in_the_run(
+    ranks1: Any, engine: str, stage: int, fails_at: int
+) -> None:
+    """And have none of the engine's."""
+    assert ranks1(_attributes_afterwards, {"engine": engine, "stage": stage}, fails_at) == [{"changed": 2, "late": 3}]
+
+
 def _with_monitor() -> tuple[bool, float, tuple[bool, bool]]:
     asked: list[Any] = []
     streams = sys.stdout, sys.stderr
@@ -192,6 +220,7 @@ def _trained_by_another(settings: dict[str, Any] | None) -> tuple[list[float], l
     second = Module()
     second.net = first.net  # sharded: the run that had it ended early
     del first
+    gc.collect()
     fit(second)
     return second.net.weight.flatten().tolist(), second.net.bias.tolist()
 
@@ -203,3 +232,35 @@ def test_layers_of_a_failed_run_go_on_in_another_module(ranks2: Any, stage: int,
     wanted = ranks2(_trained_by_another, None)
     found = ranks2(_trained_by_another, {"stage": stage, "engine": engine})
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)  # order of summation
+
+
+def _gloo_threads() -> int:
+    tasks = Path("/proc/self/task").iterdir()
+    return sum("gloo" in (task / "comm").read_text() for task in tasks)
+
+
+def _kept(settings: dict[str, Any], fails_at: int) -> tuple[list[str], int, int]:
+    """Parts of a run that live on when nobody holds it any more; threads of process groups before and after."""
+    before = _gloo_threads()
+    module, trainer = Module(fails_at=fails_at), _trainer(ZeroStrategy(**settings))
+    assert outcome(trainer.fit, module, _data())[0] == ("LookupError" if fails_at < 99 else "ok")
+    held = {"module": weakref.ref(module), "trainer": weakref.ref(trainer), "strategy": weakref.ref(trainer.strategy)}
+    del module, trainer
+    gc.collect()
+    alive = [name for name, reference in held.items() if reference() is not None]
+    destroy_process_group()
+    return alive, before, _gloo_threads()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+@pytest.mark.parametrize(("engine", "fails_at"), [("fsdp2", 99), ("fsdp2", 3), ("deepspeed", 99)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_run_that_nobody_holds_is_gone(ranks2: Any, stage: int, engine: str, fails_at: int) -> None:
+    """By itself DeepSpeed's stage 3 keeps the module, and with it the Trainer, for as long as the process lives. Of a
+    failed run all of DeepSpeed does, through hooks on nodes of autograd: it has to make the module whole yet."""
+    runs = [ranks2(_kept, {"stage": stage, "engine": engine}, fails_at) for _ in range(3)]
+    assert [alive for ranks in runs for alive, _, _ in ranks] == [[]] * 6
+    for (_, before, first), (_, _, second), (_, _, third) in zip(*runs, strict=True):
+        if engine == "fsdp2":
+            assert first <= before
+        assert third <= second  # DeepSpeed keeps those of one process group, until it is used in another

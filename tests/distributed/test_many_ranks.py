@@ -40,6 +40,7 @@ def _run(folder: Path, cases: list[str]) -> list[dict[str, Any]]:
 
 pytestmark = [
     pytest.mark.rest,
+    pytest.mark.programs,
     pytest.mark.timeout(500),
     pytest.mark.skipif(sys.platform != "linux", reason="/proc; ranks are forked"),
 ]
@@ -51,6 +52,10 @@ def test_with_a_slow_rank_losses_are_those_of_one_process(name, seen):
     assert found.losses == pytest.approx(many_ranks.expected_losses(), rel=1e-5)  # the order of summation
     assert len(found.sockets) == many_ranks.RANKS
     assert max(found.sockets) <= BUDGET
+    # What makes the module whole goes over the engine's connections, one to each other rank, which are closed then
+    assert all(
+        ended <= inside - (many_ranks.RANKS - 1) for inside, ended in zip(found.sockets, found.ended, strict=True)
+    )
     assert not found.left
 
 
@@ -60,7 +65,7 @@ def test_a_save_opens_no_connections_beyond_the_budget(case, seen):
     found = seen[case]
     assert len(found.sockets) == many_ranks.RANKS
     assert max(found.sockets) <= BUDGET
-    if case == "sharded-zero3":  # no new one at all; one file takes log2(N) more
+    if case.endswith("zero3"):  # no new one at all
         assert max(found.sockets) <= max(seen["slow-zero3"].sockets)
 
 
@@ -75,6 +80,5 @@ def test_a_killed_rank_ends_the_run_before_the_time_limit_and_is_named(case, see
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("stop")])
 def test_a_stopped_rank_ends_the_run_after_the_time_limit_and_is_named(case, seen):
     found = seen[case]
-    assert f"rank {many_ranks.ODD} has ended, or has not come" in found.error
-    assert f"timeout_seconds={many_ranks.LIMIT_SECONDS:g} " in found.error
+    assert f"rank {many_ranks.ODD} has not come within timeout_seconds={many_ranks.LIMIT_SECONDS:g}: " in found.error
     assert not found.left

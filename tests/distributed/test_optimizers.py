@@ -51,9 +51,26 @@ def _wolfe(strategy: object) -> list[torch.Tensor]:
     return [p.detach() for p in module.parameters()]
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_line_search_ends_alike_on_all_ranks(ranks, stage):
+def test_a_line_search_ends_alike_on_all_ranks(ranks, stage, engine):
     """LBFGS decides by the loss how often it evaluates. By its own alone each rank would go its own way, as under DDP,
     whose ranks have other weights at the end."""
-    first, second = ranks(_wolfe, {"stage": stage}, world_size=2)
+    first, second = ranks(_wolfe, {"stage": stage, "engine": engine}, world_size=2, timeout_seconds=60)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("numbers", [False, True])
+@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
+def test_an_optimizer_that_steps_by_the_loss_is_given_the_mean(ranks, engine, numbers):
+    """AliG goes as far as the loss says. Each rank keeps its own rows of what it steps, so by their own losses the rows
+    of one tensor would have gone differently far. The caller of ``step`` has its own rank's loss, as under DDP."""
+    (expected, _), _ = ranks(optimizers.step_by_loss, "ddp", True, numbers, world_size=2)
+    (apart, _), (apart_too, _) = ranks(optimizers.step_by_loss, "ddp", False, numbers, world_size=2)
+    assert zoo.largest_difference(apart, apart_too)[0] > 1e-2
+    for stage in (1, 3):
+        for found, returned in ranks(
+            optimizers.step_by_loss, {"stage": stage, "engine": engine}, False, numbers, world_size=2
+        ):
+            assert zoo.largest_difference(found, expected)[0] <= 1e-5
+            assert returned

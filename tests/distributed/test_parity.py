@@ -24,6 +24,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {"blocks": zoo.BLOCKS, "whole": zoo.WHOLE}
 ROTATION = (1, 3, 4)
 QUICK_WORLD_SIZES = (2, 2, 3, 2, 2, 4, 2, 1)
 """Eight, so that each of them meets each stage."""
+FOUND = (("data_written_before_backward", 3, 1), ("transforms_around_parameters", 1, 1))
+"""Kind, stage and ranks of faults that only the full matrix has found."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def _sample() -> set[Case]:
     unit; the rotation walks so that every pair of world size, stage and layout meets several kinds. Through DeepSpeed,
     every fifth kind at 2 ranks, its stage in turn, and a few at 3 ranks. ``make test-all`` walks the rest.
     """
-    cases = set()
+    cases = {Case(*found, "blocks", "different") for found in FOUND}
     for index, kind in enumerate(KINDS):
         compiles, quick_stage = KINDS[kind].compiles, _quick_stage(index)
         if compiles or quick_stage != 3:
@@ -110,12 +112,12 @@ def _sample() -> set[Case]:
 def _cases() -> list[Any]:
     quick, sample = _quick(), _sample()
     cases = [
-        Case(kind, stage, world_size, layout, seeds)
+        # Different seeds find all that the same ones do. How the units are cut is tried where ranks share them out
+        Case(kind, stage, world_size, layout, "different")
         for kind in KINDS
         for world_size in (2, *ROTATION)
-        for seeds in ("same", "different")
         for stage in (1, 2, 3)
-        for layout in LAYOUTS
+        for layout in (LAYOUTS if world_size in (2, 3) else ["blocks"])
     ]
     cases += [
         Case(kind, stage, world_size, "blocks", "different", "deepspeed")
@@ -124,8 +126,7 @@ def _cases() -> list[Any]:
         for world_size in (2, 3, 1)
         for stage in (1, 2, 3)
     ]
-    # One rank cannot start from different seeds; the samples write it so all the same.
-    cases = [c for c in cases if c.world_size > 1 or c.seeds == "same" or c.engine != "fsdp2" or c in quick | sample]
+    cases += sorted((quick | sample) - set(cases), key=str)
     return [pytest.param(case, id=str(case), marks=_level(case, quick, sample)) for case in cases]
 
 
@@ -202,7 +203,7 @@ def test_training_moves_every_reference(ranks1, batches: Batches) -> None:
     before = ranks1(_initial_weights, list(cases))[0]
     for name, case in cases.items():
         after = batches[case.reference][0]
-        assert len(after.losses) >= 6, name
+        assert len(after.losses) >= 4, name  # fewer where a kind leaves steps out on the rank that is looked at
         kept = {key: value for key, value in before[name].items() if value.numel() and key in after.weights}
         moved = [key for key, value in kept.items() if not torch.equal(value, after.weights[key])]
         assert len(moved) >= len(before[name]) / 3, (name, moved)

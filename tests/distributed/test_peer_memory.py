@@ -135,6 +135,7 @@ def _held() -> tuple[bool, bool]:
     near.read(source, [found])
     if rank == 1:
         store.set("rank 1 has read", "")
+        store.get("rank 1 has read")  # set() alone does not wait until the store has it
     near.done(offer, source)
     del offer
     torch.full((LARGE,), 9.0)  # would lie where the other was
@@ -185,7 +186,7 @@ def _never_comes(timeout_seconds: float) -> None:
 
 
 def test_a_rank_that_never_comes_is_named(ranks):
-    with pytest.raises(RankError, match=r"rank 1 has ended, or has not come within timeout_seconds=3 "):
+    with pytest.raises(RankError, match=r"rank 1 has not come within timeout_seconds=3: "):
         ranks(_never_comes, 3.0, world_size=2)
 
 

@@ -15,9 +15,10 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_zero.comm.reads import STEP, Ahead, Changes, HostCopies
+from lightning_zero.comm.reads import Ahead, Changes, HostCopies
 from lightning_zero.engines.reads import Reader
 from tests.helpers import reading, zoo
+from tests.helpers.ranks import outcome
 
 LIMIT = 600.0
 """Longer than a job may take: a rank that waited for it would fail the test."""
@@ -58,6 +59,15 @@ def test_what_is_not_sent_raises_before_the_limit_and_by_name(
     assert results[1 - rank]["found"] == []
     assert all(len(result["losses"]) == 4 for result in results)  # it can be caught, and ranks go on as one
     assert [result["threads"] for result in results] == [[], []]
+
+
+@pytest.mark.parametrize(
+    "settings", [FSDP2 | {"stage": 1}, FSDP2, pytest.param(DEEPSPEED, marks=pytest.mark.rest)], ids=str
+)
+def test_workers_of_a_loader_do_not_read_parameters(ranks2: Any, settings: dict[str, Any]) -> None:
+    for kind, text in ranks2(outcome, reading.in_worker, settings):
+        assert kind == "RuntimeError"
+        assert re.search(r"worker process 0.*a process that this rank has started.*num_workers=0", text, re.S), text
 
 
 @pytest.mark.rest
@@ -128,7 +138,7 @@ def test_changes_keep_what_was_there_before() -> None:
 def test_ranks_meet_before_a_step_only_where_user_code_precedes_it() -> None:
     changes, asked, marks = Changes(), [], []
     changes.mark = lambda: marks.append(changes.ahead)  # on an accelerator readers' copies wait for it
-    reads: Any = SimpleNamespace(ask=asked.append)
+    reads: Any = SimpleNamespace(meet=lambda: asked.append("met"))
     reader = Reader(reads, changes, SimpleNamespace(), is_between=lambda: True)
     reader.step_is_next()
     reader.step_begins()
@@ -138,9 +148,15 @@ def test_ranks_meet_before_a_step_only_where_user_code_precedes_it() -> None:
     assert (asked, marks, changes.ahead) == ([], [Ahead.MEETING], Ahead.MEETING)
     for _ in range(2):  # to clip, and to step
         reader.step_begins()
-        assert (asked, changes.ahead) == ([(STEP,)], Ahead.STEP)
+        assert (asked, changes.ahead) == (["met"], Ahead.STEP)
     reader.step_ends()
     assert changes.ahead is Ahead.MESSAGES
+
+
+def test_ranks_of_one_host_meet_without_sockets(ranks2: Any) -> None:
+    """Through gloo's the meeting took a tiny model's step half as long again."""
+    for by_step in ranks2(reading.sockets_used, {"stage": 1, **zoo.BLOCKS}):
+        assert by_step[:3] == by_step[:1] * 3  # within an epoch; its end is an agreement
 
 
 def test_rows_leave_an_accelerator_on_a_stream_that_waits_for_their_latest_change_alone() -> None:

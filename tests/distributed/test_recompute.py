@@ -204,13 +204,21 @@ def test_with_whatever_a_trainer_does(cls: type[Module], trainer: dict[str, Any]
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("how", ["full", "selective"])
-def test_compiled_units_recompute(how: str, ranks2: Any) -> None:
+@pytest.mark.parametrize(
+    ("engine", "stage", "how", "trainer"),
+    [
+        ("fsdp2", 3, "full", {}),
+        ("fsdp2", 3, "selective", {}),
+        ("fsdp2", 3, "full", {"precision": "bf16-mixed"}),
+        ("deepspeed", 2, "full", {"precision": "bf16-mixed"}),
+    ],
+)
+def test_compiled_units_recompute(engine: str, stage: int, how: str, trainer: dict[str, Any], ranks2: Any) -> None:
     """Checkpoint, then compile, then shard: with dropout, whose numbers are those of the forward when it is computed
     again, compared with compiled units that keep everything."""
-    compiled = {"compile": {"target": "units", "backend": "aot_eager"}}
+    compiled = {"engine": engine, "compile": {"target": "units", "backend": "aot_eager"}}
     settings = {"without": compiled, "with": {**compiled, "activation_checkpointing": how}}
-    for runs in ranks2(_several, 3, settings, timeout_seconds=200):
+    for runs in ranks2(_several, stage, settings, Module, trainer, timeout_seconds=200):
         assert all(run["graphs"] > 0 for run in runs.values())
         torch.testing.assert_close(
             torch.tensor(runs["with"]["losses"]), torch.tensor(runs["without"]["losses"]), rtol=1e-5, atol=1e-6

@@ -407,3 +407,38 @@ def _inside(settings: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize("settings", [{"stage": 3}, {"stage": 1}, {"stage": 3, "transport": "torch"}], ids=str)
 def test_a_step_sees_whole_tensors_without_a_mode(ranks2, settings: dict[str, Any]) -> None:
     assert ranks2(_inside, {**settings, **zoo.BLOCKS}) == [[3, 2], [3, 2]]
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(zoo.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x @ self.weight.T
+
+
+class ViewsItsWeights(zoo.Zoo):
+    """Units whose forward takes views of their weights, which the graph keeps and nobody else."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.blocks = nn.ModuleList(Transposed() for _ in range(3))
+        self.net.blocks[1].requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        with mock.patch.object(WholeView, "__torch_function__", side_effect=AssertionError("of plain tensors")):
+            return loss * (batch[0] + 0).square().mean()
+
+
+def _viewing(settings: dict[str, Any]) -> int:
+    torch._dynamo.reset()
+    module, loader = ViewsItsWeights(), DataLoader(zoo.RandomDataset(zoo.BATCH * 2 * 4), batch_size=zoo.BATCH)
+    zoo.make_trainer(settings, max_epochs=1).fit(module, loader)
+    return len(module.losses)
+
+
+@pytest.mark.parametrize("settings", [{"stage": 3}, {"stage": 1}, {"stage": 3, "transport": "torch"}], ids=str)
+def test_views_that_a_forward_takes_and_drops_bring_no_mode(ranks2, settings: dict[str, Any]) -> None:
+    assert ranks2(_viewing, {**settings, "units": ["Transposed"], "min_unit_numel": 1}) == [4, 4]

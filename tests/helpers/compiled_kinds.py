@@ -81,6 +81,27 @@ class RecomputedAndCompiled(zoo.Checkpointed):
             block.compile(backend=BACKEND)
 
 
+class CompiledOptimizer(Zoo):
+    """A compiled step: in the place of the optimizer's own, or around it in the hook, Lightning's or torch's."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        if self.options["how"] == "own":
+            optimizer.step = torch.compile(optimizer.step, backend=BACKEND)  # type: ignore[method-assign]
+        return optimizer
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        how = self.options["how"]
+        if how == "own":
+            optimizer.step(closure=optimizer_closure)
+        elif how == "around":
+            torch.compile(lambda: optimizer.step(closure=optimizer_closure), backend=BACKEND)()
+        else:
+            optimizer_closure()
+            torch.compile(lambda: optimizer.optimizer.step(), backend=BACKEND)()
+            optimizer.optimizer.zero_grad()
+
+
 _UNITS = {"units": ["Block"]}
 _COMPILE = {"compile": {"target": "units", "backend": BACKEND}}
 _AT_STAGE_3 = {3: r"compiled.*engine='fsdp2'"}
@@ -88,7 +109,7 @@ _AT_STAGE_3 = {3: r"compiled.*engine='fsdp2'"}
 
 def _compiled(kind: type[Zoo], **more: Any) -> Kind:
     options = more.pop("options", {})
-    return Kind(module=_of(kind, **options), compiles=True, unsupported_deepspeed=_AT_STAGE_3, validates=True, **more)
+    return Kind(module=_of(kind, **options), compiles=True, deepspeed_refuses=_AT_STAGE_3, validates=True, **more)
 
 
 KINDS.update(
@@ -99,6 +120,16 @@ KINDS.update(
         "compiled_functions": _compiled(CompiledFunction),
         "compiled_module": _compiled(Zoo, compile_module=BACKEND),
         "compiled_by_hand": _compiled(CompiledByHand, options={"every": 2, "clip": True}),
+        **{
+            f"optimizer_compiled_{how}": Kind(
+                module=_of(CompiledOptimizer, how=how),
+                compiles=True,
+                tolerance=1e-4,
+                reason=zoo.ADAM,
+                deepspeed_refuses={3: "Dynamo failed to run"} if how == "inside" else {},
+            )
+            for how in ("own", "around", "inside")
+        },
         "compiled_and_accumulation": _compiled(CompiledBlocks, trainer={"accumulate_grad_batches": 2}),
         "compiled_late": _compiled(CompiledLate, options={"half": False}),
         **{

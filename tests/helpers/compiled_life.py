@@ -164,14 +164,12 @@ def tokens(architecture: str, form: str, strategy: Any, recomputes: bool = False
     return losses.seen + module.seen
 
 
-def of_transformers(strategy: Any, recomputes: bool = False) -> dict[str, tuple[list[float], list[float]]]:
-    """Architecture and form -> uncompiled, compiled."""
-    found = {}
-    for architecture in ("gpt2", "llama", "bert"):
-        plain = tokens(architecture, "none", strategy, recomputes)
-        for form in ("forward", "compile"):
-            found[f"{architecture} {form}"] = plain, tokens(architecture, form, strategy, recomputes)
-    return found
+def of_transformers(
+    strategy: Any, architecture: str, recomputes: bool = False
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Form -> uncompiled, compiled."""
+    plain = tokens(architecture, "none", strategy, recomputes)
+    return {form: (plain, tokens(architecture, form, strategy, recomputes)) for form in ("forward", "compile")}
 
 
 def units_that_recompute(settings: dict[str, Any]) -> tuple[Counted, Counted]:

@@ -58,15 +58,25 @@ def resident() -> dict[str, int]:
     return {"anonymous": sizes["RssAnon"], "files": sizes["RssFile"]}
 
 
-class Watch(Callback):
-    """Times of steps, and the most that is in memory from the end of the warm ones on."""
+def _trim() -> None:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
-    def __init__(self) -> None:
+
+class Watch(Callback):
+    """Times of steps, and the most that is in memory from the end of the warm ones on.
+
+    Args:
+        trims: Whether free memory goes back to the kernel first where ``alive``, anonymous bytes before and after the
+            optimizer steps, is looked at: a peak holds gaps between tensors, more of them on a busy machine.
+    """
+
+    def __init__(self, trims: bool = False) -> None:
+        self._trims, self.alive = trims, 0
         self.steps: list[float] = []
         self.optimizer_steps: list[float] = []
         self.peak = {"anonymous": 0, "files": 0}
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what an earlier run in this process has freed is nobody's
+        _trim()  # what an earlier run in this process has freed is nobody's
         self.before = resident()
         self._ended = threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
@@ -81,7 +91,13 @@ class Watch(Callback):
             self._sampler.start()
         self._began = time.perf_counter()
 
+    def _look(self) -> None:
+        if self._trims:
+            _trim()
+            self.alive = max(self.alive, resident()["anonymous"] - self.before["anonymous"])
+
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._look()
         self._stepped = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -89,6 +105,7 @@ class Watch(Callback):
         if batch_idx >= WARM_STEPS:
             self.steps.append(now - self._began)
             self.optimizer_steps.append(now - self._stepped)
+        self._look()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._ended.set()
@@ -97,7 +114,13 @@ class Watch(Callback):
 
 
 def steps(
-    settings: dict[str, Any], num_blocks: int, width: int, num_steps: int, folder: str, short: bool = False
+    settings: dict[str, Any],
+    num_blocks: int,
+    width: int,
+    num_steps: int,
+    folder: str,
+    short: bool = False,
+    trims: bool = False,
 ) -> dict[str, Any]:
     """What the steps of a :class:`Blocks` took on this rank; bytes are those beyond what the process had before.
 
@@ -117,7 +140,7 @@ def steps(
     if offload["target"] == "nvme":
         offload = {**offload, "path": folder}
     torch.manual_seed(0)
-    watch = Watch()
+    watch = Watch(trims)
     module = Blocks(num_blocks, width)
     prepare = run.prepare_op
 
@@ -142,6 +165,7 @@ def steps(
         "read": watch.traffic[0] / num_steps,
         "written": watch.traffic[1] / num_steps,
         **{kind: watch.peak[kind] - watch.before[kind] for kind in watch.peak},
+        "alive": watch.alive,
         "losses": module.losses,
         "pid": os.getpid(),
     }

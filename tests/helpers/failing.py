@@ -1,8 +1,10 @@
 """A small training that fails as its command line says: ``python failing.py HOW STAGE [WORD ...]``.
 
+STAGE: 1, 2, 3 or ``ddp``; ``deepspeed1`` and so on for that engine.
+
 HOW: ``all`` (every rank raises in step 2), ``0`` or ``1`` (that rank does), ``kill0``, ``kill1``, ``none``,
 ``forever``; ``swallow`` and ``blocks`` stand still while the run is being set up, in Python code that catches
-everything and in C++.
+everything and in C++; ``early`` is rank 1's before the ranks meet.
 
 WORDS: ``saves`` (callbacks save on exceptions), ``again`` (the script catches the error and fits once more), ``same``
 (with the same module), ``sanity`` (with a validation), ``from=PATH`` (a checkpoint to begin from).
@@ -37,6 +39,11 @@ class Module(L.LightningModule):
         super().__init__()
         self.how = how
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        if self.how == "early" and RANK == 1:
+            raise LookupError("rank 1 is not well")
+        return []
 
     def setup(self, stage: str) -> None:
         Path(f"setup{RANK}").touch()
@@ -86,7 +93,9 @@ def _say(line: str) -> None:
 
 
 def fit(module: Module, name: str) -> L.Trainer:
-    strategy = LaunchedDDP() if STAGE == "ddp" else ZeroStrategy(stage=int(STAGE), units=["Linear"])
+    engine, stage = ("deepspeed", STAGE[-1]) if STAGE.startswith("deepspeed") else ("fsdp2", STAGE)
+    units = {"units": ["Linear"]} if engine == "fsdp2" else {}
+    strategy = LaunchedDDP() if STAGE == "ddp" else ZeroStrategy(engine=engine, stage=int(stage), **units)
     saves = [OnExceptionCheckpoint("saved"), ModelCheckpoint("monitored", save_on_exception=True)]
     saves = saves if "saves" in WORDS else []
     trainer = L.Trainer(

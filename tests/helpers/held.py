@@ -10,7 +10,8 @@ import io
 import tempfile
 import time
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
@@ -255,6 +256,109 @@ class Saves(Zoo):
         torch.testing.assert_close(state["head.weight"], loaded.head.weight.detach())
         prefixed = self.net.state_dict(prefix="student.")
         assert all(torch.equal(value, state[name.removeprefix("student.")]) for name, value in prefixed.items())
+
+
+class HeldStateDict(Zoo):
+    """A ``state_dict()`` and a view that are taken once and read in later hooks and steps, saved, and copied: under DDP
+    they go on showing the parameters."""
+
+    def build(self) -> None:
+        super().build()
+        self.state: Any = {}
+
+    def on_train_start(self) -> None:
+        self.state.update(self.net.state_dict())
+        self.state["flat"] = self.net.head.weight.detach().view(-1)[3:]
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * (1 + self.state["stem.weight"].norm() if self.state else 1.0)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.net.head.weight.mul_(0.99)
+        file = io.BytesIO()
+        torch.save(self.state if batch_idx % 2 else copy.deepcopy(self.state), file)
+        file.seek(0)
+        step = len(self.losses)
+        self.extra |= {f"saved {step}/{name}": value.detach() for name, value in torch.load(file).items()}
+        self.extra |= {f"held {step}/{name}": whole(value) for name, value in self.state.items()}
+
+    def on_fit_end(self) -> None:
+        self.extra |= {f"after/{name}": whole(value) for name, value in self.state.items()}
+
+
+class HeldFromStep(Zoo):
+    """Views of parameters that the first step takes, inside a block and outside, and that later hooks and steps read
+    and write to: in the step before the block has run and after it, between forward and backward, and between steps."""
+
+    TAKE: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {
+        "data": lambda p: p.data,
+        "detach": lambda p: p.detach().view(-1)[1:],
+        "no_grad": lambda p: p.T,
+        "part": lambda p: p.detach()[1],
+        "part_of_data": lambda p: p.data.T[1:].chunk(2)[0],
+        "part_of_part": lambda p: p.view(-1)[2:].unflatten(0, (2, -1))[1],
+    }
+
+    def build(self) -> None:
+        super().build()
+        self.held: Any = {}
+        self.net.blocks[0].register_forward_hook(lambda block, args, output: self.take("up", block.up.weight))
+
+    def take(self, name: str, p: Tensor) -> None:
+        if name not in self.held and torch.is_grad_enabled():
+            with torch.no_grad():
+                self.held[name] = self.TAKE[self.options["how"]](p)
+
+    def norms(self) -> Tensor:
+        return sum((value.detach().norm() for value in self.held.values()), torch.zeros(()))
+
+    def loss(self, batch: Any) -> Tensor:
+        self.take("head", self.net.head.weight)
+        if self.options.get("in_steps") and len(self.losses) % 3 == 2:
+            with torch.no_grad():
+                for value in self.held.values():
+                    value.mul_(1.02)
+        before = self.norms()
+        loss = super().loss(batch) * (1 + 0.1 * before)
+        after = self.norms() if self.options["how"] != "no_grad" or len(self.losses) else before
+        return loss * (1 + 0.1 * after)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.extra[f"before backward {len(self.losses)}"] = self.norms()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step = len(self.losses)
+        self.extra |= {f"{step}/{name}": whole(value) for name, value in self.held.items()}
+        with torch.no_grad():
+            for value in self.held.values() if batch_idx % 2 else ():
+                value.mul_(0.97)
+        self.extra |= {f"written {step}/{name}": whole(value) for name, value in self.held.items()}
+        self.extra[f"sums {step}"] = torch.stack([p.detach().sum() for p in self.parameters()])
+
+    def on_fit_end(self) -> None:
+        self.extra |= {f"after/{name}": whole(value) for name, value in self.held.items()}
+
+
+class ViewsAfterTheirBlock(Zoo):
+    """A block keeps a view of its own weight, with gradients, and the loss has a penalty of it."""
+
+    TAKE: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {
+        "view": lambda p: p.view(-1),
+        "transposed": lambda p: p.T,
+        "chain": lambda p: p.view(2, -1).t()[1:],
+        "no_grad": torch.no_grad()(lambda p: p.view(-1)),
+    }
+
+    def build(self) -> None:
+        super().build()
+        self.net.blocks[0].register_forward_hook(self.keep)
+
+    def keep(self, block: Any, args: Any, output: Any) -> None:
+        self.kept = self.TAKE[self.options["how"]](block.up.weight)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 0.1 * self.kept.square().sum()  # from left to right
 
 
 class Compared(Zoo):
@@ -634,6 +738,7 @@ class SamplesInInferenceMode(Zoo):
     @torch.inference_mode()
     def sample(self, where: str) -> None:
         self.extra[where] = self.net(torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)).clone()
+        self.extra[f"norm {where}"] = self.net.blocks[0].up.weight.norm().clone()
 
     @torch.inference_mode()
     def keep(self) -> None:
@@ -646,6 +751,8 @@ class SamplesInInferenceMode(Zoo):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.sample(f"after {batch_idx}")
         self.keep()
+        with torch.inference_mode():
+            self.net.head.bias.mul_(0.9)
 
 
 class PartialForward(Zoo):
@@ -784,6 +891,13 @@ HELD: dict[str, Kind] = {
     "averaged_model": Kind(module=_of(Averaged)),
     "stacked_module_state": Kind(module=_of(Stacked)),
     "saved_in_hooks": Kind(module=_of(Saves)),
+    "state_dict_held": Kind(module=_of(HeldStateDict)),
+    **{
+        f"{how}_used_after_its_block": Kind(module=_of(ViewsAfterTheirBlock, how=how), validates=True)
+        for how in ViewsAfterTheirBlock.TAKE
+    },
+    **{f"{how}_held_from_step": Kind(module=_of(HeldFromStep, how=how)) for how in HeldFromStep.TAKE},
+    "data_held_and_written_in_steps": Kind(module=_of(HeldFromStep, how="data", in_steps=True)),
     "compared_in_hooks": Kind(module=_of(Compared)),
     "reinitialized_in_hooks": Kind(module=_of(Reinitialized)),
     "pruned": Kind(module=_of(Pruned)),
@@ -814,21 +928,11 @@ HELD: dict[str, Kind] = {
     "penalty_in_units": Kind(module=_of(PenaltyInUnit), reference=UNUSED),
     "weight_read_in_backward": Kind(module=_of(SharedAcrossFits)),
     "data_swapped": Kind(module=_of(SwapsData), validates=True),
-    "data_written_before_backward": Kind(
-        module=_of(WritesBeforeBackward),
-        reference=UNUSED,
-        on_deepspeed=False,
-        note="DeepSpeed's stage 3 raises in the backward",
-    ),
+    "data_written_before_backward": Kind(module=_of(WritesBeforeBackward), reference=UNUSED),
     "backward_reads_gradients": Kind(module=_of(ReadsInBackward), refused="move what follows loss.backward"),
     "backward_overridden": Kind(module=_of(OwnBackward)),
     "backward_overridden_in_manual_optimization": Kind(module=_of(OwnManualBackward)),
-    "samples_in_inference_mode": Kind(
-        module=_of(SamplesInInferenceMode),
-        validates=True,
-        on_deepspeed=False,
-        note="DeepSpeed's stage 3 raises in the first such forward",
-    ),
+    "samples_in_inference_mode": Kind(module=_of(SamplesInInferenceMode), validates=True),
     "buffers_under_manual_optimization": Kind(module=_of(ManualBuffers), validates=True),
     "partial_forward": Kind(module=_of(PartialForward)),
     "pruned_by_callback": Kind(module=_of(Zoo), callbacks=_pruning(use_lottery_ticket_hypothesis=False)),

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from tests.helpers import models, zoo
-from tests.helpers.zoo import KINDS, UNUSED, WIDTH, Kind, TokenDataset, Zoo, _of, whole
+from tests.helpers.zoo import ADAM, KINDS, UNUSED, WIDTH, Kind, TokenDataset, Zoo, _of, whole
 
 PACKAGED: dict[str, tuple[str, ...]] = {
     # kind -> distributions
@@ -25,6 +25,8 @@ PACKAGED: dict[str, tuple[str, ...]] = {
     "odeint_adjoint": ("torchdiffeq",),
     "model_ema_v3": ("timm",),
     "torch_ema": ("torch-ema",),
+    "mup": ("mup",),
+    "riemannian": ("geoopt", "scipy"),
 }
 
 LEFT_OUT = {
@@ -146,27 +148,78 @@ class TorchEma(Zoo):
             self.extra |= {f"{self.current_epoch}/{n}": whole(p) for n, p in self.net.named_parameters()}
 
 
-_KINDS = {
+class MaximalUpdate(Zoo):
+    """mup's rates follow from ``infshape``, an attribute of parameters."""
+
+    def build(self) -> None:
+        import mup
+
+        self.net = _Scaled(16)
+        mup.set_base_shapes(self.net, _Scaled(4), delta=_Scaled(8))
+
+    def configure_optimizers(self) -> Any:
+        import mup
+
+        return mup.MuAdam(self.parameters(), lr=1e-2, eps=1e-4)
+
+
+class _Scaled(nn.Module):
+    def __init__(self, width: int) -> None:
+        import mup
+
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.head = mup.MuReadout(width, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+class OnSphere(Zoo):
+    """geoopt's optimizer steps along the manifold of a parameter's class."""
+
+    def build(self) -> None:
+        import geoopt
+
+        super().build()
+        self.net.head.weight = geoopt.ManifoldParameter(self.net.head.weight.data, manifold=geoopt.Sphere())
+
+    def configure_optimizers(self) -> Any:
+        import geoopt
+
+        return geoopt.optim.RiemannianAdam(self.parameters(), lr=1e-2, eps=1e-4)
+
+
+PACKAGE_KINDS = {
     "save_pretrained": Kind(module=_of(SavesPretrained, adapter=False), dataset=TokenDataset),
     "save_pretrained_adapter": Kind(module=_of(SavesPretrained, adapter=True), dataset=TokenDataset),
     "safetensors_in_hooks": Kind(module=_of(SavesTensors)),
     "odeint_adjoint": Kind(module=_of(NeuralOde), reference=UNUSED),
     "model_ema_v3": Kind(module=_of(TimmEma)),
     "torch_ema": Kind(module=_of(TorchEma)),
+    "mup": Kind(module=_of(MaximalUpdate), reason=ADAM),
+    "riemannian": Kind(module=_of(OnSphere), reason=ADAM),
 }
+
+
+def train(name: str, strategy: str | dict[str, Any], different_seeds: bool = True) -> zoo.Result:
+    """As :func:`zoo.train`, for these kinds."""
+    models.find_packages()
+    KINDS.update(PACKAGE_KINDS)
+    return zoo.train(name, strategy, different_seeds and name not in MADE_EARLY)
 
 
 def compare(names: list[str], engines: tuple[str, ...]) -> dict[tuple[str, str, int], float | str]:
     """(kind, engine, stage) -> this rank's difference from DDP, or the error."""
-    models.find_packages()
-    KINDS.update(_KINDS)
     found: dict[tuple[str, str, int], float | str] = {}
     for name in names:
-        different = name not in MADE_EARLY
-        reference = zoo.train(name, KINDS[name].reference, different)
+        reference = train(name, PACKAGE_KINDS[name].reference)
         for engine in engines:
             for stage in stages(name, engine):
                 settings = {"engine": engine, "stage": stage, **(zoo.BLOCKS if engine == "fsdp2" else {})}
-                result = zoo.train(name, settings, different)
-                found[name, engine, stage] = zoo.difference([result], [reference]).largest
+                found[name, engine, stage] = zoo.difference([train(name, settings)], [reference]).largest
     return found

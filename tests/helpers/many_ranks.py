@@ -44,6 +44,8 @@ class Seen:
     """Of all ranks together, at each step."""
     sockets: list[int] = field(default_factory=list)
     """Of each rank at the last step, and so after a save."""
+    ended: list[int] = field(default_factory=list)
+    """Of each rank, when the module is whole again; the engine has closed its own."""
     error: str = ""
     left: int = 0
     """Processes that were there afterwards."""
@@ -72,9 +74,13 @@ class Module(L.LightningModule):
         with open(self.folder / f"losses{self.global_rank}", "a", encoding="utf-8") as file:
             file.write(f"{loss.item()!r}\n")  # no collective of its own, which would be the one that fails
         if index == STEPS - 1:
-            sockets = sum(_is_socket(name) for name in os.listdir("/proc/self/fd"))
-            (self.folder / f"sockets{self.global_rank}").write_text(str(sockets))
+            self.count("sockets")
         return loss
+
+    def count(self, name: str) -> None:
+        """Writes down how many sockets this rank has open."""
+        sockets = sum(_is_socket(name) for name in os.listdir("/proc/self/fd"))
+        (self.folder / f"{name}{self.global_rank}").write_text(str(sockets))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
         if self.how in FORMS and index == STEPS - 2:
@@ -112,11 +118,17 @@ def expected_losses() -> list[float]:
 def _run(case: str, folder: Path) -> Seen:
     from lightning_zero import ZeroStrategy
 
+    class Counting(ZeroStrategy):
+        def teardown(self) -> None:
+            module = self.lightning_module
+            super().teardown()
+            module.count("ended")
+
     how, _, name = case.partition("-")
     folder.mkdir()
     limit = LIMIT_SECONDS if how == "stop" else 600.0
     options = {**STRATEGIES[name], "checkpoint": how if how in FORMS else "file"}
-    strategy = ZeroStrategy(**options, min_unit_numel=1, timeout_seconds=limit, start_method="fork")
+    strategy = Counting(**options, min_unit_numel=1, timeout_seconds=limit, start_method="fork")
     trainer = L.Trainer(
         accelerator="cpu", devices=RANKS, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
@@ -132,7 +144,8 @@ def _run(case: str, folder: Path) -> Seen:
     seen.left = sum(Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z" for pid in children)
     each = [path.read_text().splitlines() for path in folder.glob("losses*")]
     seen.losses = [sum(map(float, step)) / len(step) for step in zip(*each, strict=False)]
-    seen.sockets = [int(path.read_text()) for path in folder.glob("sockets*")]
+    for found, name in ((seen.sockets, "sockets"), (seen.ended, "ended")):
+        found += [int((folder / f"{name}{rank}").read_text()) for rank in range(RANKS if not seen.error else 0)]
     return seen
 
 

@@ -187,9 +187,12 @@ class Run:
 
 
 def strategy_settings(name: str, form: str) -> str | dict[str, Any]:
-    """``name`` is ``ddp``, ``zero<stage>`` or ``zero<stage>_deepspeed``."""
+    """``name`` is ``ddp``, ``zero<stage>``, ``zero<stage>_deepspeed`` or one of :data:`GROUPS`."""
     if name == "ddp":
         return "ddp"
+    if name in GROUPS:
+        shard_size = int(name.rpartition(" ")[2])
+        return {"shard_size": shard_size, **strategy_settings(name[:5], form)}  # type: ignore[dict-item]
     if name.endswith("_deepspeed"):
         return {"engine": "deepspeed", "stage": int(name[4]), "checkpoint": form, "timeout_seconds": 60.0}
     return {"stage": int(name[-1]), "min_unit_numel": 1, "checkpoint": form, "timeout_seconds": 60.0}
@@ -235,6 +238,11 @@ def run(
 # -- the matrix ------------------------------------------------------------------------------------------------------
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+GROUPS = {
+    "zero3, 2 groups of 2": 4, "zero2, 2 groups of 2": 4, "zero1, 2 groups of 2": 4,
+    "zero3, 2 groups of 3": 6, "zero3, 3 groups of 2": 6,
+}  # fmt: skip
+"""Replicas of shards (HSDP), and the ranks that this takes."""
 WORLD_SIZES = (1, 2, 3, 4)
 FORMS = ("file", "sharded", "sharded-async")
 
@@ -273,6 +281,19 @@ def all_moves() -> Iterator[Move]:
     for cell in itertools.product(STRATEGIES, WORLD_SIZES, FORMS[:2], STRATEGIES, WORLD_SIZES, FORMS[:2]):
         move = Move(*cell, *next(rest))
         yield move if move.possible else Move(*cell, "epoch end", move.kind)
+
+
+def moves_of_groups() -> Iterator[Move]:
+    """From the first of :data:`GROUPS` in both forms to every strategy, world size and form, and back again; and from
+    each of them to each."""
+    rest = itertools.cycle(itertools.product(STOPS, MODULES))
+    first, *_ = groups = [[(name, ranks, form) for form in FORMS[:2]] for name, ranks in GROUPS.items()]
+    others = list(itertools.product(STRATEGIES, WORLD_SIZES, FORMS[:2]))
+    ways = [*itertools.product(first, others), *itertools.product(others, first)]
+    ways += itertools.product(itertools.chain(*groups), repeat=2)
+    for source, target in ways:
+        move = Move(*source, *target, *next(rest))
+        yield move if move.possible else Move(*source, *target, "epoch end", move.kind)
 
 
 def pairwise_moves(seed: int = 0) -> list[Move]:

@@ -17,6 +17,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 from tests.helpers import zoo
+from tests.helpers.held import OnSphere
 from tests.helpers.zoo import ADAM, BATCH, SUM_ORDER, Kind, Manual, RandomDataset, Zoo, make_trainer
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -105,6 +106,26 @@ class Blocks8Bit(_Plain):
         scaled = padded.view(blocks, -1) / state["absmax1"][:, None].clamp_min(1e-12)
         state["state1"].copy_(((scaled.flatten()[: p.numel()] + 1) * 127.5).round().view_as(p))
         return padded[: p.numel()].view_as(p)
+
+
+class OnManifolds(_Plain):
+    """As geoopt's: brings parameters of a class of their own back onto their manifold."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"] if isinstance(p, OnSphere)):
+            p.mul_(p.radius / p.norm())
+        return loss
+
+
+class ScaledByMark(_Plain):
+    """As mup's: a parameter says by an attribute how fast it learns. Counts its updates beside it."""
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        marked: Any = p
+        marked.updates = getattr(p, "updates", 0) + 1
+        return super().update(p, grad, group, state) * getattr(p, "speed", 1.0) / marked.updates
 
 
 class Preconditioned(_Plain):
@@ -267,6 +288,21 @@ class ClimbsFirst(SAM):
         return loss
 
 
+class ByLoss(Optimizer):
+    """As AliG: the loss over the squared norm of all gradients is how far it goes (arXiv:1906.05661)."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        assert closure is not None
+        with torch.enable_grad():
+            loss = closure()
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        squares = torch.stack([p.grad.square().sum() for p in held]).sum().item()
+        for p in held:
+            p.add_(p.grad, alpha=-0.2 * float(loss) / (squares + 1e-6))
+        return loss
+
+
 class ScheduleFree(_Plain):
     """As schedulefree's: parameters are one point of a line while training and another for evaluation, where its user
     moves them by ``eval`` and ``train``."""
@@ -304,6 +340,18 @@ class Configured(Zoo):
 
     def configure_optimizers(self) -> Any:
         return self.options["make"](self)
+
+
+class Marked(Configured):
+    """Parameters of a class of their own and with attributes; in mid-run one changes and one comes."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.head.weight = OnSphere(self.net.head.weight.data, radius=2.0)
+        self.net.stem.weight.speed = 0.1
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.net.stem.weight.speed, self.net.stem.bias.speed = 0.3, 0.2
 
 
 class ConfiguredByHand(Configured, Manual):
@@ -425,6 +473,12 @@ KINDS: dict[str, Kind] = {
     "optimizer_nested_states": Kind(module=_with(Preconditioned)),
     "states_of_other_dtypes": Kind(module=_with(EarlyMask)),
     "optimizer_hidden_lists": Kind(module=_with(HiddenLists)),
+    "optimizer_reads_class": Kind(module=lambda: Marked(make=lambda m: OnManifolds(m.parameters()))),
+    "optimizer_reads_attributes": Kind(module=lambda: Marked(make=lambda m: ScaledByMark(m.parameters()))),
+    "declared_optimizer_reads_attributes": Kind(
+        module=lambda: Marked(make=lambda m: ScaledByMark(m.parameters())),
+        settings={"elementwise_optimizers": ["ScaledByMark"]},
+    ),
     "optimizer_step_replaced": Kind(module=_make(_replaced_step), reason=ADAM),
     # around another one
     "lookahead": Kind(module=_with(lambda p: Lookahead(Adam(p, lr=1e-2, eps=1e-4))), reason=ADAM),
@@ -469,6 +523,39 @@ def fit_and_save(name: str, strategy: Any, path: str, num_steps: int, resume: st
     trainer.fit(module, DataLoader(_OneBatch(), batch_size=BATCH), ckpt_path=resume)
     trainer.save_checkpoint(path)
     return {key: value.detach().clone() for key, value in module.state_dict().items()}
+
+
+class _ByMeanLoss(ConfiguredByHand):
+    """``options``: whether losses have their ranks' mean as value, and whether the optimizer is given numbers."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(make=lambda module: ByLoss(module.parameters(), {}), **options)
+        self.returned: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        found: list[Any] = []
+
+        def closure() -> Any:
+            self.optimizers().zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            value = loss.detach().clone()
+            if self.options["shared"]:
+                torch.distributed.all_reduce(value)
+                value /= self.trainer.world_size
+            found.append(value.item() if self.options["numbers"] else value)
+            return found[0]
+
+        self.returned.append(self.optimizers().step(closure=closure) is found[0])
+
+
+def step_by_loss(strategy: Any, shared: bool, numbers: bool) -> tuple[dict[str, Tensor], bool]:
+    """Weights after some steps by the loss, and whether each step returned the loss of this rank's closure."""
+    torch.manual_seed(3)
+    module = _ByMeanLoss(shared=shared, numbers=numbers)
+    trainer = make_trainer(strategy, max_epochs=1, limit_val_batches=0)
+    trainer.fit(module, DataLoader(RandomDataset(), batch_size=BATCH))
+    return {key: value.detach().clone() for key, value in module.state_dict().items()}, all(module.returned)
 
 
 class _OneBatch(RandomDataset):

@@ -188,6 +188,31 @@ class ChangedAtTheEnd(Zoo):
         self.net.head = nn.Identity()  # type: ignore[assignment]
 
 
+class DottedBlock(Block):
+    """Holds a parameter under a name that no attribute can have (tensordict's TensorDictParams), and gives names by a
+    method of its own, with the signature that torch had before 2.0 (torchrl's losses)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parameters["gate.weight"] = nn.Parameter(torch.ones(WIDTH))
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+        return super().named_parameters(prefix, recurse)
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return (p for _, p in self.named_parameters(recurse=recurse))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self._parameters["gate.weight"]
+
+
+class NamesOfTheirOwn(Zoo):
+    """Blocks with names of their own."""
+
+    def build(self) -> None:
+        self.net = Net(DottedBlock)
+
+
 OUTSIDE = "loss.backward.. outside of training_step"
 PLACES = {
     "parameters_given_to_layers": Kind(module=_of(GivenToLayers)),
@@ -202,5 +227,6 @@ PLACES = {
         module=_of(NewOptimizer), deepspeed_refuses=dict.fromkeys((1, 2, 3), "was made after the run began")
     ),
     "changed_at_the_end": Kind(module=_of(ChangedAtTheEnd)),
+    "names_of_their_own": Kind(module=_of(NamesOfTheirOwn)),
 }
 KINDS.update(PLACES)

@@ -1,9 +1,10 @@
 """Runs a function on several ranks, each a process of its own, as ``torchrun`` would start them.
 
 Glossary:
-    job     one call ``fn(*args)`` made on every rank at once; ``fn`` is importable by name, ``args`` are picklable.
-    worker  a process that stays alive between jobs (importing torch and lightning takes seconds, a job milliseconds).
-    pool    the workers; job after job it uses the first ``world_size`` of them, so one pool serves every world size.
+    job       one call ``fn(*args)`` made on every rank at once; ``fn`` is importable by name, ``args`` are picklable.
+    worker    a process that stays alive between jobs.
+    pool      the workers; job after job it uses the first ``world_size`` of them, so one pool serves every world size.
+    template  the process that workers are forked from: it has imported what takes seconds, and has run nothing.
 
 A job begins in a clean process: environment as torchrun sets it with a fresh ``MASTER_PORT``, no process group, fixed
 seeds. What it returns comes back as one list, by rank. If a rank raises or dies, the others (which probably hang in a
@@ -13,12 +14,15 @@ collective) are killed and :class:`RankError` shows the first rank's traceback; 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pickle
 import queue
 import random
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -33,10 +37,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTUP_SECONDS = 120.0
-"""Importing torch and lightning in several processes at once on a busy machine."""
+"""Importing torch and lightning on a busy machine."""
 GRACE_SECONDS = 0.3
 """After the first failure: how long other ranks may still report theirs, and stacks may still be written."""
 LOG_TAIL_CHARACTERS = 6000
+THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -176,21 +181,10 @@ class _Worker:
         jobs_read, self._jobs = Pipe(duplex=False)
         self.results, results_write = Pipe(duplex=False)
         self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115
-        bootstrap = (
-            "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-            "from tests.helpers.ranks import _serve; _serve(int(sys.argv[2]), int(sys.argv[3]))"
-        )
         path = [str(ROOT), *(entry for entry in sys.path if entry != str(ROOT))]
-        fds = (jobs_read.fileno(), results_write.fileno())
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", bootstrap, json.dumps(path), *map(str, fds)],
-            env={**_outer_env(), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            pass_fds=fds,
-            start_new_session=True,  # its own process group, so that killing it takes its children along
-        )
+        env = {**_outer_env(), **THREADS}
+        fds = (jobs_read.fileno(), results_write.fileno(), self._log.fileno())
+        self.process = _template().fork((path, env), fds)
         jobs_read.close()
         results_write.close()
         self._ready = False
@@ -241,6 +235,83 @@ class _Worker:
         self._log.close()
 
 
+class _Template:
+    """The process that workers are forked from. It ends with this one, and so do they."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        bootstrap = (
+            "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+            "from tests.helpers.ranks import _fork_on_request; _fork_on_request(int(sys.argv[2]))"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", bootstrap, json.dumps([str(ROOT), *sys.path]), str(theirs.fileno())],
+            env={**_outer_env(), **THREADS},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,  # Ctrl-C is for the tests
+        )
+        theirs.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self, setting: tuple[list[str], dict[str, str]], fds: tuple[int, int, int]) -> _Forked:
+        """A child with ``setting`` (path, environment); ``fds`` carry its jobs, its results and its output."""
+        with tempfile.TemporaryFile() as file:  # an environment may be larger than a message
+            pickle.dump(setting, file)
+            file.flush()
+            socket.send_fds(self._socket, [b"f"], [*fds, file.fileno()])
+            (pid,) = _NUMBER.unpack(self._socket.recv(_NUMBER.size))
+        return _Forked(pid, self)
+
+    def exit_code(self, pid: int) -> int:
+        """Of a child that has ended."""
+        self._socket.send(b"w" + _NUMBER.pack(pid))
+        (code,) = _NUMBER.unpack(self._socket.recv(_NUMBER.size))
+        return int(code)
+
+
+_NUMBER = struct.Struct("=q")
+
+
+@functools.cache
+def _template_of(pid: int) -> _Template:
+    return _Template()
+
+
+def _template() -> _Template:
+    """This process's; a forked one may not use its parent's."""
+    return _template_of(os.getpid())
+
+
+class _Forked:
+    """A child of the template, with the methods of ``subprocess.Popen`` that are used here."""
+
+    def __init__(self, pid: int, template: _Template) -> None:
+        self.pid, self._template = pid, template
+        self._code: int | None = None
+        self._pidfd = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        return self._ended(0.0)
+
+    def wait(self) -> int | None:
+        return self._ended(None)
+
+    def send_signal(self, number: int) -> None:
+        if self._code is None:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def _ended(self, seconds: float | None) -> int | None:
+        if self._code is None and wait([self._pidfd], seconds):
+            self._code = self._template.exit_code(self.pid)
+            os.close(self._pidfd)
+        return self._code
+
+
 def _outer_env() -> dict[str, str]:
     """The parent's environment without what a previous fit, a launcher or a batch system left in it."""
     prefixes = ("SLURM_", "TORCHELASTIC_", "PL_", "OMPI_", "PMI_")
@@ -287,24 +358,71 @@ def _collect(workers: list[_Worker], timeout_seconds: float, name: str) -> list[
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def _fork_on_request(fd: int) -> None:
+    """The template: imports, then forks a worker for each request, until the parent closes the connection."""
+    import gc
+
+    import torch
+
+    import lightning_zero
+
+    lightning_zero.ZeroStrategy  # noqa: B018  (imports the strategy, Lightning and torch with it)
+    torch.set_num_threads(1)
+    gc.freeze()  # the collection after each job need not walk through torch
+    requests = socket.socket(fileno=fd)
+    while True:
+        message, fds, _, _ = socket.recv_fds(requests, 1 + _NUMBER.size, 4)
+        if not message:
+            return
+        if fds:
+            answer = _fork(requests, *fds)
+        else:
+            _, status = os.waitpid(_NUMBER.unpack(message[1:])[0], 0)
+            answer = os.waitstatus_to_exitcode(status)
+        requests.send(_NUMBER.pack(answer))
+
+
+def _fork(requests: socket.socket, jobs_fd: int, results_fd: int, log_fd: int, setting_fd: int) -> int:
+    """The child's pid; the child serves, and never returns."""
+    pid = os.fork()
+    if not pid:
+        try:
+            requests.close()
+            os.setsid()  # its own process group, so that killing it takes its children along
+            for output, fd in ((sys.stdout, 1), (sys.stderr, 2)):
+                os.dup2(log_fd, fd)
+                output.reconfigure(write_through=True)  # type: ignore[union-attr]
+            with open(setting_fd, "rb") as file:
+                file.seek(0)
+                sys.path[:], env = pickle.load(file)
+            os.environ.clear()
+            os.environ.update(env)
+            _serve(jobs_fd, results_fd)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    for fd in (jobs_fd, results_fd, log_fd, setting_fd):
+        os.close(fd)
+    return pid
+
+
 def _serve(jobs_fd: int, results_fd: int) -> None:
     """Runs jobs until the parent closes the connection."""
     import gc
 
     _show_crashes()
-    import lightning.pytorch  # noqa: F401  (paid once per worker, not once per job)
-    import torch
-
-    torch.set_num_threads(1)
-    gc.freeze()  # the collection after each job need not walk through torch
     outer_env = dict(os.environ)
     results = Connection(results_fd, readable=False)
     results.send_bytes(b"ready")
+    imported = len(sys.modules)
     for job in _jobs(Connection(jobs_fd, writable=False)):
         if job is None:
             _reset(outer_env)
             gc.collect()
-            gc.freeze()  # nor through what the job has imported
+            if len(sys.modules) > imported:
+                gc.freeze()  # nor through these imports; after each job it would keep for ever what is let go later
+                imported = len(sys.modules)
             continue
         env, call = job
         _reset({**outer_env, **env})
@@ -347,13 +465,11 @@ def _show_crashes() -> None:
 def _reset(env: dict[str, str]) -> None:
     """The state a fresh process would be in, as far as a job can have changed it."""
     import torch
-    import torch.distributed as dist
     from lightning.pytorch.utilities import rank_zero_only
 
-    from lightning_zero.launch import rendezvous
+    from lightning_zero.launch import launcher, rendezvous
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    launcher.destroy_process_group()
     rendezvous.forget()  # the next job's agent may have the port of one that only some of its ranks were in
     os.environ.clear()
     os.environ.update(env)

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -137,3 +138,41 @@ def save(strategy: Any) -> dict[str, Tensor]:
     for path in sorted(Path(module.folder).glob("*/model.safetensors")):
         found |= {f"{path.parent.name}/{name}": value for name, value in load_file(path).items()}
     return found
+
+
+class Hooked(zoo.Zoo):
+    """User code runs between each backward and its step."""
+
+    def build(self) -> None:
+        super().build()
+        self.by_step: list[int] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.by_step.append(dist.isend.call_count)  # type: ignore[attr-defined]
+
+
+def sockets_used(strategy: Any) -> list[int]:
+    """Messages through gloo's sockets that this rank has sent by each step."""
+    module = Hooked()
+    trainer = zoo.make_trainer(strategy, max_epochs=2, limit_train_batches=3)
+    with mock.patch.object(dist, "isend", wraps=dist.isend):
+        trainer.fit(module, DataLoader(zoo.RandomDataset(), batch_size=4))
+    return module.by_step
+
+
+class _ReadsWeights:
+    """What a DataLoader's worker does with a batch."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, items: list[Any]) -> Any:
+        x, y = torch.utils.data.default_collate(items)
+        return x + self.module.net.head.weight.detach().mean(), y
+
+
+def in_worker(strategy: str | dict[str, Any]) -> None:
+    """Trains on batches to which a worker has added a mean of weights."""
+    module = zoo.make_module("sgd_momentum")
+    loader = DataLoader(zoo.RandomDataset(), zoo.BATCH, num_workers=1, collate_fn=_ReadsWeights(module))
+    zoo.make_trainer(strategy, max_steps=2, limit_val_batches=0).fit(module, loader)

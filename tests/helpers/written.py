@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.nn import functional as F
 
+from lightning_zero.engines.torch_functions import BROADCAST_IS_SEEN
 from tests.helpers.held import TOO_OLD, TRANSFORMS
-from tests.helpers.zoo import KINDS, UNUSED, Kind, Zoo, _of
+from tests.helpers.zoo import KINDS, NO_GRADIENT_YET, UNUSED, Kind, Zoo, _of, whole
 
 
 class EmaByStateDict(Zoo):
@@ -264,38 +265,126 @@ class WritesTogether(Zoo):
             torch._foreach_mul_(list(state.values()), 0.9)
 
 
+class NowAndThen(Zoo):
+    """Every third step clips weights, in the step and in a block's hook, and another third looks at them: what a step
+    gathers, and in which order, is not what the steps before have gathered."""
+
+    def build(self) -> None:
+        super().build()
+        self.offset = nn.Parameter(torch.zeros(3))
+        self.net.blocks[1].register_forward_hook(self.clip_head)
+
+    @torch.no_grad()
+    def clip_head(self, block: Any, args: Any, output: Any) -> None:
+        if self.turn == 2:
+            self.net.head.weight.clamp_(-0.3, 0.3)
+
+    turn = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.turn = len(self.losses) % 3
+        if self.turn == 2:
+            with torch.no_grad():
+                self.net.blocks[0].up.weight.mul_(0.98)
+        penalty = self.net.head.weight.square().sum() if self.turn == 1 else 0.0
+        loss = self.loss(batch) + 0.1 * penalty + 0.1 * self.offset.sum()
+        if self.turn == 2:
+            self.write_after()
+        return self.record(loss)
+
+    @torch.no_grad()
+    def write_after(self) -> None:
+        (self.net.head.bias if self.options["bias"] else self.offset).sub_(0.01)
+
+
+class OwnBackwardInStep(Zoo):
+    """A backward of its own in the step, before gradients of the last step are cleared (adversarial training, codebooks
+    that step by themselves): it adds to these."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = self.net.blocks[1].up.weight
+        self.look("before", weight.grad)
+        weight.square().sum().backward()
+        self.look("after", weight.grad)
+        assert weight.grad is not None
+        with torch.no_grad():
+            weight.sub_(0.01 * weight.grad)
+        return self.record(self.loss(batch))
+
+    def look(self, when: str, grad: Tensor | None) -> None:
+        if grad is not None:
+            self.extra[f"{len(self.losses)} {when}"] = whole(grad)
+
+
+class ViewsHeldOverSteps(Zoo):
+    """Flat views of weights, taken in the first step and computed with in all of them, beside the weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if not hasattr(self, "views"):
+            self.views = [p.detach().view(-1) for p in self.net.head.parameters()]
+        weight, bias = self.views
+        stem = self.net.stem.weight.view(-1)
+        return self.record(loss * (1 + 0.1 * bias.square().sum()) + 0.1 * (weight * stem).sum())
+
+
+class GradientsThroughData(Zoo):
+    """Filters gradients as code of before torch 0.4 and Grokfast's do: by their ``data``, in place and anew."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            assert p.grad is not None
+            p.grad.data.mul_(0.5)
+            p.grad.data = p.grad.data + 0.01
+
+
 KINDS.update(
     {
         "average_by_state_dict": Kind(module=_of(EmaByStateDict), reference=UNUSED),
         "teacher_by_state_dict": Kind(module=_of(TeacherByStateDict), reference=UNUSED),
-        "collectives_in_hooks": Kind(module=_of(Collectives)),
+        "collectives_in_hooks": Kind(
+            module=_of(Collectives), refused=None if BROADCAST_IS_SEEN else r"c10d\.broadcast_", refused_deepspeed=()
+        ),
         "collectives_in_a_step": Kind(module=_of(CollectivesInStep)),
         "accumulates_assigned_gradients": Kind(
             module=_of(AccumulatesAssigned),
             trainer={"accumulate_grad_batches": 2},
-            on_deepspeed=False,
+            deepspeed_refuses=dict.fromkeys((2, 3), NO_GRADIENT_YET),
             note="with DeepSpeed's stages 2 and 3 `p.grad` is `None` then, which a warning says",
         ),
         "retained_graph": Kind(module=_of(RetainedGraph)),
         "several_backwards": Kind(
-            module=_of(SeveralBackwards), on_deepspeed=False, note="DeepSpeed's stage 3 raises in the second backward"
+            module=_of(SeveralBackwards),
+            deepspeed_refuses={3: "goes backward more than once, which DeepSpeed's stage 3"},
         ),
-        "transforms_of_arguments": Kind(module=_of(TransformsOfArguments), deepspeed_refuses={3: TRANSFORMS}),
+        "transforms_of_arguments": Kind(
+            module=_of(TransformsOfArguments), deepspeed_refuses={3: TRANSFORMS}, **TOO_OLD
+        ),
         "transforms_around_parameters": Kind(
             module=_of(TransformsAround), reference=UNUSED, deepspeed_refuses={3: TRANSFORMS}, **TOO_OLD
         ),
         "linearized_in_a_step": Kind(
-            module=_of(Linearizes, in_step=True), on_deepspeed=False, refused="call torch.func.jvp"
+            module=_of(Linearizes, in_step=True), refused="call torch.func.jvp", refused_deepspeed=(3,)
         ),
         "linearized_in_a_hook": Kind(
-            module=_of(Linearizes, in_step=False), on_deepspeed=False, refused="call torch.func.jvp"
+            module=_of(Linearizes, in_step=False), refused="call torch.func.jvp", refused_deepspeed=(3,)
         ),
         "values_written_as_a_list": Kind(
-            module=_of(WritesTogether, out=False), on_deepspeed=False, refused="a list of .* one at a time"
+            module=_of(WritesTogether, out=False), refused="a list of .* one at a time", refused_deepspeed=()
         ),
         "values_written_by_out": Kind(
-            module=_of(WritesTogether, out=True), on_deepspeed=False, refused="out= .* one at a time"
+            module=_of(WritesTogether, out=True), refused="out= .* one at a time", refused_deepspeed=()
         ),
+        "read_and_written_now_and_then": Kind(module=_of(NowAndThen, bias=False), validates=True),
+        "accumulates_read_and_written_now_and_then": Kind(
+            module=_of(NowAndThen, bias=False), trainer={"accumulate_grad_batches": 2}, validates=True
+        ),
+        "linear_bias_written_before_backward": Kind(
+            module=_of(NowAndThen, bias=True), deepspeed_refuses={3: "modified by an inplace operation"}
+        ),
+        "gradients_through_data": Kind(module=_of(GradientsThroughData)),
+        "own_backward_in_step": Kind(module=_of(OwnBackwardInStep)),
+        "views_held_over_steps": Kind(module=_of(ViewsHeldOverSteps)),
         "numpy_of_weights": Kind(module=_of(NumpyInStep)),
     }
 )

@@ -1254,6 +1254,8 @@ class Kind:
 
 SAME_UNITS = r"units .*net\.blocks\.\d.* ran on some ranks only.*(units=|stage=2)"
 SAME_MODULES = r"units .* ran on some ranks only.*stage=2"
+NO_GRADIENT_YET = "NoneType"
+"""User code looks at a gradient that DeepSpeed keeps for itself between micro-batches."""
 UNUSED = "ddp_find_unused_parameters_true"
 ADAM = f"{SUM_ORDER}; Adam divides by the root of squared gradients, which magnifies it"
 
@@ -1594,7 +1596,10 @@ def _odd_rank() -> bool:
     return int(os.environ["RANK"]) % 2 == 1
 
 
+import tests.helpers.beside  # noqa: E402
+import tests.helpers.derived  # noqa: E402
 import tests.helpers.held  # noqa: E402
 import tests.helpers.optimizers  # noqa: E402
 import tests.helpers.places  # noqa: E402
-import tests.helpers.written  # noqa: E402, F401  (all four add kinds, which are made of this module's)
+import tests.helpers.sequences  # noqa: E402
+import tests.helpers.written  # noqa: E402, F401  (all seven add kinds, which are made of this module's)

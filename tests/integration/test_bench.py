@@ -124,3 +124,14 @@ def test_bounds_are_judged_by_what_is_stored():
     text = bounds.render([_measured()])
     assert "| stage 3: step to `fully_shard`'s | gpt, 2 | ≤ 0.8 | 0.75 (0.75–0.75) | met |" in text
     assert "| stage 3: step to DDP's | gpt, 2 | ≤ 1.35 | 3.00 (1.50–6.00) | **not met** |" in text
+
+
+def test_bounds_need_only_the_contenders_that_are_measured_for_them():
+    stored = bench._stored()
+    for measured in stored:
+        needed = bounds.contenders(measured["table"])
+        fewer = {**measured, "rounds": [{n: ran[n] for n in ran if n in needed} for ran in measured["rounds"]]}
+        assert [*bounds.judged([fewer])] == [
+            (bound, fewer, values) for bound, _, values in bounds.judged([measured])
+        ], measured["table"]
+    assert sum(1 for _ in bounds.judged(stored)) > 40

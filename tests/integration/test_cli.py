@@ -33,8 +33,9 @@ def test_two_processes_share_one_run_folder(entry, tmp_path):
 
 
 @pytest.mark.rest
+@pytest.mark.timeout(450)
 def test_main_job_beats_the_unigram_baseline(tmp_path):
-    done = run(*MODULE, "fit", "experiment=main_job", "trainer.max_steps=90", cwd=tmp_path, timeout_seconds=200)
+    done = run(*MODULE, "fit", "experiment=main_job", "trainer.max_steps=90", cwd=tmp_path, timeout_seconds=400)
     assert done.returncode == 0, done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("held-out perplexity")]
     words = [word.strip(",") for word in line.split()]

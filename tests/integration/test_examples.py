@@ -7,7 +7,8 @@ import pytest
 from tests.integration.commands import ROOT, run
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.rest), "zero3"])
+@pytest.mark.rest
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_quickstart(strategy, tmp_path):
     done = run(str(ROOT / "examples" / "quickstart.py"), strategy, cwd=tmp_path)
     assert done.returncode == 0, done.stdout

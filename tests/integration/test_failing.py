@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,13 +16,14 @@ from tests.integration.commands import ROOT, SMALL, run
 
 pytestmark = pytest.mark.rest
 
+FULL = ("ddp", "deepspeed1")
 FAILING = str(ROOT / "tests" / "helpers" / "failing.py")
 
 
-def fail(folder: Path, *words: str, **env: str) -> tuple[int, list[str]]:
+def fail(folder: Path, *words: str, script: str = FAILING, **env: str) -> tuple[int, list[str]]:
     """Exit code and lines of a run of ``tests/helpers/failing.py``, without what Lightning says at every start."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", FAILING, *words],
+        [sys.executable, "-W", "ignore", script, *words],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env},
         stdin=subprocess.DEVNULL,
@@ -47,7 +49,7 @@ def test_the_traceback_of_one_rank_is_shown_once(tmp_path):
     assert "rank 0 has ended because of that" in text
 
 
-@pytest.mark.parametrize("stage", ["3", pytest.param("ddp", marks=pytest.mark.full)])
+@pytest.mark.parametrize("stage", ["3", "deepspeed3", *(pytest.param(s, marks=pytest.mark.full) for s in FULL)])
 def test_an_error_of_all_ranks_is_shown_once_and_saved(stage, tmp_path):
     """Collective saves on exceptions: all ranks have raised at the same place."""
     code, lines = fail(tmp_path, "all", stage, "saves")
@@ -79,7 +81,9 @@ def test_an_error_of_one_rank_is_not_hidden_by_a_save(tmp_path):
     [
         ("3",),
         ("3", "same"),
+        ("deepspeed3", "same"),
         pytest.param(("1", "same"), marks=pytest.mark.full),
+        pytest.param(("deepspeed2",), marks=pytest.mark.full),
         pytest.param(("ddp",), marks=pytest.mark.full),
     ],
 )
@@ -93,6 +97,16 @@ def test_ranks_that_raised_alike_fit_again(words, tmp_path):
     results = {line.split("rank ")[1][2:] for line in lines if line.startswith("FITTED second")}
     assert len(results) == 1, text  # the same weights on both
     assert "FITTED first" not in text
+
+
+def test_a_script_started_by_another_path_fits_again(tmp_path):
+    """Rank 0 knows its script as ``<folder>/../failing.py``, the others by the path that they were started with."""
+    shutil.copy(FAILING, tmp_path)
+    (tmp_path / "folder").mkdir()
+    code, lines = fail(tmp_path / "folder", "all", "3", "again", script="../failing.py")
+    text = "\n".join(lines)
+    assert code == 0, text
+    assert sum(line.startswith("FITTED second") for line in lines) == 2, text
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -142,6 +156,14 @@ def test_ranks_that_do_not_come_are_named(tmp_path):
     code, lines = fail(tmp_path, "none", "3", **{**env, "WORLD_SIZE": "4"})
     assert code == 1
     assert "WORLD_SIZE=4 in the environment, but devices=2" in lines[-1]
+
+
+def test_a_rank_that_fails_before_the_ranks_meet_is_not_waited_for(tmp_path):
+    code, lines = fail(tmp_path, "early", "3")
+    text = "\n".join(lines)
+    assert code == 1, text
+    assert "rank 0 has ended because of that (RankLost: another rank ended before all had met" in lines[-1], text
+    assert sum("LookupError: rank 1 is not well" in line for line in lines) == 2, text
 
 
 def test_a_port_in_use_is_said(tmp_path):

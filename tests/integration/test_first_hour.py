@@ -259,6 +259,7 @@ def test_an_unknown_metric_is_named(tmp_path):
     assert "loss" in done.stdout.split("it has logged")[1]
 
 
+@pytest.mark.timeout(600)
 def test_init_makes_a_project_that_trains_and_tests_itself(tmp_path):
     folder = tmp_path / "mine"
     done = run_imported("init", str(folder), cwd=tmp_path)
@@ -272,7 +273,7 @@ def test_init_makes_a_project_that_trains_and_tests_itself(tmp_path):
     wrong = run("train.py", "strategy.stage=4", cwd=folder)
     assert "strategy: stage=4: use one of 1, 2, 3." in wrong.stdout
     assert "Traceback" not in wrong.stdout
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_project.py", cwd=folder, timeout_seconds=200)
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_project.py", cwd=folder, timeout_seconds=400)
     assert done.returncode == 0, done.stdout
     assert subprocess.run(["bash", "-n", str(folder / "train.sbatch")], check=False).returncode == 0
     again = run_imported("init", str(folder), cwd=tmp_path)

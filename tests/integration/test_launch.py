@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_zero import ZeroStrategy
@@ -157,6 +159,59 @@ def test_forked_ranks_share_the_engines_imports(tmp_path):
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.stdout.count("SEES True") == 2, done.stdout + done.stderr
     assert done.returncode == 0
+
+
+def _be_in_a_group_of_one() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    torch.zeros_like(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))  # its operators keep the mesh, until asked
+
+
+def test_forks_inherit_no_process_group():
+    """Its threads are this process's: a forked one that ended it would wait for them for ever, or crash."""
+    fit = functools.partial(trainer(ZeroStrategy(stage=3, units=["Linear"], start_method="fork")).fit, Regression())
+    _be_in_a_group_of_one()
+    try:
+        with pytest.raises(RuntimeError, match="start_method='fork': this process is in a process group of 1 ranks"):
+            fit(DataLoader(data(), batch_size=4))
+    finally:
+        dist.destroy_process_group()
+    _be_in_a_group_of_one()  # of which nothing but the operators knows
+    dist.destroy_process_group()
+    fit(DataLoader(data(), batch_size=4))
+
+
+AFTER_ONE_RANK = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.integration.test_launch import *
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    module = Regression()
+    module.on_train_start = lambda: Path(f"{{dist.get_rank()}} of {{dist.get_world_size()}}").touch()
+    trainer(ZeroStrategy(stage=3, units=["Linear"])).fit(module, DataLoader(data(), batch_size=4))
+"""
+
+
+@pytest.mark.rest
+def test_a_script_that_was_in_a_group_of_one_is_in_the_runs_own(tmp_path):
+    (tmp_path / "train.py").write_text(AFTER_ONE_RANK)
+    command = [sys.executable, str(tmp_path / "train.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in tmp_path.glob("* of *")) == ["0 of 2", "1 of 2"]
+
+
+def test_a_group_of_another_size_is_refused(monkeypatch):
+    """Ranks that something else has started keep theirs: it may be what they were started for."""
+    monkeypatch.setenv("LOCAL_RANK", "0")  # as Lightning's DDP with devices=1 leaves it
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="the run has 2 ranks, but this process is in a process group of 1 "):
+            trainer(ZeroStrategy(stage=3)).fit(Regression(), DataLoader(data(), batch_size=4))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.rest

@@ -78,7 +78,7 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.mark.rest
+@pytest.mark.usefixtures("deepspeed_ops")
 @pytest.mark.parametrize(
     "names",
     [

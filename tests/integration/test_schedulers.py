@@ -99,7 +99,7 @@ if __name__ == "__main__":
 
 
 def test_two_workers_of_ray_train(tmp_path: Path, expected) -> None:  # noqa: F811
-    pytest.importorskip("ray.train", reason="ray is not installed: pip install 'ray[train]'")
+    pytest.importorskip("ray.train", reason="ray is not installed: pip install -e '.[ray]'")
     (tmp_path / "train.py").write_text(IN_A_WORKER)
     env = {**os.environ, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
     done = subprocess.run(

@@ -81,6 +81,7 @@ def test_submit_writes_and_submits_a_script_that_trains(slurm, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["job"]
 
 
+@pytest.mark.rest
 def test_dry_run_only_writes(tmp_path):
     done = run_imported(
         *("submit", "--dry-run", "launcher=slurm", "launcher.nodes=4", "launcher.gpus_per_node=8"),

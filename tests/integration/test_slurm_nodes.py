@@ -123,7 +123,6 @@ def test_a_cancelled_job_stores_its_last_step_and_is_not_started_again(slurm, tm
     assert "SIGTERM received" in log
 
 
-@pytest.mark.full  # as long as the two above
 def test_each_job_of_an_array_finds_its_own_checkpoint(slurm, tmp_path):
     job = _submitted(slurm, tmp_path, "--nodes=1 --array=0-1", steps=30)
     _until(lambda: all(list(tmp_path.glob(f"checkpoints{i}/*step=5.ckpt")) for i in range(2)), tmp_path)

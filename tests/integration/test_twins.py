@@ -91,10 +91,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "imports",
-    ["import pytorch_lightning, lightning_zero", pytest.param("import lightning_zero", marks=pytest.mark.rest)],
-)
+@pytest.mark.rest
+@pytest.mark.parametrize("imports", ["import pytorch_lightning, lightning_zero", "import lightning_zero"])
 def test_their_script_trains_as_under_ddp(imports, tmp_path):
     (tmp_path / "script.py").write_text(THEIRS.format(imports=imports))
     summed = {}

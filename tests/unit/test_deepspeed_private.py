@@ -186,6 +186,8 @@ def test_built_sharded() -> None:
     assert (private.whole_shape(weight), private.whole_numel(weight)) == ((3, 4), 12)
     assert (private.whole_shape(model.scalar), private.whole_numel(model.scalar)) == ((), 1)
     assert private.own_attributes(weight) == {"mine"}
+    assert private.is_late("ds_tensor")
+    assert not private.is_late("mine")
     cut = private.cut_of(weight)
     assert cut is not None
     assert cut.numel() == 12
@@ -319,7 +321,7 @@ def test_reads_wait_for_what_is_in_flight() -> None:
     """Stage 3 has sent it ahead, and the module that would wait for it has not come."""
     with running(3) as (model, engine, shards):
         (weight, bias), expected = model[0].parameters(), next(plain_model().parameters())  # type: ignore[index]
-        private.expect_in_flight(engine.module, (weight, bias))
+        private.expect_in_flight(engine, engine.module, (weight, bias))
         handle = weight.all_gather_coalesced([weight])  # type: ignore[attr-defined]
         weight.ds_in_flight[weight] = handle  # type: ignore[attr-defined]
         assert private.is_ahead(weight)
@@ -355,6 +357,38 @@ def test_stage_3_gathers_what_is_used_outside_its_module() -> None:
         assert not private.is_partitioned(weight)
         shards.reshard()
         assert private.is_partitioned(weight)
+
+
+def test_inputs_that_stage_3_gives_modules_may_be_changed() -> None:
+    """And who uses one afterwards knows of it."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.activate, self.last = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return self.last(self.activate(x)) + x.sum()
+
+    def reference(model: nn.Module) -> torch.Tensor:
+        model(torch.ones(1, 4)).sum().backward()
+        weight = model.first.weight
+        assert isinstance(weight, torch.Tensor)
+        assert weight.grad is not None
+        return weight.grad
+
+    torch.manual_seed(0)
+    expected = reference(plain := Around())
+    torch.manual_seed(0)
+    with running(3, Around()) as (model, engine, shards):
+        private.let_inputs_change(engine, engine.module)
+        shards.before_backward(set())
+        private.backward(engine, engine(torch.ones(1, 4)).sum().backward, lambda: None)
+        shards.after_backward(False)
+        grad = shards.grad(model.first.weight)  # type: ignore[union-attr]
+        torch.testing.assert_close(grad.view(4, 4), expected)
+    assert plain is not model
 
 
 def test_while_the_module_is_whole_nothing_is_gathered() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from lightning_zero.launch import failure, rendezvous, tracebacks
+from lightning_zero.launch import failure, tracebacks
 
 
 def _compare(store: Any, said: list[tuple[str, float]], size: int) -> list[str | None]:
@@ -54,44 +53,6 @@ def test_one_that_comes_when_another_has_given_up_gives_up_as_well(store, monkey
     early, late = _compare(store, [("a", 0.0), ("a", 0.8)], 2)
     assert early == "rank 1 did not raise it"
     assert late is not None
-
-
-def test_ranks_that_meet_get_one_store_and_the_missing_is_named(monkeypatch, capsys):
-    monkeypatch.setenv(rendezvous.START_SECONDS, "0.6")
-    monkeypatch.setattr(rendezvous, "PATIENCE_SECONDS", 0.2)
-    rendezvous.forget()
-    port = rendezvous.serve("127.0.0.1")
-    with pytest.raises(
-        TimeoutError, match=r"rank 0 has waited 1 s .* for rank 1, 2 of 3 ranks \(devices=3, num_nodes=1\)"
-    ):
-        rendezvous.meet("127.0.0.1", port, 0, 3, "devices=3, num_nodes=1")
-    assert "it goes on waiting" in capsys.readouterr().err
-    assert rendezvous.meet("127.0.0.1", port, 0, 1, "devices=1, num_nodes=1") is not None
-    rendezvous.forget()
-
-
-def test_what_was_counted_at_a_port_is_forgotten_with_its_store():
-    """A port that comes again may bring ranks that have never been there: they would wait for each other for ever."""
-    rendezvous.forget()
-    first = rendezvous.serve("127.0.0.1")
-    rendezvous.meet("127.0.0.1", first, 0, 1, "devices=1, num_nodes=1")
-    rendezvous.meet("127.0.0.1", first, 0, 1, "devices=1, num_nodes=1")
-    assert rendezvous.count("meet", "127.0.0.1", first) == 3
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        second = free.getsockname()[1]
-    rendezvous.meet("127.0.0.1", second, 0, 1, "devices=1, num_nodes=1")
-    assert rendezvous.count("meet", "127.0.0.1", first) == 1
-    rendezvous.forget()
-
-
-def test_a_taken_port_is_said():
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(RuntimeError, match=rf"port {port} of 127.0.0.1, .*MASTER_PORT"):
-            rendezvous.serve("127.0.0.1", port)
 
 
 def _user() -> None:

@@ -396,6 +396,31 @@ def test_memory_of_a_parameter_is_what_it_is_gathered_into(world_of_one):
     assert torch.equal(users[0], known[0].sharded_param.to_local())
 
 
+def test_others_in_the_memory_of_a_gathered_parameter_are_counted_and_it_comes_back_for_them(world_of_one):
+    model, users, known = _own()
+    (inner,) = private.groups(model[0])
+    home = private.Home(inner, known[0])
+    private.unshard(model[0])
+    assert private.others_in(home) == 0
+    view = users[0].detach()
+    version = users[0]._version
+    assert private.others_in(home) == 1
+    assert not private.is_emptied(home)
+    expected = view.clone()
+    private.reshard(model[0])
+    assert private.is_emptied(home)
+    private.refill(home, expected)
+    assert torch.equal(view, expected)
+    assert users[0]._version == version  # arriving is no write
+    private.unshard(model[0])
+    private.refill(home, torch.zeros(4, 4))
+    assert torch.equal(users[0], expected)  # what is gathered stays
+    private.reshard(model[0])
+    assert private.is_emptied(home)
+    del view
+    assert private.others_in(home) == 0
+
+
 def test_gradients_before_and_after_they_are_reduced(world_of_one):
     model, users, known = _own()
     private.unshard(model[0])
@@ -451,6 +476,97 @@ def test_a_group_is_gathered_in_the_middle_of_a_backward(world_of_one):
     square.backward()
     assert found == [False, True]
     assert users[0].grad is not None
+
+
+def test_nodes_find_the_group_gathered(world_of_one):
+    """What is computed of its parameters, when these have gone."""
+    model, users, _ = _own()
+    (inner,) = private.groups(model[0])
+    private.unshard(model[0])
+    square = users[0].square().sum()
+    private.gather_before(inner, [square.grad_fn, square.grad_fn])
+    private.reshard(model[0])
+    square.backward()
+    assert private.is_gathered(inner)
+    assert users[0].grad is not None
+
+
+def test_units_change_their_inputs_in_place(tmp_path):
+    """Which torch refuses with the function of fully_shard's own; and the group's part of the backward ends."""
+    _world_of_one(tmp_path)
+    try:
+        for lets in (False, True):
+            model = _sharded()
+            model[0].register_forward_pre_hook(lambda unit, args: (args[0].mul_(2.0),))
+            ended: list[object] = []
+            for unit in (model[0], model):
+                private.hooks_once(unit)
+                for group in private.groups(unit):
+                    private.before_reduce(group, lambda g, ended=ended: bool(ended.append(g)) or True)
+                    if lets:
+                        private.let_inputs_change(group)
+            given = torch.ones(1, 4, requires_grad=True)
+            between = given * 1.0
+            if not lets:
+                with pytest.raises(RuntimeError, match="modified inplace"):
+                    model(between)
+                continue
+            model(between).sum().backward()
+            assert between.tolist() == [[2.0] * 4]
+            assert len(ended) == 2
+            weight = model[1].weight.full_tensor() @ model[0].weight.full_tensor()
+            torch.testing.assert_close(given.grad, 2.0 * weight.sum(0, keepdim=True))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_roots_part_ends_with_the_backward(tmp_path):
+    """Not with the gradients of its inputs, as of a unit: the graph of these goes on."""
+    _world_of_one(tmp_path)
+    try:
+        for ends_with_it in (False, True):
+            model = _sharded()
+            (group,) = private.groups(model)
+            private.hooks_once(model)
+            ended: list[bool] = []
+            private.before_reduce(group, lambda g, ended=ended: bool(ended.append(True)) or True)
+            if ends_with_it:
+                private.end_with_the_backward(group)
+            between = torch.ones(1, 4, requires_grad=True) * 1.0
+            begun_before: list[bool] = []
+            between.register_hook(lambda grad, ended=ended, seen=begun_before: seen.append(bool(ended)))
+            earlier = between * 1.0
+            earlier.grad_fn.register_prehook(lambda grads, ended=ended, seen=begun_before: seen.append(bool(ended)))
+            model(earlier).sum().backward()
+            assert begun_before == [not ends_with_it] * 2
+            assert ended
+    finally:
+        dist.destroy_process_group()
+
+
+def test_whole_gradients_add_up(world_of_one):
+    model, users, _ = _own()
+    (inner,) = private.groups(model[0])
+    private.unshard(model[0])
+    users[0].square().sum().backward()
+    known = next(p for p in private.trainable(inner) if p._unsharded_param is users[0])
+    private.add_whole_grad(known, torch.ones_like(users[0]))
+    assert torch.equal(private.grad_of(known), 2 * users[0].detach() + 1)
+
+
+def test_what_a_unit_writes_to_is_its_callers(tmp_path):
+    """Lists, dictionaries and dataclasses among its arguments, which hold activations, are not copied."""
+    _world_of_one(tmp_path)
+    try:
+        model = _sharded()
+        private.let_inputs_change(private.groups(model[0])[0])
+        model[0].forward = lambda x, terms, more: terms.append(x.sum()) or more.update(loss=x.mean()) or x
+        x = torch.ones(1, 4, requires_grad=True)
+        terms, more = [x * 2], {"x": x * 3}
+        model[0](x, terms, more=more)
+        assert [t.item() for t in (terms[1], more["loss"])] == [4.0, 1.0]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_drops_and_gathers_are_told_before_they_begin(world_of_one):

@@ -17,7 +17,8 @@ matplotlib.use("Agg")
 def a_row(name: str, stage: int, peak_gib: float, checkpointed_gib: float) -> Row:
     """All of its peak are activations, which recomputation lowers."""
     zero = dict.fromkeys(("parameters", "gradients", "optimizer", "gathered_unit", "activations"), 0.0)
-    zero |= dict.fromkeys(("activations_checkpointed", "host", "disk", "sent_total", "pcie", "disk_traffic"), 0.0)
+    zero |= dict.fromkeys(("activations_checkpointed", "host", "host_checkpointed", "disk"), 0.0)
+    zero |= dict.fromkeys(("sent_total", "pcie", "disk_traffic"), 0.0)
     parts = [{**dict.fromkeys(KINDS, 0.0), "activations": gib * GIB} for gib in (peak_gib, checkpointed_gib)]
     more: dict[str, Any] = {"sent": {}, "max_micro_batch": 0, "max_micro_batch_checkpointed": 1}
     return Row(

@@ -151,6 +151,23 @@ def test_each_way_to_recompute_takes_what_it_keeps():
     assert activations("none") == activations(["TransformerEncoderLayer"]) == full
 
 
+@pytest.mark.parametrize("num_blocks", [3, 6])  # traced, and replayed
+def test_saved_inputs_that_wait_in_host_memory_are_not_the_devices(num_blocks):
+    def row(**setting: Any) -> Any:
+        config = BLOCKS.with_(activation_checkpointing={"target": "full", **setting})
+        module = Mlp()
+        module.blocks = module.blocks[:num_blocks]
+        return plan(module, TOKENS, world_size=2, config=config, device="cuda", device_memory_gib=1).row("zero3")
+
+    saved = 8 * 64 * 128 * 4  # of each block: batch, tokens, width, bytes
+    kept, away = row(), row(offload=True)
+    assert kept.host_checkpointed == kept.host == away.host
+    assert away.host_checkpointed - away.host == num_blocks * saved
+    # The most is alive in the head's backward, when no input has come back
+    assert kept.activations_checkpointed - away.activations_checkpointed == num_blocks * saved
+    assert away.max_micro_batch_checkpointed > kept.max_micro_batch_checkpointed
+
+
 def test_a_plan_says_what_it_counts_as_recomputed():
     config = BLOCKS.with_(activation_checkpointing=["blocks.0"])
     assert "ckpt: with activation_checkpointing=['blocks.0']; max" in plan(Mlp(), TOKENS, config=config).table()
@@ -159,6 +176,7 @@ def test_a_plan_says_what_it_counts_as_recomputed():
         plan(Mlp(), TOKENS, config=BLOCKS.with_(activation_checkpointing=["Blok"]))
 
 
+@pytest.mark.rest
 def test_recomputation_takes_less_and_the_largest_micro_batch_just_fits():
     made = plan(Attention(), TOKENS, world_size=2, config=BLOCKS, device_memory_gib=0.5, headroom=0.0)
     for row in made.rows:
@@ -308,9 +326,13 @@ def test_what_deepspeed_runs_is_named_but_not_picked_for_fsdp2():
 
 
 def test_host_memory_limits_offload():
-    rows = [dataclasses.replace(r, host=4.0 * GIB) for r in _rows(device=[99, 30, 20, 15, 3, 2, 1])]
+    both = {"host": 4.0 * GIB, "host_checkpointed": 4.0 * GIB}
+    rows = [dataclasses.replace(r, **both) for r in _rows(device=[99, 30, 20, 15, 3, 2, 1])]
     assert choose(rows, 10 * GIB, host_gib=9, ranks_per_host=2)[0] == "zero1_offload"
     assert choose(rows, 10 * GIB, host_gib=7, ranks_per_host=2)[0] is None
+    waiting = [dataclasses.replace(r, host=0.0) for r in rows]  # saved inputs
+    assert choose(waiting, 10 * GIB, host_gib=7, ranks_per_host=2)[0] == "zero1_offload"
+    assert choose(waiting, 10 * GIB, host_gib=7, ranks_per_host=2, recomputes=True)[0] is None
 
 
 # -- what is shown ---------------------------------------------------------------------------------------------------
@@ -366,6 +388,9 @@ def test_a_host_holds_one_rank_that_saves_and_others_that_wait():
     module = Deep()
     module.configure_model()
     text = str(plan(module, world_size=4, ranks_per_host=2, config=BLOCKS))
+    assert "\nzero3 in its whole life, host" in text
+    offloaded = plan(module, world_size=4, config=BLOCKS.with_(stage=3, offload="cpu"))
+    assert "\nzero3 with offload=cpu in its whole life, host" in str(offloaded)
     assert re.search(r"of a host with 2\n +made by configure_model +0\.20 +0\.41\n", text), text
     assert re.search(r"\n +trained +(0\.\d+) +(0\.\d+)\n", text), text
     assert re.search(r"\n +saved as one file, rank 0 +1\.38 +1\.75\n", text), text  # 3/8 and 1; and 3/8 more
@@ -384,6 +409,7 @@ def test_table_and_json_hold_every_row(tmp_path):
     assert json.loads(json.dumps(made.to_dict()))["rows"][3]["peak"] == made.row("zero3").peak
 
 
+@pytest.mark.rest
 def test_the_chart_is_a_png(tmp_path):
     pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
     made = plan(Mlp(), TOKENS, world_size=4, config=BLOCKS, device_memory_gib=1)

@@ -1,18 +1,21 @@
-"""Views of parameters that were taken before a run: an attribute is refused, what anybody else holds is warned of."""
+"""Views of parameters that were taken before a run: one that the module holds is refused, any other is warned of."""
 
 from __future__ import annotations
 
 import gc
 import warnings
+import weakref
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from lightning import Trainer
 from torch import nn
 
-from lightning_zero.engines import refusals
+from lightning_zero.engines import advice, refusals
 from lightning_zero.engines.advice import advice_on
 from lightning_zero.engines.refusals import refuse_held_views
 
@@ -80,10 +83,103 @@ def test_an_attribute_is_refused():
         refuse_held_views(module)
 
 
+class Slots:
+    __slots__ = ("flat", "unset")
+
+    def __init__(self, flat: Any) -> None:
+        self.flat = flat
+
+
+HELD: dict[str, Any] = {
+    # what an attribute is made of a view
+    "a dict": lambda view: {"name": "x", "view": view},
+    "dicts in dicts": lambda view: {"a": {"b": {"c": view}}},
+    "after None": lambda view: [None, view],
+    "after a name": lambda view: ("x", view),
+    "a deque": lambda view: deque([[view]]),
+    "a plain object": lambda view: SimpleNamespace(flat=view),
+    "objects in a list": lambda view: [SimpleNamespace(a=1), SimpleNamespace(parts=[SimpleNamespace(flat=view)])],
+    "an object with slots": lambda view: Slots(view),
+    "a distribution": lambda view: torch.distributions.Normal(view, 1.0),
+    "beside a dataset": lambda view: SimpleNamespace(rows=[(i, [i]) for i in range(20_000)], a={"b": {"c": view}}),
+    "a module that is not a child": lambda view: [nn.ModuleDict({"a": _with_flat(view)})],
+}
+
+
+def _with_flat(view: Any) -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.flat = view
+    return module
+
+
+@pytest.mark.parametrize("form", HELD)
+def test_what_an_attribute_holds_is_refused(form):
+    module = _module()
+    module["head"].held = HELD[form](module["head"].weight.data.view(-1))
+    with pytest.raises(ValueError, match=r"'head.held' holds a view of parameter 'head.weight'"):
+        refuse_held_views(module)
+
+
+def test_what_only_a_function_or_the_trainer_holds_is_warned_of():
+    for hold in (lambda view: lambda: view, lambda view: _trainer_with(view)):
+        module = _module()
+        module["head"].held = hold(module["head"].weight.data)
+        assert _said(module)
+
+
+def _trainer_with(view: Any) -> Any:
+    trainer = object.__new__(Trainer)
+    trainer.callbacks = [SimpleNamespace(view=view)]
+    return trainer
+
+
+def test_a_child_that_is_held_twice_is_looked_at_as_itself():
+    """spectral_norm's weight lies in its parameter's memory, until the next forward."""
+    module = _module()
+    module["normed"].weight = module["normed"].weight_orig.data
+    module.layers = [module["normed"]]
+    assert not _said(module)
+
+
+def test_no_code_of_the_user_is_run_to_look_for_views():
+    class Loads(dict):
+        def values(self) -> Any:
+            raise AssertionError
+
+        __iter__ = __getitem__ = __len__ = values
+
+    class Acts:
+        @property
+        def flat(self) -> Any:
+            raise AssertionError
+
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(name)
+
+        __class__ = flat  # asked for by isinstance
+
+    module = _module()
+    module.held = [Loads(a=1), Acts(), weakref.proxy(nn.Linear(1, 1))]
+    assert not _said(module)
+
+
+def test_a_dataset_is_not_walked():
+    """A hundredth of a second, where all of its elements would take one."""
+    module = _module()
+    module.data = SimpleNamespace(rows=[{"name": str(i), "row": [i]} for i in range(50_000)])
+    with mock.patch.object(refusals, "islice", wraps=refusals.islice) as looks:
+        assert not _said(module)
+    assert 1_000 < looks.call_count < 3_000
+
+
 def test_methods_of_process_groups_have_functions_in_their_stead():
     """No view sees such a call, so the error is DTensor's own."""
     for text in ("c10d.allreduce_.default does not have a sharding strategy", "c10d.allgather_.default: got mixed"):
         assert "torch.distributed.all_reduce(p.data" in advice_on(text, False, None, "fsdp2")
+    text = "c10d.broadcast_.default does not have a sharding strategy"
+    for is_seen, said in ((True, "broadcast(p.data, src)"), (False, "use torch>=2.13, or a copy on all ranks")):
+        with mock.patch.object(advice, "BROADCAST_IS_SEEN", is_seen):
+            assert said in advice_on(text, False, None, "fsdp2")
 
 
 def test_few_holders_are_looked_for_however_many_views_there_are():

@@ -290,3 +290,10 @@ def test_the_reader_of_imports_sees_every_spelling() -> None:
     assert _room("engines.fsdp2.private") == "engines.fsdp2"
     assert _room("engines.units") == "engines"
     assert _room("nobody_placed_this") is None
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    """A clause ("What is held ...") has to be read to its end before it names anything."""
+    clause = re.compile(r'"""(What|Where|Whatever|Wherever|Who|Whose|Whoever|Which|How|When) .*')
+    found = {p.relative_to(ROOT): clause.findall(p.read_text(encoding="utf-8")) for p in ROOT.rglob("*.py")}
+    assert not {path: words for path, words in found.items() if words}

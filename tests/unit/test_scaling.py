@@ -82,17 +82,20 @@ def test_checkpoints_and_start():
 
 
 def test_sockets_are_those_that_were_measured():
-    """The page's second table: the most of any rank, which is rank 0's."""
+    """The page's tables of ranks, one with a unit per layer: the most of any rank, which is rank 0's."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| (ddp|zero1|zero3) \| (\d+) \| (\d+) \|", page, flags=re.MULTILINE)
-    assert len(rows) == 18
+    rows = re.findall(r"^\| (\d+) \| (ddp|zero1|zero3|zero3, groups) \| (\d+) \| (\d+) \|", page, flags=re.MULTILINE)
+    assert len(rows) == 2 * 23
     for ranks, strategy, sockets, threads in rows:
-        most = scaling.host_sockets(int(ranks), 0, strategy)
+        shard_size = max(int(ranks) // 8, 2) if strategy == "zero3, groups" else None  # as benchmarks/ranks.py
+        most = scaling.host_sockets(int(ranks), 0, strategy, shard_size)
         # where many ask the store at once, connections for reads, one a rank, come after the middle of so short a run
         least = most - (int(ranks) if strategy != "ddp" and int(ranks) >= 32 else 0)
         assert least <= int(sockets) <= most, (ranks, strategy)
-        assert strategy == "ddp" or int(threads) == scaling.HOST_THREADS
-        assert scaling.host_sockets(int(ranks), 0) <= 2 * scaling.host_sockets(int(ranks), 0, "ddp") + 16
+        expected = scaling.HOST_THREADS if shard_size is None else scaling.HOST_THREADS_OF_GROUPS
+        assert strategy == "ddp" or int(threads) == expected
+        of_ddp = scaling.host_sockets(int(ranks), 0, "ddp")
+        assert scaling.host_sockets(int(ranks), 0, "zero3", shard_size) <= 2 * of_ddp + 16
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 64, 512, 4096])

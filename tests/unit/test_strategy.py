@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_zero import OffloadConfig, ZeroStrategy
@@ -93,3 +93,37 @@ def test_a_module_that_lost_its_files_says_so() -> None:
     following._lightning_module = module
     with pytest.raises(ValueError, match=r"LightningModule .*'nvme' that failed.*build the module anew.*ckpt_path"):
         following._take_over()
+
+
+def test_a_rank_of_an_earlier_run_with_more_devices_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process executes the whole script: with DDP, the second Trainer ends in an IndexError there."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    strategy = ZeroStrategy(parallel_devices=[torch.device("cpu")], cluster_environment=LightningEnvironment())
+    with pytest.raises(ValueError, match=r"Trainer\(devices=1\): this process is local rank 1.*strategy='auto'"):
+        strategy._configure_launcher()
+
+
+def test_a_strategy_that_knows_its_own_device_has_no_list_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's: the Trainer of each worker sees one device, whatever its local rank (tests/integration/test_schedulers.py
+    has Ray itself)."""
+
+    class OfRay(ZeroStrategy):
+        root_device = torch.device("cpu")
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    strategy = OfRay(parallel_devices=[torch.device("cpu")], cluster_environment=LightningEnvironment())
+    assert strategy.local_rank == 1
+    strategy._configure_launcher()
+    assert strategy.launcher is not None
+
+
+@pytest.mark.parametrize(("stage", "empty_init", "says"), [(3, None, True), (3, True, False), (2, None, False)])
+def test_init_module_says_when_it_makes_the_whole_module(
+    stage: int, empty_init: bool | None, says: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("lightning_zero.strategy.rank_zero_info", said.append)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=ZeroStrategy(stage=stage), logger=False)
+    with trainer.init_module(empty_init=empty_init):
+        torch.nn.Linear(2, 2)
+    assert ["init_module(empty_init=True)" in text for text in said] == [True] * says

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -80,6 +81,24 @@ def test_modes_of_a_kind_are_off() -> None:
         assert [len(each.functions) for each in (below, seen, above)] == [2, 4, 2]
         assert torch._C._len_torch_function_stack() == 3
     assert torch._C._len_torch_function_stack() == 0
+
+
+def test_no_operator_is_seen_outside_of_modes() -> None:
+    """Of a selective recomputation, for one."""
+
+    class Counts(private.TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counts() as mode:
+        with private.outside_modes():
+            torch.ones(1) + 1
+        assert mode.seen == 0
+        torch.ones(1) + 1
+    assert mode.seen == 2
 
 
 def test_a_mode_is_put_below_others_for_a_while() -> None:
@@ -480,6 +499,17 @@ def test_who_lies_in_a_storage() -> None:
     assert private.users_of(storage) == 1
 
 
+def test_a_storage_is_found_as_long_as_it_is_used() -> None:
+    value = torch.arange(3.0)
+    alive = StorageWeakRef(value.untyped_storage())
+    found = private.storage_behind(alive)
+    assert found is not None
+    torch.empty(0).set_(found)[1] = 5
+    assert value.tolist() == [0, 5, 2]
+    del found, value
+    assert private.storage_behind(alive) is None
+
+
 def test_shards_themselves(world_of_one) -> None:
     mesh = dist.init_device_mesh("cpu", (1,))
     sharded = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
@@ -635,3 +665,20 @@ def test_transforms_are_torchs_own_after_the_last_run() -> None:
         torch.func.vmap(torch.sin)(torch.ones(2))
         assert set(seen) == left
     assert transforms == (torch._functorch.apis.vmap_impl, torch._functorch.eager_transforms.grad_and_value_impl)
+
+
+def test_a_tensor_that_the_graph_alone_keeps_is_told_from_one_that_python_code_keeps() -> None:
+    weight, x = torch.nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2, requires_grad=True)
+    view = weight.T
+    reference = weakref.ref(view)
+
+    assert not private.is_in_graph_alone(reference)
+    result = x @ view
+    assert not private.is_in_graph_alone(reference)
+    kept = [view]
+    del view
+    assert not private.is_in_graph_alone(reference)
+    kept.clear()
+    assert private.is_in_graph_alone(reference)
+    result.sum().backward()
+    assert reference() is None

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Halves(L.LightningDataModule):
-    """Which half of 20 numbers has the larger sum.
+    """Classification: the half of 20 numbers that has the larger sum.
 
     Args:
         num_samples: For training; a quarter as many for validation.

@@ -20,7 +20,7 @@ from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
 from lightning_zero.engines.deepspeed.rows import GRADIENT
 from lightning_zero.engines.reads import Reader
-from lightning_zero.private.torch import DisableTorchFunction, in_backward, version_of
+from lightning_zero.private.torch import DisableTorchFunction, in_backward
 
 _NONE = (
     "p.grad is None between the micro-batches of an accumulation: DeepSpeed keeps gradients for itself until the last"
@@ -34,9 +34,6 @@ _OUTSIDE = (
     "loss.backward() outside of training_step: at stages 2 and 3 DeepSpeed takes gradients for the step as they come."
     " Do it in training_step, or use engine='fsdp2' (or stage=1)."
 )
-
-_ASSIGNED = -1
-"""In the place of a gradient's version: user code has put it there."""
 
 
 class Access:
@@ -71,7 +68,7 @@ class Access:
         self._changes, self._reader = changes, reader
         self._params, self._under_way, self._order, self._backward = params, under_way, order, backward
         self._held, self._stage3 = params.held, params.stage3  # asked for at each call of a tensor's
-        self._seen: dict[Tensor, tuple[Tensor, int]] = {}  # whole gradients, and their versions when handed out
+        self._seen: dict[Tensor, tuple[Tensor, bool]] = {}  # whole gradients, and whether user code has assigned them
         self._dirty: dict[Tensor, None] = {}  # in order, because ranks gather in it
 
     # -- states --------------------------------------------------------------------------------------------------
@@ -85,6 +82,10 @@ class Access:
     def is_lost_soon(self, p: Any) -> bool:
         """Whether a use in a step has to :meth:`fetch` it: no module that runs has it for its own backward."""
         return self._stage3 and (private.is_partitioned(p) or private.is_ahead(p))
+
+    def num_changes(self) -> int:
+        """Of parameters that may be away."""
+        return self._changes.done if self._stage3 else 0
 
     def in_step(self) -> bool:
         return Phase.STEP in self._under_way
@@ -131,7 +132,7 @@ class Access:
             return private.gathered_copy(p)
 
     def alone(self, params: Sequence[Any]) -> dict[int, Tensor]:
-        """What this rank reads alone, by id; empty if all ranks read the same."""
+        """The whole values of ``params`` by id, if not all ranks read them; empty if all ranks read the same."""
         return self._reader.alone(params)
 
     def shape_of(self, p: Any) -> torch.Size:
@@ -173,7 +174,7 @@ class Access:
             self._reader.require_all(GRADIENT - self._reader.key_of(p))
             with DisableTorchFunction(), torch.no_grad():
                 grad = managed.assemble(p, managed.shards.grad(p)).to(dtype=p.dtype, device=p.device)
-            self._seen[p] = grad, version_of(grad)
+            self._seen[p] = grad, False
         return self._seen[p][0]
 
     def set_grad(self, p: Any, value: Tensor | None) -> None:
@@ -192,10 +193,7 @@ class Access:
         if value is None:
             managed.with_grad.discard(p)
             return
-        self._seen[p] = (
-            value,
-            _ASSIGNED,
-        )  # whole until it is flushed: maybe this rank's own, which user code will reduce
+        self._seen[p] = value, True  # whole until it is flushed: maybe this rank's own, which user code will reduce
         managed.with_grad.add(p)
 
     def flush_grads(self, averages: bool = False) -> None:
@@ -206,15 +204,19 @@ class Access:
         """
         managed = self._params.managed
         if averages and managed is not None:
-            assigned = {p: grad.detach().clone() for p, (grad, version) in self._seen.items() if version == _ASSIGNED}
+            assigned = {p: grad.detach().clone() for p, (grad, is_assigned) in self._seen.items() if is_assigned}
             with DisableTorchFunction():
                 all_reduce_mean(list(assigned.values()))
-            self._seen.update((p, (grad, _ASSIGNED)) for p, grad in assigned.items())
+            self._seen.update((p, (grad, True)) for p, grad in assigned.items())
         if self._seen and managed is not None:
             with DisableTorchFunction(), torch.no_grad():
-                for p, (grad, version) in self._seen.items():
-                    if version_of(grad) != version:
-                        managed.shards.grad(p).copy_(managed.cut(p, grad))
+                for p, (grad, is_assigned) in self._seen.items():
+                    piece, new = managed.shards.grad(p), managed.cut(p, grad)
+                    if is_assigned:
+                        piece.copy_(new)
+                    else:  # no version tells of p.grad.data.mul_(2); what is as it was keeps the piece's precision
+                        new = new.to(piece.device)
+                        piece.copy_(torch.where(new == piece.to(new.dtype), piece, new.to(piece.dtype)))
         self._seen.clear()
 
     def zero_grad_of(self, optimizer: Optimizer) -> Callable[..., None]:
@@ -240,7 +242,7 @@ class Access:
         return zero_grad
 
     def settle(self) -> None:
-        """Whatever user code wrote counts: before each step of an optimizer."""
+        """Makes all writes of user code count; called before each step of an optimizer."""
         self.flush_grads()
         self.adopt()
 

@@ -82,6 +82,9 @@ class Build:
 class _Parts:
     """The view's side of an engine, before there is one."""
 
+    def __init__(self) -> None:
+        self._num_changes = 0
+
     def holds(self, p: Any) -> bool:
         return private.is_managed(p)
 
@@ -113,7 +116,11 @@ class _Parts:
     def shape_of(self, p: Any) -> torch.Size:
         return private.whole_shape(p)
 
+    def num_changes(self) -> int:
+        return self._num_changes
+
     def written(self, p: Any, value: Tensor | None) -> None:
+        self._num_changes += 1
         with DisableTorchFunction(), torch.no_grad():
             if private.is_partitioned(p):
                 assert value is not None

@@ -1,4 +1,4 @@
-"""What compiled code is given: writes of a graph to parameters reach the masters, and none computes with an empty one.
+"""Inputs of compiled code: writes of a graph to parameters reach the masters, and none computes with an empty one.
 
 DeepSpeed's own hooks stand before each of the smallest modules at stage 3, so a graph there holds one of them at most,
 and a parameter's shape, for which graphs are made, changes from use to use: stage 3 is refused.

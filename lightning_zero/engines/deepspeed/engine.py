@@ -40,7 +40,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement, shared_agreement
 from lightning_zero.comm.reads import Reads
@@ -58,8 +57,9 @@ from lightning_zero.engines.deepspeed.start import flat_groups, start
 from lightning_zero.engines.deepspeed.state import Account
 from lightning_zero.engines.deepspeed.steps import Steps
 from lightning_zero.engines.deepspeed.usage import Usage
-from lightning_zero.engines.deepspeed.view import TRANSFORMS, ShardView
+from lightning_zero.engines.deepspeed.view import TRANSFORMS, Lent, ShardView
 from lightning_zero.engines.deepspeed.whole import Carried, Whole
+from lightning_zero.engines.graphs import outside_graphs
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.plain_copies import PlainCopies, pickle_plainly
 from lightning_zero.engines.precision import DtypePolicy
@@ -88,7 +88,6 @@ class DeepSpeedEngine(Engine):
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         super().__init__(config, device, dtypes)
         self._engine: Any = None  # DeepSpeed's, once attached
-        self._attributes: dict[int, set[str]] = {}  # of each parameter, by its id, before DeepSpeed had it
         self._accumulators: list[Node] = []  # held: autograd would make others
         self._handles: list[Any] = []
         self._agreement: Agreement | None = None
@@ -96,7 +95,7 @@ class DeepSpeedEngine(Engine):
         self._stage3 = config.stage == 3
         self._under_way = UnderWay()
         self._state_dicts: WholeStateDicts | None = None
-        self._lent: Any = WeakIdKeyDictionary()  # whole tensors that user code was given -> the parameter
+        self._lent = Lent()
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
@@ -140,7 +139,7 @@ class DeepSpeedEngine(Engine):
         self.check_parameters()
         if optimizers:
             refuse_sparse_gradients(self.module)
-        self._attributes = {id(p): private.own_attributes(p) for p in params.named.values()}
+        params.before_start()
         trainable = [p for p in params.named.values() if p.requires_grad and p in params.held]
         for p in params.held:
             p.data = p.data.contiguous()  # DeepSpeed looks at it as bytes
@@ -152,7 +151,8 @@ class DeepSpeedEngine(Engine):
             self.root, params, trainable, joined, self.config, self.device, self.dtypes.is_mixed, facts
         )
         if self._stage3:
-            private.expect_in_flight(self.root, params.held)
+            private.expect_in_flight(self._engine, self.root, params.held)
+            private.let_inputs_change(self._engine, self.root)
             private.without_view(self._engine, lambda: Phase.WHOLE in self._under_way)
             # after without_view, which replaces the same hooks: ranks agree before DeepSpeed looks at a module
             self._order.follow(self._engine, self._usage.trained if joined is not None else None)
@@ -164,7 +164,7 @@ class DeepSpeedEngine(Engine):
             self._accumulators = [_whole_accumulator(p, self._params.shapes[p]) for p in trainable]
         if joined is not None:
             shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine)
-            params.managed = Managed(shards, joined, params.shapes)
+            params.managed = Managed(shards, joined, params.shapes, params.attributes)
             if self.config.stage > 1:
                 private.before_each_gradient(self._engine, self._access.refuse_outside_step)
             for optimizer in optimizers:
@@ -176,7 +176,8 @@ class DeepSpeedEngine(Engine):
             begin = partial(self.reader.begin_ahead, origin=self._if_away)
             self._state_dicts = WholeStateDicts(self.module, self._own_memory_of, begin, self.reader.end_ahead)
         copies.begin()  # undone by private.end
-        pickle_plainly(params.held, self._plain, self._attributes)
+        pickle_plainly(params.held, self._plain, params.attributes)
+        params.after_start()
         self.units_table = params.table()
 
     def _refuse_gather(self, module: nn.Module) -> None:
@@ -201,7 +202,7 @@ class DeepSpeedEngine(Engine):
             return None
         if value.data_ptr() == p.data_ptr():
             value = value.clone()
-            self._lent[value] = p
+            self._lent.record(value, p, self.changes.done)
         return value
 
     def _is_accumulating(self) -> bool:
@@ -304,6 +305,7 @@ class DeepSpeedEngine(Engine):
 
     # -- optimizer -----------------------------------------------------------------------------------------------
 
+    @outside_graphs
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         def evaluate() -> Any:
             assert closure is not None
@@ -319,7 +321,9 @@ class DeepSpeedEngine(Engine):
         if closure is None:
             begin()
         try:
-            return self._steps.step(optimizer, None if closure is None else evaluate, **kwargs)
+            result = self._steps.step(optimizer, None if closure is None else evaluate, **kwargs)
+            self._lent.stepped(self._params.attached.with_grad.intersection(parameters(optimizer)))
+            return result
         finally:
             self.changes.end()
             self.reader.step_ends()
@@ -328,6 +332,8 @@ class DeepSpeedEngine(Engine):
     def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Iterator[Any]:
         with self.reader.stepping(), self._steps.stand_ins(optimizer, on_shards) as swap:
             yield swap
+        if on_shards is None:
+            self._lent.stepped(self._params.attached.with_grad.intersection(parameters(optimizer)))
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         managed = self._params.attached
@@ -395,6 +401,7 @@ class DeepSpeedEngine(Engine):
                 if self._params.managed is not None and optimizer in self._steps:
                     optimizer.state.update(self._whole.rows_of_states(optimizer, self.states_whole_after_fit))
             self._take_off(values)
+            self._lent.end(values)
             for p in values:
                 on_whole(p)  # type: ignore[arg-type]
             self._agreement = None
@@ -410,8 +417,7 @@ class DeepSpeedEngine(Engine):
         self._usage.close()
         if self._state_dicts is not None:
             self._state_dicts.undo()
-        attributes = {id(p): private.own_attributes(p) for p in self._params.shapes} | self._attributes
-        private.end(self._engine, self.root, attributes)
+        private.end(self._engine, self.root, {id(p): set(self._params.attributes(p)) for p in self._params.shapes})
         for p, value in values.items():
             p.grad = None
             p.data = value
@@ -425,7 +431,7 @@ class DeepSpeedEngine(Engine):
 
 
 def _whole_accumulator(p: Tensor, shape: torch.Size) -> Node:
-    """Where autograd adds to ``p.grad``: it takes gradients of the shape that ``p`` had at the first use in a graph,
+    """The node that adds to ``p.grad``: it takes gradients of the shape that ``p`` had at the first use in a graph,
     and an ``autograd.Function`` (DeepSpeed's own around each module, too) is given parameters that are still away."""
     cut = p.data
     try:

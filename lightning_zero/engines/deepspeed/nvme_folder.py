@@ -60,7 +60,7 @@ def open_folder(
         given: ``offload.path``; has to exist on every host.
         default: Used if ``given`` is ``None``.
         need_bytes: Written by the ranks of one host.
-        meeting: All ranks.
+        agreement: Of all ranks.
         local_rank: 0 makes and owns the folder of its host.
         node_rank: Number of the host.
         say: Shows one line to the user.
@@ -89,8 +89,8 @@ def open_folder(
 def swap_bytes(
     numel: int, param_bytes: int, ranks: int, ranks_per_host: int, optimizer: bool, parameters: bool
 ) -> float:
-    """What the ranks of one host write: per element of their shares fp32 master weight, two Adam states and gradient,
-    16 bytes (ZeRO-Infinity, arXiv:2104.07857, section 3), and the parameter itself."""
+    """Bytes that the ranks of one host write: per element of their shares fp32 master weight, two Adam states and
+    gradient, 16 bytes (ZeRO-Infinity, arXiv:2104.07857, section 3), and the parameter itself."""
     each = (16 if optimizer else 0) + (param_bytes if parameters else 0)
     return numel * each * ranks_per_host / ranks
 

@@ -52,7 +52,7 @@ def prepare_op(
 
     Args:
         name: :data:`CPU_ADAM` or :data:`ASYNC_IO`.
-        meeting: All ranks; it waits longer than ``timeout_seconds``.
+        agreement: Of all ranks; a build gets at most 80 % of its timeout.
         say: Shows one line to the user.
         local_rank: 0 builds for its host.
         device_type: Of the run's device; DeepSpeed builds for the device that it finds itself, unless told.

@@ -7,6 +7,8 @@ users' own optimizers do, on what they expect to see. For the length of a step t
 - an *element-wise* optimizer holds this rank's pieces of the masters, 1-D views, so the step happens in place;
 - any other holds whole masters, gradients and states, and the pieces are stored again.
 
+Stand-ins have the attributes of the user's parameters, whole ones their class, too: a step may go by them.
+
 A parameter that nobody used has no gradient, so that weight decay and step counts leave it alone. Between steps
 ``PieceStep.states`` holds one 1-D tensor per state tensor of a parameter's shape; of flats that lie in files, DeepSpeed
 holds it, beside the master in ``Joined.state``.
@@ -23,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.engines.deepspeed.lent_states import LentStates, raw
@@ -31,6 +33,7 @@ from lightning_zero.engines.deepspeed.private import Piece, Shards
 from lightning_zero.engines.elementwise import is_elementwise, is_known, keys_beside_elements
 from lightning_zero.engines.optimizer_family import exchange
 from lightning_zero.private.torch import DisableTorchFunction
+from lightning_zero.private.torch_optim import make_parameter
 
 Only = Callable[[Tensor], bool]
 
@@ -61,10 +64,17 @@ class Managed:
         shards: They hold the pieces.
         joined: The optimizer DeepSpeed was given.
         shapes: Every managed parameter's own shape.
+        attributes: Those of a parameter that its user has set.
     """
 
-    def __init__(self, shards: Shards, joined: Joined, shapes: dict[Tensor, torch.Size]) -> None:
-        self.shards, self.joined, self.shapes = shards, joined, shapes
+    def __init__(
+        self,
+        shards: Shards,
+        joined: Joined,
+        shapes: dict[Tensor, torch.Size],
+        attributes: Callable[[Tensor], dict[str, Any]],
+    ) -> None:
+        self.shards, self.joined, self.shapes, self.attributes = shards, joined, shapes, attributes
         self.with_grad: set[Tensor] = set()
         """Parameters that have a gradient, as every rank agrees."""
 
@@ -302,6 +312,7 @@ class _Swap:
         self.state = self.optimizer.state
         chosen = [p for p in parameters(self.optimizer) if p in self.managed and (only is None or only(p))]
         self.pairs = [(p, self.stand_in(p)) for p in chosen]
+        self._lend_attributes()
         for p, stand_in in self.pairs:
             if p in self.managed.with_grad:
                 stand_in.grad = self.grad(p, stand_in)
@@ -326,6 +337,7 @@ class _Swap:
             group["params"][:] = before
         self.optimizer.param_groups = self.groups
         stepped, self.optimizer.state = self.optimizer.state, self.state
+        self._take_attributes()
         for p, stand_in in self.pairs:
             self.store(p, stand_in)
             new = stepped.pop(stand_in, None)
@@ -337,13 +349,23 @@ class _Swap:
         """For the length of a closure: the optimizer holds its own parameters, and masters the stand-ins' values."""
         for p, stand_in in self.pairs:
             self.store(p, stand_in)
+        self._take_attributes()
         self._exchange({id(stand_in): p for p, stand_in in self.pairs})
 
     def take(self) -> None:
         """Stand-ins again, with the gradients of now."""
         self._exchange({id(p): stand_in for p, stand_in in self.pairs})
+        self._lend_attributes()
         for p, stand_in in self.pairs:
             stand_in.grad = self.grad(p, stand_in) if p in self.managed.with_grad else None
+
+    def _lend_attributes(self) -> None:
+        for p, stand_in in self.pairs if not is_known(self.optimizer) else ():
+            vars(stand_in).update(self.managed.attributes(p))
+
+    def _take_attributes(self) -> None:
+        for p, stand_in in self.pairs if not is_known(self.optimizer) else ():
+            vars(p).update(vars(stand_in))
 
     def _exchange(self, instead: dict[int, Tensor]) -> None:
         exchange([self.optimizer], instead, hidden=not is_known(self.optimizer))
@@ -398,7 +420,8 @@ class _Wholes(_Swap):
     """Stand-ins are whole tensors, the same on every rank."""
 
     def stand_in(self, p: Tensor) -> Tensor:
-        return self.managed.assemble(p, self.managed.master(p)).requires_grad_(p.requires_grad)
+        kind = type(p) if isinstance(p, nn.Parameter) else nn.Parameter
+        return make_parameter(kind, self.managed.assemble(p, self.managed.master(p)), p.requires_grad)
 
     def grad(self, p: Tensor, stand_in: Tensor) -> Tensor:
         return self.managed.assemble(p, self.managed.shards.grad(p)).to(stand_in)

@@ -37,6 +37,8 @@ class Parameters:
         self.strides: dict[Tensor, Any] = {p: _stride(p) for p in self.named.values()}
         self.held = dict.fromkeys(p for p in self.named.values() if p not in set(self.odd))
         self.managed: Managed | None = None
+        self._own: dict[Tensor, set[str]] = {}  # names of attributes before DeepSpeed's start
+        self._added: dict[Tensor, set[str]] = {}  # and of those that came with it
 
     def _take_built(self) -> None:
         """Broadcasts rank 0's values; parameters that were built sharded (see ``build``) have them already."""
@@ -53,6 +55,22 @@ class Parameters:
         """``managed``, where an optimizer must be attached."""
         assert self.managed is not None
         return self.managed
+
+    def before_start(self) -> None:
+        """Takes the attributes of now for the user's."""
+        self._own = {p: private.own_attributes(p) for p in self.named.values()}
+        self._added.clear()
+
+    def after_start(self) -> None:
+        """Takes those that have come since for DeepSpeed's and ours; later ones are the user's again."""
+        self._added = {p: set(vars(p)) - own for p, own in self._own.items()}
+
+    def attributes(self, p: Tensor) -> dict[str, Any]:
+        """Those that the user has put on ``p``, before the run or in it."""
+        names = self._own[p] if p in self._own else private.own_attributes(p)
+        if p in self._added:
+            names = names | {name for name in set(vars(p)) - self._added[p] if not private.is_late(name)}
+        return {name: value for name, value in vars(p).items() if name in names}
 
     def table(self) -> str:
         """Stages 1 and 2: one row per flat. Stage 3: one per module that is gathered by itself."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -28,9 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_zero.engines.base import outside_inference_mode
 from lightning_zero.engines.deepspeed.ops import build_root, search_path
 from lightning_zero.private.check import Library, Needed, check
-from lightning_zero.private.torch import DisableTorchFunction, own_parameters, set_own_parameters
+from lightning_zero.private.torch import DisableTorchFunction, in_transform, own_parameters, set_own_parameters
 
 _ZERO = "deepspeed.runtime.zero"
 _STAGE3, _STAGE12 = f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3", f"{_ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer"
@@ -50,7 +52,12 @@ DEEPSPEED = Library(
         Needed(f"{_INIT}", stores="param_id"),
         Needed(f"{_OFFLOAD}._register_deepspeed_module", takes="self, module, count"),
         Needed(f"{_ZERO}.partitioned_param_coordinator:iter_params", takes="module, recurse"),
-        Needed(f"{_OFFLOAD}", stores="iter_params"),
+        Needed(f"{_OFFLOAD}", stores="iter_params apply_to_tensors_only"),
+        Needed(f"{_ZERO}.utils:apply_to_tensors_only", takes="function, value, warning_msg_fn"),
+        Needed(
+            f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator"
+            "._PartitionedParameterCoordinator__params_to_release"
+        ),
         Needed(f"{_STAGE3}", stores="DeepSpeedCPUAdam"),
         Needed(f"{_ZERO}.utils:assert_lst_len_same_as_other_ranks", takes="lst"),
         Needed(f"{_ZERO}.utils:get_lst_from_rank0", takes="lst"),
@@ -115,7 +122,10 @@ DEEPSPEED = Library(
         Needed(f"{_OFFLOAD}.partition_all_parameters", takes="self"),
         Needed(f"{_OFFLOAD}.get_param_coordinator", takes="self"),
         Needed(f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator", stores="hierarchy"),
-        Needed(f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator.reset_step", takes="self"),
+        *(
+            Needed(f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator.{name}", takes="self")
+            for name in ("reset_step", "is_complete_trace", "_invalidate_trace")
+        ),
         Needed(f"{_ZERO}.parameter_offload:FWD_MODULE_STACK"),
         Needed(f"{_ZERO}.parameter_offload:register_external_parameter", takes="module, parameter"),
         Needed(f"{_OFFLOAD}.pre_sub_module_forward_function", takes="self, sub_module"),
@@ -124,7 +134,10 @@ DEEPSPEED = Library(
         Needed(f"{_OFFLOAD}.post_sub_module_backward_function", takes="self, sub_module"),
         Needed(f"{_ZERO}.parameter_offload:_inject_parameters", stores="_original_parameters"),
         Needed(f"{_ZERO}.partition_parameters:_init_external_params", stores="_external_params all_parameters"),
-        Needed(_OFFLOAD, stores="pre_bwd_fn post_bwd_fn applied_pre_backward_ref_cnt ds_inflight_param_registry"),
+        Needed(
+            _OFFLOAD,
+            stores="pre_bwd_fn post_bwd_fn applied_pre_backward_ref_cnt ds_inflight_param_registry ds_grads_remaining",
+        ),
     ),
 )
 
@@ -197,6 +210,7 @@ def prepare(device: torch.device) -> Any:
     deepspeed.utils.logger.setLevel(logging.WARNING)
     use_accelerator(device)
     _skip_odd_parameters()
+    _keep_lists()
     _compare_without_launcher()
     world = getattr(comm.comm.cdb, "_lightning_zero_world", None)
     if comm.comm.cdb is None or world is not dist.group.WORLD:
@@ -272,6 +286,26 @@ def _skip_odd_parameters() -> None:
         iter_params._lightning_zero = True  # type: ignore[attr-defined]
         for place in (parameter_offload, partitioned_param_coordinator):
             place.iter_params = iter_params
+
+
+def _keep_lists() -> None:
+    """Lists among inputs and outputs of stage 3's modules stay the same objects, as dictionaries do there: what a
+    module appends to one (an auxiliary loss) would go to a copy, and be lost."""
+    from deepspeed.runtime.zero import parameter_offload, utils
+
+    apply_anew = utils.apply_to_tensors_only
+    if not hasattr(apply_anew, "_lightning_zero"):
+
+        def apply_to_tensors_only(function: Any, value: Any, warning_msg_fn: Any = None) -> Any:
+            result = apply_anew(function, value, warning_msg_fn)  # which comes here again for what is inside
+            if isinstance(value, list):
+                value[:] = result
+                return value
+            return result
+
+        apply_to_tensors_only._lightning_zero = True  # type: ignore[attr-defined]
+        for place in (parameter_offload, utils):
+            place.apply_to_tensors_only = apply_to_tensors_only
 
 
 def _compare_without_launcher() -> None:
@@ -372,6 +406,11 @@ def own_attributes(p: Any) -> set[str]:
     return set(vars(p)) - getattr(p, "ds_names", set())
 
 
+def is_late(name: str) -> bool:
+    """Whether an attribute of a parameter is of the kind that DeepSpeed sets during a run."""
+    return name.startswith(("ds_", "_ds_"))
+
+
 def make_whole(p: Any) -> None:
     """A parameter that was built sharded becomes an ordinary one (collective)."""
     if is_managed(p):
@@ -386,6 +425,9 @@ def keep_dtype(p: Any) -> None:
     if part is not None and part.dtype != p.dtype:
         part.data = part.data.to(p.dtype)
 
+
+_TO_RELEASE = "_PartitionedParameterCoordinator__params_to_release"
+_REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 
 # -- one backward --------------------------------------------------------------------------------------------------
 
@@ -408,28 +450,44 @@ def backward(engine: Any, run_backward: Callable[[], None], before_end: Callable
 
 
 def before_each_gradient(engine: Any, check: Callable[[], None]) -> None:
-    """Calls ``check`` before stages 2 and 3 take a gradient off its parameter."""
+    """Calls ``check`` before stages 2 and 3 take a gradient off its parameter.
+
+    Raises:
+        ValueError: In a backward, for a second gradient of a parameter whose first one waits in a bucket of stage 3, to
+            which it would be added there; DeepSpeed itself goes on to an ``AssertionError``.
+    """
     zero = engine.optimizer
     take = zero.reduce_ready_partitions_and_remove_grads
+    waiting: set[int] = set()
 
-    def checked(*args: Any) -> None:
+    def checked(param: Any, *args: Any) -> None:
         check()
-        take(*args)
+        if (number := getattr(param, "ds_id", None)) is not None:  # of stage 3
+            if number in waiting:
+                raise ValueError(
+                    "LightningModule.backward of this module goes backward more than once, which DeepSpeed's stage 3"
+                    " cannot take: go backward once, from the sum of the losses; or use manual optimization with"
+                    " self.manual_backward(loss, retain_graph=True) for each, stage=2, or engine='fsdp2'."
+                )
+            waiting.add(number)
+        take(param, *args)
 
     zero.reduce_ready_partitions_and_remove_grads = checked
+    if hasattr(zero, _REDUCE_BUCKET):
+        before_buckets(engine, waiting.difference_update)
 
 
 def before_buckets(engine: Any, action: Callable[[list[int]], None]) -> None:
     """Calls ``action`` with the numbers of the parameters whose gradients stage 3 is about to reduce together."""
-    zero, name = engine.optimizer, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
-    original = getattr(zero, name)
+    zero = engine.optimizer
+    original = getattr(zero, _REDUCE_BUCKET)
 
     def reduce(dtype: torch.dtype) -> Any:
         if numbers := [p.ds_id for p in zero.ipg_buckets[dtype].params]:
             action(numbers)
         return original(dtype)
 
-    setattr(zero, name, reduce)
+    setattr(zero, _REDUCE_BUCKET, reduce)
 
 
 @contextlib.contextmanager
@@ -702,6 +760,7 @@ class Shards3(Shards):
         return gathered_copy(p)
 
 
+@outside_inference_mode()
 def gathered_copy(p: Any) -> Tensor:
     """The values of a stage-3 parameter, on every rank (collective)."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -715,6 +774,7 @@ def gathered_copy(p: Any) -> Tensor:
     return value
 
 
+@outside_inference_mode()
 def store(p: Any, value: Tensor) -> None:
     """``value`` (rank 0's) becomes the stage-3 parameter's, each rank keeping its part (collective).
 
@@ -762,20 +822,34 @@ def is_partitioned(p: Any) -> bool:
     return status is not None and status.name != "AVAILABLE"
 
 
+@outside_inference_mode()
 def fetch(p: Any) -> None:
     """Makes a stage-3 parameter whole for the module that is running, and again for its backward."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, register_external_parameter
+    from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 
     _land(p)
-    register_external_parameter(FWD_MODULE_STACK[-1], p)
+    module = FWD_MODULE_STACK[-1]
+    if not any(p is own for own in iter_params(module)):
+        _forget_order(p)  # in which this module has one parameter less
+        register_external_parameter(module, p)
     p.all_gather()
 
 
-def expect_in_flight(root: nn.Module, params: Iterable[Any]) -> None:
+def _forget_order(p: Any) -> None:
+    """Has DeepSpeed record the order of a step anew, by which it gathers ahead, as where modules run in another one: a
+    parameter that comes at another time than it is written there is a *tracing error*."""
+    coordinator = getattr(p, "ds_coordinator", None)
+    if coordinator is not None and coordinator.is_complete_trace():
+        coordinator._invalidate_trace()
+
+
+def expect_in_flight(engine: Any, root: nn.Module, params: Iterable[Any]) -> None:
     """Stage 3 gathers ahead for ``root``: its ``params`` are empty until the module that comes next waits for them,
     which may never come where a step ends early. Reads and writes of the user's own wait, too."""
+    coordinator = _offload(engine).get_param_coordinator()
     for p in params:
-        p.ds_in_flight = root.ds_inflight_param_registry
+        p.ds_in_flight, p.ds_coordinator = root.ds_inflight_param_registry, coordinator
 
 
 def is_ahead(p: Any) -> bool:
@@ -796,8 +870,14 @@ def without_view(engine: Any, is_whole: Callable[[], bool]) -> None:
 
     def plainly(method: Callable[..., Any], begins: bool) -> Callable[..., Any]:
         def call(module: nn.Module) -> Any:
+            if begins and not hasattr(module, "ds_id"):
+                raise ValueError(
+                    f"a {type(module).__name__} runs that has hooks of DeepSpeed's stage 3 and is none of its modules,"
+                    " as copy.copy(module) gives: call the module itself, or use copy.deepcopy, stage=2 or"
+                    " engine='fsdp2'."
+                )
             if not is_whole():
-                with DisableTorchFunction():
+                with DisableTorchFunction(), outside_inference_mode():
                     return method(module)
             if begins:
                 FWD_MODULE_STACK.append(module)
@@ -818,13 +898,48 @@ def without_view(engine: Any, is_whole: Callable[[], bool]) -> None:
     reset = coordinator.reset_step
 
     def reset_step() -> None:  # as a pass begins: it waits for what was gathered ahead of modules that never ran
-        with DisableTorchFunction():
+        with DisableTorchFunction(), outside_inference_mode():
             reset()
 
     coordinator.reset_step = reset_step
     # Parameters used outside their module's forward are found by our view, which knows more ways of using them.
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
+
+
+def let_inputs_change(engine: Any, root: nn.Module) -> None:
+    """Lets modules change their inputs in place, as without stage 3, and gradients of these inputs know of it.
+
+    DeepSpeed gives modules detached copies in the same memory, whose backward ends the module's: whoever uses an input
+    after it was changed would have a gradient as if it had not been.
+    """
+    offload = _offload(engine)
+    for module in root.modules():
+        if "post_bwd_fn" in vars(module):
+            vars(module)["post_bwd_fn"] = _InputViews(module, offload, module.post_bwd_fn)
+
+
+class _InputViews:
+    """In the place of a module's ``post_bwd_fn``."""
+
+    def __init__(self, module: Any, offload: Any, function: Any) -> None:
+        self._module, self._offload, self._function = module, offload, function
+
+    def apply(self, given: Tensor) -> Tensor:
+        if not given.requires_grad or given.layout != torch.strided or in_transform():
+            applied: Tensor = self._function.apply(given)
+            return applied
+        module = self._module
+        module.ds_grads_remaining += 1
+        view = given.view_as(given)
+
+        def end(grad: Tensor) -> None:
+            module.ds_grads_remaining -= 1
+            if module.ds_grads_remaining == 0:
+                self._offload.post_sub_module_backward_function(module)
+
+        view.register_hook(end)
+        return view
 
 
 def before_gathers(engine: Any, call: Callable[[nn.Module], None]) -> None:
@@ -849,6 +964,7 @@ def before_modules(engine: Any, call: Callable[[nn.Module], None]) -> None:
     offload.pre_sub_module_forward_function = first
 
 
+@outside_inference_mode()
 def keep(p: Any) -> None:
     """Makes a stage-3 parameter whole until all are released, after the step."""
     _land(p)
@@ -867,15 +983,18 @@ def end(engine: Any, root: nn.Module, attributes: dict[int, set[str]]) -> None:
     Args:
         engine: From ``deepspeed.initialize``; ``None`` if it was never called.
         root: The module that was given to it.
-        attributes: Names of the attributes that each parameter had before, by identity.
+        attributes: Names of the attributes that each parameter keeps, by identity.
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     if engine is not None:
         engine.module_forward_pre_hook.remove()
         engine.module_forward_post_hook.remove()
         engine.destroy()
     FWD_MODULE_STACK.clear()
+    released = getattr(PartitionedParameterCoordinator, _TO_RELEASE)
+    inspect.getclosurevars(released).nonlocals["func"].cache_clear()  # by module: it would keep all of it alive
     for module in root.modules():
         original: Any = vars(module).get("_original_parameters")
         if original is not None:

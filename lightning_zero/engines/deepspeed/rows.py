@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm.reads import STEP, WRITE
+from lightning_zero.comm.reads import WRITE
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.parameters import Parameters
 
-GRADIENT = STEP - 1
+GRADIENT = WRITE - 1
 """The key of the first parameter's gradient, which the ranks put together; those of the others are below."""
 
 
@@ -50,8 +50,8 @@ class Rows:
         """For errors."""
         if key <= GRADIENT:
             return f"the gradient of parameter {self._names[self._held[GRADIENT - key]]!r}"
-        if key in (WRITE, STEP):
-            return "a parameter that is written to" if key == WRITE else "the optimizer's step"
+        if key == WRITE:
+            return "a parameter that is written to"
         return f"parameter {self._names[self._held[key]]!r}"
 
     def is_gradient(self, key: int) -> bool:

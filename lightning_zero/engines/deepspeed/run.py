@@ -26,7 +26,7 @@ from lightning_zero.engines.after_run import AfterRun
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.compiled import CompiledUnits
 from lightning_zero.engines.deepspeed import private
-from lightning_zero.engines.deepspeed.activations import configure_deepspeeds_own, inside_backward
+from lightning_zero.engines.deepspeed.activations import InsideBackward, configure_deepspeeds_own
 from lightning_zero.engines.deepspeed.ds_config import (
     RunFacts,
     check_micro_batch,
@@ -187,7 +187,7 @@ class DeepSpeedRun(EngineRun):
         sharded = any(map(private.is_managed, module.parameters()))  # by zero.Init: they look empty
         plan = plan_units(module, self.config.units, 0 if sharded else self.config.min_unit_numel)
         units = {unit.name: unit.module for unit in plan.units if unit.name != ROOT}
-        how = inside_backward if self.config.stage == 3 else None
+        how = InsideBackward if self.config.stage == 3 else None
         self._recomputed = Recomputed(recomputes, module, [*units.values()], how)
         if compiles.target == "units":
             self._compiled = CompiledUnits(compiles, units.items(), self._recomputed)

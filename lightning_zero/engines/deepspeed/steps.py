@@ -17,7 +17,7 @@ from lightning_zero.engines.deepspeed.optimizer_step import CpuAdam, Only, Piece
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.elementwise import is_known
 from lightning_zero.engines.optimizer_family import family, own_methods
-from lightning_zero.engines.optimizer_step import between_hooks
+from lightning_zero.engines.optimizer_step import AgreedLosses, between_hooks
 from lightning_zero.private.torch import DisableTorchFunction
 
 
@@ -157,6 +157,7 @@ class Steps:
 
     def _step_with_closure(self, step: PieceStep, closure: Callable[[], Any], **kwargs: Any) -> Any:
         self._settle()
+        losses = AgreedLosses(self._device)
         with step.stand_ins() as swap:
 
             def evaluate() -> Any:
@@ -167,12 +168,12 @@ class Steps:
                 self._settle()
                 with DisableTorchFunction():
                     swap.take()
-                return loss
+                    return losses.mean(loss)
 
             result = step.optimizer.step(closure=evaluate, **kwargs)
         with DisableTorchFunction(), torch.no_grad():
             self._publish_all(step.optimizer)
-        return result
+        return losses.own(result)
 
     def _publish_all(self, optimizer: Optimizer) -> None:
         managed = self._params.attached

@@ -80,7 +80,7 @@ class Usage:
             managed.shards.add_late(missing)
 
     def end_backward(self) -> None:
-        """What this backward has touched counts for the window."""
+        """Adds the parameters that this backward has touched to those of the window."""
         self._touched |= self._touched_now
 
     # -- the end of a window -------------------------------------------------------------------------------------

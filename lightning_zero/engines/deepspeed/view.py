@@ -5,14 +5,15 @@ Hooks see whole tensors, as under DDP (and as :mod:`lightning_zero.engines.fsdp2
 - ``p.grad`` is the averaged gradient, put together when it is read; writes to it count in the step.
 - A stage-3 parameter is gathered when something reads it, or sent to a rank that reads it alone
   (:mod:`lightning_zero.comm.reads`); inside a step it stays for the step and its backward.
-- Writes to a parameter, or to ``p.data`` and views of it, reach the module and the master.
+- Writes to a parameter, or to ``p.data`` and views of it, reach the module and the master. What user code has held of a
+  stage-3 parameter since before a change (``state_dict()``, a view) is brought up to date when it is used.
 
 Plain tensors pass with one check per argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -26,14 +27,17 @@ from lightning_zero.engines.aliases import Aliases
 from lightning_zero.engines.refusals import refuse_gradients_in_backward, refuse_tracing, refuse_transforms
 from lightning_zero.engines.torch_functions import (
     IN_PLACE_COLLECTIVES,
+    VIEW_PROPERTIES,
+    VIEWS,
     by_position,
     initializes,
     is_in_place,
     needs_no_grad,
     needs_own_tensor,
+    tensors_in,
     written_by_collective,
 )
-from lightning_zero.private.torch import GETTERS, as_traced, base_of, never_a_frame, pause_dynamo
+from lightning_zero.private.torch import GETTERS, as_traced, base_of, never_a_frame, pause_dynamo, storage_key
 
 # slot wrappers are made anew at each access: compared by value
 _GRAD: Any = Tensor.grad
@@ -44,10 +48,14 @@ _GRAD_IN_HOOK = (
     "torch.autograd.grad of parameters outside of training_step: at stage 3 DeepSpeed has let go of them after the"
     " forward. Do it in training_step, or use stage=2 or engine='fsdp2'."
 )
+_HOOK_ON_ACCUMULATOR = (
+    "a hook on the node in which autograd adds up a parameter's gradient (p.expand_as(p).grad_fn,"
+    " torch.autograd.graph.register_multi_grad_hook): at stage 3 DeepSpeed makes that node anew for each step. Use"
+    " p.register_hook before the run, on_after_backward, or stage=2 or engine='fsdp2'."
+)
 _DATA_GET, _DATA_SET = _DATA.__get__, _DATA.__set__
 TRANSFORMS = "stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'"
-"""Who has no rules for transforms of ``torch.func``, and what has."""
-_SHARES_MEMORY = frozenset(("detach", "view_as", "view", "alias"))
+"""The settings whose hooks have no rules for transforms of ``torch.func``, and those to use instead."""
 _AS_THEY_ARE = frozenset(
     getattr(Tensor, name).__get__
     for name in (
@@ -89,6 +97,7 @@ class Holder(Protocol):
     def in_step(self) -> bool: ...
     def busy(self) -> bool: ...
     def is_lost_soon(self, p: Any) -> bool: ...
+    def num_changes(self) -> int: ...
     def in_users_backward(self) -> bool: ...
     def fetch(self, p: Any) -> None: ...
     def keep_all(self) -> None: ...
@@ -101,18 +110,77 @@ class Holder(Protocol):
     def user_backward(self, run: Callable[[], None]) -> None: ...
 
 
+class Lent:
+    """The whole tensors, and views of parameters, that user code was given in a parameter's stead, weakly; each with
+    the parameter, with the number of changes that it shows, and with the element at which a view begins."""
+
+    def __init__(self) -> None:
+        self._lent: Any = WeakIdKeyDictionary()
+        self._starts: Any = WeakIdKeyDictionary()
+
+    def __bool__(self) -> bool:
+        return bool(self._lent)
+
+    def record(self, given: Tensor, p: Any, num_changes: int) -> None:
+        """``given`` shows ``p``."""
+        self._lent[given] = p, num_changes
+
+    def record_view(self, view: Tensor, whole: Tensor, p: Any, num_changes: int) -> None:
+        """``view`` was computed of ``whole``, which is ``p``, or stands for it or a part of it; does nothing if it is a
+        copy."""
+        try:
+            memories = {storage_key(each.untyped_storage()) for each in (view, whole)}
+        except RuntimeError:  # no memory of its own: inside a transform of torch.func
+            return
+        if view is not whole and len(memories) == 1:
+            self._starts[view] = view.storage_offset() - whole.storage_offset() + self._starts.get(whole, 0)
+            self.record(view, p, num_changes)
+
+    def part_of(self, given: Tensor, value: Tensor) -> Tensor:
+        """The part of ``value``, whole and contiguous, that ``given`` is."""
+        if given not in self._starts or (given.is_contiguous() and given.numel() == value.numel()):
+            return value.view(given.shape)
+        return value.as_strided(given.shape, given.stride(), value.storage_offset() + self._starts[given])
+
+    def forget(self, given: Tensor) -> None:
+        """``given`` is no parameter's any more."""
+        self._lent.pop(given, None)
+
+    def owner(self, given: Tensor) -> Any:
+        """The parameter that ``given`` shows, or ``None``."""
+        return self._lent.get(given, (None,))[0]
+
+    def outdated(self, values: Sequence[Any], num_changes: int) -> Iterator[tuple[Tensor, Any]]:
+        """Those that ``values`` are or are views of, and their parameters, if they show fewer changes."""
+        for value in tensors_in(values):
+            for given in (base_of(value), value):
+                p, shown = (None, 0) if given is None else self._lent.get(given, (None, 0))
+                if p is not None and shown != num_changes:
+                    yield given, p  # type: ignore[misc]
+
+    def stepped(self, params: Container[Tensor]) -> None:
+        """An optimizer has changed ``params``: graphs that saved what shows them must not go backward any more."""
+        increment_version([given for given, (p, _) in self._lent.items() if p in params and not given.is_inference()])
+
+    def end(self, values: Mapping[Tensor, Tensor]) -> None:
+        """The run is over: what is held shows the ``values`` of its parameter a last time."""
+        for given, (p, _) in self._lent.items():
+            if (value := values.get(p)) is not None:
+                _show(given, self.part_of(given, value.contiguous()))
+
+
 class ShardView(TorchFunctionMode):
     """See the module's text.
 
     Args:
         holder: Of the parameters.
-        lent: Whole tensors that user code was given in a parameter's stead -> the parameter.
+        lent: The tensors that user code was given.
     """
 
-    def __init__(self, holder: Holder, lent: Any = None) -> None:
+    def __init__(self, holder: Holder, lent: Lent | None = None) -> None:
         super().__init__()
         self.holder = holder
-        self._lent: Any = WeakIdKeyDictionary() if lent is None else lent
+        self._lent = Lent() if lent is None else lent
         self._aliases = Aliases()
 
     @never_a_frame
@@ -131,6 +199,9 @@ class ShardView(TorchFunctionMode):
         holder, name = self.holder, func.__name__
         if name == "backward" and func == Tensor.backward and not holder.busy():
             return holder.user_backward(lambda: func(*args, **kwargs))
+        if self._lent and not holder.busy():
+            for given, p in self._lent.outdated((*args, *kwargs.values()), holder.num_changes()):
+                self._update(given, p)
         held = self._held(args) if args else []
         if kwargs:
             held += self._held(tuple(kwargs.values()))
@@ -143,9 +214,14 @@ class ShardView(TorchFunctionMode):
             return self._on_parameters(func, name, args, kwargs, held)
         result = func(*args, **kwargs)
         if func in IN_PLACE_COLLECTIVES:
-            increment_version(list(_tensors_in(args[:1])))  # which they leave as it is
-        if (is_in_place(name) or func in IN_PLACE_COLLECTIVES) and not holder.busy():
-            self._notice(args or tuple(kwargs.values())[:1])
+            increment_version(list(tensors_in(args[:1])))  # which they leave as it is
+        if not holder.busy():
+            if self._lent and _takes_views(func, name):
+                self._record_parts(args, result)
+            if is_in_place(name) or func in IN_PLACE_COLLECTIVES:
+                self._notice(args or tuple(kwargs.values())[:1])
+            elif "out" in kwargs:
+                self._notice((kwargs["out"],))
         return result
 
     def _held(self, values: Sequence[Any]) -> list[Any]:
@@ -179,6 +255,8 @@ class ShardView(TorchFunctionMode):
         if away:
             refuse_tracing()
             refuse_transforms(*TRANSFORMS)
+            if name in ("view_as", "expand_as") and args[0] is args[1]:
+                raise ValueError(_HOOK_ON_ACCUMULATOR)
         if name in _SHAPES or func in _SHAPE_GETTERS:
             return func(
                 *_instead(args, {id(p): torch.empty(holder.shape_of(p), device="meta") for p in away}), **kwargs
@@ -198,22 +276,47 @@ class ShardView(TorchFunctionMode):
                 if holder.is_lost_soon(p):
                     holder.fetch(p)
             away = []
+        wholes: dict[int, Tensor] = {}
         if not away:
             result = func(*args, **kwargs)
         else:
             alone = holder.alone(away)
             wholes = {id(p): self._lend(p, alone.get(id(p))) for p in {id(p): p for p in away}.values()}
             result = func(*_instead(args, wholes), **{k: _instead([v], wholes)[0] for k, v in kwargs.items()})
-        if (func == _DATA_GET or name in _SHARES_MEMORY) and isinstance(result, Tensor):
-            self._lent[result] = held[0]
+        if "out" in kwargs:
+            self._notice((kwargs["out"],))
+        if _takes_views(func, name):
+            source = wholes.get(id(held[0]), held[0])
+            for view in tensors_in((result,)):
+                self._lent.record_view(view, source, held[0], holder.num_changes())
             if func == _DATA_GET or name == "detach":
                 self._aliases.taken(held[0], result)
         return result
 
+    def _record_parts(self, args: Sequence[Any], result: Any) -> None:
+        """``result`` may be parts of a view of a parameter, of which torch knows the parameter alone."""
+        if args and isinstance(args[0], Tensor) and (p := self._lent.owner(args[0])) is not None:
+            for view in tensors_in((result,)):
+                self._lent.record_view(view, args[0], p, self.holder.num_changes())
+
     def _lend(self, p: Any, alone: Tensor | None) -> Tensor:
         whole = self.holder.whole(p) if alone is None else alone
-        self._lent[whole] = p
+        self._lent.record(whole, p, self.holder.num_changes())
         return whole
+
+    @torch.no_grad()
+    def _update(self, given: Tensor, p: Any) -> None:
+        """Before a use of what was ``given`` for ``p`` before shards changed: under DDP it would have changed, too."""
+        if not self.holder.is_away(p):
+            value = p.data
+        else:
+            alone = self.holder.alone([p])
+            value = alone[id(p)] if alone else self.holder.whole(p)
+        value = self._lent.part_of(given, value.contiguous())
+        if value.data_ptr() != given.data_ptr():
+            # Uncounted: it may have the version counter of ``p``, which the graph of the step has saved
+            _show(given.data, value)
+        self._lent.record(given, p, self.holder.num_changes())
 
     def _assign(self, p: Any, value: Tensor) -> None:
         """``p.data = value``."""
@@ -224,7 +327,7 @@ class ShardView(TorchFunctionMode):
                 " shapes must agree during a run; change the module before the run starts."
             )
         for alias in self._aliases.assign(p, value, lambda: self.holder.written(p, value)):
-            self._lent.pop(alias, None)
+            self._lent.forget(alias)
 
     def _write(self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         first, others, kwargs = by_position(args, kwargs)
@@ -259,25 +362,39 @@ class ShardView(TorchFunctionMode):
             if isinstance(target, Tensor):
                 base = base_of(target)
                 base = target if base is None else base
-                if isinstance(base, nn.Parameter) and self.holder.holds(base):  # a view of one that is whole here
-                    self.holder.written(base, None)
+                if isinstance(base, nn.Parameter) and self.holder.holds(base):
+                    self._written_through(target, base)
                     continue
                 if not self._lent:
                     continue
-                p = self._lent.get(base)
+                p = self._lent.owner(base)
                 if p is None:
-                    p = self._lent.get(target)
+                    p = self._lent.owner(target)
                 if p is not None:
                     self.holder.written(p, base if base.shape == self.holder.shape_of(p) else None)
 
+    @torch.no_grad()
+    def _written_through(self, view: Tensor, p: Any) -> None:
+        if not self.holder.is_away(p):
+            self.holder.written(p, None)
+            return
+        if self._lent.owner(view) is not p:
+            raise RuntimeError(
+                "something was written to a part of a view of a parameter, which has been dropped since the view was"
+                " taken: write to the parameter, or to the view itself."
+            )
+        whole = self.holder.whole(p).contiguous()
+        self._lent.part_of(view, whole).copy_(view)
+        self.holder.written(p, whole)
 
-def _tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
-    """Of a call's arguments, and of lists among them."""
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _tensors_in(value)
-        elif isinstance(value, Tensor):
-            yield value
+
+def _takes_views(func: Callable[..., Any], name: str) -> bool:
+    return func == _DATA_GET or name in VIEWS or name == "detach" or func in VIEW_PROPERTIES
+
+
+def _show(given: Tensor, value: Tensor) -> None:
+    with torch.inference_mode() if given.is_inference() else nullcontext():
+        given.detach().copy_(value)
 
 
 def _instead(values: Sequence[Any], wholes: dict[int, Tensor]) -> list[Any]:

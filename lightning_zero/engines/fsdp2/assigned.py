@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.comm.reads import KEPT_BYTES
-from lightning_zero.comm.shards import shard_like
+from lightning_zero.comm.shards import gathered, shard_like
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.refusals import refuse_gradients_in_backward
 from lightning_zero.private.torch import DisableTorchFunction, in_backward
@@ -72,12 +72,23 @@ class AssignedGradients:
             refuse_gradients_in_backward()
 
     def grad_of(self, known: private.ShardedParam) -> Tensor | None:
-        """``p.grad``."""
+        """``p.grad``.
+
+        Where a backward of the user's own inside a step has added to what was there, that takes part in the next
+        reduction as well, as it is (collective).
+        """
         whole = self.whole(known.sharded_param)
+        if private.has_grad(known) and not self._is_backward():
+            before = known.sharded_param.grad if whole is None else self._take(id(known.sharded_param))[1]
+            if before is not None:
+                known.sharded_param.grad = None
+                with DisableTorchFunction():
+                    private.add_whole_grad(known, gathered(before))
+            whole = None
         return private.grad_of(known) if whole is None else whole
 
     def whole(self, shard: Any) -> Tensor | None:
-        """What was assigned as the gradient of ``shard``, as long as it is whole."""
+        """The tensor that was assigned as the gradient of ``shard``, as long as it is whole."""
         found = self._whole.get(id(shard))
         return None if found is None else found[1]
 

@@ -134,7 +134,7 @@ class Build:
 
     @contextmanager
     def view(self) -> Iterator[None]:
-        """What is closed opens as it is used."""
+        """Closed lots open as they are used inside it."""
         with _threads_under(self), _Escapes(self), _Operators(self):
             yield
 
@@ -407,7 +407,7 @@ def _agreement() -> Agreement:
 
 
 def _storage_of(tensor: Any) -> Any:
-    """What ``tensor`` lies in; ``None`` for what cannot be closed: no memory of its own, mapped files, subclasses."""
+    """Storage of ``tensor``; ``None`` for what cannot be closed: no memory of its own, mapped files, subclasses."""
     is_plain = type(tensor) is Tensor or isinstance(tensor, nn.Parameter)
     if not is_plain or is_lazy(tensor) or tensor.is_meta or tensor.layout != torch.strided:
         return None

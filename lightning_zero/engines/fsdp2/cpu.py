@@ -1,4 +1,4 @@
-"""What only processes on CPUs have: direct exchange, and all that it makes possible or needs.
+"""Transport that only processes on CPUs have: direct exchange, and all that it makes possible or needs.
 
 [Exchange] gloo's own collectives take longer and more memory than they must, so gathers and reductions go by
 ``comm.direct``, ranks of one host reading each other's memory. A reader may lag behind: nobody writes to a shard or
@@ -15,7 +15,6 @@ followed a unit is gathered ahead.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from enum import Enum, auto
 from itertools import chain, pairwise
 from typing import Any
@@ -30,6 +29,7 @@ from lightning_zero import host
 from lightning_zero.comm import direct
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.base import outside_inference_mode
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.transport import Transport, refuse_different_units
 
@@ -38,8 +38,8 @@ LEAST_GROWTH_BYTES = 24 * 2**20
 
 
 class Copies(Enum):
-    """What this rank knows of gathered copies that shards alias, against the shards of all ranks. Each rank is in the
-    same state: every change of it follows from a collective call."""
+    """This rank's knowledge of whether the gathered copies that shards alias agree with the shards of all ranks. Each
+    rank is in the same state: every change of it follows from a collective call."""
 
     UNKNOWN = auto()
     """Some rank may have changed a shard: before the next gather ranks ask each other, one message of 4 bytes."""
@@ -58,10 +58,12 @@ class Direct(Transport):
         self.gathers_up_front = config.stage < 3
         self._pool = direct.Pool()
         self._peer_memory = PeerMemory(axis, config.timeout_seconds)  # along the shard axis
+        direct.connect(axis, self._peer_memory)
         if axis.size() == mesh.size():  # one connection between two ranks carries messages of every kind
             self.peer_memory = self._peer_memory
         self._reduce = direct.ReduceScatter(self._pool, axis.size(), self._peer_memory, host.mapped_apart)
         self._resident = 0  # bytes, when this backward began or gaps were last returned
+        self._unreduced: set[private.Group] = set()  # in this backward, so far
         self._has_stepped = False
         self._aliases_all = False  # every shard aliases its gathered buffer, on every rank
         self._aliases_some = False
@@ -81,21 +83,22 @@ class Direct(Transport):
     def start(self, units: Sequence[Any], names: Sequence[str]) -> None:
         self._units = units
         self._groups = [group for unit in units for group in private.groups(unit)]
+        self._root_groups = set(private.groups(units[-1]))
         self._alias_shards()
         super().start(units, names)
         if self._agreement is not None:
             if self.peer_memory is None:
                 assert self._agreement.group is not None
                 self.peer_memory = PeerMemory(self._agreement.group, self.config.timeout_seconds)
-            if self.config.stage == 3:
+            if self.config.stage == 3 and len(units) > 1:  # the root alone has nothing to be mixed up with
                 self._order = Order(self, units, names)
 
     def _needs_agreements(self) -> bool:
         return super()._needs_agreements() or self.config.stage == 3 or self._aliases_all
 
     def _alias_shards(self) -> None:
-        """Where copies are whole for most of a step anyway. Before an optimizer takes the shards: it would go on with
-        the memory that they lay in before."""
+        """Lets shards alias the gathered copies where those are whole for most of a step anyway. To be called before an
+        optimizer takes the shards: it would go on with the memory that they lay in before."""
         alone = self.mesh["shard"].size() == 1
         if self.config.offload.target != "none" or (self.config.stage == 3 and not alone):
             return
@@ -159,6 +162,12 @@ class Direct(Transport):
     def shards_changed(self) -> None:
         self._marks_then = None
 
+    def forward_uses(self, group: private.Group) -> None:
+        """Ranks may use units in different orders: at the first one each gathers all, in the same order."""
+        if self.gathers_up_front and not private.is_gathered(group):
+            with private.outside_transforms(), outside_inference_mode():
+                self.forward_begins(keeps_gathered=False)
+
     def unit_begins(self, index: int, in_backward: bool) -> None:
         if self._order is not None:
             self._order.next(index, in_backward)
@@ -187,24 +196,30 @@ class Direct(Transport):
 
     def backward_begins(self, ran: Sequence[int] | None) -> bool:
         self._resident = host.resident_bytes()
+        self._unreduced = set(self._groups)
         self.close_forward()
         if not (ran and self.agrees and self.gathers_up_front):
             return False
-        counts = torch.tensor(ran, dtype=torch.int32)
-        self.agree(counts, dist.ReduceOp.SUM).wait()
-        return any(0 < count < self.mesh.size() for count in counts.tolist())
+        moments = torch.tensor(ran, dtype=torch.int32)
+        ends = torch.cat([moments, -moments])
+        self.agree(ends, dist.ReduceOp.MAX).wait()
+        latest, negated_earliest = ends.chunk(2)
+        return not torch.equal(latest, -negated_earliest)
 
     def reduction_begins(self, group: private.Group, params: Sequence[private.ShardedParam]) -> None:
         """The reduction may go on while autograd does, where nobody reads or adds to its output before it is whole."""
+        self._unreduced.discard(group)
         self._return_gaps()
         self._reduce.may_wait = self.mesh.ndim == 1 and private.keeps_what_is_reduced(group)
         if self._reduce.may_wait:
             self._finish_before_adding(params)
 
     def _return_gaps(self) -> None:
-        """What activations leave behind is kept for the next forward, unless it would come on top of gradients: the
-        most that this backward takes should be what is alive."""
+        """Returns to the kernel the free memory that activations leave behind, where it would come on top of gradients:
+        the most that this backward takes should be what is alive. Else that memory is kept for the next forward."""
         now = host.resident_bytes()
+        if self._unreduced == self._root_groups:  # whose gradients come next, an embedding's among them: in one piece
+            now += sum(p.sharded_param.nbytes for group in self._root_groups for p in private.trainable(group))
         if now > self._resident + max(LEAST_GROWTH_BYTES, now // 48):
             host.return_gaps()
             self._resident = max(self._resident, host.resident_bytes())
@@ -221,19 +236,9 @@ class Direct(Transport):
         self._reduce.may_wait = False  # late gradients are read at once
         self._reduce.finish()
         if step_is_due and not self._has_stepped:
-            host.map_from(host.MAPPED_FROM_BYTES)  # the optimizer is about to make its states
+            host.map_from(host.MAPPED_APART_FROM_BYTES)  # the optimizer is about to make its states
             self._has_stepped = True
         self._copies = Copies.OUTDATED if step_is_due else Copies.UNKNOWN
-
-
-def _outside_inference_mode() -> AbstractContextManager[object]:
-    """What is made in a forward of user code under ``torch.inference_mode()`` is written to later, outside of it."""
-    if not torch.is_inference_mode_enabled():
-        return nullcontext()
-    stack = ExitStack()
-    stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(torch.no_grad())
-    return stack
 
 
 class Order:
@@ -264,7 +269,7 @@ class Order:
         What was said of the unit before is heard first: agreements are answered in the order in which they began, and
         a rank that has raised says nothing more.
         """
-        with private.outside_transforms(), _outside_inference_mode():
+        with private.outside_transforms(), outside_inference_mode():
             self._hear()
             if not in_backward:  # where activations are recomputed, units run in another order
                 self._gather_ahead(self._followed_by(self._followed_by(self._latest)))

@@ -54,12 +54,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from enum import Enum, auto
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -75,6 +75,7 @@ from lightning_zero.engines.compiled import CompiledUnits
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2 import whole as whole_state
 from lightning_zero.engines.fsdp2.assigned import AssignedGradients
+from lightning_zero.engines.fsdp2.beside import BesideOutputs
 from lightning_zero.engines.fsdp2.build import Build
 from lightning_zero.engines.fsdp2.cpu import Direct
 from lightning_zero.engines.fsdp2.files import FileShards
@@ -91,11 +92,13 @@ from lightning_zero.engines.fsdp2.sharding import (
     shard_units,
     wait_for_host_copies,
 )
-from lightning_zero.engines.fsdp2.traced import Marks, after_entry, before_owner, untraced
+from lightning_zero.engines.fsdp2.step_views import StepViews
+from lightning_zero.engines.fsdp2.traced import Marks, after_entry, before_owner
 from lightning_zero.engines.fsdp2.transport import Transport
 from lightning_zero.engines.fsdp2.usage import LastUnit, Usage
 from lightning_zero.engines.fsdp2.view import WholeView
 from lightning_zero.engines.fsdp2.writes import Writes
+from lightning_zero.engines.graphs import outside_graphs, untraced
 from lightning_zero.engines.model_state import ModelState, place_of
 from lightning_zero.engines.optimizer_step import ShardedStep, hand_back
 from lightning_zero.engines.plain_copies import PlainCopies
@@ -115,7 +118,8 @@ from lightning_zero.private.torch import BatchNorm, DisableTorchFunction, transl
 
 
 class Phase(Enum):
-    """What is under way, and so what our hooks on the module do. One at a time; inside another it returns to that."""
+    """The engine's current activity, which decides what our hooks on the module do. One at a time; the end of a nested
+    one returns to the one around it."""
 
     BETWEEN = auto()
     """Parameters are away. A forward of the user's own gathers, and without gradients reshards at its end."""
@@ -148,7 +152,7 @@ class Fsdp2Engine(Engine):
         self._handles: list[Any] = []
         self._compiled: CompiledUnits | None = None
         self._is_accumulating = False  # what is reduced, or not, awaits later micro-batches
-        self._lent = LentViews()
+        self._lent = LentViews(self.changes)
 
     # -- sharding ------------------------------------------------------------------------------------------------
 
@@ -161,7 +165,10 @@ class Fsdp2Engine(Engine):
         keep_whole = (BatchNorm,) if self.dtypes.is_mixed else ()
         plan = plan_units(module, self.config.units, self.config.min_unit_numel, keep_whole)
         self.units_table = plan.table()
-        self._recomputed = Recomputed(self.config.activation_checkpointing, module, [u.module for u in plan.units[:-1]])
+        recomputed = [unit.module for unit in plan.units[:-1]]
+        self._recomputed = Recomputed(
+            self.config.activation_checkpointing, module, recomputed, before=lambda m: self._beside.recomputes(m)
+        )
         self._transport = choose_transport(self.config, self.device, self.mesh)
         self._copies = PlainCopies(module, private.STATE_KEYS.__contains__)
         build, self._build = self._build, None
@@ -174,7 +181,8 @@ class Fsdp2Engine(Engine):
         for unit in self._sharded.units:
             private.give_class_back(unit)
         private.init_now(self.root)  # before start: shards move to where they stay
-        self._groups = [group for unit in self._sharded.units for group in private.groups(unit)]
+        self._unit_of = {group: i for i, unit in enumerate(self._sharded.units) for group in private.groups(unit)}
+        self._groups = [*self._unit_of]
         self._root_groups = private.groups(self.root)
         self._transport.start(self._sharded.units, self._sharded.names)
         if self._files is not None:
@@ -187,13 +195,17 @@ class Fsdp2Engine(Engine):
         for group in self._groups:
             private.before_reduce(group, self._before_reduce)
             private.before_backward(group, self._before_backward)
+            if group in self._root_groups:
+                private.end_with_the_backward(group)
+            else:
+                private.let_inputs_change(group)
             private.without_translation(group)
         rows = Rows(self._identity.shards, module, self.mesh, self._sharded.names)
         in_backward, accumulates = lambda: self._phase is Phase.BACKWARD, lambda: self._is_accumulating
         self._assigned = AssignedGradients(self.config.stage, accumulates, in_backward, rows.given)
         agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
         if agreement is not None and dist.get_world_size() > 1:
-            self.reads = Reads(agreement, self.changes, rows, self.shards_device)
+            self.reads = Reads(agreement, self.changes, rows, self.shards_device, self.peer_memory)
         self.reader = Reader(self.reads, self.changes, rows, lambda: self._marks.between)
         self._in_use = ValuesInUse()
         writing = partial(self.reader.writing, before=self._transport.user_writes)
@@ -205,9 +217,15 @@ class Fsdp2Engine(Engine):
             self._compiled = CompiledUnits(self.config.compile, blocks, self._recomputed)
         self._recomputed.begin(but=self._compiled.modules if self._compiled is not None else ())
         self._writes = Writes(self._groups, self._transport, self.changes)
+        self._drops_after_forward = self.config.stage == 3 and self.mesh["shard"].size() > 1
+        self._beside = BesideOutputs(self._sharded.units, self._identity, lambda: self._phase is not Phase.WHOLE)
+        self._step_views = StepViews(self._lent, self._identity, self._drops_after_forward)
+        for group in self._groups:
+            self._step_views.follow(group)
         self._guards = Guards(self.view(), self._identity.shards)
+        self._lent.watch = self._guards.watch_all
         self._usage = Usage(self._transport, self._sharded.parameters, self._sharded.names)
-        group_of = self._identity.group_of if self.view().notices else None
+        group_of = self._identity.group_of if self._drops_after_forward else None
         self._end_transforms = translate_transformed(self.view().whole_argument)
         self._graphs = GraphInputs(self._identity.own, self._read, self.reader.alone, self._writing, group_of)
 
@@ -252,24 +270,28 @@ class Fsdp2Engine(Engine):
         for entry in (self.module, *self.module.children()):
             self._handles.append(entry.register_forward_hook(end_evaluation))
         begin = partial(self.reader.begin_ahead, origin=self._identity.shards.get)
-        whole = partial(self._identity.whole_value, alone=self.reader.alone, lend=self._lend)
+
+        def lend(whole: Tensor, original: Tensor | None, shard: DTensor) -> None:
+            if self._phase is not Phase.WHOLE:  # as under DDP, writes to values of state_dict() are the parameter's
+                self._lent.record(whole, shard, original)
+
+        whole = partial(self._identity.whole_value, alone=self.reader.alone, lend=lend)
         self._states = WholeStateDicts(self.module, whole, begin, self.reader.end_ahead)
 
-    def _lend(self, whole: Tensor, original: Tensor | None, shard: DTensor) -> None:
-        """A value of ``state_dict()``: under DDP what is written to it is written to the parameter."""
-        if self._phase is not Phase.WHOLE:
-            self._lent.record(whole, shard, original)
-            self._guards.watch_all()
-
-    def _before_unit(self, index: int, unit: Any, *unused: Any) -> None:
+    def _before_unit(self, index: int, *unused: Any) -> None:
         if self._phase is Phase.WHOLE:
             return
+        unit = self.units[index]  # whose hooks a shallow copy of it has, too
         refuse_tracing()
         if not private.KNOWS_TRANSFORMS:
             refuse_transforms("fully_shard of torch below 2.13", "torch>=2.13, units=[]")
-        self._usage.ran[index] = 1
+        self._usage.runs(index, self._phase is Phase.STEP and torch.is_grad_enabled())
         self.reader.require_all(UNIT - index)
         self._transport.unit_begins(index, self._phase is Phase.BACKWARD)
+        if not self.automatic or self._phase is Phase.BETWEEN:
+            for group in private.groups(unit):
+                self._transport.forward_uses(group)
+                private.follow_requires_grad(group)
         if self._phase is Phase.STEP and torch.is_grad_enabled():
             self._last.ran = unit
         if torch.is_inference_mode_enabled():  # storage made here could never be trained on
@@ -281,6 +303,7 @@ class Fsdp2Engine(Engine):
         for group in self._root_groups:
             if not private.is_gathered(group):
                 self.reader.require_all(UNIT - len(self.units) + 1)
+                self._transport.forward_uses(group)
                 with torch.inference_mode(False):
                     private.unshard(self.root)
             elif not self.automatic:
@@ -289,8 +312,8 @@ class Fsdp2Engine(Engine):
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         with DisableTorchFunction():
             self.broadcast_buffers()
+            self._lent.forget_expired()
         self._in_use.forget()
-        self._lent.forget_expired()
         wants_grad = torch.is_grad_enabled()
         with self._in(Phase.STEP), torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
             if not self.automatic and wants_grad:
@@ -322,24 +345,29 @@ class Fsdp2Engine(Engine):
         private.forget_forwards(self.root)
 
     def view(self) -> WholeView:
-        drops_after_forward = self.config.stage == 3 and self.mesh["shard"].size() > 1
-        on_use = self._keep_for_backward if drops_after_forward else None
+        on_use = self._beside.used if self._drops_after_forward else None
         own, data_taken = self._identity.own, self._writes.data_is_taken
-        return WholeView(self._writing, data_taken, own, self._read, on_use, self.reader, self._assigned, self._lent)
+        taken = self._step_views.take
+        return WholeView(
+            self._writing, data_taken, own, self._read, on_use, self.reader, self._assigned, self._lent, taken
+        )
 
-    def _keep_for_backward(self, p: Tensor, result: Tensor) -> None:
-        """``result``, of ``p`` alone, reaches the loss beside its unit's output, whose backward would gather ``p``."""
-        if self._phase is not Phase.WHOLE:
-            group = self._identity.group_of[id(p)]
-            get_gradient_edge(result).node.register_prehook(lambda grads: private.gather_now(group))
-
-    def _read(self, shard: DTensor) -> Tensor:
-        """``shard`` whole, differentiably; inside a step also for ``torch.autograd.grad`` of parameters."""
-        original = self._sharded.originals.get(shard) if self._phase is Phase.STEP else None
+    def _read(self, shard: DTensor, as_leaf: bool = False) -> Tensor:
+        """``shard`` whole, differentiably; inside a step, and ``as_leaf``, also for ``torch.autograd.grad`` of
+        parameters."""
+        original = self._sharded.originals.get(shard) if as_leaf or self._phase is Phase.STEP else None
         if original is None or not (torch.is_grad_enabled() and shard.requires_grad):
             return whole_value(shard)
-        value = Read.apply(original, shard, lambda: self._phase is Phase.BACKWARD)
+        value = Read.apply(original, shard, self._gradient_arrives)
         return self._in_use.add(original, self._identity.own[id(original)], value)
+
+    def _gradient_arrives(self, shard: DTensor) -> bool:
+        """Whether a gradient that goes past the units is the engine's backward's; then ``shard`` has been used, even if
+        its unit has been completed with zeros."""
+        if self._phase is not Phase.BACKWARD:
+            return False
+        self._usage.uses(shard)
+        return True
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -355,10 +383,10 @@ class Fsdp2Engine(Engine):
             private.set_requires_gradient_sync(self._sharded.units, True)
 
     def backward(self, run_backward: Callable[[], None], retains_graph: bool = False) -> None:
-        asks = self.reduces and self.automatic and self.config.find_unused_parameters
+        asks = (self.reduces or self.config.stage > 1) and self.config.find_unused_parameters
         with DisableTorchFunction():
             self._assigned.join_backward()
-            deferred = self._transport.backward_begins(self._usage.ran if asks else None)
+            deferred = self._transport.backward_begins(self._usage.ran.marks if asks else None)
             if deferred:
                 private.set_requires_gradient_sync(self._sharded.units, False)
             self._reduced.clear()
@@ -394,35 +422,45 @@ class Fsdp2Engine(Engine):
             params = private.trainable(group)
             if group in self._root_groups or any(private.has_grad(p) for p in params):
                 self._usage.complete(params)
+                if group not in self._root_groups:
+                    self._usage.reduces(self._unit_of[group])
                 self._reduced.add(id(group))
                 self._transport.reduction_begins(group, params)
         return True
 
     def _after_backward(self, deferred: bool, retains_graph: bool = False) -> None:
-        """Reduces what autograd's schedule has left, then drops what is gathered, then agrees: in this order, because
-        late gradients lie on gathered parameters and a vote counts what was reduced. Another backward through the same
-        graph finds all as it is."""
+        """Reduces what autograd's schedule has left, then drops what is gathered, on which late gradients lie, then
+        hears which parameters the others used: that travels while gradients are still reduced. Another backward through
+        the same graph finds all as it is."""
+        every = self._groups if self.reduces or self.config.stage > 1 else ()
+        left = [(group, params) for group in every if (params := self._left_of(group, deferred))]
+        said = None
+        if self.reduces and self.config.find_unused_parameters:
+            said = self._usage.say(chain.from_iterable(params for _, params in left), self._sharded.replicated)
         self._transport.backward_ends(step_is_due=self.reduces and self.automatic)
-        for group in self._groups if self.reduces or self.config.stage > 1 else ():
-            params = private.trainable(group)
-            late = any(private.has_grad(p) for p in params)
-            missed = group in self._root_groups and id(group) not in self._reduced
-            if params and (late or missed or deferred):
-                self._usage.complete(params)
-                private.reduce_now(group)
+        for group, params in left:
+            self._usage.complete(params)
+            private.reduce_now(group)
         if (self.reduces or not self.keep_gathered) and not retains_graph:
             self.reshard()
         if self.reduces:
             self._usage.reduce_replicated(self._sharded.replicated)
-            if self.config.find_unused_parameters:
-                self._usage.agree()
+            if said is not None:
+                self._usage.hear(*said)
             self._usage.start_window()
             if self.automatic:
                 self.reader.step_is_next()
         self._is_accumulating = not self.reduces
 
+    def _left_of(self, group: private.Group, deferred: bool) -> list[private.ShardedParam]:
+        """The parameters of ``group`` whose gradients autograd's schedule has not reduced; all or none."""
+        params = private.trainable(group)
+        missed = group in self._root_groups and id(group) not in self._reduced
+        return params if deferred or missed or any(map(private.has_grad, params)) else []
+
     # -- optimizer -----------------------------------------------------------------------------------------------
 
+    @outside_graphs
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         try:
             return self._sharded_step(optimizer).step(partial(self._evaluate, closure), **kwargs)
@@ -536,7 +574,10 @@ class Fsdp2Engine(Engine):
                 self._identity.leave_sharded(self.root)
                 return
             self._transport.await_readers()
+            held = self._lent.held(self._sharded.originals)
             self._identity.release(whole_state.gathered_for_good(self._groups), on_whole)
+            for copy, p in held:
+                copy.copy_(p)
             self._copies.undo()
             self._states.undo()
             for handle in self._handles:
@@ -544,17 +585,17 @@ class Fsdp2Engine(Engine):
             if self._compiled is not None:
                 self._compiled.undo()
             self._recomputed.undo()
-            self._transport.close()
             for unit in self._sharded.units:
                 private.undo(unit)
             for optimizer in optimizers:
                 hand_back(optimizer, self._sharded.originals, self.states_whole_after_fit)
+            self._transport.close()
             if self._files is not None:
                 self._files.close()
 
 
 def choose_transport(config: ZeroConfig, device: torch.device, mesh: DeviceMesh) -> Transport:
-    """What ``config.transport`` means here.
+    """The transport that ``config.transport`` selects for this device and process group.
 
     Raises:
         ValueError: On all ranks, for ``"direct"`` where there is no direct exchange.

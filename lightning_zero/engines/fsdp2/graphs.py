@@ -1,4 +1,4 @@
-"""What compiled code is given: no graph of Dynamo's ever computes with a parameter that is away.
+"""Inputs of compiled code: no graph of Dynamo's ever computes with a parameter that is away.
 
 Dynamo hands a module's parameters to its graphs as inputs. The units' hooks run between graphs, so where a unit runs,
 its parameters are gathered. Other code may use any parameter at any time: a penalty over ``parameters()``, another
@@ -14,13 +14,12 @@ which is empty or stale. So each graph is called through here:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from lightning_zero.comm.shards import before_host_write
@@ -86,7 +85,9 @@ class GraphInputs:
             for each in lent.values():
                 self._store(*each)
             if groups and torch.is_grad_enabled():
-                _gather_for_backward(result, groups.values())
+                nodes = {t.grad_fn for t in result if isinstance(t, Tensor) and t.grad_fn is not None}
+                for group in groups.values():
+                    private.gather_before(group, nodes)
         return result
 
     def _lend(self, away: Mapping[int, private.ShardedParam], args: Sequence[Any]) -> dict[int, _Lent]:
@@ -116,15 +117,3 @@ class _Lent(NamedTuple):
     """Of the value then."""
     shard: DTensor
     """That it is of."""
-
-
-def _gather_for_backward(result: Any, groups: Collection[private.Group]) -> None:
-    nodes: set[Node] = {get_gradient_edge(t).node for t in result if isinstance(t, Tensor) and t.grad_fn is not None}
-    groups = list(groups)
-
-    def gather(*unused: Any) -> None:
-        for group in groups:
-            private.gather_now(group)
-
-    for node in nodes:
-        node.register_prehook(gather)

@@ -105,8 +105,7 @@ class Guards:
                 except TypeError:  # of make_fx, which knows plain parameters only
                     refuse_tracing()
                     raise
-                if self._view.notices:
-                    self._view.notice(args, result)
+                self._view.notice(func, args, kwargs, result)
             return result
         if func in BACKWARDS:  # user code runs inside
             with self._lifted(self._parameters):

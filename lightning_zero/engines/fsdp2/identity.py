@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -63,7 +64,7 @@ class Identity:
         self.own.update((id(original), p) for original, p in self._params)
 
     def _take_grad_over(self, original: nn.Parameter, shard: DTensor) -> None:
-        """What an earlier run has left; DDP would add to it."""
+        """Moves the gradient that an earlier run has left to the shard; DDP would add to it."""
         if original.grad is not None:
             shard.grad = shard_like(original.grad.to(local(shard)), shard)
             original.grad = None
@@ -162,7 +163,7 @@ class Identity:
         return whole
 
     def held(self, optimizer: Optimizer) -> list[Tensor]:
-        """What ``optimizer`` steps on, shards in the place of the user's parameters."""
+        """The tensors that ``optimizer`` steps on, shards in the place of the user's parameters."""
         return [self.shards.get(p, p) for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -183,7 +184,7 @@ def _laid_out(like: DTensor, path: Any, tensor: Tensor) -> Tensor:
 
 
 def _share_attributes(original: nn.Parameter, shard: DTensor) -> None:
-    """What the user has put on a parameter is also found on that which optimizers step on."""
+    """Puts the attributes that the user has set on a parameter also on the tensors that optimizers step on."""
     for tensor in (shard, local(shard)):
         there = vars(tensor)  # of a subclass, what it is made of: that stays its own
         there.update((key, value) for key, value in vars(original).items() if key not in there)
@@ -193,21 +194,24 @@ class Read(torch.autograd.Function):
     """The whole values of a parameter that is away, with the parameter as the leaf of the graph.
 
     In the engine's own backward the gradient goes to the shard at once, averaged; to the user's ``torch.autograd.grad``
-    it is this rank's own, whole, as under DDP.
+    it is this rank's own, whole, as under DDP. ``arrives`` says whose backward it is, and hears of the first kind.
     """
 
     @staticmethod
-    def forward(ctx: Any, original: Tensor, shard: DTensor, in_backward: Callable[[], bool]) -> Tensor:
+    def forward(ctx: Any, original: Tensor, shard: DTensor, arrives: Callable[[DTensor], bool]) -> Tensor:
         with torch.enable_grad():
-            ctx.value = whole(shard)
-        ctx.in_backward = in_backward
-        return ctx.value.detach()
+            value = whole(shard)
+        # On one rank the value is a view of the shard, and autograd refuses both once p.data has been written to: so
+        # the value is not kept, and what is given has a version of its own
+        ctx.way_to_shard = get_gradient_edge(value)
+        ctx.shard, ctx.arrives = shard, arrives
+        return value.data
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
         (grad,) = grads
-        if not ctx.in_backward():
+        if not ctx.arrives(ctx.shard):
             return grad, None, None
         with DisableTorchFunction():
-            torch.autograd.backward(ctx.value, grad, retain_graph=True)
+            torch.autograd.backward(ctx.way_to_shard, grad, retain_graph=True)
         return None, None, None

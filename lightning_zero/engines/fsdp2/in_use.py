@@ -23,7 +23,7 @@ from lightning_zero.engines.fsdp2 import private
 
 
 class Write(Enum):
-    """How a parameter is written to."""
+    """Kind of write to a parameter."""
 
     COUNTED = auto()
     """Its version counter tells."""

@@ -8,29 +8,33 @@ was read in torch 2.11-2.13; :data:`FULLY_SHARD` is checked when a strategy is m
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MethodType
-from typing import Any
+from dataclasses import fields, is_dataclass
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node, register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
+from lightning_zero.errors import MovedError
 from lightning_zero.host import in_large_pages, mapped_apart
 from lightning_zero.private.check import Library, Needed, importing
-from lightning_zero.private.torch import TESTED, DisableTorchFunction, set_data
+from lightning_zero.private.torch import TESTED, DisableTorchFunction, in_transform, set_data, storage_key, users_of
 
-_HOME = "torch.distributed.fsdp._fully_shard"
+_HOME, _FUNCTION = "torch.distributed.fsdp._fully_shard", "RegisterPostBackwardFunction"
 _GROUP, _PARAM = f"{_HOME}._fsdp_param_group:FSDPParamGroup", f"{_HOME}._fsdp_param:FSDPParam"
 FULLY_SHARD = Library(
     "torch",
     TESTED,
     (
-        Needed(f"{_HOME}._fsdp_param_group:RegisterPostBackwardFunction.generate_vmap_rule"),
+        Needed(f"{_HOME}._fsdp_param_group:{_FUNCTION}.generate_vmap_rule"),
+        Needed(f"{_GROUP}._register_post_backward_hook", takes="self, args, kwargs"),
         Needed(f"{_GROUP}.post_backward", takes="self", stores="reduce_grads all_reduce_grads"),
         Needed(f"{_GROUP}.pre_backward", takes="self, default_prefetch"),
         Needed(f"{_GROUP}.pre_forward", takes="self, module, args, kwargs"),
@@ -101,7 +105,7 @@ with importing(FULLY_SHARD):
 
 Group = Any  # torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup
 STATE_KEYS = (STATE_KEY, REGISTRY_KEY)
-"""Where a unit's ``__dict__`` holds the state of ``fully_shard``."""
+"""Keys under which a unit's ``__dict__`` holds the state of ``fully_shard``."""
 KNOWS_TRANSFORMS: bool = RegisterPostBackwardFunction.generate_vmap_rule
 """Whether the hooks of ``fully_shard`` follow transforms of ``torch.func``: since torch 2.13."""
 _UNSHARDED = ShardedState.UNSHARDED
@@ -155,6 +159,16 @@ def gather_now(group: Group) -> None:
             group.wait_for_unshard()
 
 
+def gather_before(group: Group, nodes: Iterable[Node]) -> None:
+    """Has ``nodes`` of a graph find the group gathered, whenever their part of a backward comes."""
+
+    def gather(grads: Any) -> None:
+        gather_now(group)
+
+    for node in nodes:
+        node.register_prehook(gather)
+
+
 def reshard(unit: nn.Module) -> None:
     """Drops the unit's gathered parameters."""
     for group in groups(unit):
@@ -162,7 +176,7 @@ def reshard(unit: nn.Module) -> None:
 
 
 def set_reshard_after_forward(unit: nn.Module, reshards: bool) -> None:
-    """What the method of that name does on a unit that has its own class back."""
+    """Acts as ``FSDPModule``'s method of that name, for a unit that has its own class back."""
     for group in groups(unit):
         group.post_forward_mesh_info = group.mesh_info if reshards else None
 
@@ -216,7 +230,45 @@ def is_away(p: ShardedParam) -> bool:
     return p.sharded_state is not _UNSHARDED
 
 
-def register(p: ShardedParam, instead: Tensor) -> None:
+class Home(NamedTuple):
+    """The memory of a parameter when it is gathered."""
+
+    group: Group
+    param: ShardedParam
+
+
+def is_emptied(home: Home) -> bool:
+    """Whether the memory of the gathered copy is given up, or about to be filled by a gather that travels ahead."""
+    if home.group._all_gather_result is not None:
+        return True
+    return any(output.numel() and not output.untyped_storage().nbytes() for output in home.param.all_gather_outputs)
+
+
+def refill(home: Home, values: Tensor | None = None) -> None:
+    """Memory for the gathered copy of a parameter that is away, and ``values`` for it, which is no write; it goes again
+    when the parameter has been gathered. Does nothing where it is."""
+    if home.param.sharded_state is _UNSHARDED:
+        return
+    home.param.alloc_all_gather_outputs()
+    if values is not None:
+        copy = home.param._unsharded_param
+        with outside_transforms(), torch.autograd._unsafe_preserve_version_counter(copy):
+            copy.detach().copy_(values)
+
+
+def others_in(home: Home) -> int:
+    """Number of tensors beside the engine's own in the memory of the gathered copy."""
+    group, p = home
+    storage = p.all_gather_outputs[0].untyped_storage()
+    all_parts = group.__dict__.get("parts_of_outputs")
+    parts = () if all_parts is None else all_parts[group.fsdp_params.index(p)]
+    own = [*p.all_gather_outputs, p._unsharded_param, p._sharded_param_data, p.sharded_param._local_tensor]
+    own += [*parts, *(part._base for part in parts[:1]), p._sharded_param_data._base]  # a view keeps its base
+    keys = [storage_key(t.untyped_storage()) for t in {id(t): t for t in own if t is not None}.values()]
+    return users_of(storage) - keys.count(storage_key(storage))
+
+
+def register(p: ShardedParam, instead: Any) -> None:
     """Puts ``instead`` on the modules that hold the parameter, gathered or sharded.
 
     Where the user has put another one in its place since, or taken it away, that stays.
@@ -224,7 +276,10 @@ def register(p: ShardedParam, instead: Tensor) -> None:
     for module, name in _places(p):
         held = module._parameters.get(name)
         if held is p.sharded_param or held is p._unsharded_param:
-            setattr(module, name, instead)
+            if "." in name:  # no attribute: of tensordict's TensorDictParams
+                module._parameters[name] = instead
+            else:
+                setattr(module, name, instead)
 
 
 def grad_of(p: ShardedParam) -> Tensor | None:
@@ -242,6 +297,15 @@ def set_whole_grad(p: ShardedParam, grad: Tensor) -> None:
     """``grad`` is this rank's own, and takes part in the next reduction."""
     whole = p._unsharded_param
     whole.grad = grad.to(whole)
+
+
+def add_whole_grad(p: ShardedParam, grad: Tensor) -> None:
+    """Adds ``grad`` to this rank's own, which has not been reduced."""
+    own = p._unsharded_param.grad
+    if own is None:  # it waits in the dtype of the reduction
+        own = p.unsharded_accumulated_grad
+    with torch.no_grad():
+        own.add_(grad)
 
 
 def groups(module: nn.Module) -> list[Group]:
@@ -262,6 +326,69 @@ def hooks_once(module: nn.Module) -> None:
         hooks = handle.hooks_dict_ref()
         hooks[handle.id] = torch.compiler.disable(_undecorated(hooks[handle.id]), reason="skipping FSDP hooks")
     state._pre_backward = torch.compiler.disable(_undecorated(state._pre_backward), reason="skipping FSDP hooks")
+
+
+def let_inputs_change(group: Group) -> None:
+    """Lets the unit change its inputs in place (``nn.ReLU(inplace=True)``, ``x += self.bias``), as without it.
+
+    ``fully_shard`` passes them through an ``autograd.Function`` whose backward ends the group's part, and torch allows
+    no writes to what such a function returns as it came. Views of the inputs may be written to, and a hook on their
+    gradients ends the group's part as well. Where the unit writes to all of them, it ends with the backward.
+    """
+    original = type(group)._register_post_backward_hook
+    if _FUNCTION not in original.__code__.co_names:
+        raise MovedError(
+            f"torch {torch.__version__}: fully_shard ends a unit's backward in another way than by {_FUNCTION}, so"
+            f" units could not change their inputs in place: use 'torch{TESTED}', which was tested."
+        )
+    names = {**original.__globals__, _FUNCTION: _Views}
+    with_views = MethodType(FunctionType(original.__code__, names), group)
+
+    def register(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _in_the_same((args, kwargs), with_views(args, kwargs))
+
+    group._register_post_backward_hook = register
+
+
+def end_with_the_backward(group: Group) -> None:
+    """Keeps the group whole until the backward is over, whatever its module's inputs are: a batch may bring a graph of
+    its own (features of a trained encoder, from ``on_after_batch_transfer``), which goes on behind the root's."""
+    group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
+
+
+def _in_the_same(given: Any, made: Any) -> Any:
+    """``made``, which is ``given`` with other tensors, in the lists, dictionaries and dataclasses of ``given``: what
+    the unit writes to these (an auxiliary loss that it appends) is for its caller."""
+    if given is made:
+        return given
+    if isinstance(given, list):
+        given[:] = map(_in_the_same, given, made)
+        return given
+    if isinstance(given, dict):
+        given.update((key, _in_the_same(value, made[key])) for key, value in list(given.items()))
+        return given
+    if is_dataclass(given) and not isinstance(given, type):
+        for each in fields(given):
+            # past __setattr__, which a frozen one has not, and others may have for checks of their own
+            object.__setattr__(given, each.name, _in_the_same(getattr(given, each.name), getattr(made, each.name)))
+        return given
+    if isinstance(given, tuple):
+        items = map(_in_the_same, given, made)
+        return type(given)(*items) if hasattr(given, "_fields") else type(given)(items)
+    return made
+
+
+class _Views:
+    """In the place of ``RegisterPostBackwardFunction``."""
+
+    @staticmethod
+    def apply(group: Group, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if in_transform() or any(t.layout != torch.strided for t in inputs):
+            return RegisterPostBackwardFunction.apply(group, *inputs)
+        with DisableTorchFunction():
+            views = tuple(t.view_as(t) for t in inputs)
+        register_multi_grad_hook(views, lambda grads: group.post_backward())
+        return views
 
 
 def _undecorated(method: Any) -> Callable[..., Any]:
@@ -456,7 +583,7 @@ def is_aliased(p: ShardedParam) -> bool:
 
 
 def shard_marks(group: Group) -> list[tuple[int, int]]:
-    """Where each shard lies and how often it was written to in place."""
+    """Memory address of each shard and number of in-place writes to it."""
     return [(p._sharded_param_data.data_ptr(), p._sharded_param_data._version) for p in group.fsdp_params]
 
 
@@ -471,7 +598,7 @@ def gather_for_good(group: Group) -> dict[Tensor, Tensor]:
 
 @contextmanager
 def outside_transforms() -> Iterator[None]:
-    """What the engine computes of its own has nothing to do with a ``torch.func`` transform or a mode around it."""
+    """Keeps the engine's own computations out of any ``torch.func`` transform or ``TorchFunctionMode`` around them."""
     with torch._C._DisableFuncTorch(), DisableTorchFunction():
         yield
 
@@ -495,7 +622,7 @@ def _await_gather(group: Group) -> None:
 
 
 def without_translation(group: Group) -> None:
-    """What the group itself does is no user code: no ``TorchFunctionMode`` has to look at it."""
+    """Runs the group's own work outside of any ``TorchFunctionMode``: it is no user code, so none has to look at it."""
 
     def quiet(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

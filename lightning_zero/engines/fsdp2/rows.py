@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_zero.comm.reads import STEP, UNKNOWN, WRITE
+from lightning_zero.comm.reads import UNKNOWN, WRITE
 from lightning_zero.comm.shards import local, mesh_device
 
-UNIT = STEP - 1
+UNIT = WRITE - 1
 """The key of a forward of the first unit; those of the others are below."""
 
 
@@ -78,8 +78,6 @@ class Rows:
         """For errors."""
         if key == WRITE:
             return "a parameter that is written to"
-        if key == STEP:
-            return "the optimizer's step"
         if key < UNKNOWN:
             return f"all parameters of {self._units[UNIT - key]!r}, whose forward is called"
         if key == UNKNOWN:

@@ -105,14 +105,15 @@ def shard_units(
         mine = dict(unit.parameters)
         birth.bring_up(unit.module, list(mine.values()))
         _start_from_rank_0(list(mine.values()), device, build)
-        fully_shard(
-            target,
-            mesh=mesh,
-            mp_policy=policy,
-            offload_policy=offload_policy(config, device),
-            reshard_after_forward=config.stage == 3 and not is_root,  # the root is needed again at once
-            ignored_params=everything - set(mine.values()),
-        )
+        with _plainly_named(target):
+            fully_shard(
+                target,
+                mesh=mesh,
+                mp_policy=policy,
+                offload_policy=offload_policy(config, device),
+                reshard_after_forward=config.stage == 3 and not is_root,  # the root is needed again at once
+                ignored_params=everything - set(mine.values()),
+            )
         named = dict(module.named_parameters())
         for name, original in mine.items():
             sharded.originals[named[name]] = original
@@ -135,6 +136,21 @@ def _looking_whole(build: Build | None) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _plainly_named(module: nn.Module) -> Iterator[None]:
+    """``fully_shard`` asks each module for the parameters that it holds itself, by keywords of ``nn.Module`` that
+    methods of the user's in its place (torchrl's losses have one) need not know."""
+    plain = nn.Module.named_parameters
+    own = [m for m in module.modules() if type(m).named_parameters is not plain and "named_parameters" not in vars(m)]
+    for each in own:
+        vars(each)["named_parameters"] = partial(plain, each)
+    try:
+        yield
+    finally:
+        for each in own:
+            del vars(each)["named_parameters"]
+
+
 def _start_from_rank_0(tensors: Sequence[Tensor], device: torch.device, build: Build | None) -> None:
     """Rank 0's values, on the device. Unit by unit: a module that is offloaded need not fit there."""
     differ = tensors if build is None else build.release(tensors)
@@ -149,7 +165,7 @@ def root_owners(root: Root) -> set[nn.Module]:
 
 
 def offload_policy(config: ZeroConfig, device: torch.device) -> OffloadPolicy:
-    """Where ``fully_shard`` keeps the shards.
+    """The policy that tells ``fully_shard`` where to keep the shards.
 
     Raises:
         ValueError: For pinned memory where there is no accelerator to pin it for.

@@ -1,25 +1,21 @@
-"""How much of our hooks ``torch.compile`` may see.
+"""The part of our hooks that ``torch.compile`` may see.
 
 Dynamo inlines the hooks of every module in a compiled region. What gathers, counts or agrees must stay out of its
-graphs (:func:`untraced`), as ``fully_shard``'s own hooks do; but each of them ends a graph. At a unit one ends anyhow,
-at ``fully_shard``'s. Elsewhere (a module that holds parameters of the root, an entry of the module) nothing is to be
-done inside a step, so hooks there look at :class:`Marks` first, and leave nothing in a graph.
+graphs (:func:`~lightning_zero.engines.graphs.untraced`), as ``fully_shard``'s own hooks do; but each of them ends a
+graph. At a unit one ends anyhow, at ``fully_shard``'s. Elsewhere (a module that holds parameters of the root, an entry
+of the module) nothing is to be done inside a step, so hooks there look at :class:`Marks` first, and leave nothing in a
+graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-_Call = TypeVar("_Call", bound=Callable[..., Any])
-
-
-def untraced(function: _Call) -> _Call:
-    """``function``, which Dynamo calls as it is, with all that it calls."""
-    return torch.compiler.disable(function, reason="lightning_zero gathers, counts and agrees outside of graphs")
+from lightning_zero.engines.graphs import untraced
 
 
 @dataclass
@@ -52,8 +48,3 @@ def after_entry(marks: Marks, reshard: Callable[[], None]) -> Callable[..., None
             reshard()
 
     return hook
-
-
-@untraced
-def end_graph() -> None:
-    """What is traced right now must not be: Dynamo runs it as it is."""

@@ -1,4 +1,4 @@
-"""What carries shards and gradients between ranks: by default torch's own collectives, streams and schedule.
+"""Transport of shards and gradients between ranks: by default torch's own collectives, streams and schedule.
 
 :class:`Transport` is what an accelerator takes: it leaves ``fully_shard`` as it is, and only carries the engine's own
 small agreements. Its methods are the moments of a step at which another transport (``cpu.Direct``) does more.
@@ -70,6 +70,10 @@ class Transport:
     def forward_begins(self, keeps_gathered: bool) -> None:
         """With ``keeps_gathered`` the parameters of the micro-batch before may still be whole."""
 
+    def forward_uses(self, group: private.Group) -> None:
+        """This rank is about to run what ``group`` belongs to, in a forward that has not begun here: one of manual
+        optimization, or outside of a step."""
+
     def unit_begins(self, index: int, in_backward: bool) -> None:
         """This rank is about to run a unit; ``in_backward`` where activations are recomputed."""
 
@@ -79,7 +83,7 @@ class Transport:
     def backward_begins(self, ran: Sequence[int] | None) -> bool:
         """Whether this backward's gradients are reduced at its end, in fixed order.
 
-        ``ran`` is 1 for each unit that this rank ran, ``None`` where nobody asks.
+        ``ran`` tells when this rank's units ran (``usage.Moments``), ``None`` where nobody asks.
         """
         self.close_forward()
         return False

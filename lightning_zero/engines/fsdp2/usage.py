@@ -1,4 +1,4 @@
-"""Which parameters and units were used between two agreements: what DDP calls unused parameters."""
+"""The parameters and units used between two agreements; DDP speaks of the others as unused parameters."""
 
 from __future__ import annotations
 
@@ -13,6 +13,25 @@ from lightning_zero.comm.agree import all_reduce_mean
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.transport import Transport, refuse_different_units
 
+_PRIME = 2**31 - 1  # the largest int32
+
+
+class Moments:
+    """The moments at which units did something, as a number per unit that depends on its places in the sequence of all:
+    they agree on ranks whose units did it in the same order and as often, and hardly ever on others.
+
+    Attributes:
+        marks: Those numbers; 0 for units that did not do it.
+    """
+
+    def __init__(self, num_units: int) -> None:
+        self.marks = [0] * num_units
+        self._length = 0
+
+    def add(self, index: int) -> None:
+        self._length += 1
+        self.marks[index] = (self.marks[index] * 31 + self._length) % _PRIME or 1
+
 
 class Usage:
     """This rank's account of one window (what lies between two agreements), and the agreement at its end.
@@ -25,18 +44,35 @@ class Usage:
         names: Of the units, the root last.
 
     Attributes:
-        ran: 1 for each unit that ran on this rank in this window, the root left out.
+        ran: When units ran with gradients, the root left out.
     """
 
     def __init__(self, transport: Transport, parameters: Iterable[Tensor], names: Sequence[str]) -> None:
         self._transport, self._names = transport, names
         self._order = {p: i for i, p in enumerate(parameters)}
+        self._gathers_each_time = transport.config.stage == 3
         self.start_window()
 
     def start_window(self) -> None:
         self._used: set[Tensor] = set()
         self._zeroed: list[Tensor] = []  # given zeros where they had no gradient
-        self.ran = [0] * (len(self._names) - 1)
+        num_units = len(self._names) - 1
+        self.ran, self._gathered, self._reduced = Moments(num_units), Moments(num_units), Moments(num_units)
+
+    def runs(self, index: int, with_grad: bool) -> None:
+        """Unit ``index`` is about to run."""
+        if self._gathers_each_time or not self._gathered.marks[index]:
+            self._gathered.add(index)
+        if with_grad:
+            self.ran.add(index)
+
+    def reduces(self, index: int) -> None:
+        """Unit ``index``, not the root, is about to reduce its gradients inside the backward."""
+        self._reduced.add(index)
+
+    def uses(self, shard: Tensor) -> None:
+        """``shard`` is given a gradient outside of its unit."""
+        self._used.add(shard)
 
     def complete(self, params: Iterable[private.ShardedParam]) -> None:
         """Every one of ``params`` has a gradient to reduce."""
@@ -55,37 +91,48 @@ class Usage:
             if p.grad is None:
                 self._zeroed.append(p)
                 p.grad = torch.zeros_like(p)
-            else:
-                self._used.add(p)
         grads = [p.grad for p in trainable if p.grad is not None]
         if grads:
             all_reduce_mean(grads)
 
-    def agree(self) -> None:
-        """Gradients of parameters that nobody used become ``None`` again: one message, in host memory.
+    def say(self, late: Iterable[private.ShardedParam], replicated: Iterable[Any]) -> tuple[dist.Work | None, Tensor]:
+        """Tells the other ranks: one message, in host memory, which travels while the last gradients are reduced;
+        returns what :meth:`hear` takes.
+
+        ``late`` are still to be completed, ``replicated`` to be reduced.
+        """
+        used = self._used.union(
+            (p.sharded_param for p in late if private.has_grad(p)),
+            (p for p in replicated if p.requires_grad and p.grad is not None),
+        )
+        flags = torch.zeros(len(self._order), dtype=torch.int32)
+        if used:
+            flags[[self._order[p] for p in used]] = 1
+        gathered = [] if self._transport.gathers_up_front else self._gathered.marks
+        moments = torch.tensor([*gathered, *self._reduced.marks], dtype=torch.int32)
+        votes = torch.cat([flags, moments, -moments])
+        return self._transport.agree(votes, dist.ReduceOp.MAX) if self._transport.agrees else None, votes
+
+    def hear(self, work: dist.Work | None, votes: Tensor) -> None:
+        """Gradients of parameters that nobody used become ``None`` again (see :meth:`say`).
 
         Raises:
-            ValueError: On all ranks, when they ran different units and had to run the same.
+            ValueError: On all ranks, when their units gathered or reduced in different orders, so that messages were
+                mixed up.
         """
-        used = torch.zeros(len(self._order), dtype=torch.int32)
-        if self._used:
-            used[[self._order[p] for p in self._used]] = 1
-        votes = torch.cat([torch.tensor(self.ran, dtype=torch.int32), used])
-        if self._transport.agrees:
-            self._transport.agree(votes, dist.ReduceOp.SUM).wait()
-        ran, used = votes.split([len(self.ran), len(self._order)])
-        if not self._transport.gathers_up_front:
-            self._require_same_units(ran)
+        if work is not None:
+            work.wait()
+        used, moments = votes.tensor_split([len(self._order)])
+        self._require_same_units(*moments.chunk(2))
         if self._zeroed:
             for p, count in zip(self._zeroed, used[[self._order[p] for p in self._zeroed]].tolist(), strict=True):
                 if not count:
                     p.grad = None
 
-    def _require_same_units(self, ran: Tensor) -> None:
-        world_size = self._transport.mesh.size()
-        partly = [unit for unit, count in enumerate(ran.tolist()) if 0 < count < world_size]
-        if partly:
-            refuse_different_units(self._transport, self._names, partly)
+    def _require_same_units(self, latest: Tensor, negated_earliest: Tensor) -> None:
+        if not torch.equal(latest, -negated_earliest):
+            differ = (latest != -negated_earliest).nonzero().flatten() % (len(self._names) - 1)
+            refuse_different_units(self._transport, self._names, differ.unique().tolist())
 
 
 class LastUnit:

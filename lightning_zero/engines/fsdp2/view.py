@@ -10,7 +10,8 @@ while it is not gathered (see :mod:`.identity`),
   ranks, as DDP averages gradients;
 - **writes** it back: an in-place function runs on the shards where it is element-wise, else on the gathered tensor,
   whose shards are then stored;
-- **views** of it write back, too (see :mod:`.lent_views`), between steps; inside one torch raises on the attempt.
+- **views** of it write back, too (see :mod:`.lent_views`), between steps; inside one torch raises on the attempt. Reads
+  of them show what they would show under DDP, after later steps, too.
 
 Parameters that are gathered for a step are plain tensors, and what is written to them in place counts too, because
 their version tells. It does not tell of ``p.data``: whoever owns such parameters is told when that is taken, and an
@@ -36,6 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -45,7 +47,6 @@ from lightning_zero.comm.shards import (
     is_off_mesh,
     local,
     mesh_device,
-    read_only,
     shard_like,
     whole,
 )
@@ -54,16 +55,19 @@ from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.assigned import AssignedGradients, require_shape
 from lightning_zero.engines.fsdp2.in_use import Write
 from lightning_zero.engines.fsdp2.lent_views import LentViews
-from lightning_zero.engines.fsdp2.traced import end_graph
+from lightning_zero.engines.graphs import end_graph
 from lightning_zero.engines.reads import Reader, leaf
 from lightning_zero.engines.refusals import refuse_tracing
 from lightning_zero.engines.torch_functions import (
     IN_PLACE_COLLECTIVES,
+    VIEW_PROPERTIES,
+    VIEWS,
     by_position,
     initializes,
     is_in_place,
     needs_no_grad,
     needs_own_tensor,
+    tensors_in,
     written_by_collective,
 )
 from lightning_zero.private.torch import (
@@ -82,12 +86,7 @@ _METADATA = frozenset(
     " requires_grad_ __len__ __hash__ __repr__ __str__ __format__ is_same_size is_tensor is_storage _is_view"
     " untyped_storage storage has_names type_as_metadata backward".split()
 )
-_VIEWS = frozenset(
-    "view view_as reshape reshape_as flatten unflatten ravel t transpose swapaxes swapdims permute movedim moveaxis"
-    " adjoint narrow select unbind split chunk tensor_split hsplit vsplit dsplit squeeze unsqueeze expand expand_as"
-    " diagonal unfold __getitem__ as_strided alias positive real imag contiguous".split()
-)
-_VIEW_PROPERTIES = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
+_ALIASES = VIEWS | {"detach"}
 _ELEMENTWISE = frozenset(
     "add_ sub_ mul_ div_ neg_ abs_ clamp_ clamp_min_ clamp_max_ clip_ zero_ fill_ copy_ lerp_ addcmul_ addcdiv_"
     " nan_to_num_ sign_ sqrt_ square_ pow_ exp_ log_ __iadd__ __isub__ __imul__ __itruediv__"
@@ -99,7 +98,7 @@ _SETTERS: dict[Any, str] = {getattr(Tensor, name).__set__: name for name in ("da
 _AS_THEY_ARE = frozenset(
     getattr(Tensor, name).__get__ for name in "shape requires_grad is_leaf grad_fn ndim layout".split()
 )
-"""What is read most and is the same of a shard and of a whole; the shortest way for it."""
+"""Getters of what is read most and is the same of a shard and of a whole; they take the shortest way."""
 _GRAD: Any = Tensor.grad  # a descriptor
 _GET_GRAD, _ASSIGN_GRAD = _GRAD.__get__, (_GRAD.__set__, _GRAD.__delete__)
 _SET_REQUIRES_GRAD = Tensor.requires_grad.__set__, Tensor.requires_grad_  # type: ignore[attr-defined]
@@ -119,11 +118,12 @@ class WholeView(TorchFunctionMode):
         on_data: Called with a gathered parameter whose ``data`` is read or assigned.
         own: ``id`` -> what is known of each of the user's parameters.
         whole: Reads a shard differentiably.
-        on_use: Called with a gathered parameter and what was computed of it and of nothing else that is trained:
-            its backward may come while the parameter is away.
+        on_use: Called with gathered parameters, with the nodes of what was computed of them, and with whether that was
+            of nothing else that is trained: their backward may come while the parameters are away.
         reader: Asked before shards are gathered for a read.
         assigned: Keeps gradients that user code assigns, and is told of those that it reads.
         views: The gathered copies that user code was given.
+        on_alias: Called with a gathered parameter and a view that was taken of it, or several.
     """
 
     def __init__(
@@ -131,11 +131,12 @@ class WholeView(TorchFunctionMode):
         writing: Callable[..., AbstractContextManager[object]] = lambda shards, how: nullcontext(),
         on_data: Callable[[Tensor], None] = lambda tensor: None,
         own: Mapping[int, private.ShardedParam] | None = None,
-        whole: Callable[[DTensor], Tensor] = whole,
-        on_use: Callable[[Tensor, Tensor], None] | None = None,
+        whole: Callable[..., Tensor] = whole,
+        on_use: Callable[[Sequence[Tensor], Sequence[Node], bool], None] | None = None,
         reader: Reader | None = None,
         assigned: AssignedGradients | None = None,
         views: LentViews | None = None,
+        on_alias: Callable[[Tensor, Any], None] = lambda tensor, view: None,
     ) -> None:
         super().__init__()
         self._assigned = assigned or AssignedGradients()
@@ -143,9 +144,8 @@ class WholeView(TorchFunctionMode):
         self._own: Mapping[int, private.ShardedParam] = {} if own is None else own
         self._whole, self._on_use = whole, on_use
         self._views = LentViews() if views is None else views
+        self._on_alias = on_alias
         self._aliases = Aliases()
-        self.notices = on_use is not None
-        """Whether :meth:`notice` has anything to do."""
 
     @never_a_frame
     def __torch_function__(
@@ -188,7 +188,9 @@ class WholeView(TorchFunctionMode):
                 if len(args) == 2:
                     self._aliases.assign(known.sharded_param, args[1], lambda: _copy_into(*args))
                     return None
-                return self._aliases.taken(known.sharded_param, func(*args), counted=False)
+                alias = self._aliases.taken(known.sharded_param, func(*args), counted=False)
+                self._on_alias(args[0], alias)
+                return alias
         if func in IN_PLACE_COLLECTIVES:  # which no version counter counts
             for p in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
                 if (known := self._own.get(id(p))) is not None and not private.is_away(known):
@@ -198,12 +200,15 @@ class WholeView(TorchFunctionMode):
             writes = is_in_place(func.__name__) or func in IN_PLACE_COLLECTIVES
             if (writes and self._views.owns(targets)) or self._views.owns(kwargs.get("out")):
                 return self._write_to_view(func, targets, others, named)
+            for p in self._views.gathered_behind([*(targets if writes else ()), kwargs.get("out")]):
+                self._on_data(p)  # the view may have been taken in an earlier step
             if self._views.owns(written_by_collective(func, args, kwargs)):
                 raise needs_own_tensor(func.__name__)
+            for view in self._views.outdated((*args, *kwargs.values())):
+                self._update(view)
         if not self._concerns(args) and not (kwargs and self._concerns(kwargs.values())):
             result = func(*args, **kwargs)
-            if self.notices and args:
-                self.notice(args, result)
+            self.notice(func, args, kwargs, result)
             return result
         if func.__name__ in _BY_IDENTITY and not _any_sharded(args):
             return func(*args, **kwargs)
@@ -213,7 +218,7 @@ class WholeView(TorchFunctionMode):
         return away[0] if away and args and result is args[0] else result
 
     def whole_argument(self, value: Any) -> Any:
-        """What ``torch.func`` is to transform in the place of ``value``; to be called where user code is."""
+        """The argument for ``torch.func`` to transform in the place of ``value``; to be called where user code is."""
         if isinstance(value, Tensor) and self._concerns((value,)):
             return value.clone()
         return value
@@ -250,17 +255,21 @@ class WholeView(TorchFunctionMode):
                 return True
         return False
 
-    def notice(self, args: Sequence[Any], result: Any) -> None:
-        """``result`` was computed of ``args``, and of keywords."""
-        is_tracked = torch.is_grad_enabled() and isinstance(result, Tensor) and result.grad_fn is not None
-        if not is_tracked or self._on_use is None:
-            return
-        first = args[0]
-        if id(first) not in self._own and isinstance(first, Tensor) and first.requires_grad:
-            return  # an activation: on its way to the output of a unit, whose backward gathers
-        p = next((value for value in args if id(value) in self._own), None)
-        if p is not None:
-            self._on_use(p, result)
+    def notice(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Any, result: Any) -> None:
+        """``result`` was computed of ``args`` and ``kwargs``."""
+        name = func.__name__
+        may_share = name in _ALIASES or (name == "__get__" and func in VIEW_PROPERTIES)
+        if may_share and args and id(args[0]) in self._own:
+            self._on_alias(args[0], result)
+        if self._on_use is not None and torch.is_grad_enabled():
+            given = list(tensors_in((*args, *kwargs.values()) if kwargs else args))
+            used = [p for p in given if id(p) in self._own]
+            if self._views:
+                used += self._views.originals(given)
+            if used and (nodes := [t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None]):
+                first = args[0] if args else None
+                is_alone = id(first) in self._own or not (isinstance(first, Tensor) and first.requires_grad)
+                self._on_use(used, nodes, is_alone)
 
     def _shards(self, values: Iterable[Any]) -> list[Any]:
         """``values`` with shards in the place of parameters that are away."""
@@ -290,7 +299,7 @@ class WholeView(TorchFunctionMode):
             if func in _DATA:
                 with beside_transforms():
                     return self._aliases.taken(args[0], func(*args), counted=False)
-            return func(*args) if func not in _VIEW_PROPERTIES else func(self._read(args, is_view=True)(args[0]))
+            return func(*args) if func not in VIEW_PROPERTIES else func(self._read(args, is_view=True)(args[0]))
         if name in ("register_hook", "register_post_accumulate_grad_hook") and args[0].is_leaf:
             raise ValueError(
                 f"{name} on a sharded parameter would never be called: its gradient is made on the gathered parameter."
@@ -322,7 +331,10 @@ class WholeView(TorchFunctionMode):
                 return _write_out(func, name, args, kwargs)
         if name.endswith("_like"):
             return func(*_map(_stand_in, args), **kwargs)
-        read = self._read([*args, *kwargs.values()], name in _VIEWS)
+        if name in ("view_as", "expand_as") and args[0] is args[1]:
+            # how torch finds a leaf's node in the graph (register_multi_grad_hook): a view adds one of its own
+            return self._read(args[:1], is_view=False, as_leaf=True)(args[0])
+        read = self._read([*args, *kwargs.values()], name in VIEWS)
         result = func(*_map(read, args), **{key: _map(read, [value])[0] for key, value in kwargs.items()})
         if isinstance(result, np.ndarray):
             result.flags.writeable = False  # what is written to its memory would be lost
@@ -349,16 +361,23 @@ class WholeView(TorchFunctionMode):
             how = Write.COUNTED if all(map(self._aliases.counted, shards)) else Write.THROUGH_DATA
         return self._writing(map(self._aliases.origin, shards), how)
 
-    def _read(self, values: Iterable[Any], is_view: bool) -> Callable[[DTensor], Tensor]:
-        """How the shards among ``values`` are read; ``is_view``: the result shares their memory."""
+    def _read(self, values: Iterable[Any], is_view: bool, as_leaf: bool = False) -> Callable[[DTensor], Tensor]:
+        """A function that reads the shards among ``values``; ``is_view``: its result shares their memory; ``as_leaf``:
+        it follows in the graph upon the user's parameter, between steps, too."""
         with beside_transforms():
-            read = self._reading(values, is_view)
+            read = self._reading(values, is_view, as_leaf)
         return without_transforms()(read) if in_transform() else read
 
-    def _reading(self, values: Iterable[Any], is_view: bool) -> Callable[[DTensor], Tensor]:
+    def _reading(self, values: Iterable[Any], is_view: bool, as_leaf: bool) -> Callable[[DTensor], Tensor]:
         alone = {} if self._reader is None else self._reader.alone(list(_shards_in(values)), self._aliases.origin)
         if not alone:
-            return self._read_only if is_view else self._whole
+            return (
+                self._read_only
+                if is_view
+                else partial(self._whole, as_leaf=True)
+                if as_leaf and self._own
+                else self._whole
+            )
 
         def one(tensor: DTensor) -> Tensor:
             value = alone[id(tensor)]
@@ -386,8 +405,8 @@ class WholeView(TorchFunctionMode):
 
     def _read_only(self, tensor: DTensor) -> Tensor:
         differentiable = torch.is_grad_enabled() and tensor.requires_grad
-        lent = self._whole(tensor) if differentiable else read_only(tensor)
-        self._views.record(lent, tensor)
+        lent = self._whole(tensor) if differentiable else gathered(tensor).clone()
+        self._views.record(lent, tensor, origin=self._aliases.origin(tensor))
         return lent
 
     def _write_to_view(
@@ -413,10 +432,19 @@ class WholeView(TorchFunctionMode):
                 values = dict(zip(kwargs, _map(gathered, self._shards(kwargs.values())), strict=True))
             return self._views.write(func, targets[0], others, values, original if is_gathered else None)
 
+    def _update(self, view: Tensor) -> None:
+        """Before a read of a view that was lent before shards changed: under DDP it would have changed with them."""
+        owner, original = self._views.owner(view)
+        known = self._own.get(id(original)) if original is not None else None
+        with torch.no_grad():
+            is_gathered = known is not None and not private.is_away(known)
+            now = original if is_gathered and original is not None else self._read([owner], is_view=False)(owner)
+            self._views.update(view, now)
+
     @property
     def watches_plain_tensors(self) -> bool:
         """Whether a call may matter in which there is neither a parameter nor a shard."""
-        return bool(self._views)
+        return self._views.are_held
 
 
 def _any_sharded(values: Any) -> bool:

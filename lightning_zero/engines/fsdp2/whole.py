@@ -26,7 +26,8 @@ def detached_shards(state: dict[str, Any], shards: Mapping[Tensor, Tensor]) -> d
 def model_state(
     sharded: Sharded, identity: Identity, optimizers: Iterable[Optimizer], place: Callable[[Tensor], str]
 ) -> ModelState:
-    """What this rank holds right now, and where: ``place`` tells it of a parameter, gradient or state."""
+    """The tensors that this rank holds right now, and their places: ``place`` tells that of a parameter, gradient or
+    state."""
     state = ModelState()
     for p in sharded.parameters:
         state.add("parameters", p, place(p))

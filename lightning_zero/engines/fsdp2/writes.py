@@ -38,7 +38,7 @@ class Writes:
         self.data_taken.add(tensor)
 
     def forget(self) -> None:
-        """What has been written since then was no write to gathered parameters."""
+        """Disregards all writes since the versions were last looked at: none of them was to gathered parameters."""
         self._versions = [private.version(group) for group in self._groups]
 
     def _store(self, index: int, group: private.Group) -> None:

@@ -1,0 +1,55 @@
+"""Results of a unit's parameters that reach the loss beside the unit's output.
+
+``fully_shard`` gathers a unit for its backward as gradients of its output arrive. A term that a layer keeps (a router's
+auxiliary loss), features that a hook takes, and outputs in objects that are no containers of tensors come to their
+backward without that, maybe before it: the parameters would be empty, or about to be filled. Each operator that was
+given a parameter therefore looks, before its part of the backward, whether that is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from lightning_zero.engines.fsdp2 import private
+from lightning_zero.engines.fsdp2.identity import Identity
+from lightning_zero.private.torch import outside_modes
+
+
+class BesideOutputs:
+    """Of one run.
+
+    Args:
+        units: The root last, which is gathered for the loss itself.
+        is_sharded: Whether parameters come and go now.
+    """
+
+    def __init__(self, units: Sequence[nn.Module], identity: Identity, is_sharded: Callable[[], bool]) -> None:
+        self._units, self._group_of, self._is_sharded = units, identity.group_of, is_sharded
+        self._of_root = private.groups(units[-1])
+        self._recomputed: dict[nn.Module, list[private.Group]] = {}
+
+    def used(self, params: Sequence[Tensor], nodes: Sequence[Node], is_alone: bool) -> None:
+        """``nodes`` compute of the gathered ``params``; ``is_alone``: and of nothing else that is trained."""
+        if not self._is_sharded():
+            return
+        for group in self._groups_of(params):
+            if is_alone or group not in self._of_root:
+                private.gather_before(group, nodes)
+
+    def recomputes(self, module: nn.Module) -> None:
+        """``module`` is about to compute its activations again. Units inside it have hooks of their own."""
+        if module not in self._recomputed:
+            inside = set(module.modules()) - {module}
+            inner = {p for unit in self._units if unit in inside for p in unit.parameters()}
+            params = [p for p in module.parameters() if p not in inner and id(p) in self._group_of]
+            self._recomputed[module] = self._groups_of(params)
+        for group in self._recomputed[module]:
+            if not private.is_gathered(group):
+                with outside_modes():  # that of a selective recomputation counts operators
+                    private.gather_now(group)
+
+    def _groups_of(self, params: Sequence[Tensor]) -> list[private.Group]:
+        return list({id(group): group for group in (self._group_of[id(p)] for p in params)}.values())

@@ -1,0 +1,130 @@
+"""Ranks meet at a store, also at one where others, who are dead, have met before."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from lightning_zero.launch import rendezvous
+
+
+@pytest.fixture
+def agents_store(monkeypatch):
+    """One that torchrun's agent keeps, and which outlives the ranks."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    rendezvous.forget()
+    yield server
+    rendezvous.forget()
+
+
+class _Rank(threading.Thread):
+    def __init__(self, port, rank, size):
+        super().__init__(daemon=True)
+        self.place = "127.0.0.1", port, rank, size
+        self.store = None
+        self.start()
+
+    def run(self):
+        self.store = rendezvous.meet(*self.place, "devices=1")
+
+    def met(self, seconds):
+        self.join(seconds)
+        return self.store is not None
+
+
+def _meet(port, size):
+    ranks = [_Rank(port, rank, size) for rank in range(size)]
+    assert all(rank.met(10) for rank in ranks)
+    ranks[0].store.set("seen", "by all")
+    assert all(rank.store.get("seen") == b"by all" for rank in ranks)
+    return ranks
+
+
+@pytest.mark.parametrize("restarts", ["0", "1"])
+@pytest.mark.parametrize("before", [2, 4])
+def test_a_rank_that_comes_back_early_waits_for_the_others_of_its_restart(agents_store, before, restarts, monkeypatch):
+    """torchrun counts restarts on each node for itself: a node that only hears of another's failure counts none."""
+    _meet(agents_store.port, before)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    rendezvous.forget()  # as new processes
+    early = _Rank(agents_store.port, 1, 2)
+    assert not early.met(0.5)
+    late = _Rank(agents_store.port, 0, 2)
+    assert late.met(10)
+    assert early.met(10)
+    assert not early.store.check(["seen"])  # nothing of the dead
+    late.store.set("seen", "again")
+    assert early.store.get("seen") == b"again"
+
+
+def test_a_rank_leaves_a_round_whose_ranks_died_before_they_had_met(agents_store, monkeypatch):
+    monkeypatch.setenv(rendezvous.START_SECONDS, "0.3")
+    with pytest.raises(TimeoutError, match="for rank 1 of 2"):
+        rendezvous.meet("127.0.0.1", agents_store.port, 0, 2, "devices=1")
+    monkeypatch.setenv(rendezvous.START_SECONDS, "20")
+    early = _Rank(agents_store.port, 1, 2)
+    assert not early.met(0.5)  # it has filled the round of the dead
+    late = _Rank(agents_store.port, 0, 2)
+    assert late.met(10)
+    assert early.met(10)
+
+
+def test_processes_that_stay_meet_again(agents_store):
+    first, second = _meet(agents_store.port, 3), _meet(agents_store.port, 3)
+    assert first[0].store.check(["seen"])
+    second[1].store.set("new", "1")
+    assert not first[1].store.check(["new"])
+
+
+def test_one_of_those_who_wait_for_rank_0_says_so(agents_store, monkeypatch, capsys):
+    monkeypatch.setattr(rendezvous, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setenv(rendezvous.START_SECONDS, "0.6")
+    ranks = [_Rank(agents_store.port, rank, 3) for rank in (1, 2)]
+    monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(str(args.exc_value)))
+    raised: list[str] = []
+    for rank in ranks:
+        rank.join(10)
+    assert len(raised) == 2
+    assert all("for rank 0 of 3 ranks" in text for text in raised)
+    assert len({line.split(" has waited")[0] for line in capsys.readouterr().err.splitlines()}) == 1
+
+
+def test_ranks_that_meet_get_one_store_and_the_missing_is_named(monkeypatch, capsys):
+    monkeypatch.setenv(rendezvous.START_SECONDS, "0.6")
+    monkeypatch.setattr(rendezvous, "PATIENCE_SECONDS", 0.2)
+    rendezvous.forget()
+    port = rendezvous.serve("127.0.0.1")
+    with pytest.raises(
+        TimeoutError, match=r"rank 0 has waited 1 s .* for rank 1, 2 of 3 ranks \(devices=3, num_nodes=1\)"
+    ):
+        rendezvous.meet("127.0.0.1", port, 0, 3, "devices=3, num_nodes=1")
+    assert "it goes on waiting" in capsys.readouterr().err
+    assert rendezvous.meet("127.0.0.1", port, 0, 1, "devices=1, num_nodes=1") is not None
+    rendezvous.forget()
+
+
+def test_what_was_counted_at_a_port_is_forgotten_with_its_store():
+    """A port that comes again may bring ranks that have never been there: they would wait for each other for ever."""
+    rendezvous.forget()
+    first = rendezvous.serve("127.0.0.1")
+    rendezvous.meet("127.0.0.1", first, 0, 1, "devices=1, num_nodes=1")
+    assert [rendezvous.count("raised", "127.0.0.1", first) for _ in range(2)] == [1, 2]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        second = free.getsockname()[1]
+    rendezvous.meet("127.0.0.1", second, 0, 1, "devices=1, num_nodes=1")
+    assert rendezvous.count("raised", "127.0.0.1", first) == 1
+    rendezvous.forget()
+
+
+def test_a_taken_port_is_said():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(RuntimeError, match=rf"port {port} of 127.0.0.1, .*MASTER_PORT"):
+            rendezvous.serve("127.0.0.1", port)
