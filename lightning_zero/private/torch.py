@@ -442,9 +442,11 @@ class Dynamo:
             explanation = f"{what} is answered for outside of graphs."
             unimplemented(gb_type="lightning_zero: sharded parameters", context=what, explanation=explanation, hints=[])
 
+        @functools.wraps(compile_graph)  # or the table's check would find parameters other than torch's
         def call_user_compiler(self: OutputGraph, gm: Any, example_inputs: Any) -> Any:
             return wrap(gm, compile_graph(self, gm, example_inputs))
 
+        @functools.wraps(get_attribute)
         def var_getattr(self: TensorVariable, tx: Any, name: str) -> Any:
             if name in ("grad", "data") and issubclass(self.python_type(), nn.Parameter):
                 given = self.proxy.node.meta.get("grapharg")
@@ -452,6 +454,7 @@ class Dynamo:
                     leave_to_eager(f".{name} of a sharded parameter")
             return get_attribute(self, tx, name)
 
+        @functools.wraps(call_of_optimizer)
         def call_method(self: OptimizerVariable, tx: Any, name: str, *args: Any) -> Any:
             if name == "_init_group":  # which Dynamo calls by itself, and which looks at gradients
                 held = (p for group in self.value.param_groups for p in group["params"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -682,3 +684,14 @@ def test_a_tensor_that_the_graph_alone_keeps_is_told_from_one_that_python_code_k
     assert private.is_in_graph_alone(reference)
     result.sum().backward()
     assert reference() is None
+
+
+def test_what_dynamo_does_differently_is_not_taken_for_another_version() -> None:
+    """An engine may have run in this process before the first strategy checks the table."""
+    code = """
+from lightning_zero.private import torch as private
+from lightning_zero.private.check import check
+private.Dynamo(lambda graph, compiled: compiled, lambda p: False)
+check(private.TORCH)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
