@@ -4,12 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 BENCH := .venv-bench
 LOWEST := .venv-lowest
+LATEST := .venv-latest
 STAMP := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
-# Two files of tests at a time: ranks wait for each other, so one alone leaves a core idle for a third of the time
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+GATE := $(BIN)/python tests/gate.py
 
-.PHONY: help setup train test test-rest test-all test-lowest lint settings parity models checkpoints memory offload reliability bench bounds clean
+.PHONY: help setup train test test-system test-lowest test-latest lint ops settings parity models checkpoints memory offload reliability bench bounds clean
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -28,31 +28,42 @@ $(STAMP): pyproject.toml constraints.txt
 train: setup ## Train a small GPT under zero3 on two CPU processes (about two minutes)
 	$(BIN)/lightning-zero fit experiment=main_job
 
-lint: setup ## Ruff and mypy, as CI runs them
+lint: setup ## Ruff, mypy and the rules of imports, as CI runs them
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-test: lint ## Lint, types and the quick tests: every room and both engines (six minutes on two cores)
-	$(PYTEST) -m "not rest and not full"
+test: lint ## Lint, types and the tests of every change: each package, both engines, each kind of module (a quarter of an hour)
+	$(GATE) tests --ignore tests/system
 
-# Programs first, apart: each waits half its time, in which DeepSpeed's ops are compiled; the others keep both cores busy
-test-rest: setup ## What CI walks after `make test` (about forty minutes)
-	$(PYTEST) -m "rest and not full and programs"; programs=$$?; \
-	$(PYTEST) -m "rest and not full and not programs" && exit $$programs
+test-system: ops ## Commands as typed, faults, SLURM, several nodes, what compiles (a quarter of an hour)
+	$(GATE) --timeout 180 tests/system
 
-test-all: lint ## Everything, the large matrices too (hours)
-	$(PYTEST) -m "full or not full"
+ops: setup ## Compile what DeepSpeed's offload needs (three minutes, once)
+	$(BIN)/python -c "from lightning_zero.engines.deepspeed import ops; \
+	print(*filter(None, [ops.build(op, print, 900.0) for op in (ops.CPU_ADAM, ops.ASYNC_IO)]))"
 
-# torch has no small CPU build of that version in every registry: then its CUDA libraries come along, 5 GB.
-test-lowest: ## Private names and a sample of parity with the lowest versions that pyproject.toml admits (5 GB)
+# For another set of versions, without this package's own bounds: its private names, and each kind of module
+define try
+	$(1)/bin/python -m pip install --quiet -c constraints.txt "setuptools>=77" wheel
+	$(1)/bin/python -m pip install --quiet $$(grep -E '^pytest' constraints.txt)
+	$(1)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(1)/bin/python tests/gate.py $$(ls tests/unit/test_*private*.py) tests/distributed/test_parity.py
+endef
+
+# torch has no small CPU build of other versions in every registry: then its CUDA libraries come along, 5 GB.
+test-lowest: ## The lowest versions that pyproject.toml admits (5 GB)
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
 	sed -nE 's/^    "([a-z-]+)>=([0-9.]+),<.*/\1==\2/p' pyproject.toml > $(LOWEST)/lowest.txt
-	$(LOWEST)/bin/python -m pip install --quiet -c constraints.txt "setuptools>=77" wheel
-	$(LOWEST)/bin/python -m pip install --quiet -r $(LOWEST)/lowest.txt $$(grep -E '^pytest' constraints.txt)
-	$(LOWEST)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
-	$(LOWEST)/bin/python -m pytest tests/unit/test_rooms.py tests/unit/test_private*.py tests/unit/test_*_private.py
-	$(LOWEST)/bin/python -m pytest tests/distributed/test_parity.py -m "not rest and not full" -k "2ranks and different"
+	$(LOWEST)/bin/python -m pip install --quiet -r $(LOWEST)/lowest.txt
+	$(call try,$(LOWEST))
+
+test-latest: ## The newest versions that the registry has (5 GB)
+	test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
+	sed -nE 's/^    "([a-z-]+)>=([0-9.]+),<.*/\1/p' pyproject.toml > $(LATEST)/latest.txt
+	$(LATEST)/bin/python -m pip install --quiet --upgrade -r $(LATEST)/latest.txt
+	$(call try,$(LATEST))
 
 parity: setup ## Write docs/parity.md and docs/hsdp.md
 	$(BIN)/python benchmarks/parity.py > docs/parity.md.new && mv docs/parity.md.new docs/parity.md
@@ -101,4 +112,4 @@ bounds: $(BENCH)/.ready ## Measure what docs/speed.md has bounds for, and nothin
 	$(BENCH)/bin/python benchmarks/bench.py --bounds
 
 clean: ## Remove the environment and what runs have written
-	rm -rf $(VENV) $(BENCH) $(LOWEST) build dist *.egg-info outputs multirun lightning_logs
+	rm -rf $(VENV) $(BENCH) $(LOWEST) $(LATEST) build dist *.egg-info outputs multirun lightning_logs

@@ -4,7 +4,8 @@
     python benchmarks/memory.py --keep docs/memory.md         # prints the page with that file's measurements
     python benchmarks/memory.py --keep docs/memory.md life    # with those of one part anew: steps, life or built
 
-`tests/unit/test_memory_doc.py` tells when the page is not what this prints.
+Figures of a plan that are farther from those measured than `tests/system/test_plan.py` allows are named on stderr, and
+the exit status is 1.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ FSDP2 = (
 )
 
 
+beyond: list[str] = []
+"""Where plan and measurement are too far apart."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -51,6 +56,8 @@ def main() -> None:
     for name in options.parts or (MEASURES if not options.keep else ()):
         measured[name] = MEASURES[name]()
     print(page(measured), end="")
+    if beyond:
+        raise SystemExit("\n".join(["plan and measurement are too far apart:", *beyond]))
 
 
 def measured_parts(text: str) -> dict[str, str]:
@@ -221,8 +228,8 @@ zero3 in its whole life, host memory in GiB: of a rank, of a host with 4
 
 ## Checked against what happens
 
-Tests compare the plan with what `ZeroMonitor` counts on every rank, for module kinds × stages × 1, 2 and 4 ranks: model
-states and bytes sent within 1 %, the CPU allocator's peak within 10 % (`tests/distributed/test_plan.py`).
+`tests/system/test_plan.py` compares the plan with what `ZeroMonitor` counts on every rank: model states and bytes sent
+within 1 %, the CPU allocator's peak within 10 %. `make memory` ends with an error where the figures below differ more.
 
 {_marked("steps", measured["steps"])}
 
@@ -361,9 +368,11 @@ def _life_rows() -> list[tuple[str, ...]]:
             imports = max(each["imports"] for each in found)
             columns.append([f"{planned[phase] / 2**20:.0f}" for phase in lifetime.PHASES])
             columns.append([f"{most[phase] / 2**20:.0f}" for phase in lifetime.PHASES])
-            columns.append(
-                [f"{(most[phase] + imports) / (planned[phase] + imports) - 1:+.0%}" for phase in lifetime.PHASES]
-            )
+            above = {phase: (most[phase] + imports) / (planned[phase] + imports) - 1 for phase in lifetime.PHASES}
+            columns.append([f"{above[phase]:+.0%}" for phase in lifetime.PHASES])
+            for phase in lifetime.PHASES:  # docs/decisions/33-memory-goes-back.md: steps of 4 ranks keep small gaps
+                if above[phase] > (0.15 if (phase, n) == ("trained", 4) else 0.1):
+                    beyond.append(f"life on {n} ranks, {phase}: {above[phase]:+.0%}")
             print(f"measured: life on {n}, imports {imports / 2**20:.0f} MiB", file=sys.stderr, flush=True)
     return list(zip(*columns, strict=True))
 
@@ -410,15 +419,21 @@ def _measured_state(
     from tests.helpers import account
 
     found = max(pool.run(account.bytes_per_parameter, stage, mixed, accumulating, world_size=2))  # type: ignore[attr-defined]
+    expected = fsdp2_bytes(stage, 1, 2, mixed, accumulating, between_hosts)
+    if abs(expected - found) > 0.1 * found:
+        beyond.append(f"{when}: {expected:.4g} by the formula, {found:.2f} measured")
     print(f"measured: {when}: {found:.2f}", file=sys.stderr, flush=True)
-    return when, formula, f"{fsdp2_bytes(stage, 1, 2, mixed, accumulating, between_hosts):.4g}", f"{found:.2f}"
+    return when, formula, f"{expected:.4g}", f"{found:.2f}"
 
 
 def _measured_peaks(pool: object, name: str, n: int, options: dict[str, object]) -> Sequence[tuple[str, ...]]:
-    from tests.distributed.test_plan import _peaks
+    from tests.helpers import account
 
+    results = account.observe_peaks(pool.run, name, (0, 1, 2, 3), options, world_size=n)  # type: ignore[attr-defined]
+    for rank, found in enumerate(results):
+        beyond.extend(f"{name}, rank {rank} of {n}, {gap}" for each in found for gap in account.disagreements(each))
     rows = []
-    for each in pool.run(_peaks, name, (0, 1, 2, 3), options, world_size=n, timeout_seconds=300)[0]:  # type: ignore[attr-defined]
+    for each in results[0]:
         row, measured = each["planned"], each["measured"]
         sent = sum(v for k, v in measured.items() if k.startswith("sent per step"))
         rows.append(

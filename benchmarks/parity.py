@@ -140,14 +140,12 @@ def _print_page(rows: dict[str, tuple[str, ...]], world_size: int, shard_size: i
     groups = ["--ranks", str(world_size), "--shard-size", str(shard_size)] if shard_size else []
     command = shlex.join(["python", "benchmarks/parity.py", *(groups if kept else sys.argv[1:])])
     made = f"Made by `{command}`{' (some rows later, with `--keep`)' if kept else ''}"
-    tests = "`tests/distributed/test_parity.py` holds them to it, also on\nother numbers of ranks"
+    tests = "`make test` trains each at stage 3\nand at one other stage or engine"
     if any(name in PACKAGED for name in rows):
-        tests += (
-            "; those with a package and its version are\n`tests/helpers/held_packages.py`'s and `test_packages.py`'s"
-        )
+        tests += "; those with a package and its version are\n`tests/helpers/held_packages.py`'s"
     title, lie, header = "Parity with DDP", "", "fsdp2, stage 1 | 2 | 3 | deepspeed, stage 1 | 2 | 3"
     if shard_size:
-        tests = "`tests/distributed/test_hsdp.py` holds them to it"
+        tests = "`tests/distributed/test_hsdp.py` trains some of them"
         title, header = "Shards in groups (HSDP): parity with DDP", "stage 1 | 2 | 3"
         lie = f"\n`shard_size={shard_size}`: shards lie in groups of {shard_size} ranks, replicas of each other.\n"
     print(

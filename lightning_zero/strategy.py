@@ -161,7 +161,7 @@ class ZeroStrategy(Launched, DDPStrategy):
     def from_config(cls, config: ZeroConfig, **of_lightning: Any) -> Self:
         """The strategy of a config that is valid already; ``of_lightning`` is ``accelerator``, ..., as above."""
         strategy = cls.__new__(cls)
-        strategy._take(config, **of_lightning)
+        strategy._take(config, **of_lightning)  # noqa: SLF001
         return strategy
 
     def _take(self, config: ZeroConfig, **of_lightning: Any) -> None:

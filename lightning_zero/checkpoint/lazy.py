@@ -21,20 +21,20 @@ Read = Callable[[int, int], Tensor]
 class LazyTensor(Tensor):
     """Reads itself through ``read``; see the module's text. Never written to: an in-place operation raises."""
 
-    _read: Read
-    _start: int
+    read_rows: Read
+    start: int
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, read: Read, start: int = 0) -> LazyTensor:
         tensor: Any = wrapper_subclass(cls, torch.Size(shape), dtype, torch.device("cpu"))
-        tensor._read, tensor._start = read, start
+        tensor.read_rows, tensor.start = read, start
         return tensor
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     def materialize(self) -> Tensor:
         """The values, in a new plain tensor."""
-        return self._read(self._start, self._start + self.shape[0]) if self.dim() else self._read(0, 0)
+        return self.read_rows(self.start, self.start + self.shape[0]) if self.dim() else self.read_rows(0, 0)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return memo.setdefault(id(self), self.materialize())
@@ -51,7 +51,7 @@ class LazyTensor(Tensor):
             return args[0]
         if func is torch.ops.aten.slice.Tensor and (rows := _rows(*args, **(kwargs or {}))) is not None:
             tensor, start, stop = rows
-            return cls((stop - start, *tensor.shape[1:]), tensor.dtype, tensor._read, tensor._start + start)
+            return cls((stop - start, *tensor.shape[1:]), tensor.dtype, tensor.read_rows, tensor.start + start)
         schema = schema_of(func)
         if schema.is_mutable and _writes_to_lazy(schema, args, kwargs or {}):
             raise RuntimeError(

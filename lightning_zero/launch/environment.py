@@ -25,7 +25,7 @@ class MpiEnvironment(ClusterEnvironment):
     def __init__(self) -> None:
         names = _mpi_names()
         assert names is not None
-        self._rank, self._world_size, self._local_rank, self._local_size = (int(os.environ[name]) for name in names)
+        self._rank, self._world_size, self._local_rank, self.local_size = (int(os.environ[name]) for name in names)
 
     @staticmethod
     def detect() -> bool:
@@ -38,9 +38,9 @@ class MpiEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        if "MASTER_ADDR" not in os.environ and self._local_size < self._world_size:
+        if "MASTER_ADDR" not in os.environ and self.local_size < self._world_size:
             raise ValueError(
-                f"mpirun started {self._world_size} ranks, {self._local_size} of them on this host, but MASTER_ADDR is"
+                f"mpirun started {self._world_size} ranks, {self.local_size} of them on this host, but MASTER_ADDR is"
                 " not set: name the first host, as mpirun -x MASTER_ADDR=<host> (Open MPI) or -genv MASTER_ADDR <host>."
             )
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -68,7 +68,7 @@ class MpiEnvironment(ClusterEnvironment):
         return self._local_rank
 
     def node_rank(self) -> int:
-        return self._rank // self._local_size
+        return self._rank // self.local_size
 
 
 def _mpi_names() -> tuple[str, ...] | None:
@@ -112,7 +112,7 @@ def check_world(environment: Any, devices: int, num_nodes: int) -> None:
         found, per_node = environment.world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", devices))
         who, options = "torchrun", f"--nproc-per-node={devices} --nnodes={num_nodes}"
     elif isinstance(environment, MpiEnvironment):
-        found, per_node = environment.world_size(), environment._local_size
+        found, per_node = environment.world_size(), environment.local_size
         who, options = "mpirun", f"-n {wanted} with {devices} on each host"
     elif type(environment) is LightningEnvironment:
         _check_variables(wanted, devices, environment)

@@ -98,7 +98,7 @@ class Supervisor:
                     state = STOPPED if _is_stopped(self.rank0) else "did not react to that"
                     _tell(f"rank 0 (process {self.rank0}) {state}: ending it.")
                     self._kill_rank0()
-                    self._end(0.0)
+                    self.end(0.0)
                     return
             elif message == "":
                 if self.failure is None and len(self.codes) < len(self.ranks):
@@ -106,7 +106,7 @@ class Supervisor:
                     how += self.memory.about(self.rank0) if SIGKILL in how else ""
                     first = self.plan["rank0"]
                     _tell(f"rank {first} (process {self.rank0}) {how}. It ended unexpectedly: ending the others.")
-                self._end(0.0)
+                self.end(0.0)
                 return
             else:
                 self._on_request(json.loads(message))
@@ -138,7 +138,7 @@ class Supervisor:
             self._stopping = True
             if self.failure is None and request.get("failed_at"):
                 self._find_earlier_failure(request["failed_at"])
-        self._end(request["seconds"])
+        self.end(request["seconds"])
 
     def _find_earlier_failure(self, failed_at: float) -> None:
         """Looks for a rank whose failure came before rank 0's and may be its cause, to report that one."""
@@ -157,7 +157,7 @@ class Supervisor:
         if self.failure:
             self._report()
 
-    def _end(self, seconds: float) -> None:
+    def end(self, seconds: float) -> None:
         """Gives the ranks ``seconds`` to end by themselves, then kills them and the processes they have started."""
         deadline = time.monotonic() + seconds
         while len(self.codes) < len(self.ranks) and time.monotonic() < deadline:
@@ -409,7 +409,7 @@ def main() -> None:
         supervisor.start()
         supervisor.watch()
     except BaseException:
-        supervisor._end(0.0)
+        supervisor.end(0.0)
         raise
 
 

@@ -22,7 +22,7 @@ HYDRA = Library(
         Needed("hydra.core.hydra_config:HydraConfig.instance"),
     ),
 )
-"""``--experimental-rerun`` belongs to them, too; ``tests/integration/test_multirun.py`` uses it."""
+"""``--experimental-rerun`` belongs to them, too; ``tests/system/test_multirun.py`` uses it."""
 
 
 class Job(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
@@ -14,15 +13,19 @@ from lightning_zero.planner import GIB, at_start
 from tests.helpers import account, zoo
 from tests.helpers.ranks import outcome
 
-pytestmark = pytest.mark.sampled
-
 OPTIONS: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 4, "accumulate_grad_batches": 2}
+
+
+class Small(account.Mlp):
+    def __init__(self) -> None:
+        super().__init__(width=32)
+        self.blocks = self.blocks[:2]
 
 
 def _fit(settings: Any, module: Any = None) -> tuple[int, list[str], list[float]]:
     """The stage that ran, what was said on this rank, the parameters' sums."""
     torch.manual_seed(1)
-    module = module or account.Mlp()
+    module = module or Small()
     said: list[str] = []
     original, auto.rank_zero_info = auto.rank_zero_info, rank_zero_only(said.append)
     try:
@@ -36,7 +39,7 @@ def _fit(settings: Any, module: Any = None) -> tuple[int, list[str], list[float]
 def _between(below: str, above: str) -> float:
     """GiB in which ``below`` fits and ``above`` does not."""
     made = plan(
-        account.Mlp(),
+        Small(),
         torch.zeros(4, 65, dtype=torch.long),
         world_size=2,
         micro_batches=2,
@@ -47,46 +50,35 @@ def _between(below: str, above: str) -> float:
     return (low + high) / 2 / GIB / (1 - auto.HEADROOM)
 
 
-@pytest.mark.parametrize(
-    ("stage", "gib"),
-    [
-        (1, lambda: 10.0),
-        (2, lambda: _between("zero2", "zero1")),
-        (3, lambda: _between("zero3", "zero2")),
-    ],
-)
-def test_the_cheapest_stage_that_fits_is_run_on_every_rank(ranks2, stage, gib):
-    settings = {"auto": True, "min_unit_numel": 1, "device_memory_gib": gib()}
+def test_the_cheapest_stage_that_fits_is_run_on_every_rank(ranks2):
+    settings = {"auto": True, "min_unit_numel": 1, "device_memory_gib": _between("zero2", "zero1")}
     results = ranks2(_fit, settings)
-    named = ranks2(_fit, {"stage": stage, "min_unit_numel": 1})
-    assert [r[0] for r in results] == [stage, stage]
+    named = ranks2(_fit, {"stage": 2, "min_unit_numel": 1})
+    assert [r[0] for r in results] == [2, 2]
     assert [r[2] for r in results] == [r[2] for r in named]
     (line,) = results[0][1]
-    assert line.startswith(f"zero_auto takes zero{stage}: needs")
+    assert line.startswith("zero_auto takes zero2: needs")
     assert results[1][1] == []
 
 
-def _fit_as_if_on_two_hosts(settings: Any) -> tuple[Any, list[str], list[float]]:
+def _fit_as_if_on_two_hosts(settings: Any) -> tuple[Any, list[str]]:
     of_run = at_start.Planner.of_run
     at_start.Planner.of_run = lambda trainer, module, **more: of_run(trainer, module, **{**more, "ranks_per_host": 2})
     said: list[str] = []
     original, strategy.rank_zero_info = strategy.rank_zero_info, rank_zero_only(said.append)
     try:
-        torch.manual_seed(1)
-        module = account.Mlp()
+        module = Small()
         trainer = zoo.make_trainer(settings, **OPTIONS)
         for _ in range(2):  # the second decides anew
             trainer.fit(module, DataLoader(account.Tokens(), batch_size=4))
     finally:
         at_start.Planner.of_run, strategy.rank_zero_info = of_run, original
-    return trainer.strategy.config.shard_size, said, [float(p.sum()) for p in module.parameters()]
+    return trainer.strategy.config.shard_size, said
 
 
 def test_groups_are_those_of_hosts_where_they_fit(ranks4):
     chosen = ranks4(_fit_as_if_on_two_hosts, {"stage": 3, "min_unit_numel": 1, "shard_size": "auto"})
-    named = ranks4(_fit_as_if_on_two_hosts, {"stage": 3, "min_unit_numel": 1, "shard_size": 2})
     assert [c[0] for c in chosen] == [2] * 4
-    assert [c[2] for c in chosen] == [n[2] for n in named]
     lines = [line for line in chosen[0][1] if "shard_size='auto'" in line]
     assert len(lines) == 2
     assert "takes 2, the ranks of one host: zero3 needs" in lines[0]
@@ -104,7 +96,7 @@ def _fit_as_if_on_cuda(settings: Any) -> tuple[Any, list[str], str]:
     auto.Planner.of_run = lambda trainer, module, **more: of_run(trainer, module, **{"device": "cuda", **more})
     seen: list[str] = []
 
-    class Watch(account.Mlp):
+    class Watch(Small):
         def on_train_start(self) -> None:
             seen.append(self.trainer.strategy.config.offload.target)
 
@@ -118,7 +110,7 @@ def _fit_as_if_on_cuda(settings: Any) -> tuple[Any, list[str], str]:
 def test_offload_is_taken_where_nothing_fits_without(ranks2):
     example = torch.zeros(4, 65, dtype=torch.long)
     options: Any = {"world_size": 2, "micro_batches": 2, "device": "cuda", "config": ZeroConfig(min_unit_numel=1)}
-    made = plan(account.Mlp(), example, **options)
+    made = plan(Small(), example, **options)
     rows = {r.name: r.peak_checkpointed for r in made.rows}
     least = min(value for name, value in rows.items() if "_" not in name)
     assert rows["zero3_offload"] < least
@@ -132,7 +124,7 @@ def test_offload_is_taken_where_nothing_fits_without(ranks2):
         assert not said or "zero1_offload" in said[0]
 
 
-class CannotBeCopied(account.Mlp):
+class CannotBeCopied(Small):
     def __init__(self) -> None:
         super().__init__()
         self.lines = (line for line in "abc")  # a generator
@@ -150,7 +142,7 @@ def test_a_module_that_cannot_be_planned_is_an_error_on_every_rank(ranks2):
 
 
 def _validate_then_fit() -> list[int]:
-    module = account.Mlp()
+    module = Small()
     module.validation_step = lambda batch, batch_idx: None
     stages = []
     trainer = zoo.make_trainer("zero_auto", **OPTIONS, limit_val_batches=1)

@@ -1,7 +1,7 @@
 """Stages 1 and 2 on CPUs, and any stage of a process alone: a shard is a part of its gathered copy.
 
-That training is right with it is seen by every parity test; that the memory is as planned by ``test_plan``. Here: where
-shards lie, that they stay there, and what happens when they no longer do.
+That training is right with it is seen by every parity test. Here: where shards lie, that they stay there, and what
+happens when they no longer do.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
 from lightning_zero.engines.precision import DtypePolicy
 from tests.helpers import pretend
-
-pytestmark = pytest.mark.sampled
 
 MIXED = DtypePolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PLAIN = DtypePolicy()
@@ -81,7 +79,7 @@ def _held(stage: int, dtypes: DtypePolicy, settings: dict[str, Any]) -> dict[str
     return {"held": held, "own": own, "stayed": places == _where(engine), "in copies": len(gathered_now & {*places})}
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(1, 2), (2, 2), (1, 3), (2, 3), (1, 1), (2, 1), (3, 1)])
+@pytest.mark.parametrize(("stage", "world_size"), [(1, 2), (2, 3), (3, 1)])
 def test_shards_lie_in_copies(ranks, stage, world_size):
     found = ranks(_held, stage, PLAIN, {}, world_size=world_size)
     padded = world_size * -(-ROWS // world_size)
@@ -117,7 +115,7 @@ def _on_rank_0(shard_size: int | None) -> tuple[bool, int]:
     return all(alike), sum(alike)
 
 
-@pytest.mark.parametrize(("world_size", "shard_size"), [(2, None), (3, None), (4, None), (4, 2)])
+@pytest.mark.parametrize(("world_size", "shard_size"), [(3, None), (4, 2)])
 def test_hosts_collect_what_ranks_gather(ranks, world_size, shard_size):
     """As for one file on an accelerator, whose shards are copied to the host first."""
     first, *others = ranks(_on_rank_0, shard_size, world_size=world_size)
@@ -142,7 +140,7 @@ def _moved(stage: int) -> tuple[list[Tensor], list[Tensor]]:
     return results[0], results[1]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_what_puts_parameters_elsewhere_writes_to_them(ranks2, stage):
     for expected, found in ranks2(_moved, stage):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
@@ -227,9 +225,9 @@ WRITES = {
 }
 
 
-def _after_writing(stage: int, way: str, rank: int | None) -> tuple[float, float, float]:
+def _after_writing(way: str, rank: int | None) -> tuple[float, float, float]:
     """The loss before ``rank`` writes, the loss afterwards, and that of a whole module with the same values."""
-    engine = _engine(stage)
+    engine = _engine(2)
     with torch.no_grad():
         for _ in range(2):  # from the second on nothing has changed
             before = engine.run("training_step", torch.ones(2, ROWS))
@@ -241,14 +239,18 @@ def _after_writing(stage: int, way: str, rank: int | None) -> tuple[float, float
         return before.item(), found.item(), module.training_step(torch.ones(2, ROWS)).item()
 
 
+def _after_writing_in_turn(way: str) -> list[tuple[float, float, float]]:
+    return [_after_writing(way, rank) for rank in (0, 1, None)]
+
+
 @pytest.mark.parametrize("way", WRITES)
-@pytest.mark.parametrize("rank", [0, 1, None], ids="rank={}".format)
-def test_what_one_rank_writes_between_batches_reaches_all(ranks2, way, rank):
-    for before, found, expected in ranks2(_after_writing, 2, way, rank):
-        assert before != found == expected
+def test_what_one_rank_writes_between_batches_reaches_all(ranks2, way):
+    for losses in ranks2(_after_writing_in_turn, way):
+        for before, found, expected in losses:
+            assert before != found == expected
 
 
 def test_a_rank_without_rows_has_nothing_to_write(ranks4):
     """Five rows are shared out as 2, 2, 1 and 0. What the last rank writes to its copies must not stay in them."""
-    for before, found, expected in ranks4(_after_writing, 2, "copies", 3):
+    for before, found, expected in ranks4(_after_writing, "copies", 3):
         assert before == found == expected

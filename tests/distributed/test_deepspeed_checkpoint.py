@@ -17,7 +17,6 @@ from lightning_zero.engines.deepspeed import private
 from lightning_zero.errors import CheckpointError
 
 pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.sampled
 STEPS = 3
 
 
@@ -87,11 +86,10 @@ def _reference() -> tuple[Net, torch.optim.AdamW]:
     return net, optimizer
 
 
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_weights_and_states_are_those_of_the_run(ranks2: Any, tmp_path: Path, stage: int) -> None:
     want, want_optimizer = _reference()
-    weights, mean = ranks2(_train_and_save, stage, str(tmp_path / "theirs"), timeout_seconds=400)[0]
+    weights, mean = ranks2(_train_and_save, stage, str(tmp_path / "theirs"))[0]
     for source in (tmp_path / "theirs", tmp_path / "theirs" / f"global_step{STEPS}"):
         target = tmp_path / "ours.ckpt"
         assert convert(str(source), str(target), weights_only=False) == "file"
@@ -123,7 +121,7 @@ def test_weights_and_states_are_those_of_the_run(ranks2: Any, tmp_path: Path, st
 
 def test_what_cannot_be_read(ranks2: Any, tmp_path: Path) -> None:
     theirs, target = tmp_path / "theirs", str(tmp_path / "ours.ckpt")
-    ranks2(_train_and_save, 2, str(theirs), timeout_seconds=400)
+    ranks2(_train_and_save, 2, str(theirs))
     with pytest.raises(CheckpointError, match="--no-weights-only"):
         convert(str(theirs), target)
     next((theirs / f"global_step{STEPS}").glob("*rank_1_*_optim_states.pt")).unlink()

@@ -22,10 +22,7 @@ from tests.helpers import zoo
 from tests.helpers.ranks import outcome
 from tests.helpers.zoo import Zoo, make_trainer
 
-pytestmark = pytest.mark.sampled
-
-SLOW = 180.0
-"""Seconds; one run takes about one on a quiet machine."""
+pytest.importorskip("deepspeed")
 
 
 class Heads(Zoo):
@@ -77,44 +74,31 @@ KINDS: dict[str, tuple[type[Heads], int]] = {
     # name -> module, micro-batches per step
     "second_backward": (SecondBackward, 1),
     "first_micro_batch": (Heads, 2),
-    "own_head": (OwnHead, 1),
     "own_head_accumulated": (OwnHead, 2),
 }
 
 
-def _train(kind: str, strategies: list[Any]) -> list[dict[str, Tensor]]:
-    make, accumulation = KINDS[kind]
-    weights = []
-    for settings in strategies:
-        torch.manual_seed(5)
-        module = make()
-        options = {"accumulate_grad_batches": accumulation, "limit_train_batches": 4, "limit_val_batches": 0}
-        make_trainer(settings, max_epochs=1, **options).fit(module, loops._loader())
-        weights.append(loops._weights(module) | {"losses": torch.tensor(module.losses)})
-    return weights
+def _train(strategies: list[Any], cache: str) -> dict[str, list[dict[str, Tensor]]]:
+    """Kind -> what it has learned under each of ``strategies``."""
+    os.environ.update(TORCH_EXTENSIONS_DIR=cache, CXX="/nowhere/c++")  # compiles nothing: SGD has no kernel there
+    learned: dict[str, list[dict[str, Tensor]]] = {kind: [] for kind in KINDS}
+    for kind, (make, accumulation) in KINDS.items():
+        for settings in strategies:
+            torch.manual_seed(5)
+            module = make()
+            options = {"accumulate_grad_batches": accumulation, "limit_train_batches": 4, "limit_val_batches": 0}
+            make_trainer(settings, max_epochs=1, **options).fit(module, loops._loader())
+            learned[kind].append(loops._weights(module) | {"losses": torch.tensor(module.losses)})
+    return learned
 
 
-def _strategies() -> dict[str, dict[str, Any]]:
-    overlap = DeepSpeedConfig(overlap_comm=True)
-    made = {}
-    for stage in (1, 2):
-        base = {"engine": "deepspeed", "stage": stage}
-        made[f"zero{stage}"] = base
-        made[f"zero{stage} overlap"] = {**base, "deepspeed": overlap}
-        made[f"zero{stage} offload"] = {**base, "offload": "cpu"}
-        made[f"zero{stage} offload overlap"] = {**base, "offload": "cpu", "deepspeed": overlap}
-    return made
-
-
-@pytest.mark.usefixtures("deepspeed_ops")
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_a_backward_does_not_use_keeps_its_gradient(kind: str, world_size: int, ranks) -> None:
-    names, settings = zip(*_strategies().items(), strict=True)
-    found = ranks(_train, kind, [zoo.UNUSED, *settings], world_size=world_size, timeout_seconds=SLOW)
-    for expected, *results in found:
-        off = {name: zoo.largest_difference(result, expected) for name, result in zip(names, results, strict=True)}
-        assert {name: difference for name, difference in off.items() if difference[0] > 1e-5} == {}
+def test_what_a_backward_does_not_use_keeps_its_gradient(ranks2, tmp_path) -> None:
+    offload = {"offload": "cpu", "deepspeed": DeepSpeedConfig(overlap_comm=True)}
+    strategies = [{"engine": "deepspeed", "stage": 1}, {"engine": "deepspeed", "stage": 2, **offload}]
+    for learned in ranks2(_train, [zoo.UNUSED, *strategies], str(tmp_path)):
+        for kind, (expected, *results) in learned.items():
+            for settings, result in zip(strategies, results, strict=True):
+                assert zoo.largest_difference(result, expected)[0] < 1e-5, (kind, settings)
 
 
 class Unfreezes(Callback):
@@ -146,11 +130,11 @@ def _fine_tune(settings: Any) -> dict[str, Tensor]:
     return loops._weights(module) | {"losses": torch.tensor(module.losses)}
 
 
-@pytest.mark.parametrize("stage", [1, 3, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_what_is_unfrozen_trains_as_under_fsdp2(stage: int, ranks2) -> None:
     """DDP itself leaves such gradients local to each rank, so it is no reference."""
     expected = ranks2(_fine_tune, {"stage": stage})
-    results = ranks2(_fine_tune, {"engine": "deepspeed", "stage": stage}, timeout_seconds=SLOW)
+    results = ranks2(_fine_tune, {"engine": "deepspeed", "stage": stage})
     for result, reference in zip(results, expected, strict=True):
         assert zoo.largest_difference(result, reference)[0] < 1e-5
         assert torch.equal(result["gain"], results[0]["gain"])
@@ -168,7 +152,7 @@ def _unfreeze_inside() -> None:
 
 
 def test_unfreezing_inside_a_step_is_refused(ranks2) -> None:
-    for name, text in ranks2(outcome, _unfreeze_inside, timeout_seconds=SLOW):
+    for name, text in ranks2(outcome, _unfreeze_inside):
         assert name == "ValueError"
         assert "'net.head.weight' was unfrozen inside training_step" in text
         assert "on_train_epoch_start" in text
@@ -191,7 +175,7 @@ def _use_token() -> None:
 
 
 def test_parameters_that_only_some_ranks_gather_are_named(ranks2) -> None:
-    for name, text in ranks2(outcome, _use_token, timeout_seconds=SLOW):
+    for name, text in ranks2(outcome, _use_token):
         assert name == "ValueError"
         assert "'token'" in text
         assert "stage=2" in text
@@ -230,9 +214,7 @@ def _shift(settings: Any) -> dict[str, Tensor]:
 
 def test_stage_3_reduces_what_some_ranks_use_in_one_bucket(ranks2) -> None:
     expected = ranks2(_shift, zoo.UNUSED)
-    for result, reference in zip(
-        ranks2(_shift, {"engine": "deepspeed", "stage": 3}, timeout_seconds=SLOW), expected, strict=True
-    ):
+    for result, reference in zip(ranks2(_shift, {"engine": "deepspeed", "stage": 3}), expected, strict=True):
         assert zoo.largest_difference(result, reference)[0] < 1e-5
 
 
@@ -240,7 +222,7 @@ def test_stage_3_refuses_buckets_that_differ(ranks2) -> None:
     """Reduced together they would give other numbers, without a word."""
     settings = {"engine": "deepspeed", "stage": 3, "deepspeed": DeepSpeedConfig(reduce_bucket_numel=20)}
     numel = sum(p.numel() for p in ShiftsOnOddRanks().parameters())
-    for name, text in ranks2(outcome, _shift, settings, timeout_seconds=SLOW):
+    for name, text in ranks2(outcome, _shift, settings):
         assert name == "ValueError"
         assert f"deepspeed.reduce_bucket_numel={numel}" in text
 
@@ -260,9 +242,8 @@ def _keep_graph(strategy: Any) -> None:
     make_trainer(strategy, max_epochs=1, limit_val_batches=0).fit(KeepsGraph(), loops._loader())
 
 
-@pytest.mark.parametrize("stage", [3, 1, 2])
-def test_a_graph_from_before_a_step_is_no_longer_gone_through(stage: int, ranks2: Any) -> None:
+def test_a_graph_from_before_a_step_is_no_longer_gone_through(ranks2: Any) -> None:
     """As under DDP: what it saved has been brought up to date since."""
-    for strategy in ("ddp", {"engine": "deepspeed", "stage": stage}):
-        for _, text in ranks2(outcome, _keep_graph, strategy, timeout_seconds=SLOW):
+    for strategy in ("ddp", {"engine": "deepspeed", "stage": 3}):
+        for _, text in ranks2(outcome, _keep_graph, strategy):
             assert "has been modified by an inplace operation" in text

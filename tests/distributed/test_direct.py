@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -18,17 +17,18 @@ from torch import Tensor
 
 from lightning_zero.comm import direct, peer_memory
 from lightning_zero.comm.peer_memory import PeerMemory
+from tests.helpers import ranks as helper
 from tests.helpers.peer_memory import NEIGHBOURS, on_hosts_of
-from tests.helpers.ranks import RankError
-
-pytestmark = pytest.mark.sampled
+from tests.helpers.ranks import RankError, job_store
 
 CARRIERS = [
-    pytest.param(0, id="sockets"),
-    pytest.param(2, id="both", marks=NEIGHBOURS),  # two ranks to a host
-    pytest.param(4, id="neighbours", marks=NEIGHBOURS),
+    pytest.param(2, 0, id="2 by sockets"),
+    pytest.param(4, 0, id="4 by sockets"),
+    pytest.param(3, 2, id="3 by both", marks=NEIGHBOURS),
+    pytest.param(4, 2, id="4 by both", marks=NEIGHBOURS),
+    pytest.param(3, 4, id="3 neighbours", marks=NEIGHBOURS),
 ]
-"""How many ranks one host holds, as they see it."""
+"""So many ranks, so many of them to a host, as they see it."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
@@ -61,30 +61,32 @@ def _exchanges(ranks_per_host: int) -> None:
     ):
         for dtype in DTYPES:
             for numel in (0, 1, 4096, 5000):  # nothing, less than a piece, whole pieces, more than that
-                _exchange(numel, dtype, None, near)
+                _exchange(numel, dtype, near)
     near.close()
 
 
 def _late_exchange(late: int, ranks_per_host: int) -> None:
     near = _met(ranks_per_host)
     with mock.patch.object(direct, "PIECE_BYTES", 4096):
-        _exchange(100_000, torch.float32, late, near)
+        _exchange(100_000, torch.float32, near, late)
     near.close()
 
 
-def _exchange(numel: int, dtype: torch.dtype, late: int | None, near: PeerMemory) -> None:
+def _exchange(numel: int, dtype: torch.dtype, near: PeerMemory, late: int | None = None) -> None:
     """Gathers and reductions that lie over each other in time, in either order."""
     rank, n, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     pool = direct.Pool()
     reduce = direct.ReduceScatter(pool, n, near)
     assert group is not None
-    for may_wait in (False, True, True):  # the second and third time in memory that has been used
+    for turn, may_wait in enumerate((False, True, True)):  # the second and third time in memory that has been used
         reduce.may_wait = may_wait
-        if late == rank:
-            time.sleep(0.2)
+        if late == rank:  # the others have begun
+            job_store().wait([f"{turn} {other}" for other in range(n) if other != late])
         shards = [_values(10 * i + rank, i * numel, dtype) for i in range(4)]  # an empty one, small and large ones
         outputs = [torch.empty(n * shard.numel(), dtype=dtype) for shard in shards]
         gathering = direct.all_gather_each([output.chunk(n) for output in outputs], shards, group, pool, near)
+        if late not in (None, rank):
+            job_store().add(f"{turn} {rank}", 1)
 
         sent = reduce.allocate([n * numel], dtype=dtype, device=torch.device("cpu"))
         mean = reduce.allocate([numel], dtype=dtype, device=torch.device("cpu"))
@@ -100,8 +102,6 @@ def _exchange(numel: int, dtype: torch.dtype, late: int | None, near: PeerMemory
         mine.fill_(-1)
         for r, found in enumerate([] if rank else everyones):
             assert torch.equal(found, _values(r, uneven[r], dtype))
-        if late == rank:
-            time.sleep(0.2)
         gathering.wait()
         near.await_readers()
         for shard in shards:
@@ -118,17 +118,17 @@ def _exchange(numel: int, dtype: torch.dtype, late: int | None, near: PeerMemory
         del one, written, sent
 
 
-@pytest.mark.parametrize("ranks_per_host", CARRIERS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world_size", "ranks_per_host"), CARRIERS)
 def test_exchanges_equal_their_definition(ranks, world_size, ranks_per_host):
     ranks(_exchanges, ranks_per_host, world_size=world_size)
 
 
-def _agreements(few_ranks: int, ranks_per_host: int) -> None:
+def _agreements(ranks_per_host: int) -> None:
     near = _met(ranks_per_host)
-    with mock.patch.object(direct, "FEW_RANKS", few_ranks):
-        for dtype in (torch.int32, torch.int64):
-            _agree(dtype, near)
+    for few_ranks in (2, 4):
+        with mock.patch.object(direct, "FEW_RANKS", few_ranks):
+            for dtype in (torch.int32, torch.int64):
+                _agree(dtype, near)
 
 
 def _agree(dtype: torch.dtype, near: PeerMemory) -> None:
@@ -143,17 +143,14 @@ def _agree(dtype: torch.dtype, near: PeerMemory) -> None:
     assert [message.tolist() for message in said] == [[n - 1, 0, 7], [total, -total, 8 * n], [n - 1, 0, 9]]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("few_ranks", [2, 4], ids="few={}".format)
-@pytest.mark.parametrize("ranks_per_host", CARRIERS)
-def test_agreements_equal_their_definition(ranks, world_size, few_ranks, ranks_per_host):
-    ranks(_agreements, few_ranks, ranks_per_host, world_size=world_size)
+@pytest.mark.parametrize(("world_size", "ranks_per_host"), CARRIERS)
+def test_agreements_equal_their_definition(ranks, world_size, ranks_per_host):
+    ranks(_agreements, ranks_per_host, world_size=world_size)
 
 
-@pytest.mark.parametrize("ranks_per_host", CARRIERS)
-@pytest.mark.parametrize("late", [0, 2])
-def test_a_rank_may_come_late(ranks, late, ranks_per_host):
-    ranks(_late_exchange, late, ranks_per_host, world_size=3)
+@pytest.mark.parametrize(("late", "ranks_per_host"), [(0, 0), pytest.param(2, 2, marks=NEIGHBOURS)])
+def test_a_rank_may_come_late(ranks3, late, ranks_per_host):
+    ranks3(_late_exchange, late, ranks_per_host)
 
 
 def _dies(ranks_per_host: int) -> None:
@@ -166,11 +163,12 @@ def _dies(ranks_per_host: int) -> None:
     reduce(torch.empty(4), torch.ones(8), dist.group.WORLD, dist.ReduceOp.SUM)
 
 
-@pytest.mark.parametrize("ranks_per_host", CARRIERS)
-def test_a_rank_that_dies_ends_the_exchange(ranks, ranks_per_host):
+@pytest.mark.parametrize("ranks_per_host", [0, pytest.param(2, marks=NEIGHBOURS)])
+def test_a_rank_that_dies_ends_the_exchange(ranks2, ranks_per_host, monkeypatch):
     """Rank 0 has sent, and waits for what will never come: it must be told, not be found waiting."""
+    monkeypatch.setattr(helper, "GRACE_SECONDS", 40.0)  # until rank 0 has been told
     with pytest.raises(RankError) as caught:
-        ranks(_dies, ranks_per_host, world_size=2, timeout_seconds=60)
+        ranks2(_dies, ranks_per_host)
     kinds = {failure.rank: failure.kind for failure in caught.value.failures}
     assert kinds == {0: "RuntimeError", 1: "exit"}
 

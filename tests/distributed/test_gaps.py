@@ -61,7 +61,6 @@ def returned(mib: int, grows_by: int) -> int:
     ("mib", "grows_by", "times"),
     [
         pytest.param(1, 20, 0, id="the forward needs as much again"),
-        pytest.param(40, 0, STEPS, id="an embedding's gradient comes next"),
         pytest.param(20, 10, STEPS, id="it comes on top of what has grown"),
     ],
 )

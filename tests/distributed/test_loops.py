@@ -23,16 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_zero import OffloadConfig
 from lightning_zero.private.torch import DisableTorchFunction
 from tests.helpers import zoo
 from tests.helpers.building import everything_closes
 from tests.helpers.ranks import outcome
 from tests.helpers.zoo import KINDS, Zoo, make_module, make_trainer
 
-pytestmark = pytest.mark.sampled
-
-STAGES = (1, 2, 3)
 TOLERANCE = 1e-5  # the order of sums over ranks, as in test_parity
 
 
@@ -85,81 +81,36 @@ class TwoLoaders(Zoo):
         return self(batch[0])
 
 
-def _loops_in_order(strategy: Any, order: list[str], inference_mode: bool, different_seeds: bool) -> dict[str, Any]:
-    """Runs the named loops on one module with one Trainer and collects what each gave."""
-    torch.manual_seed(5 + (1000 * int(os.environ["RANK"]) if different_seeds else 0))
+def _all_loops(strategy: Any, inference_mode: bool) -> dict[str, Any]:
+    """Runs every loop before, between and after two fits, with one Trainer, and collects what each gave."""
+    torch.manual_seed(5 + 1000 * int(os.environ["RANK"]))
     module = TwoLoaders()
-    trainer = make_trainer(strategy, inference_mode=inference_mode)
+    trainer = make_trainer(strategy, inference_mode=inference_mode, max_epochs=1)
+    two = [_loader(num_items=12), _loader(num_items=20)]
     seen: dict[str, Any] = {}
-    for index, loop in enumerate(order):
-        if inference_mode:  # Lightning switches it off under gloo by itself: put it back on
+    for index, loop in enumerate(["validate", "test", "predict", "fit", "predict", "fit", "validate", "test"]):
+        if inference_mode:  # Lightning switches it off under gloo by itself: put it back on, as NCCL has it
             for inner in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 inner.inference_mode = True
             trainer.fit_loop.epoch_loop.val_loop.inference_mode = True
         if loop == "fit":
-            trainer.fit(module, _loader(), [_loader(num_items=12), _loader(num_items=20)])
+            trainer.fit(module, _loader(), two)
             seen[f"{index} fit"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            trainer.fit_loop.max_epochs += 2
+            trainer.fit_loop.max_epochs += 1
         elif loop == "predict":
             seen[f"{index} predict"] = torch.cat(trainer.predict(module, _loader()))
         else:
-            run = getattr(trainer, loop)
-            loaders: Any = [_loader(num_items=12), _loader(num_items=20)] if loop == "validate" else _loader()
-            seen[f"{index} {loop}"] = [{k: float(v) for k, v in r.items()} for r in run(module, loaders, verbose=False)]
-    seen["weights"] = _weights(module)
-    seen["losses"] = list(module.losses)
-    return seen
+            results = getattr(trainer, loop)(module, two if loop == "validate" else _loader(), verbose=False)
+            seen[f"{index} {loop}"] = [{k: float(v) for k, v in result.items()} for result in results]
+    return seen | {"weights": _weights(module), "losses": list(module.losses)}
 
 
-ORDERS = {
-    "before_and_after_fit": ["validate", "test", "predict", "fit", "validate", "test", "predict"],
-    "without_fit": ["predict", "validate", "test"],
-    "between_two_fits": ["fit", "predict", "fit", "validate"],
-}
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("order", ORDERS)
-def test_loops_give_what_ddp_gives(stage: int, order: str, ranks2) -> None:
-    different = order == "before_and_after_fit"
-    reference = ranks2(_loops_in_order, "ddp", ORDERS[order], False, different)
-    results = ranks2(_loops_in_order, _strategy(stage), ORDERS[order], False, different)
-    for result, expected in zip(results, reference, strict=True):
+@pytest.mark.parametrize(("stage", "inference_mode"), [(3, False), (3, True), (1, True)])
+def test_loops_give_what_ddp_gives(stage: int, inference_mode: bool, ranks2) -> None:
+    reference = ranks2(_all_loops, "ddp", False)
+    for result, expected in zip(ranks2(_all_loops, _strategy(stage), inference_mode), reference, strict=True):
         for key in expected:
             assert _close(result[key], expected[key]), key
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_forced_inference_mode_does_not_break_training(stage: int, world_size: int, ranks) -> None:
-    """Lightning switches inference_mode off under gloo; with NCCL it stays on, and so it does here."""
-    order = ["predict", "fit", "predict", "validate", "fit"]
-    reference = ranks(_loops_in_order, "ddp", order, False, False, world_size=world_size)
-    results = ranks(_loops_in_order, _strategy(stage), order, True, False, world_size=world_size)
-    for result, expected in zip(results, reference, strict=True):
-        for key in expected:
-            assert _close(result[key], expected[key]), key
-
-
-def _sanity_and_fast_dev_run(strategy: Any) -> list[Any]:
-    seen: list[Any] = []
-    for options in ({"num_sanity_val_steps": 2}, {"fast_dev_run": True}, {"fast_dev_run": 3}):
-        torch.manual_seed(5)
-        module = TwoLoaders()
-        trainer = make_trainer(strategy, **options)
-        trainer.fit(module, _loader(), [_loader(num_items=12), _loader(num_items=20)])
-        seen.append(
-            (list(module.losses), _weights(module), float(trainer.callback_metrics["val_loss/dataloader_idx_1"]))
-        )
-    return seen
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_sanity_checking_and_fast_dev_run(stage: int, ranks2) -> None:
-    for result, expected in zip(
-        ranks2(_sanity_and_fast_dev_run, _strategy(stage)), ranks2(_sanity_and_fast_dev_run, "ddp"), strict=True
-    ):
-        assert _close(result, expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -203,9 +154,8 @@ def _items(strategy: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_distributed_sampler_is_injected(stage: int, ranks2) -> None:
-    results = ranks2(_items, _strategy(stage))
+def test_distributed_sampler_is_injected(ranks2) -> None:
+    results = ranks2(_items, _strategy(3))
     assert results == ranks2(_items, "ddp")
     assert [r["replicas"] for r in results] == [(2, 0), (2, 1)]
     everything = {zoo.RandomDataset()[i][0][0].item() for i in range(zoo.NUM_ITEMS)}
@@ -218,50 +168,26 @@ def test_distributed_sampler_is_injected(stage: int, ranks2) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _fit_in_turn(strategies: list[Any], reuse: bool) -> dict[str, Any]:
-    """Fits one module under one strategy after the other (``reuse``: each with a fresh optimizer, as Trainer does)."""
+def _fit_in_turn(strategies: list[Any]) -> dict[str, Any]:
+    """Fits one module under one strategy after the other, each with a fresh optimizer, as Trainer does."""
     module = make_module("adam")
     for strategy in strategies:
-        if not reuse:
-            module = make_module("adam")
         make_trainer(strategy, max_epochs=1, limit_val_batches=0).fit(module, _loader())
     return {"losses": list(module.losses), "weights": _weights(module)}  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "strategies",
-    [
-        [_strategy(3), _strategy(3)],
-        [_strategy(3), "ddp"],
-        ["ddp", _strategy(3), _strategy(2)],
-        [_strategy(1), _strategy(2), _strategy(3), "ddp"],
-        [{"stage": 3}, _strategy(3, units=["Block"]), _strategy(3, units=[])],
-    ],
-    ids=str,
-)
-def test_second_fit_also_under_another_strategy(strategies: list[Any], ranks2) -> None:
-    reference = ranks2(_fit_in_turn, ["ddp"] * len(strategies), True)
-    for result, expected in zip(ranks2(_fit_in_turn, strategies, True), reference, strict=True):
+def test_one_module_is_fitted_under_one_strategy_after_the_other(ranks2) -> None:
+    strategies = [
+        _strategy(3, after_fit="sharded"),
+        {"stage": 3},
+        _strategy(3, units=["Block"]),
+        _strategy(1, after_fit="sharded"),
+        _strategy(2),
+        "ddp",
+    ]
+    reference = ranks2(_fit_in_turn, ["ddp"] * len(strategies))
+    for result, expected in zip(ranks2(_fit_in_turn, strategies), reference, strict=True):
         assert _close(result, expected)
-
-
-def _sharded_between() -> dict[str, Any]:
-    module = make_module("adam")
-    seen: dict[str, Any] = {}
-    make_trainer(_strategy(3, after_fit="sharded"), max_epochs=1, limit_val_batches=0).fit(module, _loader())
-    seen["sharded"] = sum(isinstance(p, DTensor) for p in module.parameters())
-    make_trainer(_strategy(3, after_fit="whole"), max_epochs=1, limit_val_batches=0).fit(module, _loader())
-    seen["sharded_later"] = sum(isinstance(p, DTensor) for p in module.parameters())
-    seen["run"] = {"losses": list(module.losses), "weights": _weights(module)}  # type: ignore[arg-type]
-    return seen
-
-
-def test_after_fit_sharded_keeps_shards_and_a_later_run_goes_on_from_them(ranks2) -> None:
-    reference = ranks2(_fit_in_turn, ["ddp", "ddp"], True)
-    for result, expected in zip(ranks2(_sharded_between), reference, strict=True):
-        assert result["sharded"] > 0
-        assert result["sharded_later"] == 0
-        assert _close(result["run"], expected)
 
 
 class LooksBefore(TwoLoaders):
@@ -301,10 +227,8 @@ def _sharded_in_turn(strategy: Any, path: str, closes: bool) -> dict[str, Any]:
         trainer.fit_loop.max_epochs += 1
         trainer.fit(module, _loader(), loaders)
         seen["away"] = any(isinstance(p, DTensor) or p.numel() == 0 for p in module.parameters())
-        for name in ("newest", path):
-            given = {"ckpt_path": None if name == "newest" else name, "verbose": False}
-            seen[f"test {name}"] = trainer.test(module, _loader(), **given)
-            seen[f"validate {name}"] = trainer.validate(module, loaders, **given)
+        seen["tested"] = trainer.test(module, _loader(), verbose=False)
+        seen["validated"] = trainer.validate(module, loaders, ckpt_path=path, verbose=False)
         seen["predicted"] = torch.cat(trainer.predict(module, _loader()))
         with nullcontext() if strategy == "ddp" else trainer.strategy.full_parameters():
             seen["weights"], seen["afterwards"] = _weights(module), float(module.loss(next(iter(_loader()))))
@@ -312,8 +236,7 @@ def _sharded_in_turn(strategy: Any, path: str, closes: bool) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("closes", [False, True], ids=["", "closes"])
+@pytest.mark.parametrize(("stage", "closes"), [(1, False), (3, True)])
 def test_each_run_goes_on_from_shards(stage: int, closes: bool, ranks2, tmp_path: Path) -> None:
     """Hooks before the set-up and checkpoints find an ordinary module, be it small or shared out anew as it comes."""
     reference = ranks2(_sharded_in_turn, "ddp", str(tmp_path / "a.ckpt"), False)
@@ -325,9 +248,9 @@ def test_each_run_goes_on_from_shards(stage: int, closes: bool, ranks2, tmp_path
             assert _close(result[key], expected[key]), key
 
 
-def _copies_of_shards(stage: int) -> dict[str, Any]:
+def _copies_of_shards() -> dict[str, Any]:
     module = make_module("adam")
-    trainer = make_trainer(_strategy(stage, after_fit="sharded"), max_epochs=1, limit_val_batches=0)
+    trainer = make_trainer(_strategy(3, after_fit="sharded"), max_epochs=1, limit_val_batches=0)
     trainer.fit(module, _loader())
     module.trainer = None
     copied, saved = copy.deepcopy(module), io.BytesIO()
@@ -347,15 +270,13 @@ def _copies_of_shards(stage: int) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_shards_that_a_run_left_are_copied_and_refuse_a_forward(stage: int, world_size: int, ranks) -> None:
-    results = ranks(_copies_of_shards, stage, world_size=world_size)
+def test_shards_that_a_run_left_are_copied_and_refuse_a_forward(ranks2) -> None:
+    results = ranks2(_copies_of_shards)
     for seen in results:
         assert seen["same"]
         assert seen["same_grads"]
         assert seen["has_grads"]
-    for refused in results[-1]["refused"] if world_size == 2 else ():
+    for refused in results[1]["refused"]:
         assert "holds shards" in str(refused)
         assert "after_fit='whole'" in str(refused)
 
@@ -420,9 +341,8 @@ def _num_hooks(module: nn.Module) -> int:
     return sum(len(getattr(m, name)) for m in module.modules() for name in names)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["adam", "tied_blocks", "odd_parameters_together", "gru", "frozen", "keyword_blocks"])
-def test_afterwards_the_module_is_ordinary_on_every_rank(stage: int, name: str, ranks2) -> None:
+@pytest.mark.parametrize(("name", "stage"), [("odd_parameters_together", 3), ("gru", 3), ("tied_blocks", 1)])
+def test_afterwards_the_module_is_ordinary_on_every_rank(name: str, stage: int, ranks2) -> None:
     results = ranks2(_ordinary_afterwards, _strategy(stage, after_fit="whole"), name)
     reference = ranks2(_ordinary_afterwards, "ddp", name)
     for result, expected in zip(results, reference, strict=True):
@@ -460,107 +380,9 @@ def _optimizer_holds_parameters(strategy: Any) -> dict[str, bool]:
     return seen
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_optimizer_always_holds_the_modules_own_parameters(stage: int, ranks2) -> None:
-    for seen in ranks2(_optimizer_holds_parameters, _strategy(stage)):
+def test_optimizer_always_holds_the_modules_own_parameters(ranks2) -> None:
+    for seen in ranks2(_optimizer_holds_parameters, _strategy(3)):
         assert seen == dict.fromkeys(("train_start", "before_step", "batch_end", "epoch_end", "after"), True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints around a run
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _fit_and_save(strategy: Any, name: str, path: str, resume: str | None, max_epochs: int) -> dict[str, Any]:
-    module = make_module(name, different_seeds=True)
-    trainer = make_trainer(strategy, max_epochs=max_epochs, limit_val_batches=0, **KINDS[name].trainer)
-    trainer.fit(module, _loader(), ckpt_path=resume)
-    trainer.save_checkpoint(path)
-    return {"losses": list(module.losses), "weights": _weights(module)}  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    "name", ["adamw_for_loop", "parameter_groups", "gan", "odd_parameters_together", "sgd_momentum"]
-)
-def test_checkpoint_after_fit_is_complete_and_plain_ddp_resumes_from_it(
-    stage: int, name: str, ranks2, tmp_path: Path
-) -> None:
-    ours, ddps = str(tmp_path / "ours.ckpt"), str(tmp_path / "ddp.ckpt")
-    ddp = KINDS[name].reference
-    ranks2(_fit_and_save, _strategy(stage), name, ours, None, 1)
-    ranks2(_fit_and_save, ddp, name, ddps, None, 1)
-    result = torch.load(ours, weights_only=False)
-    expected = torch.load(ddps, weights_only=False)
-    assert result.keys() - {"lightning_zero"} == expected.keys()
-    assert _close(result["state_dict"], expected["state_dict"])
-    assert _close(_comparable(result["optimizer_states"]), _comparable(expected["optimizer_states"]))
-    assert Path(ours).is_file()
-    straight = ranks2(_fit_and_save, ddp, name, ddps, None, 2)
-    resumed_by_ddp = ranks2(_fit_and_save, ddp, name, str(tmp_path / "again.ckpt"), ours, 2)
-    resumed_by_us = ranks2(_fit_and_save, _strategy(stage), name, str(tmp_path / "us.ckpt"), ours, 2)
-    for rank in range(2):
-        half = len(straight[rank]["losses"]) // 2
-        for resumed in (resumed_by_ddp, resumed_by_us):
-            assert _close(resumed[rank]["losses"], straight[rank]["losses"][half:])
-            assert _close(resumed[rank]["weights"], straight[rank]["weights"])
-
-
-def _comparable(states: list[dict[str, Any]]) -> list[Any]:
-    """Optimizer states without the choices of kernel (``fused`` and the like), step counts as numbers."""
-    settings = ("params", "lr", "weight_decay", "betas")
-    return [
-        [
-            {
-                index: {key: float(value) if key == "step" else value for key, value in entry.items()}
-                for index, entry in state["state"].items()
-            },
-            [{key: value for key, value in group.items() if key in settings} for group in state["param_groups"]],
-        ]
-        for state in states
-    ]
-
-
-def test_load_from_checkpoint_reads_what_a_run_saved(ranks2, tmp_path: Path) -> None:
-    path = str(tmp_path / "plain.ckpt")
-    results = ranks2(_fit_and_save, _strategy(3), "sgd_momentum", path, None, 1)
-    module = Zoo.load_from_checkpoint(path, weights_only=True)
-    assert _close(_weights(module), results[0]["weights"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rank 0 wins
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def _values_at_each_forward(strategy: Any) -> dict[str, Any]:
-    """The buffers each training forward begins with, and the parameters at the start."""
-    seen: dict[str, Any] = {"buffers": []}
-
-    class Looks(zoo.Bare):
-        def on_train_start(self) -> None:
-            seen["start"] = {n: zoo.whole(p) for n, p in self.named_parameters()}
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen["buffers"].append({n: b.detach().clone() for n, b in self.named_buffers()})
-            return super().training_step(batch, batch_idx)
-
-    torch.manual_seed(100 + int(os.environ["RANK"]))
-    module = Looks()
-    own = {n: p.detach().clone() for n, p in module.named_parameters()}
-    make_trainer(strategy, max_epochs=1, limit_val_batches=0).fit(module, _loader())
-    return seen | {"own": own}
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_rank_0_wins(stage: int, ranks2) -> None:
-    first, second = ranks2(_values_at_each_forward, _strategy(stage))
-    ddp = ranks2(_values_at_each_forward, "ddp")
-    assert not _close(first["own"], second["own"])  # the ranks really began apart
-    assert _close(first["start"], first["own"])
-    assert _close(second["start"], first["own"])
-    assert _close(first["buffers"], second["buffers"])
-    assert _close(second["buffers"], ddp[1]["buffers"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -626,7 +448,7 @@ def _fit_until_dry(module: type[Zoo]) -> None:
 
 @pytest.mark.parametrize("module", [Zoo, ReadsBeforeTheStep, ReadsOnTheWayToTheStep, GathersBeforeTheStep])
 def test_all_ranks_refuse_where_one_has_fewer_batches(module: type[Zoo], ranks2) -> None:
-    for error, text in ranks2(outcome, _fit_until_dry, module, timeout_seconds=60):
+    for error, text in ranks2(outcome, _fit_until_dry, module, timeout_seconds=50):
         assert error == "ValueError", text
         assert "rank 1 begins training batch 2" in text
         assert "rank 0 ends its epoch after 2 training batches" in text
@@ -637,18 +459,14 @@ class StopsAlone(Callback):
         trainer.fit_loop.max_epochs = 1
 
 
-def _fit_with_a_callback_of_one_rank(stage: int) -> None:
+def _fit_with_a_callback_of_one_rank() -> None:
     callbacks = [StopsAlone()] if os.environ["RANK"] == "1" else []
-    make_trainer(_strategy(stage), max_epochs=2, callbacks=callbacks).fit(
-        Zoo(), DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH)
-    )
+    make_trainer(_strategy(3), max_epochs=2, callbacks=callbacks).fit(Zoo(), _loader())
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("stage", [1, 3])
-def test_all_ranks_refuse_where_one_ends_its_training_early(stage: int, ranks2) -> None:
+def test_all_ranks_refuse_where_one_ends_its_training_early(ranks2) -> None:
     """SWA on one rank alone is an epoch more there; the others would wait for it at the end of the run."""
-    for error, text in ranks2(outcome, _fit_with_a_callback_of_one_rank, stage, timeout_seconds=60):
+    for error, text in ranks2(outcome, _fit_with_a_callback_of_one_rank, timeout_seconds=50):
         assert error == "ValueError", text
         assert "rank 0 begins training batch 0" in text
         assert "rank 1 ends its training after" in text
@@ -680,74 +498,52 @@ def _fit_until_one_strays(options: dict[str, Any]) -> None:
     make_trainer(_strategy(3), max_epochs=4).fit(Strays(**options), _loader())
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(5, marks=pytest.mark.full)])
-@pytest.mark.parametrize("skipped", [0, 1, 2])
+@pytest.mark.parametrize(("skipped", "world_size"), [(0, 2), (2, 3)])
 def test_all_ranks_refuse_where_one_leaves_the_order(skipped: int, world_size: int, ranks) -> None:
     """Units are gathered ahead by then."""
     options = {"skips": skipped}
-    for error, text in ranks(outcome, _fit_until_one_strays, options, world_size=world_size, timeout_seconds=60):
+    for error, text in ranks(outcome, _fit_until_one_strays, options, world_size=world_size, timeout_seconds=50):
         assert error == "ValueError", text
         assert re.search(rf"units .*net.blocks.{skipped}.* ran on some ranks only", text), text
 
 
 def test_a_backward_inside_the_forward_gathers_nothing_before_ranks_agree(ranks2) -> None:
     options = {"skips": 2, "differentiates": True}
-    for error, text in ranks2(outcome, _fit_until_one_strays, options, timeout_seconds=60):
+    for error, text in ranks2(outcome, _fit_until_one_strays, options, timeout_seconds=50):
         assert error == "ValueError", text
         assert re.search(r"units .*net.blocks.2.* ran on some ranks only", text), text
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(5, marks=pytest.mark.full)])
-@pytest.mark.parametrize("written", [1, 2])
-def test_all_ranks_refuse_where_one_writes_to_what_travels(written: int, world_size: int, ranks) -> None:
-    options = {"writes": written}
-    for error, text in ranks(outcome, _fit_until_one_strays, options, world_size=world_size, timeout_seconds=60):
+def test_all_ranks_refuse_where_one_writes_to_what_travels(ranks2) -> None:
+    for error, text in ranks2(outcome, _fit_until_one_strays, {"writes": 2}, timeout_seconds=50):
         assert error == "ValueError", text
-        assert re.search(rf"written to .*'net.blocks.{written}'.*on every rank", text), text
+        assert re.search(r"written to .*'net.blocks.2'.*on every rank", text), text
 
 
-def _fit_badly(strategy: Any, module: type[Zoo], options: dict[str, Any]) -> list[float]:
+def _fit_badly(strategy: Any, module: type[Zoo]) -> list[float]:
     made = module()
     try:
-        make_trainer(strategy, **options).fit(made, _loader())
+        make_trainer(strategy).fit(made, _loader())
     finally:
         assert made.losses == [], "an error before training, please"
     return made.losses
 
 
 @pytest.mark.parametrize(
-    ("strategy", "module", "options", "parts"),
+    ("strategy", "module", "parts"),
     [
-        ({"stage": 4}, Zoo, {}, ["stage=4", "1, 2, 3"]),
-        ({"stage": 3, "engine": "horovod"}, Zoo, {}, ["engine='horovod'", "'fsdp2'"]),
-        (
-            {"stage": 3, "offload": OffloadConfig(target="nvme", path="/nowhere")},
-            Zoo,
-            {},
-            ["offload.path='/nowhere' is no folder"],
-        ),
-        ({"stage": 3, "stages": 2}, Zoo, {}, ["stages=2", "'stage'"]),
-        ({"stage": 3, "units": ["Blok*"]}, Zoo, {}, ["units=", "Blok*", "Block"]),
-        ({"stage": 1, "units": ["net.blocks.7"]}, Zoo, {}, ["units=", "net.blocks.7"]),
-        ({"stage": 2, "units": ["net.blocks"]}, Zoo, {}, ["units=", "net.blocks", "containers"]),
-        ({"stage": 3, "process_group_backend": "carrier_pigeon"}, Zoo, {}, ["process_group_backend='carrier_pigeon'"]),
-        ({"stage": 3}, NothingToTrain, {}, ["NothingToTrain", "no trainable parameter"]),
-        ({"stage": 1}, NothingToTrain, {}, ["NothingToTrain", "no trainable parameter"]),
-        ({"stage": 3}, ReplacesParameter, {}, ["net.head.weight", "replaced"]),
-        ({"stage": 1}, ReplacesParameter, {}, ["net.head.weight", "replaced"]),
-        ({"stage": 2}, AddsLayer, {}, ["late.weight", "added"]),
-        ({"stage": 3}, ReplacesLayerInConfigureOptimizers, {}, ["net.head.weight", "replaced"]),
-        ({"stage": 3}, Zoo, {"accelerator": "mps"}, ["mps"]),
-        ({"stage": 3}, Zoo, {"accelerator": "cuda"}, ["cuda"]),
-        ("zero3_nvme_", Zoo, {}, ["zero3_nvme_"]),
-        ("zero4", Zoo, {}, ["zero4"]),
+        ({"stage": 3, "units": ["Blok*"]}, Zoo, ["units=", "Blok*", "Block"]),
+        ({"stage": 2, "units": ["net.blocks"]}, Zoo, ["units=", "net.blocks", "containers"]),
+        ({"stage": 3, "process_group_backend": "carrier_pigeon"}, Zoo, ["process_group_backend='carrier_pigeon'"]),
+        ({"stage": 1}, NothingToTrain, ["NothingToTrain", "no trainable parameter"]),
+        ({"stage": 3}, ReplacesParameter, ["net.head.weight", "replaced"]),
+        ({"stage": 2}, AddsLayer, ["late.weight", "added"]),
+        ({"stage": 3}, ReplacesLayerInConfigureOptimizers, ["net.head.weight", "replaced"]),
     ],
     ids=str,
 )
-def test_bad_input_is_refused_on_every_rank(
-    strategy: Any, module: type[Zoo], options: dict[str, Any], parts: list[str], ranks2
-) -> None:
-    for error, text in ranks2(outcome, _fit_badly, strategy, module, options, timeout_seconds=30):
+def test_bad_input_is_refused_on_every_rank(strategy: Any, module: type[Zoo], parts: list[str], ranks2) -> None:
+    for error, text in ranks2(outcome, _fit_badly, strategy, module, timeout_seconds=30):
         assert error in ("ValueError", "MisconfigurationException"), text
         for part in parts:
             assert part.lower() in text.lower(), text
@@ -762,31 +558,8 @@ def _root_device_of_another_kind(kind: str) -> None:
     strategy._configure_launcher()
 
 
-@pytest.mark.parametrize("kind", ["xla", "mps", "meta"])
+@pytest.mark.parametrize("kind", ["xla", "mps"])
 def test_accelerators_that_cannot_are_refused(kind: str, ranks1) -> None:
     error, text = ranks1(outcome, _root_device_of_another_kind, kind)[0]
     assert error in ("ValueError", "MisconfigurationException"), (error, text)
     assert kind in text
-
-
-def _messages_of_one_rank() -> list[str]:
-    import logging
-
-    messages: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    handler = Keep(level=logging.INFO)
-    for name in ("lightning.fabric", "lightning.pytorch", "lightning_zero", "lightning.fabric.utilities.rank_zero"):
-        logging.getLogger(name).addHandler(handler)
-        logging.getLogger(name).setLevel(logging.INFO)
-    trainer = make_trainer({"stage": 3})
-    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
-    trainer.fit(make_module("sgd_momentum"), _loader())
-    return messages
-
-
-def test_one_rank_works_and_says_that_nothing_is_shared_out(ranks1) -> None:
-    assert any("nothing is shared out" in message for message in ranks1(_messages_of_one_rank)[0])

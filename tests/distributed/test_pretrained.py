@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,77 +15,9 @@ from torch import nn
 import lightning_zero
 from lightning_zero.checkpoint import safetensors_file
 from lightning_zero.errors import CheckpointError
-from tests.helpers.pretrained import KINDS, MOMENTS, hugging_face, read_in_run
+from tests.helpers.pretrained import MOMENTS, Reads, read_in_run
 from tests.helpers.ranks import outcome
-
-pytest.importorskip("transformers")
-MANY_FILES = "8KB"
-
-
-@pytest.fixture(scope="module")
-def published(tmp_path_factory) -> Any:
-    """``published(kind)``: ``(folder, the weights in it)``, as ``save_pretrained`` writes it, in several files."""
-    done: dict[str, Any] = {}
-
-    def make(kind: str) -> Any:
-        if kind not in done:
-            torch.manual_seed(5)
-            model, folder = hugging_face(kind), tmp_path_factory.mktemp(kind)
-            model.save_pretrained(folder, max_shard_size=MANY_FILES)
-            done[kind] = str(folder), {k: v.clone() for k, v in model.state_dict().items()}
-        return done[kind]
-
-    return make
-
-
-def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(found[name], value), name
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_model_arrives_outside_of_a_run(kind, published):
-    folder, weights = published(kind)
-    assert len(list(Path(folder).glob("*.safetensors"))) > 1
-    torch.manual_seed(6)
-    model = hugging_face(kind)
-    assert lightning_zero.load_pretrained(model, folder) == ([], [])
-    assert_equal(model.state_dict(), weights)
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize(("kind", "moment"), [("gpt2", "on_fit_start"), ("mixtral", "on_fit_start")])
-def test_a_sharded_module_reads_its_rows(kind, moment, world_size, ranks, published):
-    folder, weights = published(kind)
-    settings = {"stage": 3, "min_unit_numel": 1}
-    for keys, seen in ranks(read_in_run, settings, hugging_face, (kind,), folder, moment, world_size=world_size):
-        assert keys == ([], [])
-        assert_equal(seen, weights)
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "zero3_offload"])
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_at_every_moment(moment, strategy, ranks2, published):
-    folder, weights = published("llama")
-    for keys, seen in ranks2(read_in_run, strategy, hugging_face, ("llama",), folder, moment):
-        assert keys == ([], [])
-        assert_equal(seen, weights)
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_on_deepspeed(moment, stage, ranks2, published):
-    folder, weights = published("gpt2")
-    settings = {"stage": stage, "engine": "deepspeed"}
-    for keys, seen in ranks2(read_in_run, settings, hugging_face, ("gpt2",), folder, moment):
-        assert keys == ([], [])
-        assert_equal(seen, weights)
-
+from tests.helpers.zoo import make_trainer
 
 # -- names -----------------------------------------------------------------------------------------------------------
 
@@ -241,61 +175,61 @@ def test_an_incomplete_folder_is_named(tmp_path):
 # -- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def _reads_own_file(folder: str) -> Any:
+def _at_every_moment(settings: dict[str, Any], path: str) -> list[Any]:
+    return [read_in_run(settings, Small, (), path, moment) for moment in MOMENTS]
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
+def test_at_every_moment_of_a_run(engine, ranks2, tmp_path):
+    """On ranks that rows cannot be shared out to evenly."""
+    wanted = Small()
+    lightning_zero.load_pretrained(wanted, path := write(tmp_path / "x.safetensors", STATE))
+    for found in ranks2(_at_every_moment, {"stage": 3, "engine": engine}, path):
+        for keys, seen in found:
+            assert keys == ([], [])
+            assert seen.keys() == wanted.state_dict().keys()
+            assert all(torch.equal(seen[name], value) for name, value in wanted.state_dict().items())
+
+
+def _reads_own_file(path: str) -> Any:
     """Under the same path rank 1 finds a file without a tensor that rank 0 finds."""
-    import os
+    read = safetensors_file.read
 
-    from lightning_zero.checkpoint import weights
+    def lacking(path: str) -> Any:
+        return {name: value for name, value in read(path).items() if name != "first.bias"}
 
-    if os.environ["RANK"] == "1":
-        original = safetensors_file.read
-        weights.safetensors_file.read = lambda path: {k: v for k, v in original(path).items() if "bias" not in k}
-    try:
-        return outcome(read_in_run, "zero3", _small, (), folder, "on_fit_start")
-    finally:
-        if os.environ["RANK"] == "1":
-            weights.safetensors_file.read = original
+    with mock.patch.object(safetensors_file, "read", lacking if os.environ["RANK"] == "1" else read):
+        return outcome(read_in_run, "zero3", Small, (), path, "on_fit_start")
 
 
-def _small() -> nn.Module:
-    return Small()
-
-
-@pytest.mark.rest
 def test_an_error_of_one_rank_is_raised_on_all(ranks2, tmp_path):
     for kind, text in ranks2(_reads_own_file, write(tmp_path / "x.safetensors", STATE)):
         assert kind == "CheckpointError"
         assert "first.bias" in text or "holds other tensors on rank 1" in text
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("form", ["file", "sharded"])
-def test_a_checkpoint_is_read(form, ranks2, tmp_path, published):
-    folder, weights = published("gpt2")
-    path = str(tmp_path / "x.ckpt")
-    ranks2(_save, form, folder, path)
-    model = hugging_face("gpt2")
-    assert lightning_zero.load_pretrained(model, path, strip="model.") == ([], [])
-    assert_equal(model.state_dict(), weights)
-
-
-def _save(form: str, folder: str, path: str) -> None:
-    from tests.helpers.pretrained import Reads
-    from tests.helpers.zoo import make_trainer
-
-    module = Reads(lambda: hugging_face("gpt2"), folder, "on_fit_start")
-    trainer = make_trainer({"stage": 3, "checkpoint": form}, max_steps=1, limit_val_batches=0)
+def _run(settings: dict[str, Any], path: str) -> Any:
+    module = Reads(Small, path, "on_fit_start")
+    trainer = make_trainer({"stage": 3, **settings}, max_steps=1, limit_val_batches=0)
     trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(8, 1), batch_size=1))
-    trainer.save_checkpoint(path)
+    return module, trainer
+
+
+def _save(form: str, path: str, target: str) -> None:
+    _run({"checkpoint": form}, path)[1].save_checkpoint(target)
+
+
+@pytest.mark.parametrize("form", ["file", "sharded"])
+def test_a_checkpoint_is_read(form, ranks2, tmp_path):
+    target = str(tmp_path / "x.ckpt")
+    ranks2(_save, form, write(tmp_path / "x.safetensors", STATE), target)
+    small = Small()
+    assert lightning_zero.load_pretrained(small, target, strip="model.") == ([], [])
+    assert torch.equal(small.first.weight, STATE["first.weight"])
 
 
 def _after_a_run(path: str) -> Any:
-    from tests.helpers.pretrained import Reads
-    from tests.helpers.zoo import make_trainer
-
-    module = Reads(Small, path, "on_fit_start")
-    trainer = make_trainer({"stage": 3, "after_fit": "sharded"}, max_steps=1, limit_val_batches=0)
-    trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(8, 1), batch_size=1))
+    module, _ = _run({"after_fit": "sharded"}, path)
     return outcome(lightning_zero.load_pretrained, module.model, path)
 
 

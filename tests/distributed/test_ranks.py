@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -69,26 +66,10 @@ def _soil() -> None:
     torch.set_default_dtype(torch.float64)
 
 
-def _spawn_child_and_hang(file: str) -> None:
-    import subprocess
-
-    child = subprocess.Popen(["sleep", "3600"])
-    Path(file).write_text(str(child.pid))
-    time.sleep(3600)
-
-
 def _soiled() -> tuple[bool, str, int]:
     import torch
 
     return "SOILED" in os.environ, str(torch.get_default_dtype()), torch.initial_seed()
-
-
-def _ended(pid: int) -> bool:
-    """Of a process whose parent is gone, too: the system may not have collected it yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def _gone(pid: int) -> bool:
@@ -137,7 +118,7 @@ def test_environment_seed_and_default_dtype_are_restored(pool):
 
 def test_failing_rank_is_named_with_its_traceback_and_the_pool_recovers(pool):
     with pytest.raises(RankError) as caught:  # at once, or it would be the time limit that is shown
-        pool.run(_raise_on_one, 1, world_size=2, timeout_seconds=200)
+        pool.run(_raise_on_one, 1, world_size=2, timeout_seconds=50)
     assert caught.value.failures[0].rank == 1
     assert caught.value.failures[0].kind == "LookupError"
     assert "rank 1 of 2 failed in _raise_on_one" in str(caught.value)
@@ -146,36 +127,14 @@ def test_failing_rank_is_named_with_its_traceback_and_the_pool_recovers(pool):
 
 
 def test_hang_ends_within_its_limit_and_shows_the_stack(pool):
-    pool.run(_facts, world_size=2)  # starting workers is not part of the limit
-    pids = pool.pids[:2]
+    pids = [int(f["pid"]) for f in pool.run(_facts, world_size=2)]  # starting workers is not part of the limit
     with pytest.raises(RankError, match="took longer than 1") as caught:
         pool.run(_hang_on_one, 1, world_size=2, timeout_seconds=1)
-    assert [f.rank for f in caught.value.failures] == [1]
-    assert "_hang_on_one" in caught.value.failures[0].text  # faulthandler's stack
+    hanging = {f.rank: f.text for f in caught.value.failures}[1]
+    assert "_hang_on_one" in hanging  # faulthandler's stack
     assert all(map(_gone, pids))
 
 
-@pytest.mark.rest
-def test_a_job_that_its_test_interrupts_shows_where_each_rank_is(pool, capsys):
-    """As ``pytest-timeout`` does it: an exception in a signal handler."""
-
-    def interrupt(*unused):
-        raise TimeoutError("the test takes too long")
-
-    pool.run(_facts, world_size=2)
-    before = signal.signal(signal.SIGUSR2, interrupt)
-    try:
-        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGUSR2))
-        timer.start()
-        with pytest.raises(TimeoutError):
-            pool.run(_hang_on_one, 1, world_size=2, timeout_seconds=200)
-    finally:
-        timer.join()
-        signal.signal(signal.SIGUSR2, before)
-    assert "_hang_on_one" in capsys.readouterr().err.partition("rank 1 of 2")[2]
-
-
-@pytest.mark.rest
 def test_dead_rank_is_named_with_its_exit_code_and_output(pool):
     with pytest.raises(RankError, match=r"rank 1 of 2 failed") as caught:
         pool.run(_die, world_size=2, timeout_seconds=60)
@@ -183,15 +142,6 @@ def test_dead_rank_is_named_with_its_exit_code_and_output(pool):
     assert "last words" in str(caught.value)
 
 
-@pytest.mark.rest
-def test_children_of_a_killed_rank_are_killed_too(pool, tmp_path):
-    file = tmp_path / "pid"
-    with pytest.raises(RankError, match="took longer"):
-        pool.run(_spawn_child_and_hang, str(file), world_size=1, timeout_seconds=5)
-    assert _ended(int(file.read_text()))
-
-
-@pytest.mark.rest
 def test_one_shot_leaves_no_process():
     facts = run_ranks(_facts, 2)
     assert all(_gone(int(f["pid"])) for f in facts)

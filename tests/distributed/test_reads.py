@@ -18,7 +18,6 @@ import torch
 from lightning_zero.comm.reads import Ahead, Changes, HostCopies
 from lightning_zero.engines.reads import Reader
 from tests.helpers import reading, zoo
-from tests.helpers.ranks import outcome
 
 LIMIT = 600.0
 """Longer than a job may take: a rank that waited for it would fail the test."""
@@ -27,7 +26,6 @@ DEEPSPEED = {"stage": 3, "timeout_seconds": LIMIT, "engine": "deepspeed"}
 NAMES = {
     "unforeseen": r"a read of parameter 'net\.head\.weight' in {hook} by rank {rank} and not by .*, and others go",
     "gradient": r"a read of the gradient of .*'net\.head\.weight' in {hook} by rank {rank} and .*, and nothing is sent",
-    "old gradient": r"a read of .* or a gradient of before in {hook} by rank {rank} and .*, and nothing is sent",
     "forward": r"a read of all parameters of .* in {hook} by rank {rank} and not by rank {other}, and nothing is sent",
     "write": r"a read of a parameter that is written to in {hook} by rank {rank} and not by rank {other}, and nothing",
     "written before": r"a read of .* by rank {rank} and not by rank {other}, and rank {rank} alone has written",
@@ -39,12 +37,11 @@ REPAIR = "make it on every rank, and write on one, as in `state = self.net.state
     ("settings", "hook", "what", "rank"),
     [
         pytest.param(FSDP2, "on_before_optimizer_step", "unforeseen", 0, id="before a step"),
-        pytest.param(FSDP2, "on_train_epoch_end", "gradient", 1, id="gradient", marks=pytest.mark.rest),
-        pytest.param(FSDP2, "on_before_optimizer_step", "old gradient", 0, id="of before", marks=pytest.mark.rest),
-        pytest.param(FSDP2, "on_train_epoch_end", "forward", 0, id="forward", marks=pytest.mark.rest),
-        pytest.param(FSDP2, "on_train_epoch_end", "written before", 0, id="written", marks=pytest.mark.rest),
+        pytest.param(FSDP2, "on_train_epoch_end", "gradient", 1, id="gradient"),
+        pytest.param(FSDP2, "on_train_epoch_end", "forward", 0, id="forward"),
+        pytest.param(FSDP2, "on_train_epoch_end", "written before", 0, id="written"),
         pytest.param(FSDP2, "on_train_epoch_end", "write", 0, id="write"),
-        pytest.param(DEEPSPEED, "on_before_optimizer_step", "gradient", 0, id="deepspeed", marks=pytest.mark.rest),
+        pytest.param(DEEPSPEED, "on_before_optimizer_step", "gradient", 0, id="deepspeed"),
     ],
 )
 def test_what_is_not_sent_raises_before_the_limit_and_by_name(
@@ -61,39 +58,18 @@ def test_what_is_not_sent_raises_before_the_limit_and_by_name(
     assert [result["threads"] for result in results] == [[], []]
 
 
-@pytest.mark.parametrize(
-    "settings", [FSDP2 | {"stage": 1}, FSDP2, pytest.param(DEEPSPEED, marks=pytest.mark.rest)], ids=str
-)
-def test_workers_of_a_loader_do_not_read_parameters(ranks2: Any, settings: dict[str, Any]) -> None:
-    for kind, text in ranks2(outcome, reading.in_worker, settings):
-        assert kind == "RuntimeError"
-        assert re.search(r"worker process 0.*a process that this rank has started.*num_workers=0", text, re.S), text
+@pytest.mark.parametrize("settings", [FSDP2, DEEPSPEED], ids=["fsdp2", "deepspeed"])
+def test_processes_that_a_rank_starts_do_not_read_parameters(ranks2: Any, settings: dict[str, Any]) -> None:
+    for text in ranks2(reading.in_a_fork, settings):
+        assert re.search(r"RuntimeError.*in a process that this rank has started.*num_workers=0", text, re.S), text
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("what", ["norm", "forward"])
-def test_ranks_that_come_late_read_what_the_others_do(ranks2: Any, what: str) -> None:
-    """Longer after the others than a service waits for its main thread."""
-    first, second = ranks2(reading.look, FSDP2, "on_train_epoch_end", what, None, 1.5)
-    expected = ranks2(reading.look, "ddp", "on_train_epoch_end", what, None)[0]["found"]
+def test_a_rank_that_comes_when_the_others_have_read_reads_the_same(ranks2: Any) -> None:
+    first, second = ranks2(reading.look, FSDP2, "on_train_epoch_end", "norm", None, True)
+    expected = ranks2(reading.look, "ddp", "on_train_epoch_end", "norm", None)[0]["found"]
     assert first["found"] == second["found"] == expected
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("settings", [FSDP2, {**FSDP2, "stage": 1}, DEEPSPEED], ids=["zero3", "zero1", "deepspeed"])
-def test_pretrained_models_are_saved_on_rank_0_alone(ranks2: Any, settings: dict[str, Any]) -> None:
-    pytest.importorskip("transformers")
-    written, nothing = ranks2(reading.save, settings)
-    expected, _ = ranks2(reading.save, "ddp")
-    assert nothing == {}
-    assert len(expected) > 50
-    assert written.keys() == expected.keys()
-    for name, value in expected.items():
-        # Sums over two ranks do not depend on an order; attention's kernels are the same
-        assert torch.equal(written[name], value), name
-
-
-@pytest.mark.rest
 def test_replicas_of_other_ranks_send_nothing(ranks: Any) -> None:
     """HSDP: only ranks 0 and 1 have the rows that rank 0 reads."""
     settings = {**FSDP2, "shard_size": 2}
@@ -103,17 +79,17 @@ def test_replicas_of_other_ranks_send_nothing(ranks: Any) -> None:
     assert results[3]["found"] == pytest.approx(expected[3]["found"], rel=1e-6)
 
 
-@pytest.mark.parametrize("kept_bytes", [0, 300, 1 << 20])
-def test_ranks_meet_before_more_is_kept(ranks2: Any, kept_bytes: int) -> None:
+def test_ranks_meet_before_more_is_kept(ranks2: Any) -> None:
     """Rows of before are kept for the rank that reads alone, or it is waited for."""
-    reads = ranks2(reading.shrink, FSDP2, kept_bytes)
     expected = ranks2(reading.shrink, "ddp", 0)
-    for found, of_ddp in zip(reads, expected, strict=True):
-        assert found["found"] == pytest.approx(of_ddp["found"], rel=1e-6)  # a norm of rows put together
-        assert found["losses"] == of_ddp["losses"]
-        assert found["kept"] <= kept_bytes
-    assert reads[0]["found"]
-    assert reads[0]["kept"] or not kept_bytes
+    for kept_bytes in (0, 300, 1 << 20):
+        reads = ranks2(reading.shrink, FSDP2, kept_bytes)
+        for found, of_ddp in zip(reads, expected, strict=True):
+            assert found["found"] == pytest.approx(of_ddp["found"], rel=1e-6)  # a norm of rows put together
+            assert found["losses"] == of_ddp["losses"]
+            assert found["kept"] <= kept_bytes
+        assert reads[0]["found"]
+        assert reads[0]["kept"] or not kept_bytes
 
 
 def test_changes_keep_what_was_there_before() -> None:
@@ -151,12 +127,6 @@ def test_ranks_meet_before_a_step_only_where_user_code_precedes_it() -> None:
         assert (asked, changes.ahead) == (["met"], Ahead.STEP)
     reader.step_ends()
     assert changes.ahead is Ahead.MESSAGES
-
-
-def test_ranks_of_one_host_meet_without_sockets(ranks2: Any) -> None:
-    """Through gloo's the meeting took a tiny model's step half as long again."""
-    for by_step in ranks2(reading.sockets_used, {"stage": 1, **zoo.BLOCKS}):
-        assert by_step[:3] == by_step[:1] * 3  # within an epoch; its end is an agreement
 
 
 def test_rows_leave_an_accelerator_on_a_stream_that_waits_for_their_latest_change_alone() -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
@@ -124,14 +121,9 @@ def _fit(strategy: Any, cls: type[Module] = Module, options: Any = None, **train
     torch.manual_seed(4)
     module = cls(**(options or {}))
     data = DataLoader(TensorDataset(torch.randn(16, 5, WIDTH)), batch_size=4)
-    made = zoo.make_trainer(strategy, **{"max_epochs": 2, "limit_val_batches": 1, **trainer})
-    compiles = isinstance(strategy, dict) and "compile" in strategy  # under a mode for all calls Dynamo skips frames
-    torch._dynamo.reset()
-    counters.clear()
-    with nullcontext() if compiles else Products() as products:
+    made = zoo.make_trainer(strategy, max_epochs=1, limit_val_batches=1, **trainer)
+    with Products() as products:
         made.fit(module, data, data)
-    assert not [key for key in vars(module.net[0]) if "compiled" in key and key != "_compiled_call_impl"]
-    assert module.net[0]._compiled_call_impl is None
     assert type(module.net[0]) is Block
     for copied in (copy.deepcopy(module.net), pickle.loads(pickle.dumps(module.net[1]))):
         assert all(type(each) is Block for each in copied.modules() if hasattr(each, "qkv"))
@@ -140,14 +132,13 @@ def _fit(strategy: Any, cls: type[Module] = Module, options: Any = None, **train
         "weights": {name: value.detach().clone() for name, value in module.state_dict().items()},
         "forwards": [block.forwards for block in module.net],
         "hooked": module.hooked,
-        "products": None if products is None else products.count,
-        "graphs": counters["stats"]["unique_graphs"],
+        "products": products.count,
     }
 
 
-def _several(stage: int, settings: dict[str, Any], cls: type[Module] = Module, trainer: Any = None) -> dict[str, Any]:
-    """Many runs in one process group."""
-    common = {"stage": stage, "min_unit_numel": 1, "units": ["Block"]}
+def _several(settings: dict[str, Any], cls: type[Module] = Module, trainer: Any = None) -> dict[str, Any]:
+    """Many runs on one rank."""
+    common = {"stage": 3, "min_unit_numel": 1, "units": ["Block"]}
     return {
         name: _fit({**common, **({} if value is None else value)}, cls, **(trainer or {}))
         for name, value in settings.items()
@@ -161,15 +152,13 @@ def _same(ours: dict[str, Any], reference: dict[str, Any]) -> None:
     assert all(torch.equal(ours["weights"][name], value) for name, value in reference["weights"].items())
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_every_setting_changes_nothing_but_what_is_kept(stage: int, ranks2: Any) -> None:
+def test_every_setting_changes_nothing_but_what_is_kept(ranks2: Any) -> None:
     settings = {name: {"activation_checkpointing": value} for name, value in SETTINGS.items()}
-    for runs in ranks2(_several, stage, {"without": None, **settings}):
+    for runs in ranks2(_several, {"without": None, **settings}):
         without = runs["without"]
         first, second, third = without["forwards"]
         assert first == second == third
-        validation = 2 + 1  # forwards without gradients: two epochs' and the sanity check's
-        again = first - validation
+        again = first - 2  # forwards without gradients: the validation's and the sanity check's
         for name in SETTINGS:
             _same(runs[name], without)
             assert runs[name]["hooked"] == without["hooked"]  # hooks of a unit run once
@@ -183,13 +172,8 @@ def test_every_setting_changes_nothing_but_what_is_kept(stage: int, ranks2: Any)
 
 @pytest.mark.parametrize(
     ("cls", "trainer"),
-    [
-        (Manual, {}),
-        (Module, {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
-        (Module, {"gradient_clip_val": 0.1}),
-        (Normed, {}),
-    ],
-    ids=["manual", "accumulation in bf16-mixed", "clipping", "written buffers"],
+    [(Manual, {"precision": "bf16-mixed"}), (Normed, {"accumulate_grad_batches": 2})],
+    ids=["manual", "written buffers"],
 )
 def test_with_whatever_a_trainer_does(cls: type[Module], trainer: dict[str, Any], ranks2: Any) -> None:
     settings = {
@@ -197,40 +181,10 @@ def test_with_whatever_a_trainer_does(cls: type[Module], trainer: dict[str, Any]
         "full": {"activation_checkpointing": "full"},
         "selective": {"activation_checkpointing": "selective"},
     }
-    for runs in ranks2(_several, 3, settings, cls, trainer):
+    for runs in ranks2(_several, settings, cls, trainer):
         for name in ("full", "selective"):
             _same(runs[name], runs["without"])
             assert runs[name]["forwards"][0] > runs["without"]["forwards"][0]
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize(
-    ("engine", "stage", "how", "trainer"),
-    [
-        ("fsdp2", 3, "full", {}),
-        ("fsdp2", 3, "selective", {}),
-        ("fsdp2", 3, "full", {"precision": "bf16-mixed"}),
-        ("deepspeed", 2, "full", {"precision": "bf16-mixed"}),
-    ],
-)
-def test_compiled_units_recompute(engine: str, stage: int, how: str, trainer: dict[str, Any], ranks2: Any) -> None:
-    """Checkpoint, then compile, then shard: with dropout, whose numbers are those of the forward when it is computed
-    again, compared with compiled units that keep everything."""
-    compiled = {"engine": engine, "compile": {"target": "units", "backend": "aot_eager"}}
-    settings = {"without": compiled, "with": {**compiled, "activation_checkpointing": how}}
-    for runs in ranks2(_several, stage, settings, Module, trainer, timeout_seconds=200):
-        assert all(run["graphs"] > 0 for run in runs.values())
-        torch.testing.assert_close(
-            torch.tensor(runs["with"]["losses"]), torch.tensor(runs["without"]["losses"]), rtol=1e-5, atol=1e-6
-        )
-
-
-def test_equals_ddp(ranks2: Any) -> None:
-    reference = ranks2(_fit, "ddp")
-    ours = ranks2(_fit, {"stage": 3, "units": ["Block"], "activation_checkpointing": "full"})
-    for mine, theirs in zip(ours, reference, strict=True):
-        torch.testing.assert_close(mine["losses"], theirs["losses"], rtol=1e-6, atol=1e-7)  # order of summation
-        torch.testing.assert_close(mine["weights"], theirs["weights"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,15 @@
 """User code that meets a sharded parameter computes what it would on the whole one, or is told what to do.
 
-Each row is run on every rank on a parameter of 5 x 3 elements in two uneven shards and on a plain copy; ``DTensor``
-alone gets most of these wrong (``p.norm().item()`` is this rank's norm) or refuses them.
+Each read and write runs on every rank on a parameter of 5 x 3 elements in two uneven shards and on a plain copy;
+``DTensor`` alone gets most of these wrong (``p.norm().item()`` is this rank's norm) or refuses them.
 """
 
 from __future__ import annotations
 
 import copy
 import pickle
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
 from unittest import mock
@@ -28,8 +27,7 @@ from lightning_zero.comm.shards import gathered, local
 from lightning_zero.engines.fsdp2.view import WholeView
 from lightning_zero.private.torch import disabled_torch_function
 from tests.helpers import zoo
-
-pytestmark = pytest.mark.sampled
+from tests.helpers.ranks import outcome
 
 OTHER = torch.arange(15.0).view(5, 3) / 7
 
@@ -132,53 +130,51 @@ def _with_graph(p: Tensor) -> Tensor:
         return p.view(-1)
 
 
-@contextmanager
-def _pair() -> Iterator[tuple[Tensor, Tensor]]:
-    """A parameter with a gradient, sharded and plain, in a process group of this job."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    try:
-        generator = torch.Generator().manual_seed(1)
-        value, grad = torch.randn(5, 3, generator=generator), torch.randn(5, 3, generator=generator)
-        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-        sharded = nn.Parameter(distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None))
-        sharded.grad = distribute_tensor(grad, mesh, [Shard(0)], src_data_rank=None)
-        plain = nn.Parameter(value.clone())
-        plain.grad = grad.clone()
-        yield sharded, plain
-    finally:
-        dist.destroy_process_group()
+def _pair() -> tuple[Tensor, Tensor]:
+    """A parameter with a gradient, sharded and plain."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    generator = torch.Generator().manual_seed(1)
+    value, grad = torch.randn(5, 3, generator=generator), torch.randn(5, 3, generator=generator)
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = nn.Parameter(distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None))
+    sharded.grad = distribute_tensor(grad, mesh, [Shard(0)], src_data_rank=None)
+    plain = nn.Parameter(value.clone())
+    plain.grad = grad.clone()
+    return sharded, plain
 
 
 def _read(name: str) -> None:
-    with _pair() as (sharded, plain):
-        with WholeView():
-            value = READS[name](sharded)
-        reference = READS[name](plain)
-        assert type(value) is type(reference)
-        assert not isinstance(value, DTensor)
-        torch.testing.assert_close(value, reference)
+    sharded, plain = _pair()
+    with WholeView():
+        value = READS[name](sharded)
+    reference = READS[name](plain)
+    assert type(value) is type(reference)
+    assert not isinstance(value, DTensor)
+    torch.testing.assert_close(value, reference)
 
 
 def _write(name: str) -> None:
-    with _pair() as (sharded, plain), torch.no_grad():
-        storage = local(sharded).data_ptr()
+    sharded, plain = _pair()
+    storage = local(sharded).data_ptr()
+    with torch.no_grad():
         with WholeView():
             WRITES[name](sharded)
         WRITES[name](plain)
-        assert isinstance(sharded, DTensor)
-        assert local(sharded).data_ptr() == storage  # the engine gathers from this memory
-        torch.testing.assert_close(sharded.full_tensor(), plain.detach())
-        torch.testing.assert_close(sharded.grad.full_tensor(), plain.grad)
+    assert isinstance(sharded, DTensor)
+    assert local(sharded).data_ptr() == storage  # the engine gathers from this memory
+    torch.testing.assert_close(sharded.full_tensor(), plain.detach())
+    torch.testing.assert_close(sharded.grad.full_tensor(), plain.grad)
 
 
-@pytest.mark.parametrize("name", READS)
-def test_reads_are_whole(ranks2, name):
-    ranks2(_read, name)
+def _failed(test: Callable[[str], None], names: list[str]) -> dict[str, str]:
+    """What each of ``names`` that fails says."""
+    return {name: text for name in names for kind, text in [outcome(test, name)] if kind != "ok"}
 
 
-@pytest.mark.parametrize("name", WRITES)
-def test_writes_are_kept(ranks2, name):
-    ranks2(_write, name)
+@pytest.mark.parametrize(("test", "names"), [(_read, [*READS]), (_write, [*WRITES])], ids=["reads", "writes"])
+def test_parameters_are_whole_to_user_code(ranks2, test, names):
+    assert ranks2(_failed, test, names) == [{}, {}]
 
 
 def _places(p: Tensor) -> tuple[int, bool]:
@@ -195,7 +191,8 @@ def _sent_to_all(p: Tensor) -> Tensor:
 
 def _write_to_a_view() -> list[str]:
     errors = []
-    with _pair() as (sharded, _), WholeView(), torch.no_grad():
+    sharded, _ = _pair()
+    with WholeView(), torch.no_grad():
         for write in (
             lambda: torch._foreach_mul_([sharded.view(-1)], 2.0),
             lambda: torch._foreach_mul_([_with_graph(sharded)], 2.0),
@@ -218,31 +215,27 @@ def test_a_write_that_would_be_lost_raises(ranks2):
 
 def _gradient() -> None:
     """Each rank's use of a whole parameter counts with its share, as DDP's average does."""
-    with _pair() as (sharded, plain):
-        sharded.grad = plain.grad = None
-        weight = float(dist.get_rank() + 1)
-        with WholeView():
-            loss = (sharded * OTHER).sum() * weight
-        loss.backward()
-        mean = sum(range(1, dist.get_world_size() + 1)) / dist.get_world_size()
-        torch.testing.assert_close(sharded.grad.full_tensor(), OTHER * mean)
+    sharded, _ = _pair()
+    sharded.grad = None
+    with WholeView():
+        loss = (sharded * OTHER).sum() * float(dist.get_rank() + 1)
+    loss.backward()
+    mean = sum(range(1, dist.get_world_size() + 1)) / dist.get_world_size()
+    torch.testing.assert_close(sharded.grad.full_tensor(), OTHER * mean)
 
 
 def test_gradients_are_averaged(ranks2):
     ranks2(_gradient)
 
 
-def _late_hook() -> str:
-    with _pair() as (sharded, _), WholeView():
-        try:
-            sharded.register_hook(print)
-        except ValueError as error:
-            return str(error)
-    return ""
+def _late_hook() -> None:
+    sharded, _ = _pair()
+    with WholeView(), pytest.raises(ValueError, match="before the run"):
+        sharded.register_hook(print)
 
 
 def test_a_hook_that_would_never_be_called_is_refused(ranks2):
-    assert all("before the run" in text for text in ranks2(_late_hook))
+    ranks2(_late_hook)
 
 
 # -- gathering -------------------------------------------------------------------------------------------------------
@@ -250,11 +243,8 @@ def test_a_hook_that_would_never_be_called_is_refused(ranks2):
 
 def _gather() -> None:
     dist.init_process_group("gloo")
-    n = dist.get_world_size()
-    meshes: list[Any] = [(init_device_mesh("cpu", (n,)), [Shard(0)])]
-    if n == 4:
-        meshes.append((init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)]))
-    for mesh, placements in meshes:
+    meshes = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    for mesh, placements in zip(meshes, ([Shard(0)], [Replicate(), Shard(0)]), strict=True):
         for dtype in (torch.float32, torch.bfloat16, torch.bool):
             for shape in ((7, 3), (1,), (8, 2, 2), (3, 0), (0, 3)):  # uneven, fewer rows than ranks, even, empty
                 torch.manual_seed(0)
@@ -271,49 +261,8 @@ def _gather() -> None:
                 assert found.untyped_storage().nbytes() == expected.untyped_storage().nbytes()  # no padding is kept
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_between_hosts_tensors_are_gathered_without_the_collective_that_crashes_gloo(ranks, world_size: int) -> None:
-    ranks(_gather, world_size=world_size)
-
-
-# -- what it costs ---------------------------------------------------------------------------------------------------
-
-
-def _seen_of_the_engine(stage: int) -> tuple[int, list[str]]:
-    """How many calls of one run the view looked at, and those of them that the engine made parameter by parameter."""
-    calls, own = 0, []
-    look = WholeView.__torch_function__
-
-    def counting(self: Any, func: Any, *args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        caller = _caller().f_code
-        if caller.co_filename.endswith(
-            ("comm/direct.py", "fsdp2/private.py", "_fsdp_param.py", "_fsdp_param_group.py")
-        ):
-            own.append(f"{func} in {caller.co_name}, {caller.co_filename}")
-        return look(self, func, *args)
-
-    trainer = zoo.make_trainer({"stage": stage, "min_unit_numel": 1}, max_epochs=1)
-    with mock.patch.object(WholeView, "__torch_function__", counting):
-        trainer.fit(zoo.Zoo(), DataLoader(zoo.RandomDataset(zoo.BATCH * 2 * 4), batch_size=zoo.BATCH))
-    return calls, own
-
-
-def _caller() -> Any:
-    """The frame that made the call, past those of the guards."""
-    frame: Any = sys._getframe(2)
-    while frame.f_code.co_filename.endswith("fsdp2/guards.py"):
-        frame = frame.f_back
-    return frame
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_view_looks_at_user_code_only(ranks2, stage: int) -> None:
-    """What the engine does for every parameter, thousands of times a step, is not looked at once more."""
-    for calls, own in ranks2(_seen_of_the_engine, stage):
-        assert calls
-        assert not own, own[0]
+def test_between_hosts_tensors_are_gathered_without_the_collective_that_crashes_gloo(ranks4) -> None:
+    ranks4(_gather)
 
 
 # -- inside a step ---------------------------------------------------------------------------------------------------
@@ -404,7 +353,7 @@ def _inside(settings: dict[str, Any]) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("settings", [{"stage": 3}, {"stage": 1}, {"stage": 3, "transport": "torch"}], ids=str)
+@pytest.mark.parametrize("settings", [{"stage": 3}, {"stage": 1}], ids=str)
 def test_a_step_sees_whole_tensors_without_a_mode(ranks2, settings: dict[str, Any]) -> None:
     assert ranks2(_inside, {**settings, **zoo.BLOCKS}) == [[3, 2], [3, 2]]
 
@@ -432,13 +381,13 @@ class ViewsItsWeights(zoo.Zoo):
             return loss * (batch[0] + 0).square().mean()
 
 
-def _viewing(settings: dict[str, Any]) -> int:
+def _viewing() -> int:
     torch._dynamo.reset()
     module, loader = ViewsItsWeights(), DataLoader(zoo.RandomDataset(zoo.BATCH * 2 * 4), batch_size=zoo.BATCH)
-    zoo.make_trainer(settings, max_epochs=1).fit(module, loader)
+    strategy = {"stage": 3, "units": ["Transposed"], "min_unit_numel": 1}
+    zoo.make_trainer(strategy, max_epochs=1).fit(module, loader)
     return len(module.losses)
 
 
-@pytest.mark.parametrize("settings", [{"stage": 3}, {"stage": 1}, {"stage": 3, "transport": "torch"}], ids=str)
-def test_views_that_a_forward_takes_and_drops_bring_no_mode(ranks2, settings: dict[str, Any]) -> None:
-    assert ranks2(_viewing, {**settings, "units": ["Transposed"], "min_unit_numel": 1}) == [4, 4]
+def test_views_that_a_forward_takes_and_drops_bring_no_mode(ranks2) -> None:
+    assert ranks2(_viewing) == [4, 4]

@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader
 from lightning_zero.comm.reads import Changes, HostCopies
 from tests.helpers import zoo
 
-pytestmark = pytest.mark.rest
-
 
 def _fit(name: str, strategy: Any, precision: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(5)

@@ -12,7 +12,6 @@ from tests.gpu.test_cuda import _fit
 from tests.helpers import zoo
 
 pytest.importorskip("deepspeed")
-pytestmark = pytest.mark.rest
 NUM_RANKS = min(torch.cuda.device_count(), 4) or 1
 
 

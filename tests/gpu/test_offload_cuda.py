@@ -21,7 +21,6 @@ from lightning_zero.callbacks import ChromeTrace
 from lightning_zero.comm.shards import local
 from tests.helpers import account, zoo
 
-pytestmark = pytest.mark.rest
 NUM_RANKS = min(torch.cuda.device_count(), 4) or 1
 KINDS = (
     "adam",

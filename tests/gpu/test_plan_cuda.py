@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from lightning_zero.callbacks import ZeroMonitor
 from tests.helpers import account, zoo
 
-pytestmark = pytest.mark.rest
 NUM_RANKS = min(torch.cuda.device_count(), 4) or 1
 SLACK_BYTES = 48 * 2**20
 """cuBLAS keeps workspaces (32 MiB on Hopper), and the allocator rounds each block up to 512 bytes."""

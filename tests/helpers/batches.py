@@ -15,11 +15,9 @@ from typing import Any
 from tests.helpers import zoo
 from tests.helpers.ranks import RankError, outcome
 
-RUNS_PER_JOB = 24
-SECONDS_PER_RUN = 60.0
-"""One run takes about half a second on a quiet machine."""
-SECONDS_PER_JOB = 240.0
-"""Below the limit of a test, so that a job that hangs shows its ranks' stacks."""
+RUNS_PER_JOB = 16
+SECONDS_PER_JOB = 50.0
+"""One run takes half a second; below the limit of a test, so that a job that hangs shows its ranks' stacks."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,11 @@ class Run:
     """Every rank initializes the module differently: rank 0's values are the ones that count."""
     refused: bool = False
     """All ranks are expected to raise: their errors are the result."""
+
+    @property
+    def shares(self) -> tuple[int, bool]:
+        """Runs in which this is equal share jobs."""
+        return self.world_size, not isinstance(self.strategy, str) and ("engine", "deepspeed") in self.strategy
 
 
 def reference(kind: str, world_size: int, different_seeds: bool = True) -> Run:
@@ -68,13 +71,15 @@ class Batches:
         waiting = [
             other
             for other in self._planned
-            if other not in self._known and other not in self._alone and other.world_size == run.world_size
+            if other not in self._known and other not in self._alone and other.shares == run.shares
         ]
-        return [run, *(other for other in waiting if other != run)][:RUNS_PER_JOB]
+        kind = zoo.KINDS.get(run.kind)
+        number = 2 if kind is not None and kind.compiles else RUNS_PER_JOB  # each takes some ten seconds
+        return [run, *(other for other in waiting if other != run)][:number]
 
     def _train(self, batch: list[Run]) -> None:
-        limit = min(SECONDS_PER_RUN * len(batch), SECONDS_PER_JOB)
-        by_rank = self._ranks(_train, batch, world_size=batch[0].world_size, timeout_seconds=limit)
+        world_size = batch[0].world_size
+        by_rank = self._ranks(_train, batch, world_size=world_size, timeout_seconds=SECONDS_PER_JOB)
         for run, *results in zip(batch, *by_rank, strict=True):
             self._known[run] = results
 

@@ -8,7 +8,7 @@ import io
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_zero.engines.fsdp2 import build
 from lightning_zero.private.torch import DisableTorchFunction
 from tests.helpers.pretrained import hugging_face
-from tests.helpers.zoo import BATCH, KINDS, WIDTH, Zoo, _MetricRecorder, make_trainer
+from tests.helpers.zoo import WIDTH, Zoo, make_trainer
 
 BLOCKS = {"min_unit_numel": 1}
 SETTINGS = {"stage": 3, **BLOCKS}
@@ -37,70 +37,6 @@ def everything_closes() -> Iterator[None]:
         yield
     finally:
         build.OPEN_BYTES, build.LEAST_BYTES = before
-
-
-# -- kinds of the zoo ------------------------------------------------------------------------------------------------
-
-
-def late(name: str) -> Any:
-    """A module of that kind that builds itself in ``configure_model``; ``None`` for those that have a way of theirs."""
-    module = KINDS[name].module()
-    if not isinstance(module, Zoo) or type(module).__init__ is not Zoo.__init__:
-        return None
-    if type(module).configure_model is not L.LightningModule.configure_model:
-        return None
-    for attribute in [n for n, _ in module.named_children()]:
-        delattr(module, attribute)
-    for attribute in [n for n, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]:
-        delattr(module, attribute)
-    built: list[bool] = []
-
-    def configure_model() -> None:
-        if not built:
-            built.append(True)
-            torch.manual_seed(7 + int(os.environ["RANK"]))  # rank 0's values count
-            module.build()
-
-    module.configure_model = configure_model
-    return module
-
-
-def of_zoo(names: Sequence[str]) -> list[tuple[str, str]]:
-    """``(kind, what differs)``; "" where nothing does, and "-" for kinds that cannot be built there."""
-    return [(name, _of_kind(name)) for name in names]
-
-
-def _of_kind(name: str) -> str:
-    if late(name) is None:
-        return "-"
-    results = []
-    for how in ("whole", "auto"):
-        try:
-            with everything_closes():
-                results.append(_fit(name, {**SETTINGS, "build": how}))
-        except Exception as error:
-            results.append(f"{type(error).__name__}: {error}")
-    whole, auto = results
-    if isinstance(whole, str) or isinstance(auto, str):
-        return "-" if whole == auto else f"{whole} / {auto}"
-    return ", ".join(
-        f"{what} {key}"
-        for what, one, other in zip(("losses", "weights", "metrics"), whole, auto, strict=True)
-        for key in {*one, *other}
-        if key not in one or key not in other or not torch.equal(torch.as_tensor(one[key]), torch.as_tensor(other[key]))
-    )
-
-
-def _fit(name: str, strategy: Any) -> Any:
-    kind, module = KINDS[name], late(name)
-    recorder = _MetricRecorder()
-    trainer = make_trainer(
-        strategy, max_steps=2, max_epochs=None, limit_val_batches=0, callbacks=[*kind.callbacks(), recorder],
-        **kind.trainer,
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(kind.dataset(), batch_size=BATCH))
-    weights = {key: value.detach().clone() for key, value in module.state_dict().items()}
-    return dict(enumerate(module.losses)), weights, recorder.metrics
 
 
 # -- what constructors do --------------------------------------------------------------------------------------------
@@ -234,11 +170,6 @@ class Odd(Zoo):
         self.body = nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyLinear(WIDTH), layers)
         self.body(torch.ones(2, WIDTH))
 
-    def compiled(self, layers: nn.Sequential) -> None:
-        self.body = torch.compile(layers, backend="eager")
-        with torch.no_grad():
-            self.register_buffer("seen", self.body(torch.ones(1, WIDTH)).sum())
-
     def loaded(self, layers: nn.Sequential) -> None:
         file = io.BytesIO()
         torch.save(layers.state_dict(), file)
@@ -287,7 +218,7 @@ class Odd(Zoo):
         self.start = {k: v.detach().clone() for k, v in self.state_dict().items()}
 
 
-ODD = ("spectral_norm", "lazy", "compiled", "loaded", "containers", "functional", "builds_in_threads")
+ODD = ("spectral_norm", "lazy", "loaded", "containers", "functional", "builds_in_threads")
 
 
 def odd_ones() -> list[tuple[str, list[str]]]:
@@ -295,8 +226,8 @@ def odd_ones() -> list[tuple[str, list[str]]]:
     return [(how, differences(Odd, {"how": how}, {})) for how in ODD]
 
 
-class Published(Zoo):
-    """A model of transformers' from config, alone or with weights of a folder."""
+class Pretrained(Zoo):
+    """A model of transformers' with the weights of a folder."""
 
     def build(self) -> None:
         self.model: Any = None
@@ -305,10 +236,7 @@ class Published(Zoo):
     def configure_model(self) -> None:
         if self.model is None:
             torch.manual_seed(5)
-            self.model = hugging_face(self.options["kind"])
-            if "path" in self.options:
-                self.model = type(self.model).from_pretrained(self.options["path"])
-            self.model.train()
+            self.model = type(hugging_face("llama")).from_pretrained(self.options["path"]).train()
 
     def on_train_start(self) -> None:
         self.start = {k: v.detach().clone() for k, v in self.state_dict().items()}
@@ -324,13 +252,13 @@ def loader() -> DataLoader[Any]:
     )
 
 
-def fit(make: Callable[..., Any], options: dict[str, Any], settings: dict[str, Any], **run: Any) -> Any:
+def fit(make: Callable[..., Any], options: dict[str, Any], settings: dict[str, Any]) -> Any:
     """``(losses, values at the start, after the run)``."""
     torch.manual_seed(1)
     module = make(**options)
     with everything_closes():
         trainer = make_trainer(settings, max_steps=2, max_epochs=None, limit_val_batches=0)
-        trainer.fit(module, loader(), **run)
+        trainer.fit(module, loader())
     gc.collect()
     return module.losses, module.start, {k: v.clone() for k, v in module.state_dict().items()}
 

@@ -58,34 +58,6 @@ class PenaltyFirst(Uses):
         return self.loss(batch) + penalty
 
 
-class PenaltyFound(Uses):
-    """The compiled function finds the parameters by itself, after the forward."""
-
-    def used(self, *unused: Any) -> Any:
-        return super().used(self.weights)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch) + 1e-2 * self.use()
-
-
-class PenaltyWithoutGrad(Uses):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            factor = 1 + 1e-2 * self.use(self.weights)
-        return self.loss(batch) * factor
-
-
-class WholeStep(Uses):
-    """``training_step`` itself, as ``torch.compile(module)`` has it."""
-
-    def build(self) -> None:
-        super().build()
-        self.training_step = self.compiled(self.training_step)  # type: ignore[method-assign]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch) + 1e-2 * self.used(self.weights)
-
-
 class _Reader(nn.Module):
     """A block that also multiplies with another block's weight."""
 
@@ -152,18 +124,13 @@ class WrittenInStep(Uses):
         return self.loss(batch)
 
 
-class WrittenInHook(WrittenInStep):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-    def on_train_batch_end(self, *unused: Any) -> None:
-        self.use(self.weights)
-
-
-class WrittenThroughData(WrittenInHook):
+class WrittenThroughData(Uses):
     def used(self, parameters: list[Tensor]) -> None:
         for p in parameters:
             p.data.mul_(0.99)
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        self.use(self.weights)
 
 
 class _Clamped(Block):
@@ -206,26 +173,6 @@ class ForwardInHook(Uses):
             self.seen.append(self(batch[0]).sum().item())
 
 
-class GradNorm(Uses):
-    def used(self, parameters: list[Tensor]) -> Tensor:
-        total = torch.zeros(())
-        for p in parameters:
-            if p.grad is not None:
-                total = total + p.grad.square().sum()
-        return total.sqrt()
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.seen.append(float(self.use(self.weights)))
-
-
-class GradsGiven(Uses):
-    def used(self, grads: list[Tensor]) -> Tensor:
-        return torch.stack([grad.norm() for grad in grads]).sum()
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.seen.append(float(self.use([p.grad for p in self.weights])))
-
-
 class GradsScaled(Uses):
     def used(self, parameters: list[Tensor]) -> None:
         with torch.no_grad():
@@ -250,9 +197,8 @@ class DataAssigned(Uses):
 USES: dict[str, type[Uses]] = {
     kind.__name__: kind
     for kind in (
-        PenaltyFirst, PenaltyFound, PenaltyWithoutGrad, WholeStep, WeightOfAnotherUnit, PenaltyBesideOutput,
-        WrittenInStep, WrittenInHook, WrittenThroughData, WrittenInForward, AverageInHook, ForwardInHook,
-        GradNorm, GradsGiven, GradsScaled,
+        PenaltyFirst, WeightOfAnotherUnit, PenaltyBesideOutput, WrittenInStep, WrittenThroughData, WrittenInForward,
+        AverageInHook, ForwardInHook, GradsScaled,
     )
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend  # what torch's own tests count with
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
@@ -29,16 +29,7 @@ class Compiled(zoo.Zoo):
 
     def build(self) -> None:
         self.net = zoo.Net()
-        self._compile("__init__")
-
-    def configure_model(self) -> None:
-        self._compile("configure_model")
-
-    def _compile(self, where: str) -> None:
-        how = FORMS.get(self.options["form"])
-        if how is not None and where == (
-            "configure_model" if "configure_model" in self.options["form"] else "__init__"
-        ):
+        if (how := FORMS.get(self.options["form"])) is not None:
             how(self, self.options["backend"])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,7 +37,7 @@ class Compiled(zoo.Zoo):
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
-        return self.options.get("loss", F.mse_loss)(self(x).tanh(), y)
+        return F.mse_loss(self(x).tanh(), y)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch)  # no .item() here: it would end a graph under DDP, too
@@ -62,34 +53,6 @@ class Lengths(Compiled):
         self.loss([t[:, None].repeat(1, 7, 1) for t in batch])
 
 
-class Halving(zoo.Block):
-    """Calls a method of tensors that is written in Python and asks ``super()``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.unflatten(-1, (2, -1)).flatten(-2))
-
-
-class Halves(Compiled):
-    def build(self) -> None:
-        self.net = zoo.Net(Halving)
-        self._compile("__init__")
-
-
-class ByHand(Compiled):
-    """Manual optimization, two micro-batches to a step."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        optimizer = self.optimizers()
-        for part in zip(*(t.split(2) for t in batch), strict=True):
-            loss = self.loss(part)
-            self.manual_backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-
 def _blocks(module: Compiled, backend: Any) -> None:
     for block in module.net.blocks:
         block.compile(backend=backend)
@@ -103,18 +66,7 @@ def _copy(module: Compiled, backend: Any) -> None:
     module.called = torch.compile(module.net, backend=backend)
 
 
-def _function(module: Compiled, backend: Any) -> None:
-    module.called = torch.compile(lambda x: module.net(x) * 1, backend=backend)
-    module.options["loss"] = torch.compile(F.mse_loss, backend=backend)
-
-
-FORMS: dict[str, Callable[[Compiled, Any], None]] = {
-    "blocks": _blocks,
-    "blocks in configure_model": _blocks,
-    "net": _net,
-    "copy beside": _copy,
-    "function": _function,
-}
+FORMS: dict[str, Callable[[Compiled, Any], None]] = {"blocks": _blocks, "net": _net, "copy beside": _copy}
 WHOLE = "module given to fit"
 
 
@@ -148,9 +100,9 @@ class _Count(Callback):
         self._counted.names = list(checkpoint["state_dict"])
 
 
-def count(form: str, strategy: Any, kind: type[Compiled] = Compiled, backend: str = BACKEND, **options: Any) -> Counted:
+def count(form: str, strategy: Any, kind: type[Compiled] = Compiled) -> Counted:
     """Fits two epochs, each with a short last batch and a validation."""
-    return _count(form, strategy, kind, CompileCounterWithBackend(backend), options)
+    return _count(form, strategy, kind, CompileCounterWithBackend(BACKEND))
 
 
 _registered: list[CompileCounterWithBackend] = []
@@ -167,10 +119,10 @@ def register() -> str:
 
 def count_setting(kind: type[Compiled], strategy: Any) -> Counted:
     """As :func:`count`, of what the strategy compiles with the backend of :func:`register`."""
-    return _count("none", strategy, kind, _registered[0], {})
+    return _count("none", strategy, kind, _registered[0])
 
 
-def _count(form: str, strategy: Any, kind: Any, counting: CompileCounterWithBackend, options: Any) -> Counted:
+def _count(form: str, strategy: Any, kind: Any, counting: CompileCounterWithBackend) -> Counted:
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(3)
@@ -178,7 +130,7 @@ def _count(form: str, strategy: Any, kind: Any, counting: CompileCounterWithBack
     given = torch.compile(module, backend=counting) if form == WHOLE else module
     counted = Counted()
     trainer = zoo.make_trainer(
-        strategy, callbacks=[_Count(counted, counting)], num_sanity_val_steps=0, limit_val_batches=2, **options
+        strategy, callbacks=[_Count(counted, counting)], num_sanity_val_steps=0, limit_val_batches=2
     )
     loaders = [DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH) for _ in range(2)]
     trainer.fit(given, *loaders)
@@ -191,27 +143,3 @@ def _count(form: str, strategy: Any, kind: Any, counting: CompileCounterWithBack
 def count_several(form: str, strategies: list[Any], kind: type[Compiled] = Compiled) -> list[Counted]:
     """One job on this rank: a run for each of ``strategies``."""
     return [count(form, strategy, kind) for strategy in strategies]
-
-
-def count_raw(form: str, steps: int = 3) -> tuple[int, int]:
-    """Graphs and breaks of ``fully_shard`` alone around the same blocks, of training only."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
-    torch._dynamo.reset()
-    counters.clear()
-    dist.init_process_group("gloo")
-    try:
-        torch.manual_seed(3)
-        counting = CompileCounterWithBackend(BACKEND)
-        module = nn.Module()
-        module.net = zoo.Net()
-        FORMS[form](module, counting)  # type: ignore[arg-type]
-        for block in module.net.blocks:  # type: ignore[union-attr]
-            fully_shard(block)
-        fully_shard(module.net)
-        for _ in range(steps):
-            module.net(torch.ones(zoo.BATCH, zoo.WIDTH)).sum().backward()
-        return counting.frame_count, sum(counters["graph_break"].values())
-    finally:
-        dist.destroy_process_group()

@@ -1,21 +1,19 @@
 """A small training that fails as its command line says: ``python failing.py HOW STAGE [WORD ...]``.
 
-STAGE: 1, 2, 3 or ``ddp``; ``deepspeed1`` and so on for that engine.
+STAGE: 1, 2 or 3; ``deepspeed1`` and so on for that engine.
 
-HOW: ``all`` (every rank raises in step 2), ``0`` or ``1`` (that rank does), ``kill0``, ``kill1``, ``none``,
-``forever``; ``swallow`` and ``blocks`` stand still while the run is being set up, in Python code that catches
-everything and in C++; ``early`` is rank 1's before the ranks meet.
+HOW: ``all`` (every rank raises in step 2), ``0`` (rank 0 does), ``forever``; ``swallow`` stands still while the run is
+being set up, in Python code that catches everything; ``early`` is rank 1's before the ranks meet.
 
 WORDS: ``saves`` (callbacks save on exceptions), ``again`` (the script catches the error and fits once more), ``same``
-(with the same module), ``sanity`` (with a validation), ``from=PATH`` (a checkpoint to begin from).
+(with the same module), ``logs`` (one of each rank).
 
-Files appear as it goes on: ``script<rank>``, ``setup<rank>``, ``sanity<rank>``, ``step<rank>``.
+Files appear as it goes on: ``script<rank>``, ``setup<rank>``, ``step<rank>``.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -31,7 +29,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint  
 from torch.utils.data import DataLoader  # noqa: E402
 
 from lightning_zero import ZeroStrategy  # noqa: E402
-from lightning_zero.launch.launcher import LaunchedDDP  # noqa: E402
 
 
 class Module(L.LightningModule):
@@ -47,11 +44,6 @@ class Module(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         Path(f"setup{RANK}").touch()
-        if self.how == "blocks":
-            if RANK == 0:
-                torch.distributed.barrier()
-            else:
-                time.sleep(300.0)
         while self.how == "swallow" and RANK == 0:
             try:
                 time.sleep(300.0)
@@ -63,13 +55,8 @@ class Module(L.LightningModule):
             torch.ones(80 if self.how != "forever" else 8_000_000, 8), batch_size=4, num_workers=int("saves" in WORDS)
         )
 
-    def val_dataloader(self) -> Any:
-        return DataLoader(torch.ones(80, 8), batch_size=4) if "sanity" in WORDS else []
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        Path(f"sanity{RANK}").touch()
-        time.sleep(0.5)
-        self.net(batch)
+    def on_train_start(self) -> None:
+        _say(f"trains in rank {RANK}")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         out = self.net(batch)
@@ -77,9 +64,6 @@ class Module(L.LightningModule):
             Path(f"step{RANK}").touch()
             if self.how in ("all", str(RANK)):
                 raise LookupError(f"rank {RANK} is not well")
-            if self.how == f"kill{RANK}":
-                time.sleep(1.0)  # its memory is looked at twice a second
-                os.kill(os.getpid(), signal.SIGKILL)
         return out.square().mean()
 
     def configure_optimizers(self) -> Any:
@@ -94,16 +78,15 @@ def _say(line: str) -> None:
 
 def fit(module: Module, name: str) -> L.Trainer:
     engine, stage = ("deepspeed", STAGE[-1]) if STAGE.startswith("deepspeed") else ("fsdp2", STAGE)
-    units = {"units": ["Linear"]} if engine == "fsdp2" else {}
-    strategy = LaunchedDDP() if STAGE == "ddp" else ZeroStrategy(engine=engine, stage=int(stage), **units)
+    more: Any = {"units": ["Linear"]} if engine == "fsdp2" else {}
+    strategy = ZeroStrategy(engine=engine, stage=int(stage), rank_logs="logs" if "logs" in WORDS else None, **more)
     saves = [OnExceptionCheckpoint("saved"), ModelCheckpoint("monitored", save_on_exception=True)]
     saves = saves if "saves" in WORDS else []
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_progress_bar=False,
         enable_model_summary=False, enable_checkpointing=bool(saves), callbacks=saves,
     )  # fmt: skip
-    begin = next((word.removeprefix("from=") for word in WORDS if word.startswith("from=")), None)
-    trainer.fit(module, ckpt_path=begin)
+    trainer.fit(module)
     total = sum(p.sum().item() for p in module.parameters())
     _say(f"FITTED {name} rank {RANK} steps {trainer.global_step} sum {total}")
     return trainer
@@ -115,9 +98,11 @@ if __name__ == "__main__":
     if "again" not in WORDS:
         fit(module, "first")
         sys.exit()
+    streams = sys.stdout, sys.stderr
     try:
         fit(module, "first")
     except Exception as error:
+        _say("STREAMS as before" if (sys.stdout, sys.stderr) == streams else "STREAMS of the run")
         _say(f"CAUGHT rank {RANK}: {type(error).__name__}: {error}")
     if "same" not in WORDS:
         module = Module("none")

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.system.commands import ROOT, started, wait_until
+
 HANG_SECONDS = 15.0
 """``timeout_seconds`` of the runs: what a rank that stops answering may cost. With 5 s a busy machine's ranks, one of
 them late with its data loader, ended before the fault."""
-_MARK = "LIGHTNING_ZERO_FAULT_TEST"
 
 
 @dataclass(frozen=True)
@@ -69,53 +68,26 @@ class Outcome:
     """``global_step`` of the newest checkpoint, read back."""
 
 
-def break_run(name: str, folder: Path, limit_seconds: float = 150.0) -> Outcome:
-    """Runs until the fault ``name`` has ended it, and for at most ``limit_seconds``."""
-    temporary = folder / "tmp"
-    temporary.mkdir(parents=True)
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "TMPDIR": str(temporary),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-        _MARK: str(folder),
-    }
-    with open(folder / "output.txt", "w+b") as output:
-        process = subprocess.Popen(
-            [sys.executable, __file__, name],
-            cwd=folder,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=hear_interrupts,
-        )
-        try:
-            wait_for(lambda: (folder / "fault").exists() or process.poll() is not None, limit_seconds)
+def break_run(name: str, folder: Path) -> Outcome:
+    """Runs until the fault ``name`` has ended it."""
+    # A worker of a data loader has a socket in there, whose path may have 107 bytes: pytest's own folders are too long
+    with tempfile.TemporaryDirectory(prefix="lz-", dir="/tmp") as temporary:
+        env = {"PYTHONPATH": str(ROOT), "TMPDIR": temporary, "PYTHONUNBUFFERED": "1"}
+        with started(sys.executable, __file__, name, cwd=folder, **env) as program:
+            program.until(lambda: (folder / "fault").exists() or program.has_ended())
+            assert (folder / "fault").exists(), "it ended before the fault"
             if name == "interrupt":
-                os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-            code = process.wait(limit_seconds)
-            _wait_at_most(lambda: not marked_processes(folder), 60.0)
+                os.killpg(program.process.pid, signal.SIGINT)  # as a terminal does
+            code = program.wait()
+            wait_until(lambda: not program.processes(), 10.0)
             ended = time.time()
-            left = marked_processes(folder)
-        finally:
-            for pid in map(int, marked_processes(folder)):
-                os.kill(pid, signal.SIGKILL)
-    text = (folder / "output.txt").read_text(errors="replace")
-    assert (folder / "fault").exists(), f"ended before the fault:\n{text}"
-    began = float((folder / "fault").read_text())
-    outcome = Outcome(code, ended - began, text, [f"process {pid}" for pid in left])
-    _wait_at_most(lambda: not _files_left(folder, temporary), 60.0)  # a killed process closes its sockets last
-    outcome.left_behind += _files_left(folder, temporary)
+            left = [f"process {pid}" for pid in program.processes()]
+            output = program.output
+        outcome = Outcome(code, ended - float((folder / "fault").read_text()), output, left)
+        wait_until(lambda: not _files_left(folder, Path(temporary)), 5.0)  # a killed process gives its files back last
+        outcome.left_behind += _files_left(folder, Path(temporary))
     outcome.checkpoint_step = _newest_step(folder)
     return outcome
-
-
-def hear_interrupts() -> None:
-    """In a new process: a shell without a terminal starts what it starts in the background deaf to Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _files_left(folder: Path, temporary: Path) -> list[str]:
@@ -135,31 +107,6 @@ def _newest_step(folder: Path) -> int:
     assert state["optimizer_states"]
     assert all(value.isfinite().all() for value in state["state_dict"].values())
     return int(state["global_step"])
-
-
-def wait_for(condition: Callable[[], bool], limit_seconds: float = 100.0) -> None:
-    """Until ``condition`` holds; the limit is for a machine that is busy with other things."""
-    _wait_at_most(condition, limit_seconds)
-    assert condition(), f"not within {limit_seconds} s"
-
-
-def _wait_at_most(condition: Callable[[], bool], limit_seconds: float) -> None:
-    deadline = time.monotonic() + limit_seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-def marked_processes(folder: Path, mark: str = _MARK) -> list[str]:
-    """Numbers of the processes that were started, directly or not, with ``mark`` set to ``folder``."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (entry / "environ").read_bytes().split(b"\0")
-            if f"{mark}={folder}".encode() in variables and "Z" not in (entry / "stat").read_text().split()[2]:
-                found.append(entry.name)
-        except OSError:
-            continue
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------

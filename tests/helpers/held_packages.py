@@ -1,6 +1,6 @@
 """Kinds of :mod:`tests.helpers.held` that are made of public packages, each named where it is used.
 
-``PACKAGED`` says which packages a kind needs; ``compare`` trains kinds on the calling rank, under DDP and each stage.
+``PACKAGED`` says which packages a kind needs; ``train`` trains one on the calling rank.
 """
 
 from __future__ import annotations
@@ -36,11 +36,6 @@ LEFT_OUT = {
 
 MADE_EARLY = {"torch_ema"}
 """They take values in ``__init__``, before ranks have rank 0's."""
-
-
-def stages(kind: str, engine: str) -> list[int]:
-    """Those that are compared."""
-    return [stage for stage in (1, 2, 3) if (kind, engine, stage) not in LEFT_OUT]
 
 
 def missing(kind: str) -> str | None:
@@ -211,15 +206,3 @@ def train(name: str, strategy: str | dict[str, Any], different_seeds: bool = Tru
     models.find_packages()
     KINDS.update(PACKAGE_KINDS)
     return zoo.train(name, strategy, different_seeds and name not in MADE_EARLY)
-
-
-def compare(names: list[str], engines: tuple[str, ...]) -> dict[tuple[str, str, int], float | str]:
-    """(kind, engine, stage) -> this rank's difference from DDP, or the error."""
-    found: dict[tuple[str, str, int], float | str] = {}
-    for name in names:
-        reference = train(name, PACKAGE_KINDS[name].reference)
-        for engine in engines:
-            for stage in stages(name, engine):
-                settings = {"engine": engine, "stage": stage, **(zoo.BLOCKS if engine == "fsdp2" else {})}
-                found[name, engine, stage] = zoo.difference([train(name, settings)], [reference]).largest
-    return found

@@ -1,8 +1,7 @@
-"""Runs of 16 ranks on one machine, forked after importing: one rank is slow, ends, or stops.
+"""Runs of 16 ranks on one machine, forked after importing: one rank is slow, or is killed.
 
-``python -m tests.helpers.many_ranks FOLDER CASE...`` runs each case (``slow``, ``kill``, ``stop``, or the form of a
-checkpoint that is saved before the last step; then a strategy of :data:`STRATEGIES`, as ``kill-zero3``) one after the
-other and prints a line of JSON for each: :class:`Seen`.
+``python -m tests.helpers.many_ranks FOLDER CASE...`` runs each of :data:`CASES` that is named and prints a line of JSON
+for it: :class:`Seen`.
 """
 
 from __future__ import annotations
@@ -25,15 +24,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, ODD, STEPS, BATCH, WIDTH = 16, 9, 4, 2, 8
 OPEN_FILES = 256
-FORMS = ("file", "sharded")
-LIMIT_SECONDS = 4.0
-"""``timeout_seconds`` of a run in which a rank stops."""
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "zero1": {"stage": 1},
-    "zero3": {"stage": 3},
-    "groups": {"stage": 3, "shard_size": 4},
-    "halves": {"stage": 3, "shard_size": 8},
+CASES: dict[str, dict[str, Any]] = {
+    "save": {"stage": 3, "shard_size": 8, "checkpoint": "sharded"},
+    "kill": {"stage": 3},
 }
+"""``save``: before the last step, and one rank is slow. ``kill``: one rank in mid-run."""
 
 
 @dataclass
@@ -65,11 +60,11 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         if self.global_rank == ODD:
-            if self.how == "slow":
+            if self.how == "save":
                 time.sleep(0.1)
-            elif self.how in ("kill", "stop") and index == 2:
+            elif index == 2:
                 (self.folder / "fault").touch()
-                os.kill(os.getpid(), signal.SIGKILL if self.how == "kill" else signal.SIGSTOP)
+                os.kill(os.getpid(), signal.SIGKILL)
         loss = self.net(batch).square().mean()
         with open(self.folder / f"losses{self.global_rank}", "a", encoding="utf-8") as file:
             file.write(f"{loss.item()!r}\n")  # no collective of its own, which would be the one that fails
@@ -83,7 +78,7 @@ class Module(L.LightningModule):
         (self.folder / f"{name}{self.global_rank}").write_text(str(sockets))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        if self.how in FORMS and index == STEPS - 2:
+        if self.how == "save" and index == STEPS - 2:
             self.trainer.save_checkpoint(self.folder / "saved.ckpt")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -124,18 +119,15 @@ def _run(case: str, folder: Path) -> Seen:
             super().teardown()
             module.count("ended")
 
-    how, _, name = case.partition("-")
     folder.mkdir()
-    limit = LIMIT_SECONDS if how == "stop" else 600.0
-    options = {**STRATEGIES[name], "checkpoint": how if how in FORMS else "file"}
-    strategy = Counting(**options, min_unit_numel=1, timeout_seconds=limit, start_method="fork")
+    strategy = Counting(**CASES[case], min_unit_numel=1, timeout_seconds=600.0, start_method="fork")
     trainer = L.Trainer(
         accelerator="cpu", devices=RANKS, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
     seen = Seen()
     try:
-        trainer.fit(Module(str(folder), how))
+        trainer.fit(Module(str(folder), case))
     except BaseException as error:
         if not (folder / "fault").exists():
             raise

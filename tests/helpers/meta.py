@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import torch
@@ -13,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from tests.helpers.pretrained import hugging_face
-from tests.helpers.zoo import Net, Zoo, make_strategy, make_trainer
+from tests.helpers.zoo import Net, Zoo, make_trainer
 
 
 class Mixed(nn.Module):
@@ -95,7 +94,7 @@ MODELS: dict[str, Any] = {
     "half initialized": lambda: HalfInitialized(resets=False),
     "scaled": Scaled,
     "masked": Masked,
-    **{kind: lambda kind=kind: Sum(hugging_face(kind)) for kind in ("gpt2", "llama", "bert", "t5", "mixtral")},
+    "llama": lambda: Sum(hugging_face("llama")),
 }
 
 
@@ -149,20 +148,6 @@ def fit(kind: str, strategy: Any, device: str = "meta", ckpt_path: str | None = 
     return module.losses, module.start, {k: v.clone() for k, v in module.state_dict().items()}
 
 
-def fills(kind: str, strategy: Any, ckpt_path: str | None) -> int:
-    """How many times in a run linear layers draw values for weights that lie in memory."""
-    found, draw = 0, nn.Linear.reset_parameters
-
-    def counted(self: nn.Linear) -> None:
-        nonlocal found
-        found += not self.weight.is_meta
-        draw(self)
-
-    with mock.patch.object(nn.Linear, "reset_parameters", counted):
-        fit(kind, strategy, ckpt_path=ckpt_path)
-    return found
-
-
 def differences(kind: str, strategy: Any) -> list[str]:
     """Names of what differs from ordinary construction: losses, values at the start and at the end."""
     ordinary, born = fit(kind, strategy, "cpu"), fit(kind, strategy)
@@ -183,15 +168,12 @@ def validate(kind: str, strategy: Any) -> list[float]:
     return sums
 
 
-def init_module(strategy: Any, seeds_differ: bool) -> Any:
+def init_module(strategy: Any) -> Any:
     """A module built under ``trainer.init_module(empty_init=True)``; where it lay, and its weights after a fit."""
     trainer = make_trainer(strategy, max_steps=1, limit_val_batches=0)
     with trainer.init_module(empty_init=True):
         module = Zoo()
     lay = {p.device.type for p in module.parameters()}
-    torch.manual_seed(int(os.environ["RANK"]) if seeds_differ else 7)
+    torch.manual_seed(int(os.environ["RANK"]))
     trainer.fit(module, DataLoader(torch.utils.data.TensorDataset(*[torch.zeros(8, 8)] * 2), batch_size=2))
     return lay, {k: v.clone() for k, v in module.state_dict().items()}
-
-
-__all__ = ["Built", "differences", "fills", "fit", "init_module", "make_strategy", "validate"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,10 +145,10 @@ def dataset() -> TensorDataset:
     return TensorDataset(torch.randn(size, 5, generator=generator), torch.randn(size, 3, generator=generator))
 
 
-def loader(moment: str, world_size: int, num_workers: int = 0) -> Any:
+def loader(moment: str, world_size: int) -> Any:
     if moment == "mid-epoch, stateful":
         return StatefulLoader(dataset(), GLOBAL_BATCH // world_size)
-    return DataLoader(dataset(), batch_size=GLOBAL_BATCH // world_size, shuffle=True, num_workers=num_workers)
+    return DataLoader(dataset(), batch_size=GLOBAL_BATCH // world_size, shuffle=True)
 
 
 class _SaveAt(L.Callback):
@@ -226,8 +226,7 @@ def run(
         use_distributed_sampler=moment != "mid-epoch, stateful",
         **{"max_epochs": 100, **options},
     )
-    num_workers = 0
-    trainer.fit(module, loader(moment, world_size, num_workers), ckpt_path=resume)
+    trainer.fit(module, loader(moment, world_size), ckpt_path=resume)
     if path and save_at is None:
         trainer.save_checkpoint(path)
     weights = {key: value.detach().clone() for key, value in module.state_dict().items()}
@@ -270,11 +269,6 @@ class Move:
         return not (self.target == "ddp" and self.moment == "mid-epoch")
 
 
-AXES: tuple[Sequence[Any], ...] = (
-    STRATEGIES, WORLD_SIZES, FORMS, STRATEGIES, WORLD_SIZES, FORMS, tuple(STOPS), tuple(MODULES)
-)  # fmt: skip
-
-
 def all_moves() -> Iterator[Move]:
     """Every strategy, world size and form to every other, with the moments and module kinds in turn."""
     rest = itertools.cycle(itertools.product(STOPS, MODULES))
@@ -294,32 +288,6 @@ def moves_of_groups() -> Iterator[Move]:
     for source, target in ways:
         move = Move(*source, *target, *next(rest))
         yield move if move.possible else Move(*source, *target, "epoch end", move.kind)
-
-
-def pairwise_moves(seed: int = 0) -> list[Move]:
-    """Few moves in which every two values of every two axes meet (greedy, so not the fewest)."""
-    generator = random.Random(seed)
-    pairs = {
-        (i, a, j, b)
-        for (i, one), (j, other) in itertools.combinations(enumerate(AXES), 2)
-        for a in one
-        for b in other
-        if Move(*[a if k == i else b if k == j else axis[0] for k, axis in enumerate(AXES)]).possible
-    }
-    moves = []
-    while pairs:
-        candidates = [Move(*(generator.choice(axis) for axis in AXES)) for _ in range(200)]
-        best = max((m for m in candidates if m.possible), key=lambda m: len(_pairs_of(m) & pairs))
-        gained = _pairs_of(best) & pairs
-        if gained:
-            moves.append(best)
-            pairs -= gained
-    return moves
-
-
-def _pairs_of(move: Move) -> set[tuple[int, Any, int, Any]]:
-    values = [getattr(move, name) for name in Move.__dataclass_fields__]
-    return {(i, a, j, b) for (i, a), (j, b) in itertools.combinations(enumerate(values), 2)}
 
 
 TOLERANCES = {"features": 2e-5, "two optimizers": 2e-5, "fp16": 2e-2}

@@ -514,15 +514,19 @@ RESUMED: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-def fit_and_save(name: str, strategy: Any, path: str, num_steps: int, resume: str | None = None) -> dict[str, Tensor]:
-    """Trains ``RESUMED[name]`` up to ``num_steps``, from a checkpoint if one is given; the weights."""
-    torch.manual_seed(3)
-    module = Configured(make=RESUMED[name])
-    trainer = make_trainer(strategy, max_steps=num_steps, max_epochs=-1, limit_val_batches=0)
-    # one batch, so that any number of ranks sees the same
-    trainer.fit(module, DataLoader(_OneBatch(), batch_size=BATCH), ckpt_path=resume)
-    trainer.save_checkpoint(path)
-    return {key: value.detach().clone() for key, value in module.state_dict().items()}
+def fit_and_save(strategy: Any, path: str, num_steps: int, resume: str | None = None) -> dict[str, dict[str, Tensor]]:
+    """Trains each of ``RESUMED`` up to ``num_steps``, from its checkpoint at ``resume`` if that is given; weights."""
+    weights = {}
+    for number, (name, make) in enumerate(RESUMED.items()):
+        torch.manual_seed(3)
+        module = Configured(make=make)
+        trainer = make_trainer(strategy, max_steps=num_steps, max_epochs=-1, limit_val_batches=0)
+        # one batch, so that any number of ranks sees the same
+        loader = DataLoader(_OneBatch(), batch_size=BATCH)
+        trainer.fit(module, loader, ckpt_path=None if resume is None else f"{resume}-{number}.ckpt")
+        trainer.save_checkpoint(f"{path}-{number}.ckpt")
+        weights[name] = {key: value.detach().clone() for key, value in module.state_dict().items()}
+    return weights
 
 
 class _ByMeanLoss(ConfiguredByHand):

@@ -31,16 +31,21 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-STARTUP_SECONDS = 120.0
+STARTUP_SECONDS = 50.0
 """Importing torch and lightning on a busy machine."""
 GRACE_SECONDS = 0.3
 """After the first failure: how long other ranks may still report theirs, and stacks may still be written."""
 LOG_TAIL_CHARACTERS = 6000
+READY, SPENT = b"ready", b"spent"
+"""Of a worker that can take a job, and of one that must not take another."""
+MOST_GROUPS_LEFT = 8
+"""In a worker. The threads of each wake a hundred times a second beside all later jobs; a new worker costs a second."""
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -93,10 +98,6 @@ class RankPool:
             worker.kill()
         self._workers.clear()
 
-    @property
-    def pids(self) -> list[int]:
-        return [worker.process.pid for worker in self._workers]
-
     def run(
         self,
         fn: Callable[..., Any],
@@ -131,8 +132,10 @@ class RankPool:
         return results
 
     def _ready_workers(self, world_size: int) -> list[_Worker]:
-        self._workers = [worker if worker.alive else _Worker() for worker in self._workers]
         self._workers += [_Worker() for _ in range(world_size - len(self._workers))]
+        for number, worker in enumerate(self._workers[:world_size]):
+            if not worker.alive or not worker.wait_until_ready():
+                self._workers[number] = _Worker()
         workers = self._workers[:world_size]
         for worker in workers:
             worker.wait_until_ready()
@@ -194,23 +197,26 @@ class _Worker:
     def alive(self) -> bool:
         return not self._log.closed and self.process.poll() is None
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self) -> bool:
+        """``False``: it has ended, as too many process groups of earlier jobs lived on in it."""
         if self._ready:
-            return
+            return True
         if self.results.poll(STARTUP_SECONDS):
             with contextlib.suppress(EOFError):
-                assert self.results.recv_bytes() == b"ready"
-                self._ready = True
-                return
+                self._ready = self.results.recv_bytes() == READY
+                if not self._ready:
+                    self.kill()
+                return self._ready
         log = self.output()
         self.kill()
-        raise RuntimeError(f"a worker did not start within {STARTUP_SECONDS} s:\n{log}")
+        raise RuntimeError(f"a worker was not ready within {STARTUP_SECONDS} s:\n{log}")
 
     def start(self, env: dict[str, str], job: bytes) -> None:
         self._log_start = os.fstat(self._log.fileno()).st_size
         self._jobs.send((env, job))
 
     def reset(self) -> None:
+        self._ready = False
         self._jobs.send(None)
 
     def output(self) -> str:
@@ -367,6 +373,7 @@ def _fork_on_request(fd: int) -> None:
     import lightning_zero
 
     lightning_zero.ZeroStrategy  # noqa: B018  (imports the strategy, Lightning and torch with it)
+    import_module("lightning_zero.engines.fsdp2.engine")
     torch.set_num_threads(1)
     gc.freeze()  # the collection after each job need not walk through torch
     requests = socket.socket(fileno=fd)
@@ -414,7 +421,7 @@ def _serve(jobs_fd: int, results_fd: int) -> None:
     _show_crashes()
     outer_env = dict(os.environ)
     results = Connection(results_fd, readable=False)
-    results.send_bytes(b"ready")
+    results.send_bytes(READY)
     imported = len(sys.modules)
     for job in _jobs(Connection(jobs_fd, writable=False)):
         if job is None:
@@ -423,6 +430,7 @@ def _serve(jobs_fd: int, results_fd: int) -> None:
             if len(sys.modules) > imported:
                 gc.freeze()  # nor through these imports; after each job it would keep for ever what is let go later
                 imported = len(sys.modules)
+            results.send_bytes(READY if _groups_left() <= MOST_GROUPS_LEFT else SPENT)
             continue
         env, call = job
         _reset({**outer_env, **env})
@@ -433,6 +441,11 @@ def _serve(jobs_fd: int, results_fd: int) -> None:
             answer = pickle.dumps((type(error).__name__, traceback.format_exc()))
         sys.stdout.flush()
         results.send_bytes(answer)
+
+
+def _groups_left() -> int:
+    """Process groups that something of earlier jobs holds."""
+    return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
 
 
 def _jobs(connection: Connection) -> Iterator[Any]:
@@ -489,6 +502,13 @@ def _reset(env: dict[str, str]) -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
+
+
+def job_store() -> Any:
+    """Where the ranks of a job tell each other how far they are. Only ``add`` waits until the others can see it."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
 
 
 def outcome(fn: Callable[..., Any], *args: Any) -> tuple[str, str]:

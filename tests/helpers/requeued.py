@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -51,7 +50,6 @@ class Numbered(L.LightningModule):
     def __init__(self, steps: int = 60, step_seconds: float = 0.1) -> None:
         super().__init__()
         self.steps, self.step_seconds = steps, step_seconds
-        self.dies = os.environ.get("DIES", "").split()  # "life:step", what rank 1 does not survive
         self.net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
 
     def train_dataloader(self) -> Any:
@@ -60,9 +58,7 @@ class Numbered(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = (self.net(batch) - batch.roll(1, dims=1)).square().mean()
         mean = self.all_gather(loss.detach()).mean().item()
-        life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", os.environ.get("SLURM_RESTART_COUNT", "0")))
-        if self.trainer.world_size > 1 and self.global_rank == 1 and f"{life}:{self.global_step}" in self.dies:
-            os.kill(os.getpid(), signal.SIGKILL)
+        life = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if self.global_rank == 0:
             with open(os.environ["LOSSES"], "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": self.global_step, "loss": mean, "life": life}) + "\n")

@@ -119,6 +119,11 @@ class Memory:
     unit: float
     parameters: float
 
+    @property
+    def beyond(self) -> list[int]:
+        """Ranks that took more than they may, and 8 MiB of buffers, which do not grow with the model."""
+        return [rank for rank, bound in enumerate(self.bounds) if self.saving[rank] > bound + 8]
+
 
 def measure(form: str, ranks: Any, width: int, num_units: int, is_short: bool = False) -> Memory:
     """Saves after one step and resumes, on two ranks at stage 3; ``is_short``: the host says that nothing is free.

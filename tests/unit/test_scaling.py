@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -81,24 +79,7 @@ def test_checkpoints_and_start():
     assert scaling.start_seconds(many, Cluster()) > scaling.start_seconds(SEVEN, Cluster())
 
 
-def test_sockets_are_those_that_were_measured():
-    """The page's tables of ranks, one with a unit per layer: the most of any rank, which is rank 0's."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| (ddp|zero1|zero3|zero3, groups) \| (\d+) \| (\d+) \|", page, flags=re.MULTILINE)
-    assert len(rows) == 2 * 23
-    for ranks, strategy, sockets, threads in rows:
-        shard_size = max(int(ranks) // 8, 2) if strategy == "zero3, groups" else None  # as benchmarks/ranks.py
-        most = scaling.host_sockets(int(ranks), 0, strategy, shard_size)
-        # where many ask the store at once, connections for reads, one a rank, come after the middle of so short a run
-        least = most - (int(ranks) if strategy != "ddp" and int(ranks) >= 32 else 0)
-        assert least <= int(sockets) <= most, (ranks, strategy)
-        expected = scaling.HOST_THREADS if shard_size is None else scaling.HOST_THREADS_OF_GROUPS
-        assert strategy == "ddp" or int(threads) == expected
-        of_ddp = scaling.host_sockets(int(ranks), 0, "ddp")
-        assert scaling.host_sockets(int(ranks), 0, "zero3", shard_size) <= 2 * of_ddp + 16
-
-
-@pytest.mark.parametrize("ranks", [2, 8, 64, 512, 4096])
+@pytest.mark.parametrize("ranks", [2, 64, 4096])
 def test_what_ranks_agree_on_stays_small_however_many_there_are(ranks):
     """The tree is that of the package; on accelerators at most 64 sockets, also with HSDP's two communicators."""
     edges = [len(tree.children(rank, ranks)) + bool(rank) for rank in range(ranks)]
@@ -112,9 +93,3 @@ def test_what_ranks_agree_on_stays_small_however_many_there_are(ranks):
 def test_impossible_runs_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         replace(SEVEN, **wrong)
-
-
-def test_the_page_shows_what_the_module_says():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
-    (found,) = re.findall(r"<!-- table.*?-->\n(.*?)<!-- end of table -->", page, flags=re.DOTALL)
-    assert found.strip() == scaling.tables().strip()

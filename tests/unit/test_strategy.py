@@ -104,8 +104,7 @@ def test_a_rank_of_an_earlier_run_with_more_devices_is_told_so(monkeypatch: pyte
 
 
 def test_a_strategy_that_knows_its_own_device_has_no_list_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's: the Trainer of each worker sees one device, whatever its local rank (tests/integration/test_schedulers.py
-    has Ray itself)."""
+    """Ray's: the Trainer of each worker sees one device, whatever its local rank."""
 
     class OfRay(ZeroStrategy):
         root_device = torch.device("cpu")

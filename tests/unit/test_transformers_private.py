@@ -12,8 +12,6 @@ from lightning_zero.private.check import check
 
 pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.rest  # importing transformers takes seconds
-
 
 def test_the_table() -> None:
     pytest.importorskip("transformers.core_model_loading")

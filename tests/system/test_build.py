@@ -1,0 +1,26 @@
+"""Memory of a rank that builds a module of which it keeps a part."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import born
+from tests.helpers.ranks import ROOT
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_a_rank_holds_what_the_plan_counts():
+    """One rank of eight, whose others are not there: half of the module is the root's, which is whole at the end."""
+    pytest.importorskip("transformers")
+    sizes = {**born.SEVEN_BILLION, "hidden_size": 1024, "num_hidden_layers": 6, "vocab_size": 32000}
+    sizes |= {"intermediate_size": 2752, "num_attention_heads": 8, "num_key_value_heads": 8}
+    job = json.dumps({"world_size": 8, "device": "cpu", "sizes": sizes, "room_gib": 4})
+    command = [sys.executable, "-m", "tests.helpers.born", job]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["peak"] == pytest.approx(found["planned"], rel=0.1)
+    assert found["peak"] < 0.7 * 4 * found["parameters"]  # never whole

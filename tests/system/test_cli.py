@@ -1,0 +1,236 @@
+"""The command line beside training: what it makes of the main job's checkpoint, what it refuses before any process
+starts, and what it says of itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_zero
+from tests.system.commands import SMALL, run_imported
+
+EVALUATION = [word for word in SMALL if not word.startswith("trainer.max_steps")]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sharded one of the main job's after three steps on two ranks."""
+    folder = tmp_path_factory.mktemp("run")
+    words = *SMALL, "trainer.limit_train_batches=3", "strategy.checkpoint=sharded", "hydra.run.dir=."
+    done = run_imported("fit", "experiment=main_job", *words, cwd=folder)
+    assert done.returncode == 0
+    for said in ("held-out perplexity", "sample:", "checkpoint: "):
+        assert said in done.stdout
+    return sorted(folder.rglob("checkpoint.json"))[-1].parent
+
+
+def test_validate_test_and_predict(checkpoint, tmp_path):
+    words = *EVALUATION, "trainer.devices=2", f"ckpt_path='{checkpoint}'"
+    for command, said in (("validate", "val_perplexity"), ("test", "test_perplexity")):
+        done = run_imported(command, *words, cwd=tmp_path)
+        assert done.returncode == 0
+        assert said in done.stdout
+    words += "trainer.limit_predict_batches=4", "strategy.start_method=popen", "hydra.run.dir=predicted"
+    done = run_imported("predict", *words, cwd=tmp_path)
+    assert done.returncode == 0
+    files = sorted(path.name for path in (tmp_path / "predicted").glob("*.pt"))
+    assert files == ["predictions-rank0.pt", "predictions-rank1.pt"]
+
+
+def test_convert_there_and_back(checkpoint, tmp_path):
+    one, two, three = (str(tmp_path / name) for name in ("one.ckpt", "two.ckpt", "three.ckpt"))
+    for source, target, form in ((str(checkpoint), one, "file"), (one, two, "sharded"), (two, three, "file")):
+        done = run_imported("convert", source, target, cwd=tmp_path)
+        assert done.returncode == 0
+        assert done.stdout.strip().endswith(f"{target} ({form})")
+    first, last = (torch.load(path, weights_only=True) for path in (one, three))
+    assert list(first) == list(last)
+    assert first["state_dict"].keys() == last["state_dict"].keys()
+    assert all(torch.equal(first["state_dict"][k], last["state_dict"][k]) for k in first["state_dict"])
+    for mine, other in zip(first["optimizer_states"], last["optimizer_states"], strict=True):
+        for index, state in mine["state"].items():
+            assert all(torch.equal(state[k], other["state"][index][k]) for k in state)
+    assert sorted(os.listdir(tmp_path)) == ["one.ckpt", "three.ckpt", "two.ckpt"]  # no scratch is left
+
+
+def test_convert_refuses_what_it_cannot_do(checkpoint, tmp_path):
+    folder = str(checkpoint)
+    for arguments, said in (
+        (("nowhere.ckpt", "x.ckpt"), "Checkpoint file not found: "),
+        ((folder, folder), "already exists"),
+        ((folder, "x.ckpt", "--format", "zip"), "invalid choice: 'zip'"),
+        ((f"{folder}/..", "x.ckpt"), "checkpoint.json is missing, so it is no sharded checkpoint"),
+        ((folder, "x", "--format", "safetensors", "--prefix", "nothing"), "does not begin with it"),
+    ):
+        _refused("convert", *arguments, said=said, folder=tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+CONVERTS = """
+from lightning_zero.checkpoint.convert import convert
+from tests.helpers.saving import Peak
+
+for source, target in (("one.ckpt", "two.ckpt"), ("two.ckpt", "three.ckpt")):
+    with Peak() as peak:
+        convert(source, target)
+    print("took", peak.extra_mib)
+"""
+
+
+def test_converting_takes_one_tensor_of_memory(tmp_path):
+    """206 MiB in 6 tensors, both ways: as read and in its place, and a bit for the buffers of files."""
+    state = {f"w{i}": torch.full((3000, 3000), float(i)) for i in range(6)}
+    torch.save({"state_dict": state, "pytorch-lightning_version": "2.6.6"}, tmp_path / "one.ckpt")
+    done = run_imported("-c", CONVERTS, cwd=tmp_path)
+    took = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("took")]
+    assert len(took) == 2
+    assert max(took) < 2 * state["w0"].nbytes / 2**20 + 8
+    assert torch.equal(torch.load(tmp_path / "three.ckpt", mmap=True)["state_dict"]["w5"], state["w5"])
+
+
+def test_a_gpt2_goes_to_from_pretrained(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="pip install lightning-zero[examples]")
+    done = run_imported(
+        *("fit", "experiment=gpt2_zero2", "trainer.max_steps=2", "data.block_size=32", "hydra.run.dir=."),
+        *("+model.config.n_layer=2", "+model.config.n_embd=64", "+model.config.n_head=2"),
+        *("data.vocab_size=300", "data.max_characters=20000"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0
+    path = sorted(tmp_path.rglob("*.ckpt"))[-1]
+    done = run_imported("convert", str(path), "out", "--format", "safetensors", cwd=tmp_path)
+    assert done.returncode == 0
+    model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+    saved = lightning_zero.load_checkpoint(path)["state_dict"]
+    assert {name.removeprefix("model.") for name in saved} == model.state_dict().keys()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, saved[f"model.{name}"].clone()), name
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def _refused(*command: str, said: str, folder: Path, code: int = 2) -> None:
+    """One message, before any process starts."""
+    done = run_imported(*command, cwd=folder)
+    assert done.returncode == code, command
+    assert said in done.stdout.partition("error: ")[2], command
+    assert "Traceback" not in done.stdout, command
+    assert "Initializing distributed" not in done.stdout, command
+
+
+def test_fit_refuses_what_cannot_run(tmp_path):
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
+    for overrides, said in (
+        ("strategy=zero4", "did you mean"),
+        ("strategy.stagee=1", "did you mean strategy.stage?"),
+        ("strategy.stage=4", "stage=4: use one of 1, 2, 3"),
+        ("trainer.max_steps=abc", "'abc'"),
+        ("launcher.name=remote", "launcher.name='remote'"),
+        ("model=custom model._target_=broken.MyModule", "No module named 'nothing_of_that_name'"),
+    ):
+        _refused("fit", "trainer.devices=2", *overrides.split(), said=said, folder=tmp_path)
+    _refused("fit", "ckpt_path=nowhere/x.ckpt", *SMALL, said="not found: nowhere/x.ckpt", folder=tmp_path, code=1)
+
+
+def test_plan_refuses_what_it_cannot_plan(tmp_path):
+    for override, said in (
+        ("plan.headroom=1.5", "plan.headroom=1.5"),
+        ("plan.batch=[0,3]", "plan.batch=[0, 3]"),
+        ("trainer.devices=many", "trainer.devices='many'"),
+        ("trainer.precision=fp8", "precision='fp8'"),
+    ):
+        words = "plan.device_memory_gib=1", *(word for word in EVALUATION if word != override)
+        _refused("plan", *words, override, said=said, folder=tmp_path)
+
+
+def test_submit_refuses_what_cannot_run(tmp_path):
+    for words, said in (
+        ("launcher=slurm trainer.devices=2", "launcher.tasks_per_node=2"),
+        ("launcher=slurm launcher.gpus_per_node=4 trainer.devices=2", "launcher.gpus_per_node=2"),
+        ("launcher=slurm trainer.num_nodes=3", "launcher.nodes=3"),
+        ("launcher=slurm launcher.nodes=0", "launcher.nodes=0: use a whole number, 1 or more"),
+        ("launcher=local", "use submit launcher=slurm"),
+    ):
+        _refused("submit", "--dry-run", *words.split(), said=said, folder=tmp_path)
+
+
+def test_submit_with_dry_run_only_writes(tmp_path):
+    done = run_imported(
+        *("submit", "--dry-run", "launcher=slurm", "launcher.nodes=4", "launcher.gpus_per_node=8"),
+        *("launcher.time_minutes=240", "strategy=zero3", "data.batch_size=4", 'launcher.extra=["--constraint=h100"]'),
+        *("launcher.setup=[module load cuda]", "hydra.run.dir=job"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0
+    script = (tmp_path / "job" / "job.sbatch").read_text()
+    for line in (
+        "#SBATCH --nodes=4",
+        "#SBATCH --ntasks-per-node=8",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --time=240",
+        "#SBATCH --signal=USR1@120",
+        "#SBATCH --requeue",
+        "#SBATCH --constraint=h100",
+        "module load cuda",
+        "  trainer.devices=8 \\",
+        "  trainer.num_nodes=4 \\",
+        "  data.batch_size=4 \\",
+        "  trainer=gpu \\",
+    ):
+        assert line in script.splitlines()
+    assert "launcher" not in script
+    assert subprocess.run(["bash", "-n", str(tmp_path / "job" / "job.sbatch")], check=False).returncode == 0
+
+
+def test_plan_as_table_and_json(tmp_path):
+    words = "trainer.devices=8", "trainer.num_nodes=4", "trainer.precision=bf16-mixed"
+    words += "trainer.accumulate_grad_batches=2", "plan.device_memory_gib=80", "plan.json=plan.json"
+    done = run_imported("plan", *words, *EVALUATION, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "take zero1: needs" in done.stdout
+    assert "32 rank(s), micro-batch 16, 2 per optimizer step" in done.stdout
+    made = json.loads((tmp_path / "plan.json").read_text())
+    assert (made["world_size"], made["choice"]) == (32, "zero1")
+    assert "Initializing distributed" not in done.stdout
+
+
+def test_zero_auto_a_monitor_and_traces(tmp_path):
+    words = "strategy=zero_auto", "callbacks=zero_monitor", "profile=true", "trainer.devices=2", *EVALUATION
+    done = run_imported("fit", *words, "trainer.max_steps=6", "hydra.run.dir=run", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.count("zero_auto takes zero1: needs") == 1
+    assert "ZeroMonitor" in done.stdout
+    for rank in (0, 1):
+        events = json.loads((tmp_path / "run" / f"trace-rank{rank}.json").read_text())["traceEvents"]
+        assert any("reduce_scatter" in event.get("name", "") for event in events)
+
+
+def test_help_and_config_say_what_can_be_set(tmp_path):
+    assert "fit" in run_imported("--help", cwd=tmp_path).stdout
+    assert lightning_zero.__version__ in run_imported("--version", cwd=tmp_path).stdout
+    helped = run_imported("fit", "--help", cwd=tmp_path)
+    assert helped.returncode == 0
+    choices = re.search("^strategy: (.*)$", helped.stdout, re.MULTILINE)
+    assert choices
+    assert {"ddp", "zero1", "zero2", "zero3_offload_deepspeed"} <= set(choices[1].split(", "))
+    with_config = run_imported("fit", "seed=7", "--help", cwd=tmp_path).stdout  # Hydra's own, from the same template
+    assert with_config.startswith(helped.stdout)
+    assert "seed: 7" in with_config.removeprefix(helped.stdout)
+    config = run_imported("fit", "--cfg", "job", "strategy=zero1", cwd=tmp_path).stdout
+    assert "stage: 1" in config
+    assert run_imported("nonsense", cwd=tmp_path).returncode == 2
+
+
+def test_help_through_a_pipe_that_closes():
+    command = f"{sys.executable} -m lightning_zero fit --help | head -n 1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 141)
+    assert "BrokenPipe" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stdout.splitlines()) == 1

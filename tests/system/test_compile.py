@@ -1,0 +1,263 @@
+"""``torch.compile`` under ZeRO, beyond the kinds of ``test_parity_compiled``: graphs, the setting, parameters that
+compiled code uses outside of their unit's forward, checkpoints.
+
+A failure of the losses says that something was traced away that had to run, or that a graph was given a parameter that
+was away; more graphs from one epoch to the next, that a guard stands on something of ours that changes; another break,
+that a hook of ours is traced.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.helpers import compiling, zoo
+from tests.helpers.compiled_uses import USES, DataAssigned, seen, seen_of_each
+from tests.helpers.compiling import BACKEND, WHOLE, Compiled, Counted, Lengths, count_several
+from tests.helpers.ranks import outcome
+
+UNITS = "skipping FSDP hooks", "lightning_zero gathers"
+"""Where a graph ends at a unit: ``fully_shard``'s hooks and ours beside them."""
+
+
+def _settings(stage: int, **more: Any) -> dict[str, Any]:
+    return {"stage": stage, "engine": "fsdp2", **zoo.BLOCKS, **more}
+
+
+STRATEGIES = ["ddp", _settings(1), _settings(3), {"engine": "deepspeed", "stage": 2}]
+
+
+# -- graphs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["blocks", "net"])
+def test_graphs_are_those_of_ddp(ranks2, form):
+    """Compiled blocks make no other graph, and a compiled network ends them at its units alone."""
+    compiled, plain = (ranks2(count_several, each, STRATEGIES) for each in (form, "none"))
+    for of_rank, plain_of_rank in zip(compiled, plain, strict=True):
+        ddp = of_rank[0]
+        for strategy, found, uncompiled in zip(STRATEGIES, of_rank, plain_of_rank, strict=True):
+            assert found.losses == uncompiled.losses, strategy
+            assert found.names == ddp.names, strategy
+            assert found.graphs[-1] == found.graphs[len(found.graphs) // 2 - 1] > 0, (strategy, found.graphs)
+            foreign = [reason for reason in found.breaks if not any(unit in reason for unit in UNITS)]
+            assert len(foreign) <= len(ddp.breaks), (strategy, foreign)
+            if form == "blocks":
+                assert (found.graphs, found.breaks) == (ddp.graphs, {}), strategy
+
+
+def test_sequence_lengths_compile_when_ddps_do(ranks2):
+    """The first other length is compiled with a dimension that varies, and then no more."""
+    for of_rank in ranks2(count_several, "net", ["ddp", _settings(3)], Lengths):
+        grows = [[a != b for a, b in pairwise([0, *found.graphs])] for found in of_rank]
+        assert grows[1] == grows[0], [found.graphs for found in of_rank]
+        assert sum(grows[0]) > 1
+
+
+# -- the setting -----------------------------------------------------------------------------------------------------
+
+
+class Printing(zoo.Block):
+    """What no graph holds: with ``fullgraph`` it cannot be compiled."""
+
+    def forward(self, x: Any) -> Any:
+        print(end="")
+        return super().forward(x)
+
+
+class OnePrints(Compiled):
+    def build(self) -> None:
+        super().build()
+        self.net.blocks[1] = Printing()
+
+
+class InALoop(nn.Module):
+    """Where a graph would break inside a loop, Dynamo leaves all of the code around it to eager, and says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(zoo.WIDTH, zoo.WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = self.layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+class TwoLoop(Compiled):
+    def build(self) -> None:
+        super().build()
+        self.net.blocks[0], self.net.blocks[1] = InALoop(), InALoop()
+
+
+class LooksAtCopies(Compiled):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for block in self.net.blocks:
+            assert block.__getstate__().keys().isdisjoint({"forward", "_compiled_call_impl"})  # of copies and pickles
+
+
+class Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _setting(settings: dict[str, Any], kind: Any, **more: Any) -> tuple[Counted, Counted, list[str]]:
+    """A run with the setting, one without, and what was said."""
+    said = Said()
+    logging.getLogger("lightning_zero").addHandler(said)
+    units = {"target": "units", "backend": compiling.register(), **more}
+    try:
+        compiled = compiling.count_setting(kind, {**settings, "compile": units})
+        plain = compiling.count("none", "ddp" if settings["engine"] == "deepspeed" else settings, kind)
+    finally:
+        logging.getLogger("lightning_zero").removeHandler(said)
+    return compiled, plain, said.lines
+
+
+@pytest.mark.parametrize(("engine", "stage"), [("fsdp2", 3), ("deepspeed", 2)])
+def test_the_setting_compiles_units(ranks2, engine, stage):
+    for found, plain, said in ranks2(_setting, _settings(stage, engine=engine), LooksAtCopies):
+        assert found.losses == plain.losses
+        assert found.names == plain.names
+        assert found.graphs[0] == 1  # of three equal blocks
+        assert found.graphs[-1] == found.graphs[len(found.graphs) // 2 - 1]
+        assert (found.breaks, said, found.left_behind) == ({}, [], 0)
+
+
+def _that_cannot() -> list[tuple[Counted, Counted, list[str]]]:
+    return [_setting(_settings(3), OnePrints, fullgraph=True), _setting(_settings(3), TwoLoop)]
+
+
+def test_units_that_cannot_be_compiled_are_named(ranks2):
+    """Also each of two equal ones, at whose code Dynamo looks once."""
+    names = ["net.blocks.1"], ["net.blocks.0", "net.blocks.1"]
+    for rank, runs in enumerate(ranks2(_that_cannot)):
+        for (found, plain, said), missing in zip(runs, names, strict=True):
+            assert found.losses == plain.losses
+            assert len(said) == (len(missing) if rank == 0 else 0)
+            for line, name in zip(said, missing, strict=False):
+                assert line.startswith(f"compile='units': {name!r} is not compiled")
+
+
+def test_an_unknown_backend_is_refused(ranks2):
+    settings = _settings(3, compile={"target": "units", "backend": "inducktor"})
+    for name, text in ranks2(outcome, compiling.count, "none", settings):
+        assert name == "ValueError"
+        assert text.startswith("compile.backend='inducktor': torch.compile knows ")
+
+
+@pytest.mark.parametrize("form", ["blocks", "copy beside", WHOLE])
+def test_deepspeed_refuses_compiled_modules_at_stage_3(ranks2, form):
+    for name, text in ranks2(outcome, compiling.count, form, {"engine": "deepspeed", "stage": 3}):
+        assert name == "ValueError"
+        assert "is compiled, but DeepSpeed gathers" in text
+        assert "use engine='fsdp2' or stage=2" in text
+
+
+# -- parameters outside of their unit's forward ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [list(USES)[::2], list(USES)[1::2]], ids=", ".join)
+def test_compiled_code_uses_whole_parameters(ranks2, names):
+    for found in ranks2(seen_of_each, names, _settings(3), BACKEND):
+        for name, (plain, compiled) in found.items():
+            # a compiled sum adds the gradients of one parameter in another order
+            assert compiled == pytest.approx(plain, rel=1e-6), name
+
+
+@pytest.mark.parametrize("name", ["PenaltyFirst", "WrittenInStep"])
+def test_inductor_uses_whole_parameters(ranks2, name):
+    """Its kernels read memory by address, where no operator could be looked at."""
+    if shutil.which("g++") is None and shutil.which("c++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    for found in ranks2(seen_of_each, [name], _settings(3), "inductor"):
+        plain, compiled = found[name]
+        assert compiled == pytest.approx(plain, rel=1e-5)  # kernels of its own add up in another order
+
+
+def test_assigned_data_is_refused(ranks2):
+    for name, text in ranks2(outcome, seen, DataAssigned, _settings(3), BACKEND):
+        assert name != "ok"
+        assert "compiled code assigns p.data" in text
+
+
+# -- all loops and checkpoints ---------------------------------------------------------------------------------------
+
+
+class Lived(Compiled):
+    """Its every loop has something to compare."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(outputs["loss"].item())
+
+
+def _loader() -> Any:
+    return DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH)
+
+
+def _fresh(form: str) -> Any:
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    return Lived(form=form, backend=BACKEND)
+
+
+def _lived(form: str, path: str) -> list[float]:
+    """One epoch, a checkpoint in ``path``, and what the other loops then say, of the same module."""
+    module, losses = _fresh(form), Losses()
+    trainer = zoo.make_trainer(_settings(3), callbacks=[losses], limit_val_batches=2, max_epochs=1)
+    trainer.fit(module, _loader(), _loader())
+    trainer.save_checkpoint(path)
+    seen = [*losses.seen, trainer.callback_metrics["val_loss"].item()]
+    trainer = zoo.make_trainer(_settings(3), limit_val_batches=2, limit_test_batches=2, limit_predict_batches=3)
+    seen.append(trainer.validate(module, _loader(), verbose=False)[0]["val_loss"])
+    seen.append(trainer.test(module, _loader(), verbose=False)[0]["test_loss"])
+    return seen + [out.sum().item() for out in trainer.predict(module, _loader()) or []]
+
+
+def _resumed(form: str, path: str) -> list[float]:
+    """The second epoch."""
+    losses = Losses()
+    trainer = zoo.make_trainer(_settings(3), callbacks=[losses], limit_val_batches=0)
+    trainer.fit(_fresh(form), _loader(), ckpt_path=path)
+    return losses.seen
+
+
+def _life(form: str, folder: str) -> dict[str, tuple[list[float], list[float]]]:
+    """What is compared -> uncompiled, compiled."""
+    plain, compiled = f"{folder}/plain.ckpt", f"{folder}/compiled.ckpt"
+    ways = {"all loops": (_lived("none", plain), _lived(form, compiled))}
+    straight = _resumed("none", plain)
+    return ways | {"resumed": (straight, _resumed(form, plain)), "and back": (straight, _resumed("none", compiled))}
+
+
+def test_all_loops_and_checkpoints(ranks2, tmp_path: Path):
+    """A checkpoint holds nothing of the compilation: each reads the other's."""
+    for found in ranks2(_life, "copy beside", str(tmp_path)):
+        for what, (plain, compiled) in found.items():
+            assert compiled == plain, what
+            assert len(plain) >= 6

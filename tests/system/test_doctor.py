@@ -1,0 +1,44 @@
+"""``lightning-zero doctor``: it finds what is here, says what is missing, and cannot hang."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero.app import doctor
+from lightning_zero.engines.deepspeed import ops as deepspeed_ops
+from tests.helpers.peer_memory import MAY_READ
+from tests.system.commands import MODULE, run
+
+FORBIDDEN = "no: the system forbids it (a container's seccomp profile, kernel.yama.ptrace_scope), so ranks use sockets"
+
+
+def test_the_command(tmp_path: Any) -> None:
+    done = run(*MODULE, "doctor", "--json", cwd=tmp_path)
+    assert done.returncode == 0
+    found = json.loads(done.stdout[done.stdout.index("{") : done.stdout.rindex("}") + 1])  # deepspeed may print, too
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["two processes"]["gloo"] == "works"
+    assert found["two processes"]["each other's memory"] == ("works" if MAY_READ else FORBIDDEN)
+    assert "GiB free in /dev/shm" in found["hardware"]["shared memory"]
+    assert found["backends"]["gloo"] == "available"
+    pytest.importorskip("deepspeed")
+    for op in ("cpu_adam", "async_io"):
+        said = found["deepspeed ops"][op]
+        missing = deepspeed_ops.why_not(op)
+        assert said == f"no: {missing}" if missing else said in ("built", "can be built")
+
+
+def test_two_processes_that_do_not_meet(monkeypatch: Any) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    said = doctor.collective_works("gloo", timeout_seconds=50)
+    assert said.startswith("no: ")
+    assert "nowhere0" in said
+
+
+def test_two_processes_that_may_not_read_each_other() -> None:
+    forbidden = "from lightning_zero.comm import peer_memory\npeer_memory._read_memory = lambda *args: -1\n"
+    assert doctor._two_processes(forbidden + doctor._READER, "gloo", 50.0) == FORBIDDEN

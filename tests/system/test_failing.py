@@ -1,0 +1,97 @@
+"""A run that fails says so once, in a few lines, and what ranks did alike they survive together."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from tests.system.commands import ROOT, SMALL, run_imported
+
+FAILING = str(ROOT / "tests" / "helpers" / "failing.py")
+
+
+def fail(folder: Path, *words: str, script: str = FAILING) -> tuple[int, list[str]]:
+    """Exit code and lines of a run of ``tests/helpers/failing.py``."""
+    env = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+    done = run_imported(script, *words, cwd=folder, **env)
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_an_error_of_all_ranks_is_shown_once_and_saved(tmp_path):
+    """Collective saves on exceptions: all ranks have raised at the same place."""
+    code, lines = fail(tmp_path, "all", "3", "saves")
+    text = "\n".join(lines)
+    assert code == 1
+    assert len(lines) <= 40
+    assert text.count("Traceback (most recent call last)") == 1
+    assert text.count("in training_step") == 1
+    assert "all ranks failed alike, rank 0 with" in text
+    assert "rank 1 is not well" not in text
+    (monitored,) = (tmp_path / "monitored").glob("*.ckpt")
+    for path in (tmp_path / "saved" / "on_exception.ckpt", monitored):
+        assert torch.load(path, weights_only=False)["global_step"] == 2
+
+
+def test_deepspeeds_ranks_that_raised_alike_save_and_fit_again(tmp_path):
+    code, lines = fail(tmp_path, "all", "deepspeed3", "saves", "again", "same")
+    assert code == 0
+    assert [path.name for path in (tmp_path / "monitored").glob("*=2.ckpt")] == ["epoch=0-step=2.ckpt"]
+    assert any("Resuming in mid-epoch" in line for line in lines)  # from the other one, which goes when the run is done
+    _assert_fitted_again(lines)
+
+
+def test_a_script_started_by_another_path_fits_again(tmp_path):
+    """Rank 0 knows its script as ``<folder>/../failing.py``, rank 1, which does not begin it anew, by the path that it
+    was started with. Streams are the program's own between runs, and logs have the output of each run."""
+    shutil.copy(FAILING, tmp_path)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    code, lines = fail(folder, "all", "3", "again", "logs", script="../failing.py")
+    assert code == 0
+    logs = [(folder / "logs" / f"rank{rank}.log").read_text() for rank in (0, 1)]
+    _assert_fitted_again([*lines, *logs[1].splitlines()])
+    assert "STREAMS as before" in lines
+    assert "STREAMS" not in logs[0]
+    assert [log.count("trains in rank") for log in logs] == [2, 2]
+
+
+def _assert_fitted_again(lines: list[str]) -> None:
+    text = "\n".join(lines)
+    assert "CAUGHT rank 0: LookupError: rank 0" in text
+    assert "CAUGHT rank 1: LookupError: rank 1" in text
+    results = [line.split("rank ")[1][2:] for line in lines if line.startswith("FITTED second")]
+    assert len(results) == 2
+    assert len(set(results)) == 1  # the same weights on both
+    assert "FITTED first" not in text
+
+
+def test_an_error_of_one_rank_is_not_hidden_by_a_save(tmp_path):
+    code, lines = fail(tmp_path, "0", "2", "saves", "again")
+    text = "\n".join(lines)
+    assert code == 1
+    assert text.count("no checkpoint is saved after this error") == 1
+    assert "CAUGHT rank 0: LookupError: rank 0 is not well" in text
+    assert "another run in this script is not possible" in text
+    assert "rank 1 did not raise it" in text
+    assert "FITTED" not in text
+    assert not list(tmp_path.glob("*/*.ckpt"))
+
+
+def test_a_damaged_checkpoint_is_one_message_and_the_rest_in_a_log(tmp_path):
+    (tmp_path / "x.ckpt").write_bytes(b"no checkpoint")
+    words = "ckpt_path=x.ckpt", "strategy=zero3", "trainer.devices=2", *SMALL, "hydra.run.dir=job"
+    done = run_imported("fit", *words, "strategy.start_method=popen", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 1
+    assert "x.ckpt is truncated, damaged" in done.stdout
+    assert "Traceback" not in done.stdout
+    assert sum(line.startswith("lightning-zero: error: ") for line in done.stdout.splitlines()) == 1
+    assert "Traceback" in (tmp_path / "job" / "ranks" / "rank0.log").read_text()
+
+
+def test_a_rank_that_fails_before_the_ranks_meet_is_not_waited_for(tmp_path):
+    code, lines = fail(tmp_path, "early", "3")
+    assert code == 1
+    assert "rank 0 has ended because of that (RankLost: another rank ended before all had met" in lines[-1]
+    assert sum("LookupError: rank 1 is not well" in line for line in lines) == 2

@@ -1,0 +1,108 @@
+"""What a new user types in the first hour, beside what test_readme.py types."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+from types import SimpleNamespace
+
+from tests.system.commands import SMALL, console_script, run, run_imported
+from tests.system.test_readme import MY_PACKAGE
+
+WITHOUT_STEPS = [word for word in SMALL if not word.startswith("trainer.max_steps")]
+OWN_APP = """
+import hydra
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg):
+    print("stage", cfg.strategy.get("stage"))
+    return 1.5
+
+main()
+"""
+
+
+def test_a_module_in_the_working_folder_is_found_in_every_rank(tmp_path):
+    """By the console script, whose own folder is what Python puts on sys.path, with a job that changes folder, in a
+    package that says ``pytorch_lightning``."""
+    package = MY_PACKAGE.replace("import lightning as L", "import pytorch_lightning as L")
+    assert package != MY_PACKAGE
+    (tmp_path / "my_package.py").write_text(package)
+    done = run(
+        *(console_script(), "fit", "model=custom", "model._target_=my_package.MyModule"),
+        *("data=custom", "data._target_=my_package.MyData", "trainer.devices=2", "trainer.max_steps=3"),
+        *("callbacks=none", "trainer.enable_progress_bar=false", "hydra.run.dir=run", "hydra.job.chdir=true"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["ranks"] == 2
+
+
+def test_switches_of_the_trainer_leave_out_what_they_switch_off(tmp_path):
+    """The default callbacks hold a progress bar and checkpoints; beside the switches Lightning refuses them. The last
+    metrics are there without a logger, too."""
+    switches = "trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false", "trainer.logger=false"
+    callbacks = "callbacks=[default,rich_bar,best_checkpoint,lr_monitor]"
+    done = run_imported("fit", callbacks, *switches, *SMALL, "hydra.run.dir=run", cwd=tmp_path)
+    assert done.returncode == 0
+    for switch in switches:
+        assert done.stdout.count(f"{switch}: left out ") == 1
+    folder = tmp_path / "run"
+    assert json.loads((folder / "result.json").read_text())["metrics"]["loss"] > 0
+    assert not list(folder.rglob("*.ckpt"))
+    assert not (folder / "metrics.csv").exists()
+
+
+def test_a_sweep_of_an_own_app_ends_with_a_table_only_if_asked(tmp_path):
+    """The app builds no Trainer: a job is finished because it has returned."""
+    (tmp_path / "app.py").write_text(OWN_APP)
+    (tmp_path / "conf").mkdir()
+    for asks in (False, True):
+        asked = "  - override hydra/callbacks: compare_runs\n" if asks else ""
+        config = (
+            f"defaults:\n  - strategy: zero3\n  - _self_\n{asked}hydra:\n  searchpath: [pkg://lightning_zero.conf]\n"
+        )
+        (tmp_path / "conf" / "config.yaml").write_text(config)
+        done = run_imported("app.py", "-m", "strategy=zero1,zero2", f"hydra.sweep.dir=sweep-{asks}", cwd=tmp_path)
+        assert done.returncode == 0
+        assert "stage 2" in done.stdout
+        assert ("\njob " in done.stdout) == asks
+        assert (tmp_path / f"sweep-{asks}" / "comparison.txt").exists() == asks
+    table = done.stdout.split("\njob ")[-1].splitlines()
+    assert table[0].split()[-1] == "returned"
+    assert [line.split()[-1] for line in table[2:4]] == ["1.5", "1.5"]
+
+
+def test_callbacks_loggers_name_and_tags(tmp_path):
+    done = run_imported(
+        *("fit", "callbacks=[default,early_stopping,best_checkpoint,rich_bar,lr_monitor]", "logger=csv"),
+        *(*WITHOUT_STEPS, "trainer.max_epochs=2", "trainer.limit_train_batches=4"),
+        *("trainer.log_every_n_steps=1", "task_name=mine", "tags=[a,b]", "hydra.run.dir=run"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0
+    folder = tmp_path / "run"
+    header = (folder / "metrics.csv").read_text().splitlines()[0]
+    assert {"step", "loss", "val_loss", "lr-AdamW/pg1"} <= set(header.split(","))
+    assert list((folder / "checkpoints").glob("best-*.ckpt"))
+    assert (folder / "checkpoints" / "last.ckpt").is_file()
+    assert (folder / "mine.log").is_file()
+    assert "tags:\n- a\n- b" in (folder / "config.yaml").read_text()
+
+
+def test_a_project_made_by_init_passes_its_own_test(tmp_path, monkeypatch):
+    folder = tmp_path / "mine"
+    assert run_imported("init", str(folder), cwd=tmp_path).returncode == 0
+    assert subprocess.run(["bash", "-n", str(folder / "train.sbatch")], check=False).returncode == 0
+    again = run_imported("init", str(folder), cwd=tmp_path)
+    assert again.returncode == 2
+    assert "give a new folder's name" in again.stdout
+
+    def without_imports(command, *, check, cwd, timeout):
+        assert check
+        assert run_imported(*command[1:], cwd=cwd).returncode == 0
+
+    test = runpy.run_path(str(folder / "test_project.py"))["test_zero3_on_two_processes_is_ddp_on_two"]
+    monkeypatch.setitem(test.__globals__, "subprocess", SimpleNamespace(run=without_imports))
+    test(tmp_path)

@@ -1,0 +1,49 @@
+"""The first Ctrl-C or SIGTERM ends a run, at whatever moment it comes. test_faults.py has Ctrl-C in mid-training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.system.commands import ROOT, started
+from tests.system.test_failing import FAILING
+
+
+def press(folder: Path, number: int, after: str, *words: str) -> tuple[int, str]:
+    """Exit code and output of a run that gets ``number`` once ``after`` exists, when its last process has ended. The
+    runs have no end of their own, and ranks wait far longer for each other."""
+    with started(sys.executable, "-W", "ignore", FAILING, *words, cwd=folder, PYTHONPATH=str(ROOT)) as program:
+        program.until(lambda: (folder / after).exists() or program.has_ended())
+        if number == signal.SIGINT:
+            os.killpg(program.process.pid, number)  # as a terminal does
+        else:
+            program.process.send_signal(number)
+        code = program.wait()
+        program.until(lambda: not program.processes())
+        return code, program.output
+
+
+def test_while_ranks_start(tmp_path):
+    """Rank 1 imports, rank 0 waits for it."""
+    code, _ = press(tmp_path, signal.SIGTERM, "script1", "forever", "3")
+    assert code == -signal.SIGTERM
+    assert not (tmp_path / "step0").exists()
+
+
+def test_python_code_that_catches_everything(tmp_path):
+    code, _ = press(tmp_path, signal.SIGINT, "setup0", "swallow", "3")
+    assert code == 1
+    assert (tmp_path / "swallowed").exists()
+
+
+def test_with_a_save_all_ranks_end_after_the_same_step(tmp_path):
+    code, output = press(tmp_path, signal.SIGINT, "step0", "forever", "3", "saves")
+    assert code == 1
+    assert "Traceback" not in output
+    saved = torch.load(tmp_path / "saved" / "on_exception.ckpt", weights_only=False)
+    assert saved["global_step"] >= 3
+    assert all(value.isfinite().all() for value in saved["state_dict"].values())

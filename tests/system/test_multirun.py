@@ -1,0 +1,94 @@
+"""Sweeps of jobs with several ranks each. test_readme.py types one that runs its jobs in its own process."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.system.commands import MODULE, ROOT, SMALL, run, run_imported
+
+
+def test_jobs_in_workers_of_another_launcher(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="hydra-joblib-launcher is not installed")
+    done = run(
+        *(*MODULE, "fit", "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "strategy=ddp,zero2"),
+        *("trainer.devices=2", *SMALL, "callbacks.progress=null", "trainer.enable_progress_bar=false"),
+        "hydra.sweep.dir=sweep",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0
+    folders = [tmp_path / "sweep" / str(job) for job in range(2)]
+    for folder in folders:
+        assert sorted(path.name for path in (folder / "ranks").iterdir()) == ["rank0.log", "rank1.log"]
+    losses = [json.loads((folder / "result.json").read_text())["metrics"]["loss"] for folder in folders]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # the order of fp32 sums differs
+
+
+def test_a_failing_job_does_not_stop_the_others_and_fails_the_sweep(tmp_path):
+    words = "model.num_heads=3,2", "trainer.devices=2", *SMALL, "callbacks=none", "hydra.sweep.dir=sweep"
+    done = run_imported("fit", "-m", *words, "trainer.enable_progress_bar=false", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "did not finish" in done.stdout
+    assert (tmp_path / "sweep" / "1" / "result.json").is_file()
+
+
+ENUM_APP = """
+import enum, os, subprocess, sys, tempfile, threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+
+import lightning_zero
+
+class Mode(enum.Enum):
+    A = 1
+    B = 2
+
+@dataclass
+class Config:
+    mode: Mode = Mode.A
+    when: str = "${now:%f}"
+    name: str = "${mode}-${hydra:job.num}"
+
+ConfigStore.instance().store(name="config", node=Config)
+
+@hydra.main(version_base="1.3", config_name="config")
+def main(cfg):
+    from hydra.core.hydra_config import HydraConfig
+    from lightning_zero.launch.hydra_job import job_command
+
+    said = f"{cfg.mode!r} {cfg.when} {cfg.name} {HydraConfig.get().runtime.output_dir}"
+    if "CHILD" in os.environ:
+        print(said)
+        return
+    def check(exact):
+        with tempfile.TemporaryDirectory() as folder:
+            command = job_command([sys.executable, __file__], Path(folder))
+            other = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CHILD": "1"})
+            if exact:
+                assert other.stdout.strip() == said, (other, said)
+            else:
+                assert "hydra.mode=RUN" in command and other.returncode == 0, (command, other)
+                assert other.stdout.split()[0] == said.split()[0], (other, said)  # the same member
+    check(True)
+    if cfg.mode is Mode.A:
+        return print("same config", cfg.name)
+    thread = threading.Thread(target=check, args=(False,))  # out of sight of Hydra's frames
+    thread.start()
+    thread.join()
+    print("same config", cfg.name)
+
+main()
+"""
+
+
+def test_another_process_gets_the_jobs_own_answers(tmp_path):
+    """Clocks, the number within the sweep, enum members: what a second look at the command line would get wrong."""
+    (tmp_path / "app.py").write_text(ENUM_APP)
+    done = run("app.py", "-m", "mode=B,A", "hydra.sweep.dir=sweep", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0
+    assert "same config B-0" in done.stdout.replace("Mode.", "")
+    assert "same config A-1" in done.stdout.replace("Mode.", "")

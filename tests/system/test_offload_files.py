@@ -1,0 +1,252 @@
+"""``offload="nvme"`` of engine ``fsdp2``: as ``offload="cpu"``, digit by digit, in less memory; what lies where.
+
+What a failure localises: one kind alone, to what the kind names; every kind with AdamW and not with SGD, to states in
+files; all, to shards there. Times beside DeepSpeed's are ``benchmarks/offload_files.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader
+
+from lightning_zero import OffloadConfig
+from lightning_zero.checkpoint.paged_file import PagedFile
+from lightning_zero.engines.fsdp2.files import FileShards
+from lightning_zero.engines.model_state import KINDS, PLACES
+from tests.helpers import account, disk, whereabouts, zoo
+from tests.helpers.ranks import outcome
+
+
+def _files(folder: Any, stage: int = 3, **settings: Any) -> dict[str, Any]:
+    return {"stage": stage, "offload": OffloadConfig(target="nvme", path=str(folder)), **zoo.BLOCKS, **settings}
+
+
+# -- training
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("adam", 2),
+        ("accumulation_with_leftovers", 3),
+        ("gan", 3),
+        ("third_party_lamb", 1),  # steps on whole tensors
+    ],
+)
+def test_trains_as_in_host_memory(ranks2, tmp_path, kind, stage):
+    files = _files(tmp_path, stage)
+    reference = ranks2(zoo.train, kind, {**files, "offload": "cpu"}, True)
+    difference = zoo.difference(ranks2(zoo.train, kind, files, True), reference)
+    assert difference.largest == 0, difference
+    assert not list(tmp_path.iterdir())  # files have no names
+
+
+def test_replicas_as_without(ranks4, tmp_path):
+    files = _files(tmp_path, shard_size=2)
+    reference = ranks4(zoo.train, "clip_by_norm", {**files, "offload": "none"})
+    for settings in ({**files, "offload": "cpu"}, files):
+        assert zoo.difference(ranks4(zoo.train, "clip_by_norm", settings), reference).largest == 0
+
+
+def _forgetful(kind: str, files: dict[str, Any]) -> zoo.Result:
+    """Everything that is let go of is dropped from the page cache, and has to come from the disk."""
+    with mock.patch.multiple(PagedFile, write_behind=PagedFile.forget, let_go=PagedFile.forget):
+        return zoo.train(kind, files, True)
+
+
+def test_values_are_those_on_the_disk(ranks2, tmp_path):
+    reference = ranks2(zoo.train, "adam", {**_files(tmp_path), "offload": "cpu"}, True)
+    assert zoo.difference(ranks2(_forgetful, "adam", _files(tmp_path)), reference).largest == 0
+
+
+# -- what lies where
+
+
+ADAM_ON_HOST = {"parameters": {"host": 2.0}, "gradients": {"host": 2.0}, "optimizer": {"host": 4.0}}
+
+
+@pytest.mark.usefixtures("deepspeed_ops")
+@pytest.mark.parametrize(
+    ("engine", "stage", "offload", "expected", "inside"),
+    [
+        ("fsdp2", 3, "cpu", ADAM_ON_HOST, 2 * 4.0 / account.Stack.NUM_UNITS),  # one unit and the next
+        (
+            *("fsdp2", 3, "nvme"),
+            {"parameters": {"disk": 2.0}, "gradients": {"host": 2.0}, "optimizer": {"disk": 4.0}},
+            2 * 4.0 / account.Stack.NUM_UNITS,
+        ),
+        ("deepspeed", 2, "cpu", {**ADAM_ON_HOST, "parameters": {"device": 4.0, "host": 2.0}}, 4.0),
+    ],
+)
+def test_where_each_engine_keeps_its_state(ranks2, tmp_path, engine, stage, offload, expected, inside):
+    """Bytes per parameter of two ranks in fp32 with AdamW: shards are half of 4, 4 and 8."""
+    settings = {"engine": engine, "stage": stage, "offload": offload}
+    if engine == "fsdp2":
+        settings.update(zoo.BLOCKS)
+    if offload == "nvme":
+        settings["offload"] = OffloadConfig(target="nvme", path=str(tmp_path))
+    for found in ranks2(whereabouts.held, settings):
+        for kind in KINDS:
+            for place in PLACES:  # Adam's step counters come on top
+                assert found[kind][place] == pytest.approx(expected[kind].get(place, 0.0), rel=1e-3, abs=1e-3), kind
+        assert found["inside"] == pytest.approx(inside, rel=1e-3)
+
+
+@pytest.mark.usefixtures("deepspeed_ops")
+def test_deepspeed_has_parameters_masters_and_states_in_files(ranks2, tmp_path):
+    settings = {"engine": "deepspeed", "stage": 3, "offload": OffloadConfig(target="nvme", path=str(tmp_path))}
+    for found in ranks2(whereabouts.held, settings, whereabouts.LARGE):
+        assert found["parameters"]["disk"] == pytest.approx(4.0, rel=0.01)  # of the step and of the module
+        assert found["parameters"]["host"] < 0.01
+        assert found["gradients"]["host"] == pytest.approx(2.0, rel=0.01)
+        assert found["optimizer"]["disk"] == pytest.approx(4.0, rel=0.01)
+
+
+BLOCKS, WIDTH = 24, 768
+UNIT_BYTES = 4 * WIDTH * (WIDTH + 1)
+
+
+def test_memory_is_that_of_gradients_and_a_few_units(ranks2, tmp_path):
+    """A rank's share of 54 MiB: the process holds gradients, and of its files what is used right now."""
+    args = BLOCKS, WIDTH, 3, str(tmp_path), False, True
+    settings = {"stage": 3, "min_unit_numel": 1}
+    ranks2(disk.steps, {**settings, "offload": {"target": "cpu"}}, *args)  # maps what libraries use
+    files = ranks2(disk.steps, {**settings, "offload": {"target": "nvme"}}, *args)
+    memory = ranks2(disk.steps, {**settings, "offload": {"target": "cpu"}}, *args)
+    share = BLOCKS * UNIT_BYTES / 2
+    for mine, host in zip(files, memory, strict=True):
+        assert mine["losses"] == host["losses"]
+        # Three shares lie in the files: parameters and two states. Gradients are in both; beside them this process
+        # holds the last of what was gathered and read ahead.
+        assert host["alive"] - mine["alive"] == pytest.approx(3 * share, rel=0.05)
+        assert mine["alive"] < share + 4 * UNIT_BYTES
+        assert mine["files"] < 24 * 2**20 + 5 * 3 * UNIT_BYTES / 2  # stepped, two ahead, two being written
+
+
+# -- the end, and what goes on from it
+
+
+def _mapped(folder: str) -> list[str]:
+    gc.collect()
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if folder in line]
+
+
+class _Mapped(Callback):
+    """How many parts of files in ``folder`` the process had at the end of training."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.count = len(_mapped(self.folder))
+
+
+def _ends(folder: str, after_fit: str) -> tuple[int, int, list[float], list[float]]:
+    loader = DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH)
+    module, mapped = zoo.make_module("adam"), _Mapped(folder)
+    zoo.make_trainer(_files(folder, after_fit=after_fit), callbacks=[mapped]).fit(module, loader)
+    after, first = len(_mapped(folder)), list(module.losses)
+    module.losses.clear()
+    zoo.make_trainer({"stage": 1}).fit(module, loader)  # goes on with the values
+    return mapped.count, after, first, module.losses
+
+
+@pytest.mark.parametrize("after_fit", ["whole", "sharded"])
+def test_the_module_goes_on_after_the_run(ranks2, tmp_path, after_fit):
+    for during, after, first, second in ranks2(_ends, str(tmp_path), after_fit):
+        assert during
+        assert bool(after) == (after_fit == "sharded")  # whole ones lie in memory of their own
+        assert sum(second) < sum(first)
+
+
+def _half(path: str, settings: dict[str, Any]) -> None:
+    trainer = zoo.make_trainer(settings, max_epochs=1)
+    trainer.fit(zoo.make_module("parameter_groups"), DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
+    trainer.save_checkpoint(path)
+
+
+def _second_half(path: str, settings: dict[str, Any]) -> list[float]:
+    module = zoo.make_module("parameter_groups")
+    loader = DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH)
+    zoo.make_trainer(settings).fit(module, loader, ckpt_path=path)
+    return module.losses
+
+
+def test_checkpoints_are_those_of_a_run_in_memory(ranks1, ranks2, tmp_path):
+    files = _files(tmp_path, checkpoint="sharded")
+    memory = {**files, "offload": "cpu"}
+    for saved in (files, memory):
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder) / "half.ckpt")
+            ranks2(_half, path, saved)
+            expected = ranks2(_second_half, path, memory)
+            assert ranks2(_second_half, path, files) == expected
+            assert all(expected)
+            assert ranks1(_second_half, path, files) == ranks1(_second_half, path, memory)
+
+
+# -- errors
+
+
+def test_a_path_that_cannot_be_used_is_an_error_on_every_rank(ranks2, tmp_path):
+    for name, text in ranks2(outcome, zoo.train, "adam", _files(tmp_path / "nowhere")):
+        assert name == "ValueError"
+        assert "is no folder on" in text
+        assert "offload.path=" in text
+
+
+def _short_of_room(settings: dict[str, Any]) -> Any:
+    usage = mock.Mock(free=1000)
+    with mock.patch("lightning_zero.engines.offload_path.shutil.disk_usage", return_value=usage):
+        return zoo.train("adam", settings)
+
+
+def test_too_little_room_is_an_error_on_every_rank(ranks2, tmp_path):
+    for name, text in ranks2(outcome, _short_of_room, _files(tmp_path)):
+        assert name == "ValueError"
+        assert "GiB free on" in text
+        assert "offload='cpu'" in text
+
+
+# -- parts
+
+
+def test_a_file_keeps_what_is_forgotten(tmp_path):
+    file = PagedFile(str(tmp_path))
+    taken = [file.take(100_000) for _ in range(3)]
+    assert not list(tmp_path.iterdir())  # it has no name, so its room comes back however the process ends
+    values = [torch.randint(0, 255, (memory.numel(),), dtype=torch.uint8) for _, memory in taken]
+    for (region, memory), value in zip(taken, values, strict=True):
+        memory.copy_(value)
+        file.forget(region)
+    for (region, memory), value in zip(taken, values, strict=True):
+        file.read_ahead(region)
+        file.read_to_write(region)
+        assert torch.equal(memory, value)
+    first, second, third = (region for region, _ in taken)
+    joined = first.joined(second)
+    assert joined is not None
+    assert joined.nbytes == first.nbytes + second.nbytes
+    assert first.joined(third) is None
+
+
+def test_a_full_disk_is_an_error(tmp_path):
+    file = PagedFile(str(tmp_path))
+    with mock.patch("os.posix_fallocate", side_effect=OSError(28, "No space left on device")):
+        with pytest.raises(OSError, match="No space left"):
+            file.take(10)
+
+
+def test_what_lies_in_no_file_is_stepped_first(tmp_path):
+    shards = FileShards(str(tmp_path))
+    beside = [torch.ones(2), torch.ones(3)]
+    assert list(shards.in_parts(beside)) == [beside]
+    assert shards.keep(None, beside[0], "exp_avg", beside[1]) is beside[1]

@@ -1,0 +1,68 @@
+"""What ``lightning-zero doctor`` says of a probe that fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_zero import host
+from lightning_zero.app import doctor
+from lightning_zero.engines.deepspeed import ops as deepspeed_ops
+
+
+@pytest.fixture
+def quick(monkeypatch: Any) -> None:
+    """Nothing that takes seconds is tried."""
+    monkeypatch.setattr(doctor, "_two_processes", lambda script, backend, seconds: "no: nobody answers")
+    monkeypatch.setattr(deepspeed_ops, "every_op", dict)
+
+
+def test_a_probe_that_fails_does_not_hide_the_others(quick: None, monkeypatch: Any, capsys: Any) -> None:
+    def breaks(name: str) -> Any:
+        raise OSError("broken")
+
+    monkeypatch.setattr(os, "sysconf", breaks)
+    assert doctor.run(1.0, as_json=False) == 1
+    text = capsys.readouterr().out
+    assert "no: OSError: broken" in text
+    assert "no: nobody answers" in text
+    assert "deepspeed  no: not installed" in text
+
+
+@pytest.mark.parametrize(
+    ("total", "said"), [(None, "no: /dev/shm (missing)"), (64 * 2**20, "--shm-size"), (2**40, "GiB free in /dev/shm")]
+)
+def test_shared_memory_that_is_little_or_missing_is_said(
+    quick: None, monkeypatch: Any, total: int | None, said: str
+) -> None:
+    def usage(folder: str) -> Any:
+        if total is None:
+            raise OSError(2, "missing")
+        return SimpleNamespace(total=total, free=total)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    answer = doctor.examine(0.1)["hardware"]["shared memory"]
+    assert said in answer
+    assert answer.startswith("no: ") == (total != 2**40)
+
+
+def test_without_deepspeed(monkeypatch: Any) -> None:
+    monkeypatch.setattr(host, "find_spec", lambda name: None)
+    monkeypatch.setattr(deepspeed_ops, "find_spec", lambda name: None)
+    assert doctor._ops() == {"deepspeed": "no: not installed; pip install deepspeed"}
+    with pytest.raises(ModuleNotFoundError, match=r"pip install deepspeed.*engine='fsdp2'"):
+        host.require_deepspeed()
+
+
+def test_two_processes_that_work_however_they_end(monkeypatch: Any) -> None:
+    """And none that hangs is waited for."""
+    monkeypatch.setattr(doctor, "_RANK", "import os; print('works', flush=True); os.abort()")
+    assert doctor.collective_works("gloo", timeout_seconds=20) == "works"
+    monkeypatch.setattr(doctor, "_RANK", "import os; os.abort()")
+    assert doctor.collective_works("gloo", timeout_seconds=20) == "no: exit code -6"
+    monkeypatch.setattr(doctor, "_RANK", "import time; time.sleep(60)")
+    assert doctor.collective_works("gloo", timeout_seconds=0.1).startswith("no: not done after 0.1 s")
