@@ -9,7 +9,7 @@ STAMP := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 GATE := $(BIN)/python tests/gate.py
 
-.PHONY: help setup train test test-system test-lowest test-latest lint ops settings parity models checkpoints memory offload reliability bench bounds clean
+.PHONY: help setup train test test-system test-lowest test-latest lint settings parity models checkpoints memory offload reliability bench bounds clean
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -37,12 +37,8 @@ lint: setup ## Ruff, mypy and the rules of imports, as CI runs them
 test: lint ## Lint, types and the tests of every change: each package, both engines, each kind of module (a quarter of an hour)
 	$(GATE) tests --ignore tests/system
 
-test-system: ops ## Commands as typed, faults, SLURM, several nodes, what compiles (a quarter of an hour)
+test-system: setup ## Commands as typed, faults, SLURM, several nodes, what compiles (a quarter of an hour)
 	$(GATE) --timeout 180 tests/system
-
-ops: setup ## Compile what DeepSpeed's offload needs (three minutes, once)
-	$(BIN)/python -c "from lightning_zero.engines.deepspeed import ops; \
-	print(*filter(None, [ops.build(op, print, 900.0) for op in (ops.CPU_ADAM, ops.ASYNC_IO)]))"
 
 # For another set of versions, without this package's own bounds: its private names, and each kind of module
 define try

@@ -144,8 +144,8 @@ Rows with `_offload` and `_nvme` move shards of parameters, gradients and optimi
 arXiv:2101.06840) or files (ZeRO-Infinity, arXiv:2104.07857): every gather brings the fp32 shard up, every reduction
 takes a gradient shard down. `zero_auto` takes `_offload` where nothing fits without and the host's memory allows. On a
 CPU-only machine the host's memory is the device's, so offload to it frees nothing there. `_nvme` is
-the strategy of that name, DeepSpeed's, and never taken by itself: the plan has no account of DeepSpeed's buffers, nor
-of pages that the kernel keeps. `fsdp2` puts the same shards into files, at every stage (`strategy/offload=nvme`).
+never taken by itself: the plan has no account of pages that the kernel keeps. Stages 1 and 2 have files, too
+(`strategy/offload=nvme`), and no rows for them.
 [`offload.md`](offload.md) has what is really held where.
 
 ## Models that no process can hold

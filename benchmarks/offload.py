@@ -22,18 +22,13 @@ from tests.helpers import whereabouts
 from tests.helpers.ranks import RankPool, run_ranks
 
 BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
-OFFLOADS = {"fsdp2": ("none", "cpu", "nvme"), "deepspeed": ("none", "cpu", "nvme")}
+OFFLOADS = {"fsdp2": ("none", "cpu", "nvme"), "deepspeed": ("none", "cpu")}
 PLACES = ("device", "host", "disk")
 
 
 def cases(engines: tuple[str, ...] = ("fsdp2", "deepspeed")) -> list[tuple[str, int, str]]:
     """``(engine, stage, offload)`` of every row."""
-    return [
-        (engine, stage, offload)
-        for engine in engines
-        for offload in OFFLOADS[engine]
-        for stage in ((3,) if (engine, offload) == ("deepspeed", "nvme") else (1, 2, 3))
-    ]
+    return [(engine, stage, offload) for engine in engines for offload in OFFLOADS[engine] for stage in (1, 2, 3)]
 
 
 def measure(pool: RankPool, engine: str, stage: int, offload: str) -> dict[str, Any]:
@@ -45,8 +40,7 @@ def measure(pool: RankPool, engine: str, stage: int, offload: str) -> dict[str, 
         settings = {"stage": stage, "engine": engine, "offload": moved}
         if engine == "fsdp2":
             settings["min_unit_numel"] = 1
-        width = whereabouts.LARGE if (engine, offload) == ("deepspeed", "nvme") else whereabouts.account.Stack.WIDTH
-        results = pool.run(whereabouts.held, settings, width, world_size=2, timeout_seconds=600)
+        results = pool.run(whereabouts.held, settings, world_size=2, timeout_seconds=600)
     return max(results, key=lambda r: sum(sum(r[kind].values()) for kind in whereabouts.KINDS))
 
 

@@ -1,10 +1,10 @@
-"""``offload="nvme"`` of both engines on one disk: time, memory, and what is read and written.
+"""``offload="nvme"`` on one disk: time, memory, and what is read and written.
 
     python benchmarks/offload_files.py docs/offload.md        # fills in the page's table, about 5 minutes
 
-Two CPU ranks train the same linear layers with AdamW in fp32 at stage 3, the contenders in turn in each round. Those of
-``fsdp2`` also run *short of memory*: what they let go of is dropped from the page cache at once, so that the disk is
-read for everything, as DeepSpeed does it, which goes past the cache. PyTorch's fused Adam steps under either engine.
+Two CPU ranks train the same linear layers with AdamW in fp32 at stage 3, the contenders in turn in each round. Files
+also run *short of memory*: what they let go of is dropped from the page cache at once, so that the disk is read for
+everything.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ RANKS = 2
 def contenders() -> dict[str, dict[str, Any]]:
     """Name -> keywords of :func:`tests.helpers.disk.steps`."""
     fsdp2 = {"stage": 3, "min_unit_numel": 1}
-    deepspeed = {"stage": 3, "engine": "deepspeed"}
     files = {"target": "nvme"}
     return {
         "fsdp2, cpu": {"settings": {**fsdp2, "offload": {"target": "cpu"}}},
         "fsdp2, nvme": {"settings": {**fsdp2, "offload": files}},
         "fsdp2, nvme, short of memory": {"settings": {**fsdp2, "offload": files}, "short": True},
-        "deepspeed, nvme": {"settings": {**deepspeed, "offload": files}},
     }
 
 
@@ -74,7 +72,7 @@ def table(options: argparse.Namespace) -> str:
     for name, row in measure(options).items():
         sizes = " | ".join(f"{row[key] / 2**20:,.0f}" for key in ("anonymous", "files", "read", "written"))
         lines.append(f"| {name} | {row['step']:.2f} | {row['optimizer']:.2f} | {sizes} |")
-    return "\n".join([*lines, "", f"torch {version('torch')}, deepspeed {version('deepspeed')}, CPU, gloo."])
+    return "\n".join([*lines, "", f"torch {version('torch')}, CPU, gloo."])
 
 
 def main() -> None:

@@ -22,7 +22,8 @@ def make_strategy(config: ZeroConfig) -> ZeroStrategy:
 class AutoStrategy(ZeroStrategy):
     """Plans the run on rank 0, tells every rank stage and offload, and says in one line which and why.
 
-    Offload is taken where nothing fits without, or everywhere if it was asked for.
+    Offload to host memory is taken where nothing fits without, or everywhere if it was asked for; files are only taken
+    if they were asked for.
     """
 
     strategy_name = "zero_auto"
@@ -66,14 +67,14 @@ class AutoStrategy(ZeroStrategy):
             text = f"strategy='zero_auto': the run could not be planned ({type(error).__name__}: {error}); "
             return 0, "none", "", text + "use strategy='zero1', 'zero2' or 'zero3'."
         assert self._asked is not None
-        rows = [r for r in plan.rows if self._asked.target in ("none", r.offload)]
+        asked = self._asked.target
+        rows = [r for r in plan.rows if r.offload == asked or (asked == "none" and r.offload != "nvme")]
         host = available_host_bytes() / GIB
         name, checkpointing, reason = choose(
             rows,
             plan.usable_bytes,
             host,
             plan.ranks_per_host,
-            engine=self.config.engine,
             recomputes=self.config.activation_checkpointing.is_on,
         )
         notes = "".join(f" ({note})" for note in plan.notes)
@@ -82,10 +83,7 @@ class AutoStrategy(ZeroStrategy):
                 notes += " Use activation_checkpointing='full', or your module's own: without it no stage fits."
             row = plan.row(name)
             return row.stage, row.offload, reason + notes, ""
-        wanted = ""
-        if plan.choice:
-            runs = plan.row(plan.choice).engine
-            wanted = f" {plan.choice} would fit" + (": take it by that name." if runs else ", but is not built yet.")
+        wanted = f" {plan.choice} would fit: take it by that name." if plan.choice else ""
         return 3, "none", f"zero3, which stores the least, though {reason}{wanted}{notes}", ""
 
     def _answer_without_fit(self, module: nn.Module, memory: float) -> tuple[int, str, str, str]:

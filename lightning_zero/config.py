@@ -42,8 +42,8 @@ class OffloadConfig:
     """Place of optimizer states, master weights and (stage 3) parameters between uses."""
 
     target: OffloadTarget | None = "none"
-    """``"none"`` (the accelerator), ``"cpu"`` (host memory) or ``"nvme"`` (files; with engine ``deepspeed`` at
-    stage 3); ``None`` is what ``deepspeed_config`` says, else none. A :class:`ZeroConfig` holds it resolved."""
+    """``"none"`` (the accelerator), ``"cpu"`` (host memory) or ``"nvme"`` (files, engine ``fsdp2``);
+    ``None`` is what ``deepspeed_config`` says, else none. A :class:`ZeroConfig` holds it resolved."""
     optimizer: bool | None = None
     """Whether optimizer states and master weights move; ``None`` is yes. ``fully_shard`` moves nothing without them."""
     parameters: bool | None = None
@@ -53,27 +53,13 @@ class OffloadConfig:
     """nvme: folder on the fast disk; ``None`` is ``<default_root_dir>/offload``."""
     pin_memory: bool | None = None
     """Page-locked host memory, which copies to the accelerator need to overlap; ``None`` is yes where there is one."""
-    buffer_count: int | None = None
-    """nvme, engine ``deepspeed``: buffers in host memory for optimizer states, and for parameters, of which all that
-    are gathered at a time need one; ``None`` is DeepSpeed's 4, and 5 or what the module needs."""
-    buffer_numel: int | None = None
-    """nvme, engine ``deepspeed``: elements of a parameter buffer, at least a rank's share of the largest parameter;
-    ``None`` is that."""
     ratio: float | None = None
     """cpu, engine ``deepspeed``, stage 3: share of the optimizer states that moves, above 0 to 1; ``None`` is 1."""
-    aio_block_bytes: int | None = None
-    """nvme, engine ``deepspeed``: bytes of one read or write; ``None`` is 1 MiB."""
-    aio_queue_depth: int | None = None
-    """nvme, engine ``deepspeed``: requests in flight per thread; ``None`` is 8."""
-    aio_num_threads: int | None = None
-    """nvme, engine ``deepspeed``: threads that share one request; ``None`` is 1."""
 
     def __post_init__(self) -> None:
         _one_of("offload.target", self.target, (*OFFLOAD_TARGETS, None))
         for name in ("optimizer", "parameters", "pin_memory"):
             _boolean_or_none(f"offload.{name}", getattr(self, name))
-        for name in ("buffer_count", "buffer_numel", "aio_block_bytes", "aio_queue_depth", "aio_num_threads"):
-            _count_or_none(f"offload.{name}", getattr(self, name))
         if self.path is not None and not (isinstance(self.path, str) and self.path):
             raise ValueError(f"offload.path={self.path!r}: use the name of a folder, or None.")
         ratio = self.ratio
@@ -84,9 +70,8 @@ class OffloadConfig:
                 raise ValueError(
                     f"offload.{name}={getattr(self, name)!r} with offload.target='none': use 'cpu' or 'nvme'."
                 )
-        for name in ("path", "buffer_count", "buffer_numel", "aio_block_bytes", "aio_queue_depth", "aio_num_threads"):
-            if self.target == "cpu" and getattr(self, name) is not None:
-                raise ValueError(f"offload.{name}={getattr(self, name)!r} with offload.target='cpu': it is for 'nvme'.")
+        if self.target == "cpu" and self.path is not None:
+            raise ValueError(f"offload.path={self.path!r} with offload.target='cpu': it is for 'nvme'.")
         if self.target == "nvme" and self.ratio is not None:
             raise ValueError(f"offload.ratio={ratio!r} with offload.target='nvme': partial offload is for 'cpu'.")
         if self.target != "none" and self.optimizer is False and self.parameters is False:
@@ -187,18 +172,16 @@ class DeepSpeedConfig:
     allgather_bucket_numel: int | None = None
     """Stages 1 and 2: parameters gathered in one message after a step; ``None`` as above."""
     prefetch_numel: int | None = None
-    """Stage 3: parameters gathered ahead of their use; ``None`` scales with the module, and is 0 where they lie in
-    files: one that is read ahead keeps its buffer."""
+    """Stage 3: parameters gathered ahead of their use; ``None`` scales with the module."""
     persistence_numel: int | None = None
     """Stage 3: parameters smaller than this stay whole on every rank; ``None`` scales with the module."""
     max_live_numel: int | None = None
-    """Stage 3: whole parameters kept at a time; ``None`` is 1e9, and 0 where they lie in files."""
+    """Stage 3: whole parameters kept at a time; ``None`` is 1e9."""
     max_reuse_distance_numel: int | None = None
-    """Stage 3: a parameter used again within so many others' elements stays whole; ``None`` is 1e9, and 0 where they
-    lie in files."""
+    """Stage 3: a parameter used again within so many others' elements stays whole; ``None`` is 1e9."""
     sub_group_numel: int | None = None
-    """Stage 3: parameters stepped at a time, which with offload is the size of one swap; ``None`` is 1e9, 1e8 with
-    nvme, and less with ``offload.ratio``, which moves whole ones."""
+    """Stage 3: parameters of one group of masters; ``None`` is 1e9, and less with ``offload.ratio``, which moves whole
+    groups."""
     contiguous_gradients: bool | None = None
     """Gradients are copied into one buffer as they appear, so that memory does not fragment; ``None`` is yes."""
     reduce_scatter: bool | None = None
@@ -319,17 +302,8 @@ class RawConfig:
         target = max(devices.values(), key=OFFLOAD_TARGETS.index)
         if target == "none":
             return OffloadConfig()
-        paths = {
-            section["nvme_path"]
-            for section in parts.values()
-            if section.get("device") == "nvme" and "nvme_path" in section
-        }
-        if len(paths) > 1:
-            raise ValueError(f"nvme_path in {self.origin} is {' and '.join(map(repr, sorted(paths)))}: use one folder.")
         moved = {part: devices.get(part, "none") != "none" for part in ("optimizer", "param")}
-        return OffloadConfig(
-            target=target, optimizer=moved["optimizer"], parameters=moved["param"], path=min(paths, default=None)
-        )
+        return OffloadConfig(target=target, optimizer=moved["optimizer"], parameters=moved["param"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -478,11 +452,6 @@ class ZeroConfig:
             return self.offload.parameters
         return self.engine == "fsdp2" or self.stage == 3
 
-    @property
-    def parameters_in_files(self) -> bool:
-        """Whether parameter shards lie in files that are gone after a run that failed. (``fsdp2`` maps its own.)"""
-        return self.engine == "deepspeed" and self.offload.target == "nvme" and self.offloads_parameters
-
     def _resolve_file(self) -> None:
         """``stage`` and ``offload`` are what was given, what the file says, or the default, in this order."""
         given = self.deepspeed_config
@@ -513,12 +482,6 @@ class ZeroConfig:
 
     def _check_fsdp2(self) -> None:
         offload = self.offload
-        for name in ("buffer_count", "buffer_numel", "aio_block_bytes", "aio_queue_depth", "aio_num_threads"):
-            if getattr(offload, name) is not None:
-                raise ValueError(
-                    f"offload.{name}={getattr(offload, name)!r} with engine='fsdp2': its files are mapped, and the"
-                    " kernel reads and writes them; leave it unset, or use engine='deepspeed'."
-                )
         if offload.target == "nvme" and offload.pin_memory:
             raise ValueError(
                 "offload.pin_memory=True with offload.target='nvme' and engine='fsdp2': pages of a file cannot be"
@@ -542,9 +505,10 @@ class ZeroConfig:
         offload = self.offload
         if self.auto:
             raise ValueError("auto=True with engine='deepspeed': the plan picks among fsdp2's; use stage=1, 2 or 3.")
-        if offload.target == "nvme" and self.stage != 3:
+        if offload.target == "nvme":
+            origin = "" if self.raw is None or self.raw.offload is None else f" of {self.raw.origin}"
             raise ValueError(
-                f"offload='nvme' with stage={self.stage}: DeepSpeed would use host memory instead; use stage=3"
+                f"offload='nvme'{origin} with engine='deepspeed', which keeps no shards in files: use engine='fsdp2'"
                 " (strategy='zero3_nvme'), or offload='cpu'."
             )
         if offload.parameters and self.stage != 3:
@@ -695,7 +659,7 @@ def _merged(offload: OffloadConfig, raw: RawConfig) -> OffloadConfig:
     """``offload`` filled from the file where it is unset."""
     filed = raw.offload
     filled: dict[str, Any] = {}
-    for name in ("target", "optimizer", "parameters", "path") if filed is not None else ():
+    for name in ("target", "optimizer", "parameters") if filed is not None else ():
         mine, its = getattr(offload, name), getattr(filed, name)
         if mine is None:
             filled[name] = its

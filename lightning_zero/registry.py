@@ -25,7 +25,7 @@ NAMES: dict[str, dict[str, Any]] = {
     for offloaded, offload in (("", {}), ("_offload", {"offload": "cpu"}))
     for stage in (1, 2, 3)
 }
-NAMES["zero3_nvme"] = {"stage": 3, "engine": "deepspeed", "offload": "nvme"}
+NAMES["zero3_nvme"] = {"stage": 3, "engine": "fsdp2", "offload": "nvme"}
 NAMES["zero_auto"] = {"auto": True, "engine": "fsdp2"}
 """Registered name -> the fields of ``ZeroConfig`` it stands for."""
 

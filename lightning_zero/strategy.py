@@ -50,14 +50,7 @@ from lightning_zero.config import (
     ZeroConfig,
 )
 from lightning_zero.engines.advice import advice_on
-from lightning_zero.engines.after_run import (
-    AfterRun,
-    is_left_sharded,
-    leave,
-    make_owners_whole,
-    refuse_lost,
-    where_memory_allows,
-)
+from lightning_zero.engines.after_run import AfterRun, is_left_sharded, leave, make_owners_whole, where_memory_allows
 from lightning_zero.engines.base import Engine, require
 from lightning_zero.engines.birth import give_birth, on_meta
 from lightning_zero.engines.deepspeed.run import DeepSpeedRun
@@ -390,7 +383,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         plugin = self.precision_plugin
         dtypes = plugin.dtype_policy() if hasattr(plugin, "dtype_policy") else DtypePolicy()
         engine = self._run.make_engine(self.root_device, dtypes)
-        place = Place(self.local_rank, self.node_rank, self.num_processes)
+        place = Place(self.local_rank, self.num_processes)
         self._run.prepare(engine, module, trainer_facts(trainer), trainer.default_root_dir, self.agreement, place)
         engine.shard(module)
         engine.automatic = module.automatic_optimization
@@ -434,7 +427,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         module = self.lightning_module
         if module is None:  # set up by itself, without a run
             return
-        refuse_lost(module)
         make_owners_whole(module)
         if is_left_sharded(module):
             self.engine = None
@@ -456,7 +448,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._view = None
         if self.engine is None:
             self._leave_built()
-            self._run.end(AfterRun.FAILED if self._failed else AfterRun.WHOLE, self._wait_for_all)
+            self._run.end()
             if self.lightning_module is not None and on_meta(self.lightning_module):
                 self._end_parts()  # the run ended before the module had memory, so there is none to be moved
             else:
@@ -468,14 +460,14 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._end_engine(after)
         except BaseException:
             self._failed = True
-            self._run.end(AfterRun.FAILED, self._wait_for_all)
+            self._run.end()
             raise
         module = self.lightning_module
         if module is not None and after is AfterRun.WHOLE:
             sync = layer_sync(self)
             self.model = sync.revert(module) if sync else module
             module.cpu()
-        self._run.end(after, self._wait_for_all)
+        self._run.end()
         self._end_parts()
 
     def _end_parts(self) -> None:
@@ -487,21 +479,18 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    def _wait_for_all(self, call: str) -> None:
-        self.agreement.gather(None, call)
-
     def _leave_built(self) -> None:
         """The run ended before its engine started: the next one makes the module whole first."""
         built = self._run.take_built()
         if built is not None:
             assert self.lightning_module is not None
-            leave(self.lightning_module, built, AfterRun.FAILED)
+            leave(self.lightning_module, built, AfterRun.SHARDED)
 
     def _after_run(self) -> AfterRun:
         """Collective, except after an error: then other ranks may be anywhere, and the error is shown at once."""
         assert self.engine is not None
         if self._failed:
-            return AfterRun.LOST if self.config.parameters_in_files else AfterRun.FAILED
+            return AfterRun.SHARDED
         if self.config.after_fit != "auto":
             return AfterRun.WHOLE if self.config.after_fit == "whole" else AfterRun.SHARDED
         # Between CPUs: the run's own process group may have no backend for them
@@ -546,7 +535,7 @@ class ZeroStrategy(Launched, DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
         collecting_failed = self._saving.collecting is Collecting.FAILED
-        note = advice_on(str(exception), collecting_failed, self.config.offload.buffer_count, self.config.engine)
+        note = advice_on(str(exception), collecting_failed, self.config.engine)
         if note and hasattr(exception, "add_note"):
             exception.add_note(note)
 

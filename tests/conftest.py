@@ -23,16 +23,6 @@ def _environment_is_left_as_found() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def deepspeed_ops() -> None:
-    """What DeepSpeed's offload needs is compiled: `make ops` does it beforehand, as it takes longer than a test may."""
-    from lightning_zero.engines.deepspeed import ops
-
-    for name in (ops.CPU_ADAM, ops.ASYNC_IO):
-        if (why := ops.build(name, print, 600.0)) is not None:
-            pytest.skip(why)
-
-
-@pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[..., list[Any]]]:
     """``ranks(fn, *args, world_size=n)``: one list of results, by rank; the processes live as long as the session."""
     with RankPool() as pool:

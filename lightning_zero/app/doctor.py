@@ -75,7 +75,6 @@ def examine(timeout_seconds: float = 120.0) -> dict[str, Section]:
         "backends": _backends,
         "limits": _limits,
         "two processes": lambda: _collectives(timeout_seconds),
-        "deepspeed ops": _ops,
     }
     found = {}
     for name, probe in probes.items():
@@ -188,7 +187,7 @@ def _limits() -> Section:
 
     return {
         "open files": said(resource.RLIMIT_NOFILE, 1, "(ulimit -n)"),
-        "locked memory": said(resource.RLIMIT_MEMLOCK, 2**20, "MiB (ulimit -l; pinned memory and NVMe offload)"),
+        "locked memory": said(resource.RLIMIT_MEMLOCK, 2**20, "MiB (ulimit -l; pinned memory)"),
     }
 
 
@@ -237,9 +236,3 @@ def _start_rank(script: str, backend: str, folder: Path, rank: int, timeout_seco
         text=True,
         errors="replace",
     )
-
-
-def _ops() -> Section:
-    from lightning_zero.engines.deepspeed.ops import every_op  # imports deepspeed, which takes seconds
-
-    return every_op() or {"deepspeed": "no: not installed; pip install deepspeed"}

@@ -11,24 +11,18 @@ _IN_SHARDED_MODULES = {
 """Part of an error's text -> its cause; gathering the whole module avoids both."""
 
 
-def advice_on(text: str, collecting_failed: bool, buffer_count: int | None, engine: str) -> str:
+def advice_on(text: str, collecting_failed: bool, engine: str) -> str:
     """A sentence for the user on an error with this ``text``, or nothing.
 
     Args:
         text: The error's own.
         collecting_failed: Whether it came out of the collecting of a checkpoint.
-        buffer_count: ``offload.buffer_count``, if it was given.
         engine: The run's.
     """
     if collecting_failed and "meta" in text:
         return (
             "While a checkpoint is collected, rank 0 alone has its tensors' values, others their shapes: read"
             " values under `if self.trainer.is_global_zero`."
-        )
-    if "Not enough buffers" in text:  # DeepSpeed's assertion
-        return (
-            "More parameters in files were needed at a time than offload.buffer_count has buffers for: raise it"
-            f" (now {buffer_count or 'what the largest module needs, or the file says'})."
         )
     if engine == "deepspeed" and "out of bounds for storage of size 0" in text:
         return (

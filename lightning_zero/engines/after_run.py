@@ -1,4 +1,4 @@
-"""A module after its run: whole, still sharded, or lost; known to the next run, under any strategy object."""
+"""A module after its run: whole or still sharded; known to the next run, under any strategy object."""
 
 from __future__ import annotations
 
@@ -18,14 +18,9 @@ class AfterRun(Enum):
     """The state of a module when its run has ended."""
 
     WHOLE = auto()
-    """Whole parameters in host memory, on every rank; the run's files are removed when all ranks are at this point."""
+    """Whole parameters in host memory, on every rank."""
     SHARDED = auto()
-    """Shards on every rank, the run's files in place. The next run makes the module whole first."""
-    FAILED = auto()
-    """Shards on every rank, and no collective at the end, because other ranks may be anywhere. The run's files are
-    removed; they held no parameters, so the next run makes the module whole first."""
-    LOST = auto()
-    """As ``FAILED``, and parameters were in the files: the module cannot be in another run."""
+    """Shards on every rank. The next run makes the module whole first."""
 
 
 class Sharded(Protocol):
@@ -48,26 +43,13 @@ class _Left:
 
 _KEY = "_lightning_zero_left"
 _LEFT_SHARDED: WeakSet[nn.Module] = WeakSet()
-_LOST: WeakSet[nn.Module] = WeakSet()
 
 
 def leave(module: nn.Module, shards: Sharded, after: AfterRun) -> None:
     """Notes the state of ``module`` for its next run."""
-    if after is AfterRun.LOST:
-        _LOST.add(module)
-    elif after is not AfterRun.WHOLE:
+    if after is not AfterRun.WHOLE:
         vars(module)[_KEY] = _Left(shards)
         _LEFT_SHARDED.add(module)
-
-
-def refuse_lost(module: nn.Module) -> None:
-    """Raises ``ValueError`` for a module that has no parameters any more."""
-    layers = set(module.modules())
-    if any(not layers.isdisjoint(lost.modules()) for lost in _LOST):
-        raise ValueError(
-            f"{type(module).__name__} was in a run with offload='nvme' that failed, and its parameters went with"
-            " that run's files: build the module anew, and continue from a checkpoint with ckpt_path."
-        )
 
 
 def is_left_sharded(module: nn.Module) -> bool:

@@ -161,8 +161,6 @@ class Engine(ABC):
         """This run's folder on a fast disk, with nvme."""
         self.states_whole_after_fit = True
         """Whether optimizers have whole states beside whole parameters when the run ends."""
-        self.cpu_adam = False
-        """Whether DeepSpeed's CPU Adam can be used."""
         self.units: Sequence[nn.Module] = ()
         """Modules that are gathered together for each of their forwards, where they are of ``fully_shard``."""
         self.units_table = ""

@@ -176,7 +176,7 @@ class ShardedStep:
         try:
             with DisableTorchFunction():
                 swap.fill()
-            with _fused(self.optimizer) if self.fuses and on_shards else nullcontext():
+            with fused(self.optimizer) if self.fuses and on_shards else nullcontext():
                 yield swap
         finally:
             with DisableTorchFunction():
@@ -646,7 +646,7 @@ def fusible_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _fused(optimizer: Optimizer) -> Iterator[None]:
+def fused(optimizer: Optimizer) -> Iterator[None]:
     """For the length of a step; what users and checkpoints see of the groups stays as it was."""
     groups = fusible_groups(optimizer)
     for group in groups:

@@ -1,9 +1,9 @@
-"""The parts of a run beside its engine: methods lent to the module, files, compiled ops."""
+"""The parts of a run beside its engine: methods lent to the module, the folder for files."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.after_run import AfterRun, Sharded, make_whole
+from lightning_zero.engines.after_run import Sharded, make_whole
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.precision import DtypePolicy
 
@@ -22,8 +22,6 @@ class Place(NamedTuple):
 
     local_rank: int
     """Number among the ranks of its host."""
-    node_rank: int
-    """Number of the host."""
     local_size: int
     """Ranks of a host."""
 
@@ -125,6 +123,5 @@ class EngineRun(ABC):
         """The shards that ``configure_model`` has made and no engine has taken over; they are the caller's now."""
         return None
 
-    def end(self, after: AfterRun, wait_for_all: Callable[[str], object]) -> None:  # noqa: B027
-        """Takes back everything lent to the module, and removes files if ``after`` says so. ``wait_for_all`` returns
-        when every rank has called it; its argument names the call in the error of a rank that waited in vain."""
+    def end(self) -> None:  # noqa: B027
+        """Takes back everything lent to the module."""

@@ -12,12 +12,11 @@ from lightning_zero.planner.choice import choose
 from lightning_zero.planner.rows import Plan, Row
 from lightning_zero.planner.run import Planner, device_memory_bytes, first_batch, plan
 from lightning_zero.planner.show import GIB
-from lightning_zero.planner.study import OFFLOADS, PRECISIONS
+from lightning_zero.planner.study import PRECISIONS
 
 __all__ = [
     "GIB",
     "HEADROOM",
-    "OFFLOADS",
     "PRECISIONS",
     "Plan",
     "Planner",

@@ -13,16 +13,15 @@ def choose(
     usable: float | None,
     host_gib: float | None,
     ranks_per_host: int,
-    engine: str | None = None,
     recomputes: bool = False,
 ) -> tuple[str | None, bool, str]:
     """``(name, needs checkpointing, reason)`` of the cheapest row that fits.
 
     Rows are tried in the order of their traffic and recomputation: stages 1, 2, 3 on the device, then with activation
-    checkpointing, then with offload. DDP is never the answer: stage 1 sends the same and stores less. With ``engine``
-    only rows that it runs; with ``recomputes`` activation checkpointing is on already.
+    checkpointing, then with offload. DDP is never the answer: stage 1 sends the same and stores less. With
+    ``recomputes`` activation checkpointing is on already.
     """
-    candidates = [r for r in rows if r.stage and engine in (None, r.engine)]
+    candidates = [r for r in rows if r.stage]
     if usable is None:
         return "zero3", recomputes, "zero3: no device memory was given, and stage 3 stores the least."
     on_device = [r for r in candidates if r.offload == "none"]
@@ -61,8 +60,6 @@ def _reason(
             least = min(on_device, key=lambda r: r.peak_checkpointed)
             extra = f"; without offload even {least.name} with activation checkpointing needs"
             extra += f" {gib(least.peak_checkpointed)}"
-        if row.engine is None:
-            extra += "; this offload is not built yet, so it cannot be run here"
     elif before:
         short = ", ".join(f"{r.name} {gib(r.peak_with(checkpointing))}" for r in before)
         extra = f", where {short} would be needed"

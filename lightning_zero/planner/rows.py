@@ -19,8 +19,6 @@ class Row:
     """``ddp``, ``zero1`` ... ``zero3_nvme``."""
     stage: int
     offload: str
-    engine: str | None
-    """The engine that runs it here; ``None``: none does, the row is arithmetic only."""
     parameters: float
     gradients: float
     optimizer: float

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_zero.comm.direct import SMALL_BYTES
-from lightning_zero.config import ZeroConfig
+from lightning_zero.config import OFFLOAD_TARGETS, ZeroConfig
 from lightning_zero.engines.hooks import user_looks_between_micro_batches
 from lightning_zero.host import available_host_bytes
 from lightning_zero.planner.choice import choose
@@ -25,7 +25,7 @@ from lightning_zero.planner.memory import StepRules
 from lightning_zero.planner.rows import Plan, Row
 from lightning_zero.planner.show import GIB
 from lightning_zero.planner.silent import quiet
-from lightning_zero.planner.study import OFFLOADS, Study, precision_name
+from lightning_zero.planner.study import Study, precision_name
 from lightning_zero.planner.tracing import NotTraceable, shadow
 
 
@@ -111,7 +111,7 @@ def plan(
         zeroes_late=module.automatic_optimization,
     )
     rows = [study.row(0, "none", dataclasses.replace(rules, world_size=world_size, replicas=1), usable)]
-    for offload in OFFLOADS:
+    for offload in OFFLOAD_TARGETS:
         for stage in (3,) if offload == "nvme" else (1, 2, 3):
             rows.append(study.row(stage, offload, rules, usable))
     choice, checkpointing, reason = choose(

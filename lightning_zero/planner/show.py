@@ -7,8 +7,6 @@ from typing import Any
 from lightning_zero.planner.memory import KINDS
 
 GIB = 2**30
-ACCOUNTED = ("ddp", "fsdp2")
-"""Engines whose own buffers the plan knows."""
 
 
 def gib(nbytes: float) -> str:
@@ -49,9 +47,7 @@ def table(plan: Any) -> str:
         largest = f"{r.max_micro_batch}/{r.max_micro_batch_checkpointed}"
         rows.append(
             [
-                r.name
-                + (" *" if r.engine is None else "" if r.engine in ACCOUNTED else " +")
-                + (" <-" if r.name == plan.choice else ""),
+                r.name + (" <-" if r.name == plan.choice else ""),
                 *map(gib, (r.parameters, r.gradients, r.optimizer, r.gathered_unit)),
                 gib(r.activations),
                 gib(r.peak),
@@ -77,10 +73,6 @@ def table(plan: Any) -> str:
     ]
     if any(r.host != r.host_checkpointed for r in plan.rows):
         foot.append("host: without / with that; the way of saved inputs there and back is not in PCIe/step.")
-    if any(r.engine is None for r in plan.rows):
-        foot.append("* arithmetic only: no engine runs it here yet.")
-    if any(r.engine not in (None, *ACCOUNTED) for r in plan.rows):
-        foot.append("+ run by DeepSpeed, whose own buffers are not counted; states are the same.")
     if plan.life is not None:
         foot += _life(plan.life, plan.ranks_per_host)
     foot += [f"note: {note}." for note in plan.notes]

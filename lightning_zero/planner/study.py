@@ -42,12 +42,6 @@ from lightning_zero.planner.tracing import NO_RECOMPUTATION, LiveBytes, NotTrace
 from lightning_zero.private.lightning import MockOptimizer
 from lightning_zero.private.torch import BatchNorm, FakeTensorMode, pytree
 
-OFFLOADS: dict[str, dict[int, str]] = {
-    "none": {1: "fsdp2", 2: "fsdp2", 3: "fsdp2"},
-    "cpu": {1: "fsdp2", 2: "fsdp2", 3: "fsdp2"},
-    "nvme": {3: "deepspeed"},
-}
-"""offload -> stage -> the engine that runs it here; what is missing is planned but cannot be picked."""
 MAX_MICRO_BATCH = 65536
 
 
@@ -375,7 +369,6 @@ class Study:
             name=name,
             stage=stage,
             offload=offload,
-            engine="ddp" if stage == 0 else OFFLOADS[offload].get(stage),
             parameters=state.parameters + kept_bytes(self.layout, rules),
             gradients=state.gradients,
             optimizer=state.optimizer,

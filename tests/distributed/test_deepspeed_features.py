@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_avg_fn
 
-from lightning_zero import DeepSpeedConfig
+from lightning_zero import DeepSpeedConfig, OffloadConfig
 from tests.distributed import test_loops as loops
 from tests.helpers import zoo
 
@@ -26,6 +26,17 @@ def test_features_change_nothing(ranks2: Any) -> None:
         strategy = {"engine": "deepspeed", "stage": stage, "deepspeed": DeepSpeedConfig(**settings)}
         results = ranks2(zoo.train, "parameter_groups", strategy)
         assert zoo.difference(results, reference).largest < 1e-5, settings
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "offload"),
+    [("adam", 1, "cpu"), ("parameter_groups", 3, "cpu"), ("adam", 3, OffloadConfig(target="cpu", ratio=0.5))],
+)
+def test_offload_to_host_memory_equals_ddp(ranks2: Any, kind: str, stage: int, offload: Any) -> None:
+    """By PyTorch's fused Adam, which rounds the last digit differently."""
+    results = ranks2(zoo.train, kind, {"engine": "deepspeed", "stage": stage, "offload": offload}, True)
+    reference = ranks2(zoo.train, kind, zoo.KINDS[kind].reference, True)
+    assert zoo.difference(results, reference).largest < 1e-5
 
 
 def _averaged(strategy: Any) -> dict[str, Tensor]:

@@ -124,8 +124,6 @@ def steps(
 ) -> dict[str, Any]:
     """What the steps of a :class:`Blocks` took on this rank; bytes are those beyond what the process had before.
 
-    PyTorch's fused Adam steps under either engine.
-
     Args:
         settings: Of the strategy; with nvme its files go to ``folder``.
         num_steps: Measured, beside the warm ones.
@@ -133,7 +131,6 @@ def steps(
     """
     from lightning_zero.checkpoint.paged_file import PagedFile
     from lightning_zero.config import OffloadConfig
-    from lightning_zero.engines.deepspeed import ops, run
 
     given = dict(settings)
     offload = given.pop("offload", {"target": "none"})
@@ -142,15 +139,9 @@ def steps(
     torch.manual_seed(0)
     watch = Watch(trims)
     module = Blocks(num_blocks, width)
-    prepare = run.prepare_op
-
-    def without_cpu_adam(name: str, *args: Any) -> str | None:
-        return "both engines step with the same kernel" if name == ops.CPU_ADAM else prepare(name, *args)
-
     forget = mock.patch.multiple(PagedFile, write_behind=PagedFile.forget, let_go=PagedFile.forget)
-    same_kernel = mock.patch.object(run, "prepare_op", without_cpu_adam)
     total = WARM_STEPS + num_steps
-    with tempfile.TemporaryDirectory() as root, same_kernel, forget if short else nullcontext():
+    with tempfile.TemporaryDirectory() as root, forget if short else nullcontext():
         trainer = zoo.make_trainer(
             {**given, "offload": OffloadConfig(**offload)},
             max_steps=total,

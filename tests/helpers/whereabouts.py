@@ -13,9 +13,6 @@ from lightning_zero.callbacks.model_state_report import state_of_run
 from lightning_zero.engines.model_state import KINDS, ModelState
 from tests.helpers import account, zoo
 
-LARGE = 768
-"""A width whose units go to files: DeepSpeed leaves what is below 1 MiB per rank in memory."""
-
 
 class _Looking(account.Stack):
     """Looks from inside its middle unit."""
@@ -39,14 +36,14 @@ class Look(Callback):
         self.before_step = state_of_run(trainer, pl_module)
 
 
-def held(settings: dict[str, Any] | str, width: int = account.Stack.WIDTH, **options: Any) -> dict[str, Any]:
+def held(settings: dict[str, Any] | str, **options: Any) -> dict[str, Any]:
     """Bytes per parameter on this rank: ``kind -> place -> bytes``; *inside*: parameters on the device in a forward."""
     look = Look()
     torch.manual_seed(0)
-    module = _Looking(width)
+    module = _Looking(account.Stack.WIDTH)
     numel = sum(p.numel() for p in module.parameters())
     trainer = zoo.make_trainer(settings, max_steps=3, max_epochs=1, callbacks=[look], **options)
-    trainer.fit(module, DataLoader(account.Vectors(width), batch_size=1))
+    trainer.fit(module, DataLoader(account.Vectors(account.Stack.WIDTH), batch_size=1))
     found: dict[str, Any] = {
         kind: {place: nbytes / numel for place, nbytes in look.before_step.here[kind].items()} for kind in KINDS
     }

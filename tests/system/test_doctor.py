@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 import torch
 
 from lightning_zero.app import doctor
-from lightning_zero.engines.deepspeed import ops as deepspeed_ops
 from tests.helpers.peer_memory import MAY_READ
 from tests.system.commands import MODULE, run
 
@@ -19,17 +17,12 @@ FORBIDDEN = "no: the system forbids it (a container's seccomp profile, kernel.ya
 def test_the_command(tmp_path: Any) -> None:
     done = run(*MODULE, "doctor", "--json", cwd=tmp_path)
     assert done.returncode == 0
-    found = json.loads(done.stdout[done.stdout.index("{") : done.stdout.rindex("}") + 1])  # deepspeed may print, too
+    found = json.loads(done.stdout)
     assert found["versions"]["torch"] == torch.__version__
     assert found["two processes"]["gloo"] == "works"
     assert found["two processes"]["each other's memory"] == ("works" if MAY_READ else FORBIDDEN)
     assert "GiB free in /dev/shm" in found["hardware"]["shared memory"]
     assert found["backends"]["gloo"] == "available"
-    pytest.importorskip("deepspeed")
-    for op in ("cpu_adam", "async_io"):
-        said = found["deepspeed ops"][op]
-        missing = deepspeed_ops.why_not(op)
-        assert said == f"no: {missing}" if missing else said in ("built", "can be built")
 
 
 def test_two_processes_that_do_not_meet(monkeypatch: Any) -> None:

@@ -22,6 +22,12 @@ from lightning_zero.config import (
 )
 
 FILE = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+INSTEAD = ["use engine='fsdp2'", "strategy='zero3_nvme'", "offload='cpu'"]
+"""Of files on DeepSpeed."""
+
+
+def _to_files(section: str) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, section: {"device": "nvme", "nvme_path": "/fast"}}}
 
 
 def test_defaults() -> None:
@@ -63,10 +69,6 @@ def test_every_stage_is_accepted(stage: int) -> None:
         ({"compile": {"target": "units", "moed": "default"}}, ["compile.moed='default'", "Did you mean 'mode'"]),
         ({"compile": "units", "engine": "deepspeed"}, ["compile='units'", "at stage 3", "stage=2, or engine='fsdp2'"]),
         (
-            {"offload": {"target": "nvme", "aio_queue_depth": 4}},
-            ["offload.aio_queue_depth=4", "engine='fsdp2'", "engine='deepspeed'"],
-        ),
-        (
             {"offload": {"target": "nvme", "pin_memory": True}},
             ["offload.pin_memory=True", "'nvme'", "engine='fsdp2'", "offload.target='cpu'"],
         ),
@@ -86,7 +88,14 @@ def test_every_stage_is_accepted(stage: int) -> None:
         ({"engine": "deepspeed", "deepspeed_config": FILE, "auto": True}, ["auto=True", "deepspeed_config"]),
         ({"engine": "deepspeed", "deepspeed_config": {"zero_optimization": {"stage": 0}}}, ["stage=0", "ddp"]),
         ({"engine": "deepspeed", "deepspeed_config": {"zero_optimization": 3}}, ["zero_optimization=3", "section"]),
-        ({"engine": "deepspeed", "stage": 2, "offload": "nvme"}, ["offload='nvme'", "stage=2", "zero3_nvme"]),
+        ({"engine": "deepspeed", "offload": "nvme"}, ["offload='nvme'", "engine='deepspeed'", *INSTEAD]),
+        ({"engine": "deepspeed", "offload": OffloadConfig(target="nvme", optimizer=False)}, INSTEAD),
+        ({"engine": "deepspeed", "offload": OffloadConfig(target="nvme", parameters=False)}, INSTEAD),
+        ({"engine": "deepspeed", "deepspeed_config": _to_files("offload_param")}, INSTEAD),
+        (
+            {"engine": "deepspeed", "deepspeed_config": _to_files("offload_optimizer")},
+            ["offload='nvme' of deepspeed_config", *INSTEAD],
+        ),
         ({"transport": "gloo"}, ["transport='gloo'", "'direct'"]),
         ({"engine": "deepspeed", "transport": "torch"}, ["transport='torch'", "engine='deepspeed'"]),
         ({"engine": "deepspeed", "shard_size": 2}, ["shard_size=2", "engine='deepspeed'", "engine='fsdp2'"]),
@@ -144,7 +153,6 @@ def test_refusals_name_setting_value_and_repair(settings: dict[str, Any], parts:
         (OffloadConfig, {"target": "nvme", "ratio": 0.5}, ["offload.ratio=0.5", "'cpu'"]),
         (OffloadConfig, {"target": "cpu", "ratio": 0}, ["offload.ratio=0", "above 0"]),
         (OffloadConfig, {"target": "cpu", "ratio": 1.5}, ["offload.ratio=1.5", "up to 1"]),
-        (OffloadConfig, {"target": "nvme", "buffer_numel": 1.5}, ["offload.buffer_numel=1.5", "1 or more"]),
         (OffloadConfig, {"target": "cpu", "optimizer": False, "parameters": False}, ["offload.target='none'"]),
         (OffloadConfig, {"target": "cpu", "optimizer": 1}, ["offload.optimizer=1", "True, False or None"]),
         (CompileConfig, {"backend": "eager"}, ["compile.backend='eager'", "compile.target='units'"]),
@@ -204,7 +212,7 @@ def test_what_moves() -> None:
     for stage in STAGES:
         assert moves(stage=stage, offload="cpu") == (True, True)
         assert moves(stage=stage, offload="cpu", engine="deepspeed") == (True, stage == 3)
-    assert moves(offload=OffloadConfig(target="nvme", optimizer=False), engine="deepspeed") == (False, True)
+    assert moves(offload=OffloadConfig(target="cpu", optimizer=False), engine="deepspeed") == (False, True)
     assert moves(offload=OffloadConfig(target="cpu", parameters=False), engine="deepspeed") == (True, False)
 
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from lightning_zero.config import DeepSpeedConfig, OffloadConfig, ZeroConfig
 from lightning_zero.engines.deepspeed.ds_config import (
@@ -18,7 +16,6 @@ from lightning_zero.engines.deepspeed.ds_config import (
     bucket_numel,
     check_micro_batch,
     ds_config,
-    gathered_together,
     inert_sections,
 )
 
@@ -45,7 +42,6 @@ GPU = RunFacts(
     accumulation=4,
     clip_value=None,
     numel=10**9,
-    largest_numel=10**7,
 )
 CPU = replace(GPU, device_type="cpu", precision="32-true", accumulation=1)
 
@@ -180,31 +176,6 @@ def test_offload_sections() -> None:
     assert split["offload_optimizer"]["ratio"] == 0.5
     assert split["sub_group_size"] == CPU.numel // (CPU.world_size * 32)  # one group could not be split
     assert "offload_param" not in split
-    nvme = made(
-        replace(CPU, offload_path="/fast/run"), offload=OffloadConfig(target="nvme", aio_num_threads=2, buffer_count=6)
-    )
-    parameters, optimizer = (nvme["zero_optimization"][f"offload_{part}"] for part in ("param", "optimizer"))
-    share = -(-CPU.largest_numel // CPU.world_size)
-    assert (parameters["nvme_path"], parameters["buffer_size"]) == ("/fast/run", share)
-    assert (optimizer["nvme_path"], optimizer["buffer_count"]) == ("/fast/run", 6)
-    assert nvme["aio"] == {"intra_op_parallelism": 2}
-
-
-def test_parameters_in_files_have_a_buffer_for_all_that_are_gathered_at_a_time() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(4, 4, num_layers=2)
-            self.list = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(3))
-            self.own = nn.Parameter(torch.ones(2))
-
-    together = gathered_together(Net())
-    assert together == 8 + 1 + 3 + 1  # LSTM and what is around it, then what belongs to no layer
-    for count, expected in ((1, 5), (together, together + 1)):
-        zero = made(replace(CPU, num_together=count), offload="nvme")["zero_optimization"]
-        assert zero["offload_param"]["buffer_count"] == expected
-        for key in ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"):
-            assert zero[key] == 0  # what is kept or read ahead keeps its buffer
 
 
 def test_offload_of_a_file() -> None:
@@ -214,19 +185,6 @@ def test_offload_of_a_file() -> None:
     zero = ds_config(config, CPU)["zero_optimization"]
     assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
     assert "cpu_offload" not in zero
-    mixed = {
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "nvme", "nvme_path": "/fast", "pipeline_read": True},
-            "offload_param": {"device": "cpu"},
-        }
-    }
-    config = ZeroConfig(engine="deepspeed", deepspeed_config=mixed)
-    assert (config.offload.target, config.offload.path) == ("nvme", "/fast")
-    zero = ds_config(config, replace(CPU, offload_path="/fast/own"))["zero_optimization"]
-    assert zero["offload_param"]["device"] == "cpu"
-    assert zero["offload_optimizer"]["nvme_path"] == "/fast/own"
-    assert zero["offload_optimizer"]["pipeline_read"] is True
 
 
 def test_what_we_do_not_know_goes_on() -> None:
@@ -234,14 +192,6 @@ def test_what_we_do_not_know_goes_on() -> None:
     config = made(deepspeed_config=file)
     assert config["wall_clock_breakdown"] is True
     assert config["zero_optimization"]["ignore_unused_parameters"] is False
-
-
-def test_a_loss_scaler_needs_masters_in_memory() -> None:
-    with pytest.raises(ValueError, match=r"precision='16-mixed' with offload='nvme'.*bf16-mixed.*fsdp2"):
-        made(GPU, offload="nvme")
-    made(GPU, offload="cpu")
-    made(replace(GPU, precision="bf16-mixed"), offload="nvme")
-    made(GPU, offload=OffloadConfig(target="nvme", optimizer=False))
 
 
 @pytest.mark.parametrize(

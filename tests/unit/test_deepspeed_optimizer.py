@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.config import RawConfig
+from lightning_zero.config import RawConfig, ZeroConfig
 from lightning_zero.engines.deepspeed.file_optimizer import check_optimizer, make_optimizer, make_scheduler
+from lightning_zero.engines.deepspeed.run import DeepSpeedRun
 
 
 def raw(optimizer: Any = None, scheduler: Any = None) -> RawConfig:
@@ -134,3 +135,13 @@ def test_schedules_that_are_refused(section: Any, steps: float, part: str) -> No
     with pytest.raises(ValueError, match=part):
         make_scheduler(raw(scheduler=section), torch.optim.SGD(parameters()[:1], lr=0.1), lambda: steps)
     assert make_scheduler(raw(), torch.optim.SGD(parameters()[:1], lr=0.1), lambda: steps) is None
+
+
+def test_compiled_optimizers_of_deepspeed_are_refused() -> None:
+    class DeepSpeedCPUAdam(torch.optim.AdamW):
+        pass
+
+    pytest.importorskip("deepspeed")
+    run = DeepSpeedRun(ZeroConfig(engine="deepspeed", offload="cpu"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"DeepSpeedCPUAdam from configure_optimizers.*return PyTorch's AdamW"):
+        run.check_optimizers([DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(1))])])

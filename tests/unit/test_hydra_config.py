@@ -58,7 +58,7 @@ def _composed(*overrides: str) -> Any:
     "contradiction",
     [
         ("strategy/engine=deepspeed", "strategy.transport=direct"),
-        ("strategy/offload=nvme", "strategy.offload.buffer_count=4"),
+        ("strategy=zero3_nvme", "strategy/engine=deepspeed"),
         ("strategy.deepspeed_config=nowhere.json", "strategy/engine=deepspeed"),
     ],
 )
@@ -81,13 +81,14 @@ def test_groups_of_engine_and_offload():
         compile={"target": "units", "dynamic": True}  # type: ignore[arg-type]
     )
     assert _composed(
-        *("strategy=zero3", "strategy/engine=deepspeed", "strategy/offload=nvme", "strategy.offload.path=/fast"),
-        *("strategy.offload.aio_queue_depth=16", "strategy.deepspeed.sub_group_numel=1000"),
+        *("strategy=zero3", "strategy/engine=deepspeed", "strategy/offload=cpu", "strategy.offload.ratio=0.5"),
+        "strategy.deepspeed.sub_group_numel=1000",
     ) == ZeroConfig(
         engine="deepspeed",
-        offload=OffloadConfig(target="nvme", path="/fast", aio_queue_depth=16),
+        offload=OffloadConfig(target="cpu", ratio=0.5),
         deepspeed=DeepSpeedConfig(sub_group_numel=1000),
     )
+    assert _composed("strategy=zero3_nvme") == _composed("strategy/offload=nvme") == ZeroConfig(offload="nvme")
 
 
 def test_a_deepspeed_file_decides_what_was_not_chosen(tmp_path):
@@ -119,7 +120,7 @@ def test_a_deepspeed_file_decides_what_was_not_chosen(tmp_path):
         ({"stagee": 1}, "did you mean strategy.stage"),
         ({"offload": {"target": "disk"}}, "offload.target='disk'"),
         ({"find_unused_parameters": "perhaps"}, "perhaps"),
-        ({"offload": {"target": "nvme"}, "engine": "deepspeed", "stage": 1}, "zero3_nvme"),
+        ({"offload": {"target": "nvme"}, "engine": "deepspeed"}, "zero3_nvme"),
         ({"deepspeed": {"overlap_comm": "perhaps"}, "engine": "deepspeed"}, "perhaps"),
         ({"deepspeed": {"overlap_com": True}, "engine": "deepspeed"}, "overlap_com"),
     ],

@@ -175,11 +175,11 @@ def test_a_dataset_is_not_walked():
 def test_methods_of_process_groups_have_functions_in_their_stead():
     """No view sees such a call, so the error is DTensor's own."""
     for text in ("c10d.allreduce_.default does not have a sharding strategy", "c10d.allgather_.default: got mixed"):
-        assert "torch.distributed.all_reduce(p.data" in advice_on(text, False, None, "fsdp2")
+        assert "torch.distributed.all_reduce(p.data" in advice_on(text, False, "fsdp2")
     text = "c10d.broadcast_.default does not have a sharding strategy"
     for is_seen, said in ((True, "broadcast(p.data, src)"), (False, "use torch>=2.13, or a copy on all ranks")):
         with mock.patch.object(advice, "BROADCAST_IS_SEEN", is_seen):
-            assert said in advice_on(text, False, None, "fsdp2")
+            assert said in advice_on(text, False, "fsdp2")
 
 
 def test_few_holders_are_looked_for_however_many_views_there_are():

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_zero import OffloadConfig, ZeroStrategy
-from lightning_zero.engines import after_run
 from lightning_zero.engines.after_run import AfterRun
 
 ENGINES = ("fsdp2", "deepspeed")
@@ -69,30 +68,6 @@ def test_the_loss_scale_lies_where_gradients_do(engine: str, offload: str) -> No
     strategy._place_scale()
     scale = plugin.scaler._scale
     assert (scale is not None and scale.device.type == "cpu") == (offload == "cpu")
-
-
-def test_a_module_that_lost_its_files_says_so() -> None:
-    """A failed run's files are removed, and with them parameters that lay there: no run must look for them."""
-    pytest.importorskip("deepspeed")
-    module = LightningModule()
-    for parameters, lost in ((False, False), (True, True)):
-        run = ZeroStrategy(engine="deepspeed", offload=OffloadConfig(target="nvme", parameters=parameters))
-        run._lightning_module = module
-        made_whole: list[bool] = []
-        run.engine = SimpleNamespace(restore=lambda whole, *_, told=made_whole: told.append(whole))  # type: ignore[assignment]
-        run._failed = True
-        assert run._after_run() is (AfterRun.LOST if lost else AfterRun.FAILED)
-        run._end_engine(run._after_run())
-        assert made_whole == [False]
-        assert after_run.is_left_sharded(module) is not lost
-        for _ in range(2):  # what the next run does, once
-            after_run.make_whole(module)
-        assert made_whole == ([False] if lost else [False, True])
-        assert not after_run.is_left_sharded(module)
-    following = ZeroStrategy(stage=3)
-    following._lightning_module = module
-    with pytest.raises(ValueError, match=r"LightningModule .*'nvme' that failed.*build the module anew.*ckpt_path"):
-        following._take_over()
 
 
 def test_a_rank_of_an_earlier_run_with_more_devices_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,13 +36,7 @@ class Build:
 
     def __init__(self, module: nn.Module, made: dict[str, Any], device: torch.device) -> None:
         self.module = module
-        self._made = {key: value for key, value in made.items() if key != "aio"}
-        # The folder for files does not exist yet: the engine moves parameters there when it starts
-        zero = {key: value for key, value in made["zero_optimization"].items() if key != "offload_optimizer"}
-        if zero.get("offload_param", {}).get("device") == "nvme":
-            zero["offload_param"] = {"device": "cpu"}
-        self._made["zero_optimization"] = zero
-        self._device = device
+        self._made, self._device = made, device
         self._entered: _BuildView | None = None
 
     @contextmanager

@@ -10,18 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from torch import nn
-
 from lightning_zero.config import RawConfig, ZeroConfig
-from lightning_zero.private.torch import own_parameters
 
 AUTO = "auto"
 MAX_BUCKET_NUMEL = 200_000_000
 MIN_BUCKET_NUMEL = 25_000_000
 _ROUND_BUCKETS = 8
-NVME_SUB_GROUP_NUMEL = 100_000_000
-PARAMETER_BUFFERS = 5
-"""At the least; DeepSpeed's own default."""
 _RATIO_SUB_GROUPS = 32
 """Partial offload moves whole sub-groups: so many, that the share is met within a few per cent."""
 
@@ -43,11 +37,6 @@ _ZERO_KEYS = {
     "quantized_gradients": "zero_quantized_gradients",
 }
 """Field of ``DeepSpeedConfig`` -> DeepSpeed's key in ``zero_optimization``."""
-_AIO_KEYS = {
-    "aio_block_bytes": "block_size",
-    "aio_queue_depth": "queue_depth",
-    "aio_num_threads": "intra_op_parallelism",
-}
 _NEED_CUDA = ("quantized_weights", "quantized_nontrainable_weights", "quantized_gradients")
 _PRECISIONS = {"32": "fp32", "16": "fp16", "bf": "bf16", "64": "fp64"}
 _OURS = ("optimizer", "scheduler", "fp16", "bf16", "bfloat16")
@@ -84,29 +73,11 @@ class RunFacts:
     clip_algorithm: str = "norm"
     numel: int = 0
     """Elements of all parameters."""
-    largest_numel: int = 0
-    """Elements of the largest parameter."""
-    num_together: int = 1
-    """Parameters that are gathered at the same time (:func:`gathered_together`)."""
-    offload_path: str | None = None
-    """This run's own folder on the fast disk, with nvme."""
 
     @property
     def dtype(self) -> str:
         """The dtype of forward and backward: ``"fp32"``, ``"fp16"``, ``"bf16"`` or ``"fp64"``."""
         return _PRECISIONS.get(str(self.precision)[:2], "fp32")
-
-
-def gathered_together(module: nn.Module) -> int:
-    """The most parameters that a module has of its own and in the modules around it, which use theirs meanwhile; and
-    those that belong to no layer, which stay from their use in a step to the end of its backward."""
-
-    def with_those_around(inner: nn.Module) -> int:
-        return len(own_parameters(inner)) + max(map(with_those_around, inner.children()), default=0)
-
-    lists = (nn.ParameterList, nn.ParameterDict)
-    bare = sum(len(own_parameters(m)) for m in module.modules() if m is module or isinstance(m, lists))
-    return with_those_around(module) + bare
 
 
 def bucket_numel(numel: int) -> int:
@@ -146,8 +117,6 @@ def ds_config(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
     made.update(_precision_sections(raw, facts))
     _fill(made, "communication_data_type", config.deepspeed.communication_dtype, None, raw)
     made["zero_optimization"] = _zero_section(config, facts, raw)
-    if config.offload.target == "nvme":
-        made["aio"] = _aio_section(config, raw)
     return made
 
 
@@ -184,11 +153,6 @@ def check_device(config: ZeroConfig, facts: RunFacts) -> None:
         raise ValueError(
             f"precision={facts.precision!r}: DeepSpeed computes in 32 or 16 bits; use precision='32-true', or"
             " engine='fsdp2'."
-        )
-    if facts.precision == "16-mixed" and config.offload.target == "nvme" and config.offloads_optimizer:
-        raise ValueError(
-            "precision='16-mixed' with offload='nvme': the loss scaler needs all master weights and gradients in memory"
-            " at once; use precision='bf16-mixed', offload='cpu', or engine='fsdp2'."
         )
     size = config.deepspeed.hpz_partition_size or 1
     if facts.world_size % size:
@@ -357,12 +321,7 @@ def _defaults(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
     if config.stage == 3:
         made["prefetch_numel"] = min(bucket, 50_000_000)
         made["persistence_numel"] = persistence_numel(facts.numel)
-        if config.parameters_in_files:
-            # What is kept, or read ahead, keeps a buffer from what is needed next, which DeepSpeed fails on.
-            made |= {"prefetch_numel": 0, "max_live_numel": 0, "max_reuse_distance_numel": 0}
-        if config.offload.target == "nvme":
-            made["sub_group_numel"] = NVME_SUB_GROUP_NUMEL
-        elif config.offload.ratio not in (None, 1):
+        if config.offload.ratio not in (None, 1):
             made["sub_group_numel"] = max(1, facts.numel // (facts.world_size * _RATIO_SUB_GROUPS))
     else:
         made["allgather_bucket_numel"] = bucket
@@ -381,23 +340,6 @@ def _offload_section(
     _fill(made, "pin_memory", offload.pin_memory, facts.device_type != "cpu" if pinned is None else pinned, raw)
     if part == "optimizer" and made["device"] == "cpu":
         _fill(made, "ratio", offload.ratio, None, raw)
-    if made["device"] == "nvme":
-        made["nvme_path"] = facts.offload_path or offload.path
-        if part == "optimizer":
-            _fill(made, "buffer_count", offload.buffer_count, None, raw)
-        else:
-            # One more for a parameter that is read whole meanwhile
-            _fill(made, "buffer_count", offload.buffer_count, max(PARAMETER_BUFFERS, facts.num_together + 1), raw)
-            # A buffer holds one rank's share of one parameter; DeepSpeed adds what alignment needs.
-            _fill(made, "buffer_size", offload.buffer_numel, max(-(-facts.largest_numel // facts.world_size), 1), raw)
-            made.setdefault("max_in_cpu", 0)  # else the first billion elements would never reach the disk
-    return made
-
-
-def _aio_section(config: ZeroConfig, raw: RawConfig) -> dict[str, Any]:
-    made = _without_auto(raw.section("aio"))
-    for name, key in _AIO_KEYS.items():
-        _fill(made, key, getattr(config.offload, name), None, raw)
     return made
 
 

@@ -14,7 +14,7 @@
     2       all, after the step             after each
     3       each module, forward, backward  after each
 
-DeepSpeed reduces, gathers, offloads and swaps; users' own optimizers step on its masters (``optimizer_step``), so any
+DeepSpeed reduces, gathers and offloads; users' own optimizers step on its masters (``optimizer_step``), so any
 number of them, any class, any schedule and any clipping do what they do under DDP. DeepSpeed's own clipping and loss
 scaling are off.
 
@@ -118,7 +118,7 @@ class DeepSpeedEngine(Engine):
         self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         self._order = Order(self._params, self._agreement, self.device.type == "cpu", self._under_way)
         self._usage = Usage(self._params, self.config, self._agreement)
-        rows = Rows(self._params, self.device, self.config.parameters_in_files)
+        rows = Rows(self._params, self.device)
         agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
         if agreement is not None and dist.get_world_size() > 1:
             self.reads = Reads(agreement, self.changes, rows, self.device)
@@ -126,8 +126,7 @@ class DeepSpeedEngine(Engine):
         self._access = Access(
             self._params, self._under_way, self._order, self.backward, self.changes, self.reader, self._is_accumulating
         )
-        offloads = self.config.offloads_optimizer
-        self._steps = Steps(self._params, self._access.settle, self.device, offloads, self.cpu_adam)
+        self._steps = Steps(self._params, self._access.settle, self.device, self.config.offloads_optimizer)
         self._whole = Whole(self._params, self._steps, self.mesh)
         self._graphs = GraphInputs(self._params.held, self._access, self._under_way)
 
@@ -146,9 +145,8 @@ class DeepSpeedEngine(Engine):
         copies = PlainCopies(params.module, private.is_on_modules)
         joined = Joined(flat_groups(trainable, optimizers)) if optimizers and trainable else None
         self._usage.follow(trainable)
-        facts = {"offload_path": self.offload_path, **trainer}
         self._engine = start(
-            self.root, params, trainable, joined, self.config, self.device, self.dtypes.is_mixed, facts
+            self.root, params, trainable, joined, self.config, self.device, self.dtypes.is_mixed, trainer
         )
         if self._stage3:
             private.expect_in_flight(self._engine, self.root, params.held)
@@ -164,7 +162,7 @@ class DeepSpeedEngine(Engine):
             self._accumulators = [_whole_accumulator(p, self._params.shapes[p]) for p in trainable]
         if joined is not None:
             shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine)
-            params.managed = Managed(shards, joined, params.shapes, params.attributes)
+            params.managed = Managed(shards, params.shapes, params.attributes)
             if self.config.stage > 1:
                 private.before_each_gradient(self._engine, self._access.refuse_outside_step)
             for optimizer in optimizers:
@@ -386,7 +384,6 @@ class DeepSpeedEngine(Engine):
                 account.managed(params.managed)
             for optimizer in optimizers:
                 account.optimizer(self._steps.of(optimizer))
-            account.files(self.offload_path, params.managed)
         return account.state
 
     def restore(self, whole: bool, optimizers: list[Optimizer], on_whole: OnWhole = unheard) -> None:

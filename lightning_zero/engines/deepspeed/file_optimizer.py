@@ -1,8 +1,7 @@
 """A DeepSpeed file's ``optimizer`` and ``scheduler`` sections as PyTorch objects.
 
-They serve where the module has no ``configure_optimizers``, so that the engine meets an ordinary optimizer either way
-(and swaps it for DeepSpeed's CPU Adam under offload). Names and defaults are those of DeepSpeed's
-``_configure_basic_optimizer``.
+They serve where the module has no ``configure_optimizers``, so that the engine meets an ordinary optimizer either way.
+Names and defaults are those of DeepSpeed's ``_configure_basic_optimizer``.
 """
 
 from __future__ import annotations

@@ -148,9 +148,8 @@ DEPRECATED = {
     ("zero_optimization", "cpu_offload"): 'offload_optimizer: {"device": "cpu"}',
     ("zero_optimization", "cpu_offload_param"): 'offload_param: {"device": "cpu"}',
     ("zero_optimization", "cpu_offload_use_pin_memory"): "pin_memory in offload_optimizer and offload_param",
-    ("aio", "thread_count"): "intra_op_parallelism, as DeepSpeed ignores the old name",
 }
-"""Section and old key -> what to write today. The first three ``ds_config`` translates; DeepSpeed warns of others."""
+"""Section and old key -> what to write today. ``ds_config`` translates them."""
 
 
 def check_keys(raw: RawConfig) -> None:

@@ -10,8 +10,9 @@ users' own optimizers do, on what they expect to see. For the length of a step t
 Stand-ins have the attributes of the user's parameters, whole ones their class, too: a step may go by them.
 
 A parameter that nobody used has no gradient, so that weight decay and step counts leave it alone. Between steps
-``PieceStep.states`` holds one 1-D tensor per state tensor of a parameter's shape; of flats that lie in files, DeepSpeed
-holds it, beside the master in ``Joined.state``.
+``PieceStep.states`` holds one 1-D tensor per state tensor of a parameter's shape.
+
+With offload the masters lie in host memory, where Adam and AdamW get PyTorch's fused kernel, as under ``fully_shard``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +33,9 @@ from lightning_zero.engines.deepspeed.lent_states import LentStates, raw
 from lightning_zero.engines.deepspeed.private import Piece, Shards
 from lightning_zero.engines.elementwise import is_elementwise, is_known, keys_beside_elements
 from lightning_zero.engines.optimizer_family import exchange
+from lightning_zero.engines.optimizer_step import fused
 from lightning_zero.private.torch import DisableTorchFunction
 from lightning_zero.private.torch_optim import make_parameter
-
-Only = Callable[[Tensor], bool]
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Cut:
 
 
 class Joined(Optimizer):
-    """The groups of all optimizers, for DeepSpeed, and the states it keeps in files."""
+    """The groups of all optimizers, for DeepSpeed."""
 
     def __init__(self, groups: list[list[Tensor]]) -> None:
         # DeepSpeed reads it of a group when only a part is offloaded
@@ -62,7 +62,6 @@ class Managed:
 
     Args:
         shards: They hold the pieces.
-        joined: The optimizer DeepSpeed was given.
         shapes: Every managed parameter's own shape.
         attributes: Those of a parameter that its user has set.
     """
@@ -70,11 +69,10 @@ class Managed:
     def __init__(
         self,
         shards: Shards,
-        joined: Joined,
         shapes: dict[Tensor, torch.Size],
         attributes: Callable[[Tensor], dict[str, Any]],
     ) -> None:
-        self.shards, self.joined, self.shapes, self.attributes = shards, joined, shapes, attributes
+        self.shards, self.shapes, self.attributes = shards, shapes, attributes
         self.with_grad: set[Tensor] = set()
         """Parameters that have a gradient, as every rank agrees."""
 
@@ -121,10 +119,19 @@ class Managed:
 
 
 class PieceStep:
-    """Steps one optimizer; see the module's text."""
+    """Steps one optimizer; see the module's text.
 
-    def __init__(self, optimizer: Optimizer, managed: Managed, declared: Collection[str] = ()) -> None:
-        self.optimizer, self.managed = optimizer, managed
+    Args:
+        optimizer: The user's.
+        managed: The parameters that DeepSpeed holds.
+        declared: ``ZeroConfig.elementwise_optimizers``.
+        fuses: Whether masters lie in host memory, so that Adam is fused there.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, managed: Managed, declared: Collection[str] = (), fuses: bool = False
+    ) -> None:
+        self.optimizer, self.managed, self.fuses = optimizer, managed, fuses
         self.elementwise = is_elementwise(optimizer, declared)
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
@@ -161,11 +168,10 @@ class PieceStep:
         return lent
 
     def _whole(self, p: Tensor) -> dict[str, Any]:
-        with self.managed.shards.loaded(self.managed.piece(p).flat):
-            return {
-                key: self.managed.assemble(p, value.piece) if type(value) is Cut else value
-                for key, value in self.state(p).items()
-            }
+        return {
+            key: self.managed.assemble(p, value.piece) if type(value) is Cut else value
+            for key, value in self.states[p].items()
+        }
 
     def _forget(self, p: Tensor) -> None:
         self.states.pop(p, None)
@@ -175,21 +181,17 @@ class PieceStep:
         self.optimizer.state = defaultdict(dict, raw(self.optimizer.state))
 
     def put_states(self, whole: Mapping[Tensor, Mapping[str, Any]], casts: bool = False) -> None:
-        """:meth:`put_state` of several parameters, wherever their flats lie."""
-        for flat in self.managed.flats(whole):
-            with self.managed.shards.loaded(flat, write=True):
-                for p, values in whole.items():
-                    if self.managed.piece(p).flat == flat:
-                        self.put_state(p, values, casts)
+        """:meth:`put_state` of several parameters."""
+        for p, values in whole.items():
+            self.put_state(p, values, casts)
 
     def put_state(self, p: Tensor, whole: Mapping[str, Any], casts: bool = False) -> None:
-        """Takes over the state of one parameter, given with whole tensors; its flat is in memory.
+        """Takes over the state of one parameter, given with whole tensors.
 
         With ``casts`` what has the parameter's shape gets the master's dtype, as ``optimizer.load_state_dict`` gives it
         the parameter's: a checkpoint may come from a run that stepped on bf16 weights.
         """
-        piece = self.managed.piece(p)
-        master = self.managed.shards.master(piece.flat)
+        master = self.managed.master(p)
 
         def take(key: str, value: Any) -> Any:
             if key not in self.beside and self.managed.is_alike(p, value):
@@ -198,133 +200,46 @@ class PieceStep:
             return value.clone() if isinstance(value, Tensor) else value  # off the disk
 
         self.states[p] = {key: take(key, value) for key, value in whole.items()}
-        if self.managed.shards.is_swapped(piece.flat):
-            self.into_files(p)
-
-    def state(self, p: Tensor) -> dict[str, Any]:
-        """One parameter's state; its flat is in memory."""
-        state, piece = self.states[p], self.managed.piece(p)
-        if not self.managed.shards.is_swapped(piece.flat):
-            return state
-        kept = self.managed.joined.state.get(self.managed.shards.master(piece.flat), {})
-        return {**state, **{key: Cut(piece.of(value)) for key, value in kept.items()}}
-
-    def into_files(self, p: Tensor) -> None:
-        """Moves the pieces of one parameter's state beside its master, which is in memory right now."""
-        piece, state = self.managed.piece(p), self.states[p]
-        master = self.managed.shards.master(piece.flat)
-        kept = self.managed.joined.state[master]
-        for key in [key for key, value in state.items() if type(value) is Cut]:
-            value = state.pop(key).piece
-            if key not in kept:
-                kept[key] = torch.zeros_like(master, requires_grad=False)
-            if piece.of(kept[key]).data_ptr() != value.data_ptr():
-                piece.of(kept[key]).copy_(value)
 
     @contextmanager
-    def stand_ins(self, on_shards: bool | None = None, only: Only | None = None) -> Iterator[_Swap]:
+    def stand_ins(self, on_shards: bool | None = None) -> Iterator[_Swap]:
         """The optimizer holds tensors it can step on; its changes to them are stored on leaving.
 
         Args:
             on_shards: Pieces (``True``) or whole tensors (``False``); by default what the optimizer needs.
-            only: Which of its parameters it holds; others are left out altogether.
         """
         on_shards = self.elementwise if on_shards is None else on_shards
         with torch.no_grad(), DisableTorchFunction():
             self.take_given()
         with DisableTorchFunction():
-            swap = (_Pieces if on_shards else _Wholes)(self, only)
+            swap = (_Pieces if on_shards else _Wholes)(self)
         self.holds_stand_ins = True
         try:
-            yield swap
+            with fused(self.optimizer) if self.fuses and on_shards else nullcontext():
+                yield swap
         finally:
             self.holds_stand_ins = False
             with DisableTorchFunction():
                 swap.undo()
 
 
-class CpuAdam:
-    """DeepSpeed's CPU kernel in the place of an ``Adam`` or ``AdamW``, whose groups and states it works on."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiles at the first use
-
-        self.optimizer = optimizer
-        self.decoupled = self.is_decoupled(optimizer)
-        self.adam = DeepSpeedCPUAdam([torch.zeros(1)], adamw_mode=self.decoupled)
-
-    @staticmethod
-    def is_decoupled(optimizer: Optimizer) -> bool:
-        """Whether weights decay as in AdamW, which a plain ``Adam`` can be told to do."""
-        return any(group.get("decoupled_weight_decay") for group in optimizer.param_groups)
-
-    @staticmethod
-    def knows(optimizer: Optimizer) -> bool:
-        """Whether the kernel computes the same step as ``optimizer``."""
-        if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-            return False
-        groups = optimizer.param_groups
-        others = ("amsgrad", "maximize", "capturable", "differentiable")
-        plain = not any(group.get(key) for group in groups for key in others)
-        numbers = not any(isinstance(value, Tensor) for group in groups for value in (group["lr"], *group["betas"]))
-        # one kernel, one way of decaying
-        return plain and numbers and len({bool(group.get("decoupled_weight_decay")) for group in groups}) == 1
-
-    def step(self) -> None:
-        """One step on the tensors that the optimizer holds; its step counts stay tensors, as PyTorch has them."""
-        self.adam.param_groups = [{**group, "bias_correction": True} for group in self.optimizer.param_groups]
-        states = {p: self.optimizer.state.get(p, {}) for p in parameters(self.optimizer) if p.grad is not None}
-        for state in states.values():
-            if "step" in state:
-                state["step"] = int(state["step"])
-        self.adam.state = defaultdict(dict, states)
-        self.adam.step()
-        for p in states:
-            state = self.adam.state[p]
-            state["step"] = torch.tensor(float(state["step"]))
-            self.optimizer.state[p] = state
-        self.adam.param_groups, self.adam.state = [], defaultdict(dict)
-
-
-@contextmanager
-def fused(optimizer: Optimizer) -> Iterator[None]:
-    """An ``Adam`` or ``AdamW`` steps by PyTorch's fused kernel, unless its user chose another."""
-    if not CpuAdam.knows(optimizer):
-        yield
-        return
-    free = [g for g in optimizer.param_groups if g.get("fused") is None and g.get("foreach") is None]
-    for group in free:
-        group["fused"] = True
-    try:
-        yield
-    finally:
-        for group in free:
-            group["fused"] = None
-
-
 class _Swap:
     """Replaces the managed parameters of an optimizer and their states, and brings both back."""
 
-    def __init__(self, step: PieceStep, only: Only | None) -> None:
+    def __init__(self, step: PieceStep) -> None:
         self.step, self.managed, self.optimizer = step, step.managed, step.optimizer
         self.groups = self.optimizer.param_groups
         self.lists = [list(group["params"]) for group in self.groups]
         self.state = self.optimizer.state
-        chosen = [p for p in parameters(self.optimizer) if p in self.managed and (only is None or only(p))]
-        self.pairs = [(p, self.stand_in(p)) for p in chosen]
+        self.pairs = [(p, self.stand_in(p)) for p in parameters(self.optimizer) if p in self.managed]
         self._lend_attributes()
         for p, stand_in in self.pairs:
             if p in self.managed.with_grad:
                 stand_in.grad = self.grad(p, stand_in)
         instead = {id(p): stand_in for p, stand_in in self.pairs}
         for group in self.groups:
-            kept = [instead.get(id(p), p) for p in group["params"]]
-            if only is not None:
-                kept = [t for t, p in zip(kept, group["params"], strict=True) if only(p)]
-            group["params"][:] = kept
+            group["params"][:] = [instead.get(id(p), p) for p in group["params"]]
         self._exchange(instead)  # and where it keeps them beside its groups
-        if only is not None:  # so that what a group counts is counted once
-            self.optimizer.param_groups = [group for group in self.groups if group["params"]]
         self.optimizer.state = defaultdict(dict, raw(self.state))
         for p, stand_in in self.pairs:
             entering = self.enter(p)
@@ -404,7 +319,7 @@ class _Pieces(_Swap):
     def enter(self, p: Tensor) -> dict[str, Any] | None:
         if p not in self.step.states:
             return None
-        return {key: value.piece if type(value) is Cut else value for key, value in self.step.state(p).items()}
+        return {key: value.piece if type(value) is Cut else value for key, value in self.step.states[p].items()}
 
     def leave(self, p: Tensor, stand_in: Tensor, new: dict[str, Any]) -> None:
         def is_cut(key: str, value: Any) -> bool:  # alike on all ranks, though a piece may be of one element
@@ -412,8 +327,6 @@ class _Pieces(_Swap):
             return not beside and value.shape == stand_in.shape
 
         self.step.states[p] = {key: Cut(value) if is_cut(key, value) else value for key, value in new.items()}
-        if self.managed.shards.is_swapped(self.managed.piece(p).flat):
-            self.step.into_files(p)
 
 
 class _Wholes(_Swap):

@@ -6,7 +6,7 @@ DeepSpeed keeps what.
 
 [Tensors]
 - *flat*: 1-D, one rank's part of a group of parameters: neighbouring parts of them, one after the other.
-- *master*: the flat that is stepped, in fp32; on the CPU or in files with offload.
+- *master*: the flat that is stepped, in fp32; on the CPU with offload.
 - *piece*: where one parameter's part begins in the flat, and where in the parameter. Stages 1 and 2 cut a whole group
   into N flats, so a rank may have nothing of a parameter; stage 3 cuts every parameter into N.
 """
@@ -30,7 +30,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.engines.base import outside_inference_mode
-from lightning_zero.engines.deepspeed.ops import build_root, search_path
 from lightning_zero.private.check import Library, Needed, check
 from lightning_zero.private.torch import DisableTorchFunction, in_transform, own_parameters, set_own_parameters
 
@@ -102,19 +101,15 @@ DEEPSPEED = Library(
         # stage 3
         Needed(
             _STAGE3,
-            stores="fp16_groups grad_position fp32_partitioned_groups_flat fp16_partitioned_groups_flat"
-            " fp16_partitioned_groups_flat_numel ipg_buckets micro_step_id parameter_offload"
-            " _epilogue_ran_this_backward _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
+            stores="fp16_groups grad_position fp32_partitioned_groups_flat fp16_partitioned_groups_flat ipg_buckets"
+            " micro_step_id parameter_offload _epilogue_ran_this_backward"
+            " _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
         ),
         Needed(
             f"{_STAGE3}._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
             takes="self, communication_data_type",
         ),
         Needed(f"{_STAGE3}.get_param_id", takes="self, param"),
-        Needed(f"{_STAGE3}._swappable_optimizer_subgroup", takes="self, sub_group_id"),
-        Needed(f"{_STAGE3}._optimizer_states_and_gradient_swap_in", takes="self, sub_group_id"),
-        Needed(f"{_STAGE3}._optimizer_states_and_gradient_swap_out", takes="self, sub_group_id"),
-        Needed(f"{_STAGE3}._release_swap_buffers", takes="self, sub_group_id"),
         Needed(f"{_STAGE3}.reduce_ready_partitions_and_remove_grads", takes="self, param"),
         Needed(f"{_STAGE12}.reduce_ready_partitions_and_remove_grads", takes="self, param, i"),
         Needed(f"{_STAGE3}._reassign_or_swap_out_partitioned_parameters", takes="self, sub_group_id"),
@@ -172,9 +167,8 @@ class Piece:
 
 @contextlib.contextmanager
 def environment(device: torch.device) -> Iterator[None]:
-    """Sets the environment variables that DeepSpeed reads while it starts or loads an op."""
+    """Sets the environment variables that DeepSpeed reads while it starts."""
     changes = {"DS_ACCELERATOR": device.type if device.type in ACCELERATORS else None}
-    changes |= {"PATH": search_path(), "TORCH_EXTENSIONS_DIR": build_root()}
     if "LOCAL_RANK" not in os.environ:
         changes["LOCAL_RANK"] = str(device.index or 0)
     if "LOCAL_SIZE" not in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
@@ -383,19 +377,6 @@ def sharding(config: dict[str, Any]) -> Any:
     return Sharding(config_dict_or_path=copy.deepcopy(config), tensor_overrides=())
 
 
-def shard_again(params: Iterable[Any], config: dict[str, Any]) -> None:
-    """Shards go where ``config`` says, such as into files, one parameter at a time (collective).
-
-    Left to ``deepspeed.initialize``, parameters that were built sharded stay where they are, and on a CPU whole ones
-    are taken for bf16 (``Init._set_dtype``): too small for a file, or of another size than what is written.
-    """
-    count_parameters_from_zero()
-    home = sharding(config)
-    for p in params:
-        make_whole(p)
-        home.shard(p)
-
-
 def _can_be_sharded(p: Tensor) -> bool:
     floats = (torch.float32, torch.bfloat16, torch.float16)
     return p.dim() > 0 and p.numel() > 0 and p.dtype in floats and not p.is_meta
@@ -522,11 +503,11 @@ class Shards(ABC):
 
     @abstractmethod
     def master(self, flat: int) -> Tensor:
-        """The flat to step, 1-D; empty while it lies in a file."""
+        """The flat to step, 1-D."""
 
     @abstractmethod
-    def weights(self, flat: int) -> Tensor | None:
-        """The flat that the module computes with, 1-D; ``None`` while it lies in a file."""
+    def weights(self, flat: int) -> Tensor:
+        """The flat that the module computes with, 1-D."""
 
     @abstractmethod
     def grad(self, p: Tensor) -> Tensor:
@@ -535,10 +516,6 @@ class Shards(ABC):
     @abstractmethod
     def grad_buffers(self) -> list[Tensor]:
         """The memory that gradients take on this rank."""
-
-    @abstractmethod
-    def numel(self, flat: int) -> int:
-        """Elements of a flat's master, wherever it lies."""
 
     @abstractmethod
     def before_backward(self, kept: set[Tensor]) -> None:
@@ -563,24 +540,12 @@ class Shards(ABC):
     def whole(self, p: Tensor) -> Tensor:
         """The parameter's values on every rank, in its own shape (collective at stage 3); a copy at stage 3 only."""
 
-    def is_swapped(self, flat: int) -> bool:
-        """Whether the master lies in a file between steps."""
-        return False
-
-    @contextlib.contextmanager
-    def loaded(self, flat: int, write: bool = False) -> Iterator[None]:
-        """The master, and what is kept beside it, is in memory; with ``write`` it goes back to its file."""
-        yield
-
     def adopt(self, p: Tensor) -> None:
-        """The module's values become the master's: somebody wrote to the parameter (collective at stage 3)."""
+        """The module's values become the master's: somebody wrote to the parameter."""
         piece = self.pieces[p]
-        weights = self.weights(piece.flat)
-        mine = piece.of_whole(self.whole(p)) if weights is None else piece.of(weights)
-        with self.loaded(piece.flat, write=True):
-            master = piece.of(self.master(piece.flat))
-            if master.data_ptr() != mine.data_ptr():
-                master.copy_(mine)
+        mine, master = piece.of(self.weights(piece.flat)), piece.of(self.master(piece.flat))
+        if master.data_ptr() != mine.data_ptr():
+            master.copy_(mine)
 
 
 class Shards12(Shards):
@@ -613,9 +578,6 @@ class Shards12(Shards):
 
     def grad_buffers(self) -> list[Tensor]:
         return list(self._grads.values())
-
-    def numel(self, flat: int) -> int:
-        return self.master(flat).numel()
 
     def before_backward(self, kept: set[Tensor]) -> None:
         needed = {self.pieces[p].flat for p in kept}
@@ -699,34 +661,14 @@ class Shards3(Shards):
     def master(self, flat: int) -> Tensor:
         return self.zero.fp32_partitioned_groups_flat[flat]
 
-    def weights(self, flat: int) -> Tensor | None:
+    def weights(self, flat: int) -> Tensor:
         return self.zero.fp16_partitioned_groups_flat[flat]
-
-    def is_swapped(self, flat: int) -> bool:
-        return bool(self.zero._swappable_optimizer_subgroup(flat))
-
-    @contextlib.contextmanager
-    def loaded(self, flat: int, write: bool = False) -> Iterator[None]:
-        if not self.is_swapped(flat):
-            yield
-            return
-        self.zero._optimizer_states_and_gradient_swap_in(flat)
-        try:
-            yield
-        finally:
-            if write:
-                self.zero._optimizer_states_and_gradient_swap_out(flat)
-            else:
-                self.zero._release_swap_buffers(flat)
 
     def grad(self, p: Tensor) -> Tensor:
         return self._grads[p.ds_id].narrow(0, 0, self.pieces[p].numel)  # type: ignore[attr-defined]
 
     def grad_buffers(self) -> list[Tensor]:
         return list(self._grads.values())
-
-    def numel(self, flat: int) -> int:
-        return int(self.zero.fp16_partitioned_groups_flat_numel[flat])
 
     def before_backward(self, kept: set[Tensor]) -> None:
         fresh = [self._grads[p.ds_id] for p in self.pieces if p not in kept]  # type: ignore[attr-defined]

@@ -22,11 +22,10 @@ class Rows:
     Args:
         params: All of the module's.
         device: Whole ones lie there.
-        in_files: Whether the parts do, unless they are used.
     """
 
-    def __init__(self, params: Parameters, device: torch.device, in_files: bool) -> None:
-        self._params, self._device, self._in_files = params, device, in_files
+    def __init__(self, params: Parameters, device: torch.device) -> None:
+        self._params, self._device = params, device
         self._held: list[Any] = list(params.held)
         self._keys = {p: key for key, p in enumerate(self._held)}
         self._names = {p: name for name, p in params.named.items()}
@@ -37,8 +36,8 @@ class Rows:
         return self._keys[tensor]
 
     def rows(self, key: int) -> Tensor | None:
-        """This rank's part, or ``None`` if it lies in a file."""
-        return None if self._in_files else private.cut_of(self._held[key])
+        """This rank's part."""
+        return private.cut_of(self._held[key])
 
     def room(self, key: int, member: int) -> Tensor:
         """For another rank's."""

@@ -1,19 +1,18 @@
-"""The parts of a run beside the engine ``deepspeed``: a file's optimizer, compiled ops, files.
+"""The parts of a run beside the engine ``deepspeed``: a file's optimizer, a module built sharded, changed calls.
 
 The order of its methods in a run is :class:`~lightning_zero.engines.run.EngineRun`'s.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -22,22 +21,13 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.after_run import AfterRun
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.compiled import CompiledUnits
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.activations import InsideBackward, configure_deepspeeds_own
-from lightning_zero.engines.deepspeed.ds_config import (
-    RunFacts,
-    check_micro_batch,
-    ds_config,
-    gathered_together,
-    inert_sections,
-)
+from lightning_zero.engines.deepspeed.ds_config import RunFacts, check_micro_batch, ds_config, inert_sections
 from lightning_zero.engines.deepspeed.file_optimizer import check_optimizer, make_optimizer, make_scheduler
 from lightning_zero.engines.deepspeed.known_keys import check_keys, deprecated_keys
-from lightning_zero.engines.deepspeed.nvme_folder import SwapFolder, open_folder, swap_bytes
-from lightning_zero.engines.deepspeed.ops import ASYNC_IO, CPU_ADAM, prepare_op
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.recompute import Recomputed
 from lightning_zero.engines.run import EngineRun, Place
@@ -61,18 +51,10 @@ class DeepSpeedRun(EngineRun):
             check_keys(config.raw)
         super().__init__(config)
         self.builds_sharded = config.stage == 3
-        self.cpu_adam = False
-        """Whether DeepSpeed's CPU Adam can be used, on every rank."""
-        self.folder: SwapFolder | None = None
         self._supplied: LightningModule | None = None
         self._recomputed: Recomputed | None = None
         self._compiled: CompiledUnits | None = None
         self._linear: Any = None
-
-    @property
-    def offload_path(self) -> str | None:
-        """This run's folder for swapped tensors."""
-        return self.folder.path if self.folder is not None else None
 
     # -- the file's optimizer ------------------------------------------------------------------------------------
 
@@ -106,8 +88,14 @@ class DeepSpeedRun(EngineRun):
         """Parameters that were built sharded, too."""
         return engine.view() if self.built is not None else nullcontext()
 
-    def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raises ``ValueError`` if the module's own optimizers are not the file's."""
+    def check_optimizers(self, optimizers: Collection[Optimizer]) -> None:
+        """Raises ``ValueError`` for DeepSpeed's compiled ones, and if the module's own are not the file's."""
+        for name in (type(optimizer).__name__ for optimizer in optimizers):
+            if name.startswith("DeepSpeedCPU"):
+                raise ValueError(
+                    f"{name} from configure_optimizers: its kernel cannot step on parts of DeepSpeed's flats; return"
+                    " PyTorch's AdamW or Adam, which is fused in host memory."
+                )
         if self.config.raw is not None and self._supplied is None:
             check_optimizer(self.config.raw, optimizers)
 
@@ -152,31 +140,15 @@ class DeepSpeedRun(EngineRun):
         agreement: Agreement,
         place: Place,
     ) -> None:
-        """Checks settings and file against the run, builds ops and opens the folder (collective).
+        """Checks settings and file against the run (collective).
 
         Raises:
             ValueError: On every rank, before anything is sharded.
         """
-        device_type = engine.device.type
-        facts = self.facts(module, trainer_facts, device_type)
-        made = ds_config(self.config, facts)  # contradictions are said before minutes are spent on building
+        made = ds_config(self.config, self.facts(module, trainer_facts, engine.device.type))
         self._warn_of_the_file()
-        if self.config.offload.target == "nvme":
-            self._open_folder(facts, default_root_dir, agreement, place)
-            why = prepare_op(ASYNC_IO, agreement, _say, place.local_rank, device_type)
-            if why is not None:
-                raise ValueError(
-                    f"offload='nvme' needs DeepSpeed's async_io, which cannot be built: {why}; or use offload='cpu'."
-                )
-        if self.config.offloads_optimizer:
-            why = prepare_op(CPU_ADAM, agreement, _say, place.local_rank, device_type)
-            self.cpu_adam = why is None
-            if why is not None:
-                rank_zero_info(f"DeepSpeed's CPU Adam cannot be built ({why}): PyTorch's fused one serves instead.")
-
         configure_deepspeeds_own(made)
         self._change_calls(module)
-        engine.offload_path, engine.cpu_adam = self.offload_path, self.cpu_adam
 
     def _change_calls(self, module: nn.Module) -> None:
         """Units recompute and are compiled as the settings say. They are those that ``fully_shard`` would have:
@@ -203,23 +175,13 @@ class DeepSpeedRun(EngineRun):
         for line in deprecated_keys(raw):
             rank_zero_warn(line)
 
-    def _open_folder(self, facts: RunFacts, root: str, agreement: Agreement, place: Place) -> None:
-        param_bytes = 2 if facts.dtype in ("bf16", "fp16") else 4
-        moves = self.config.offloads_optimizer, self.config.offloads_parameters
-        need = swap_bytes(facts.numel, param_bytes, facts.world_size, min(place.local_size, facts.world_size), *moves)
-        given, default = self.config.offload.path, os.path.join(root, "offload")
-        self.folder = open_folder(given, default, need, agreement, place.local_rank, place.node_rank, _say)
-
     def facts(self, module: nn.Module, trainer_facts: Mapping[str, Any], device_type: str) -> RunFacts:
         """``trainer_facts`` are the Trainer's settings, in the names of :class:`RunFacts`."""
-        sizes = [private.whole_numel(p) for p in module.parameters() if not is_lazy(p)]  # configure_model may fill them
         return RunFacts(
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
             device_type=device_type,
-            numel=sum(sizes),
-            largest_numel=max(sizes, default=1),
-            num_together=gathered_together(module),
-            offload_path=self.offload_path,
+            # configure_model may fill lazy ones
+            numel=sum(private.whole_numel(p) for p in module.parameters() if not is_lazy(p)),
             **trainer_facts,
         )
 
@@ -237,11 +199,7 @@ class DeepSpeedRun(EngineRun):
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def end(self, after: AfterRun, wait_for_all: Callable[[str], object]) -> None:
-        """Takes back everything lent to the module and removes the files, unless a module still uses them: then the
-        process does at its end."""
-        if self.folder is not None and after is AfterRun.WHOLE:
-            wait_for_all("the end of a run with offload='nvme'")  # others may still read
+    def end(self) -> None:
         self._take_back()
         if self._compiled is not None:
             self._compiled.undo()
@@ -249,13 +207,6 @@ class DeepSpeedRun(EngineRun):
         if self._recomputed is not None:
             self._recomputed.undo()
             self._recomputed = None
-        if self.folder is not None and after is not AfterRun.SHARDED:
-            self.folder.close()
-            self.folder = None
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def _flat(loaders: Any) -> list[Any]:

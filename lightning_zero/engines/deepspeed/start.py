@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.deepspeed import private
-from lightning_zero.engines.deepspeed.ds_config import RunFacts, ds_config, gathered_together
+from lightning_zero.engines.deepspeed.ds_config import RunFacts, ds_config
 from lightning_zero.engines.deepspeed.optimizer_step import Joined
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.private.torch import DisableTorchFunction, own_parameters
@@ -33,15 +33,13 @@ def start(
 
     Args:
         is_mixed: Whether Lightning's autocast computes in another dtype than the parameters'.
-        facts: The trainer facts, and the offload's folder.
+        facts: The trainer facts.
     """
     not_its = {p for p in root.parameters() if p not in params.held}  # odd ones, and averages that came in a hook
     with private.environment(device), _without(not_its, params.module):
         deepspeed = private.prepare(device)
         private.count_modules_from_zero()
-        if config.parameters_in_files:
-            private.shard_again(params.held, _made(config, params, device, is_mixed, facts))
-        elif not any(map(private.is_managed, params.held)):
+        if not any(map(private.is_managed, params.held)):
             private.count_parameters_from_zero()
         with DisableTorchFunction(), private.partial_offload(Joined):
             engine, *_ = deepspeed.initialize(
@@ -74,15 +72,8 @@ def _made(
     config: ZeroConfig, params: Parameters, device: torch.device, is_mixed: bool, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """DeepSpeed's config."""
-    sizes = [shape.numel() for shape in params.shapes.values()]
-    run = RunFacts(
-        world_size=dist.get_world_size(),
-        device_type=device.type,
-        numel=sum(sizes),
-        largest_numel=max(sizes),
-        num_together=gathered_together(params.module),
-        **facts,
-    )
+    numel = sum(shape.numel() for shape in params.shapes.values())
+    run = RunFacts(world_size=dist.get_world_size(), device_type=device.type, numel=numel, **facts)
     made = ds_config(config, run)
     if is_mixed:  # as under DDP: fp32 parameters, Lightning's autocast and loss scaling
         for section in ("bf16", "fp16", "data_types"):

@@ -2,16 +2,14 @@
 
 DeepSpeed computes with one set of tensors and steps another: *parameters* are those of the module (stage 3: this rank's
 cuts, and whatever is gathered) and the masters; *gradients* its averaged pieces, which live in buffers of their own;
-*optimizer* the states of the users' optimizers. Files are measured as files.
+*optimizer* the states of the users' optimizers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.config import ZeroConfig
@@ -49,8 +47,7 @@ class Account:
         """Masters and gradients."""
         shards = managed.shards
         for i in managed.flats(shards.pieces):
-            if not shards.is_swapped(i):
-                self.held("parameters", shards.master(i), self._place_of_steps(shards.master(i)))
+            self.held("parameters", shards.master(i), self._place_of_steps(shards.master(i)))
         for flat in shards.grad_buffers():
             self.held("gradients", flat, self._place_of_steps(flat))
         for p in managed.with_grad:
@@ -63,7 +60,7 @@ class Account:
                 self.held("gradients", p.grad, "device")
 
     def optimizer(self, step: PieceStep) -> None:
-        """States in memory: of the pieces, and of parameters that DeepSpeed does not hold."""
+        """States: of the pieces, and of parameters that DeepSpeed does not hold."""
         for p, values in step.states.items():
             for value in values.values():
                 if isinstance(value, Cut):
@@ -77,27 +74,6 @@ class Account:
                 if isinstance(value, Tensor):
                     self.state.whole["optimizer"] += value.numel() * value.element_size()
                     self.held("optimizer", value, "device")
-
-    def files(self, folder: str | None, managed: Managed | None) -> None:
-        """This rank's part of ``folder``: masters, which are parameters, states, and cuts of parameters."""
-        if folder is None:
-            return
-        mine = f"rank{dist.get_rank()}"
-        sizes = {"parameters": 0, "optimizer": 0}
-        for path in Path(folder).rglob("*.swp"):
-            if mine in path.parts:
-                sizes["optimizer" if "optimizer" in path.parts else "parameters"] += path.stat().st_size
-        if managed is not None and sizes["optimizer"]:
-            flats = managed.flats(managed.shards.pieces)
-            masters = sum(4 * managed.shards.numel(i) for i in flats if managed.shards.is_swapped(i))
-            sizes["parameters"] += masters
-            sizes["optimizer"] -= masters
-            for p in managed.shards.pieces:
-                if managed.shards.is_swapped(managed.piece(p).flat):  # what DDP would hold of them
-                    kept = managed.joined.state.get(managed.shards.master(managed.piece(p).flat), {})
-                    self.state.whole["optimizer"] += 4 * self.shapes[p].numel() * len(kept)
-        for kind, nbytes in sizes.items():
-            self.state.add_bytes(kind, nbytes, "disk")
 
     def held(self, kind: str, tensor: Tensor, place: str) -> None:
         """Counts ``tensor`` here, unless this very memory was counted."""

@@ -1,4 +1,4 @@
-"""The step of the users' optimizers: on tensors in memory at once, on files flat by flat, with closures."""
+"""The step of the users' optimizers, with closures and without."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.engines.deepspeed import private
-from lightning_zero.engines.deepspeed.optimizer_step import CpuAdam, Only, PieceStep, fused, parameters
+from lightning_zero.engines.deepspeed.optimizer_step import PieceStep, parameters
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.elementwise import is_known
 from lightning_zero.engines.optimizer_family import family, own_methods
@@ -30,16 +28,12 @@ class Steps:
         settle: Makes count whatever user code wrote to parameters and gradients; before each look at a master.
         device: Parameters are computed with there.
         offloads: Whether masters lie in host memory.
-        cpu_adam: Whether DeepSpeed's CPU Adam can be used.
     """
 
-    def __init__(
-        self, params: Parameters, settle: Callable[[], None], device: torch.device, offloads: bool, cpu_adam: bool
-    ) -> None:
+    def __init__(self, params: Parameters, settle: Callable[[], None], device: torch.device, offloads: bool) -> None:
         self._params, self._settle = params, settle
-        self._device, self._offloads, self._cpu_adam = device, offloads, cpu_adam
+        self._device, self._offloads = device, offloads
         self._steps: weakref.WeakKeyDictionary[Optimizer, PieceStep] = weakref.WeakKeyDictionary()
-        self._kernels: weakref.WeakKeyDictionary[Optimizer, CpuAdam] = weakref.WeakKeyDictionary()
 
     def add(self, optimizer: Optimizer, declared: Collection[str]) -> None:
         """Takes over ``optimizer`` and the states it has.
@@ -48,9 +42,8 @@ class Steps:
             declared: Classes that the user has named as element-wise.
 
         Raises:
-            ValueError: It steps by another optimizer, or needs tensors in memory that lie in files.
+            ValueError: It steps by another optimizer.
         """
-        managed = self._params.attached
         inner = [type(member).__name__ for member in family(optimizer)[1:]]
         if inner:
             raise ValueError(
@@ -58,13 +51,7 @@ class Steps:
                 " lie in DeepSpeed's flats, one optimizer's for each parameter; use engine='fsdp2', or"
                 f" {inner[0]} alone."
             )
-        step = PieceStep(optimizer, managed, declared)
-        if not step.elementwise and any(map(managed.shards.is_swapped, managed.flats(parameters(optimizer)))):
-            raise ValueError(
-                f"offload='nvme' with {type(optimizer).__name__}, which looks across elements and so needs"
-                " whole masters and states: use offload='cpu', or an element-wise optimizer such as AdamW."
-            )
-        self._steps[optimizer] = step
+        self._steps[optimizer] = PieceStep(optimizer, self._params.attached, declared, fuses=self._offloads)
 
     def __contains__(self, optimizer: Optimizer) -> bool:
         return optimizer in self._steps
@@ -98,62 +85,10 @@ class Steps:
                 loss = closure()
         self._settle()
         with DisableTorchFunction():
-            result = self._step_on(step, **kwargs)
+            with step.stand_ins():
+                result = optimizer.step(**kwargs)
+            self._after_step(optimizer)
         return loss if result is None else result
-
-    def _step_on(self, step: PieceStep, **kwargs: Any) -> Any:
-        """Steps tensors in memory at once, then those in files flat by flat."""
-        managed, optimizer = self._params.attached, step.optimizer
-        shards = managed.shards
-        flats = managed.flats(p for p in parameters(optimizer) if p in managed.with_grad)
-        in_files = [i for i in flats if shards.is_swapped(i)]
-        result = None
-        here = set(flats) - set(in_files)
-        if not in_files:
-            result = self._call(step, None, **kwargs)
-        elif here or any(p not in managed for p in parameters(optimizer)):
-            result = self._call(step, lambda p: p not in managed or managed.piece(p).flat in here, **kwargs)
-        with torch.no_grad():
-            # Published as soon as stepped, flats in files in the order of their numbers: at stages 1 and 2 publishing
-            # gathers, so all ranks come here in one order, and a flat's file is written back before the next is loaded.
-            shards.publish(here)
-            for i in in_files:
-                with shards.loaded(i, write=True):
-                    in_it = {p for p in managed.shards.pieces if managed.piece(p).flat == i}
-                    result = self._call(step, in_it.__contains__, **kwargs)
-                    shards.publish([i])
-        return result
-
-    def _call(self, step: PieceStep, only: Only | None, **kwargs: Any) -> Any:
-        """One ``optimizer.step`` on the parameters of ``only``, masters in host memory by a kernel made for it."""
-        optimizer = step.optimizer
-        if not self._offloads or not step.elementwise or not CpuAdam.knows(optimizer):
-            with step.stand_ins(only=only):
-                return optimizer.step(**kwargs)
-        chosen = [p for p in parameters(optimizer) if only is None or only(p)]
-        in_host = {p for p in chosen if self._is_in_host(p)}
-        rest = set(chosen) - in_host
-        if in_host and self._cpu_adam:
-            kernel = self._kernels.get(optimizer)
-            if kernel is None or kernel.decoupled != CpuAdam.is_decoupled(optimizer):
-                with private.environment(self._device):
-                    self._kernels[optimizer] = CpuAdam(optimizer)
-            with step.stand_ins(only=in_host.__contains__):
-                self._kernels[optimizer].step()
-        elif in_host:
-            with step.stand_ins(only=in_host.__contains__), fused(optimizer):
-                optimizer.step(**kwargs)
-        if rest:
-            with step.stand_ins(only=rest.__contains__):
-                return optimizer.step(**kwargs)
-        return None
-
-    def _is_in_host(self, p: Tensor) -> bool:
-        managed = self._params.attached
-        if p not in managed:
-            return False
-        master = managed.shards.master(managed.piece(p).flat)
-        return master.device.type == "cpu" and master.dtype == torch.float32
 
     def _step_with_closure(self, step: PieceStep, closure: Callable[[], Any], **kwargs: Any) -> Any:
         self._settle()

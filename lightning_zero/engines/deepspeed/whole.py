@@ -25,7 +25,7 @@ States = dict[Tensor, dict[str, Any]]
 
 
 class Whole:
-    """Makes whole tensors of DeepSpeed's pieces, one flat in memory at a time.
+    """Makes whole tensors of DeepSpeed's pieces.
 
     All methods are collective. None of them looks at what user code has written and no master knows of: the engine has
     that adopted before.
@@ -63,12 +63,9 @@ class Whole:
         if managed is None:
             return {}
         rows: dict[int, Tensor] = {}
-        for i in managed.flats(managed.shards.pieces):
-            with managed.shards.loaded(i):
-                for p, piece in managed.shards.pieces.items():
-                    if piece.flat == i:
-                        whole = managed.assemble(p, managed.master(p))
-                        rows[id(p)] = self.rows(p, whole.to(self._params.dtypes[p]) if own_dtype else whole)
+        for p in managed.shards.pieces:
+            whole = managed.assemble(p, managed.master(p))
+            rows[id(p)] = self.rows(p, whole.to(self._params.dtypes[p]) if own_dtype else whole)
         return rows
 
     def _rows_of(self, p: Tensor) -> Tensor:
@@ -95,13 +92,11 @@ class Whole:
             assembled = managed.assemble(p, value.piece)
             return assembled.cpu() if whole else self.rows(p, assembled)
 
-        rows: States = {}
-        for i in managed.flats(parameters(optimizer)):
-            with managed.shards.loaded(i):
-                for p in parameters(optimizer):
-                    if p in step.states and managed.piece(p).flat == i:
-                        rows[p] = {key: laid_out(p, value) for key, value in step.state(p).items()}
-        return rows
+        return {
+            p: {key: laid_out(p, value) for key, value in step.states[p].items()}
+            for p in parameters(optimizer)
+            if p in step.states
+        }
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Loads a whole state, of which this rank keeps its pieces."""
@@ -130,11 +125,7 @@ class Whole:
         values: dict[Tensor, Tensor] = {}
         if managed is not None:
             in_another = [p for p in managed.shards.pieces if p.dtype != params.dtypes[p]]
-            for i in managed.flats(in_another):
-                with managed.shards.loaded(i):
-                    for p in in_another:
-                        if managed.piece(p).flat == i:
-                            values[p] = managed.assemble(p, managed.master(p))
+            values = {p: managed.assemble(p, managed.master(p)) for p in in_another}
         whole: dict[Tensor, Tensor] = {}
         for p, shape in params.shapes.items():
             value = values.pop(p, None)
@@ -167,8 +158,7 @@ class Carried:
         managed = self._params.attached
         for i, rows in self._masters.items():
             p, whole = self._by_id[i], gathered(rows)
-            with managed.shards.loaded(managed.piece(p).flat, write=True):
-                managed.master(p).copy_(managed.cut(p, whole))
+            managed.master(p).copy_(managed.cut(p, whole))
         for optimizer, of_params in self._states.items():
             for one, state in of_params.items():
                 self._steps.of(optimizer).put_states({one: {k: _gathered_if_rows(v) for k, v in state.items()}})
