@@ -408,7 +408,6 @@ class ZeroStrategy(Launched, DDPStrategy):
             plugin.scale_on_host()
 
     def before_fork(self) -> None:
-        """Called by the launcher: what is imported here, the ranks share."""
         self._run.load()
 
     def setup_environment(self) -> None:

@@ -544,6 +544,9 @@ class Launched:
     def cluster_environment(self, environment: Any) -> None:
         self.cluster_environment_ = adapt_environment(environment)
 
+    def before_fork(self) -> None:
+        """Called by the launcher: what is imported here, the ranks share."""
+
     def setup_environment(self) -> None:
         self.requeue_again()  # a run that ended without its teardown
         self._not_requeueing = contextlib.ExitStack()
