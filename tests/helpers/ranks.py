@@ -42,10 +42,6 @@ STARTUP_SECONDS = 50.0
 GRACE_SECONDS = 0.3
 """After the first failure: how long other ranks may still report theirs, and stacks may still be written."""
 LOG_TAIL_CHARACTERS = 6000
-READY, SPENT = b"ready", b"spent"
-"""Of a worker that can take a job, and of one that must not take another."""
-MOST_GROUPS_LEFT = 8
-"""In a worker. The threads of each wake a hundred times a second beside all later jobs; a new worker costs a second."""
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -132,10 +128,8 @@ class RankPool:
         return results
 
     def _ready_workers(self, world_size: int) -> list[_Worker]:
+        self._workers = [worker if worker.alive else _Worker() for worker in self._workers]
         self._workers += [_Worker() for _ in range(world_size - len(self._workers))]
-        for number, worker in enumerate(self._workers[:world_size]):
-            if not worker.alive or not worker.wait_until_ready():
-                self._workers[number] = _Worker()
         workers = self._workers[:world_size]
         for worker in workers:
             worker.wait_until_ready()
@@ -197,16 +191,14 @@ class _Worker:
     def alive(self) -> bool:
         return not self._log.closed and self.process.poll() is None
 
-    def wait_until_ready(self) -> bool:
-        """``False``: it has ended, as too many process groups of earlier jobs lived on in it."""
+    def wait_until_ready(self) -> None:
         if self._ready:
-            return True
+            return
         if self.results.poll(STARTUP_SECONDS):
             with contextlib.suppress(EOFError):
-                self._ready = self.results.recv_bytes() == READY
-                if not self._ready:
-                    self.kill()
-                return self._ready
+                assert self.results.recv_bytes() == b"ready"
+                self._ready = True
+                return
         log = self.output()
         self.kill()
         raise RuntimeError(f"a worker was not ready within {STARTUP_SECONDS} s:\n{log}")
@@ -421,16 +413,17 @@ def _serve(jobs_fd: int, results_fd: int) -> None:
     _show_crashes()
     outer_env = dict(os.environ)
     results = Connection(results_fd, readable=False)
-    results.send_bytes(READY)
+    results.send_bytes(b"ready")
     imported = len(sys.modules)
     for job in _jobs(Connection(jobs_fd, writable=False)):
         if job is None:
             _reset(outer_env)
-            gc.collect()
+            while gc.collect():
+                pass  # a round frees what only tensors and nodes of autograd held, which hide it from the collector
             if len(sys.modules) > imported:
                 gc.freeze()  # nor through these imports; after each job it would keep for ever what is let go later
                 imported = len(sys.modules)
-            results.send_bytes(READY if _groups_left() <= MOST_GROUPS_LEFT else SPENT)
+            results.send_bytes(b"ready")
             continue
         env, call = job
         _reset({**outer_env, **env})
@@ -441,11 +434,6 @@ def _serve(jobs_fd: int, results_fd: int) -> None:
             answer = pickle.dumps((type(error).__name__, traceback.format_exc()))
         sys.stdout.flush()
         results.send_bytes(answer)
-
-
-def _groups_left() -> int:
-    """Process groups that something of earlier jobs holds."""
-    return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
 
 
 def _jobs(connection: Connection) -> Iterator[Any]:

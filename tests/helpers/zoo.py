@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 WIDTH = 8
 BATCH = 4
-NUM_ITEMS = 44
+NUM_ITEMS = 28
 """Divisible neither by 3 ranks nor, at 2, by the batch: the sampler pads and the last batch is short."""
 BLOCKS = {"min_unit_numel": 1}
 """Settings under which every repeated block is its own unit."""
@@ -1308,7 +1308,9 @@ KINDS: dict[str, Kind] = {
     "scheduler_on_plateau": Kind(module=_of(Scheduled, scheduler=plateau_scheduler), max_epochs=3),
     "optimizer_step_overridden": Kind(module=_of(Warmup)),
     # accumulation and clipping
-    "accumulation_with_leftovers": Kind(module=_of(Zoo), trainer={"accumulate_grad_batches": 4}, max_epochs=3),
+    "accumulation_with_leftovers": Kind(
+        module=_of(Zoo), trainer={"accumulate_grad_batches": 4}, dataset=lambda: RandomDataset(44), max_epochs=3
+    ),
     "accumulation_scheduler": Kind(
         module=_of(Zoo), callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})], max_epochs=3
     ),
