@@ -3,7 +3,7 @@
 STAGE: 1, 2 or 3; ``deepspeed1`` and so on for that engine.
 
 HOW: ``all`` (every rank raises in step 2), ``0`` (rank 0 does), ``forever``; ``swallow`` stands still while the run is
-being set up, in Python code that catches everything; ``early`` is rank 1's before the ranks meet.
+being set up, in Python code that catches everything.
 
 WORDS: ``saves`` (callbacks save on exceptions), ``again`` (the script catches the error and fits once more), ``same``
 (with the same module), ``logs`` (one of each rank).
@@ -36,11 +36,6 @@ class Module(L.LightningModule):
         super().__init__()
         self.how = how
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-
-    def configure_callbacks(self) -> list[L.Callback]:
-        if self.how == "early" and RANK == 1:
-            raise LookupError("rank 1 is not well")
-        return []
 
     def setup(self, stage: str) -> None:
         Path(f"setup{RANK}").touch()

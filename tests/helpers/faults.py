@@ -73,11 +73,11 @@ def break_run(name: str, folder: Path) -> Outcome:
     # A worker of a data loader has a socket in there, whose path may have 107 bytes: pytest's own folders are too long
     with tempfile.TemporaryDirectory(prefix="lz-", dir="/tmp") as temporary:
         env = {"PYTHONPATH": str(ROOT), "TMPDIR": temporary, "PYTHONUNBUFFERED": "1"}
-        with started(sys.executable, __file__, name, cwd=folder, **env) as program:
+        with started(__file__, name, fork="first", cwd=folder, **env) as program:
             program.until(lambda: (folder / "fault").exists() or program.has_ended())
             assert (folder / "fault").exists(), "it ended before the fault"
             if name == "interrupt":
-                os.killpg(program.process.pid, signal.SIGINT)  # as a terminal does
+                os.killpg(program.pid, signal.SIGINT)  # as a terminal does
             code = program.wait()
             wait_until(lambda: not program.processes(), 10.0)
             ended = time.time()

@@ -95,7 +95,7 @@ def _start(command: list[str], folder: Path, env: dict[str, str], processes: lis
     with open(folder / f"{command[0]}.out", "wb") as log:
         processes.append(
             subprocess.Popen(
-                [shutil.which(command[0], path=_path()) or command[0], *command[1:]],
+                ["setpriv", "--pdeathsig", "TERM", shutil.which(command[0], path=_path()) or command[0], *command[1:]],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

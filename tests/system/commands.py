@@ -1,15 +1,13 @@
-"""Runs commands as a user would, each with a time limit. Where a test fails, pytest shows what they printed, every rank
-of theirs, and the stacks of those that were still running."""
+"""Runs commands as a user would. Where a test fails, pytest shows what they printed, every rank of theirs, and the
+stacks of those that were still running."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import faulthandler
-import importlib.util
 import multiprocessing
 import os
-import runpy
 import shlex
 import signal
 import subprocess
@@ -19,9 +17,10 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULE = "-m", "lightning_zero"
+MODULE = sys.executable, "-m", "lightning_zero"
 SMALL = (
     "data.block_size=32",
     "data.max_characters=20000",
@@ -31,61 +30,75 @@ SMALL = (
     "trainer.max_steps=3",
 )
 """Makes the main job a matter of seconds."""
-LIMIT_SECONDS = 115.0
+LIMIT_SECONDS = 150.0
 """Of each wait; pytest's for a test comes before."""
 _MARK = "LIGHTNING_ZERO_TEST"
 
-
-def wait_until(condition: Callable[[], object], limit_seconds: float) -> bool:
-    """Whether ``condition`` came to hold in time."""
-    deadline = time.monotonic() + limit_seconds
-    while not (holds := bool(condition())) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return holds
+Fork = Literal["no", "all", "first"]
 
 
 class Program:
     """A program that was started, and all processes that it has started itself."""
 
-    def __init__(self, command: tuple[str, ...], cwd: Path, output: str, env: dict[str, str]) -> None:
-        self.cwd = cwd
+    def __init__(self, command: tuple[str, ...], cwd: Path, fork: Fork, output: str, env: dict[str, str]) -> None:
         self._command, self._output = shlex.join(command), Path(output)
         self._marked = f"{_MARK}={output}".encode()
-        with open(output, "wb") as file:
-            self.process = subprocess.Popen(
-                command,
-                cwd=cwd,
-                # Python shows its stacks on SIGABRT
-                env={**_environment(), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", _MARK: output, **env},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_hear_interrupts,
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+        # Python shows its stacks on SIGABRT
+        env = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", _MARK: output, **env}
+        self._process: subprocess.Popen[bytes] | multiprocessing.context.ForkServerProcess
+        if fork == "no":
+            with open(output, "wb") as file:
+                self._process = subprocess.Popen(
+                    command,
+                    cwd=cwd,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=_hear_interrupts,
+                )
+        else:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(
+                ["hydra", "lightning.pytorch", "lightning_zero.app.cli", "lightning_zero.app.hydra_config"]
             )
+            self._process = context.Process(target=_main, args=(command, str(cwd), env, output, fork == "first"))
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
 
     @property
     def output(self) -> str:
         return self._output.read_text(errors="replace")
 
+    @property
+    def exit_code(self) -> int | None:
+        """``None`` while it runs."""
+        return self._process.poll() if isinstance(self._process, subprocess.Popen) else self._process.exitcode
+
+    def has_ended(self) -> bool:
+        return self.exit_code is not None
+
     def until(self, condition: Callable[[], object], limit_seconds: float = LIMIT_SECONDS) -> None:
         """Waits; fails when the time is over."""
         assert wait_until(condition, limit_seconds), f"not so far within {limit_seconds:.0f} s: {self._command}"
 
-    def has_ended(self) -> bool:
-        return self.process.poll() is not None
-
-    def wait(self, limit_seconds: float = LIMIT_SECONDS) -> int:
+    def wait(self) -> int:
         """The exit code."""
-        self.until(self.has_ended, limit_seconds)
-        return self.process.returncode
+        self.until(self.has_ended)
+        assert self.exit_code is not None
+        return self.exit_code
 
     def processes(self) -> list[int]:
         """Numbers of those that are alive."""
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if self._marked in (entry / "environ").read_bytes().split(b"\0"):
+                marked = self._marked in (entry / "environ").read_bytes().split(b"\0")
+                state, _, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+                if (marked or int(session) == self.pid) and state != "Z":
                     found.append(int(entry.name))
         return found
 
@@ -96,11 +109,27 @@ class Program:
                 os.kill(pid, number)
 
 
+def wait_until(condition: Callable[[], object], limit_seconds: float) -> bool:
+    """Whether ``condition`` came to hold in time."""
+    deadline = time.monotonic() + limit_seconds
+    while not (holds := bool(condition())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds
+
+
 @contextlib.contextmanager
-def started(*command: str, cwd: Path, **env: str) -> Iterator[Program]:
-    """``command``, of which nothing outlives the block."""
+def started(*command: str, cwd: Path, fork: Fork = "no", **env: str) -> Iterator[Program]:
+    """``command``, of which nothing outlives the block.
+
+    Args:
+        command: With ``fork`` the words after ``lightning-zero``, or after ``python``: a script or ``-c`` begins them.
+        cwd: Where it runs.
+        fork: It begins as a fork of a process that has its imports behind it, which take longer than all that the tests
+            train. ``all``: so do its other ranks; ``first``: they are programs, as those of a program are.
+        env: Variables beside this process's own.
+    """
     with tempfile.NamedTemporaryFile() as output:
-        program = Program(command, cwd, output.name, env)
+        program = Program(command, cwd, fork, output.name, env)
         try:
             yield program
         except BaseException:
@@ -109,44 +138,20 @@ def started(*command: str, cwd: Path, **env: str) -> Iterator[Program]:
             raise
         finally:
             program.send(signal.SIGKILL)
-            program.process.wait()
-            _show(command, program.output, cwd)
+            program.until(program.has_ended)
+            print(f"$ {shlex.join(command)}\n{program.output}")
+            for log in sorted(cwd.rglob("*.log")):
+                print(f"--- {log.relative_to(cwd)}\n{log.read_text(errors='replace')}")
 
 
-def run(*command: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Python with ``command`` as its arguments, in ``cwd``; output and errors come back joined."""
-    with started(sys.executable, *command, cwd=cwd, **env) as program:
+def run(*command: str, cwd: Path, fork: Fork = "no", **env: str) -> subprocess.CompletedProcess[str]:
+    """:func:`started`, to its end; output and errors come back joined."""
+    with started(*command, cwd=cwd, fork=fork, **env) as program:
         return subprocess.CompletedProcess(command, program.wait(), program.output)
 
 
-def run_imported(*command: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """``lightning-zero`` with ``command``, or Python, if it begins with a script or ``-c``, as :func:`run` would do it,
-    in a fork of a process that has its imports behind it. Ranks of a command are forks, too, unless it asks for
-    ``strategy.start_method=popen``, those of a script are programs."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["hydra", "lightning.pytorch", "lightning_zero.app.cli", "lightning_zero.app.hydra_config"]
-    )
-    with tempfile.NamedTemporaryFile("r") as output:
-        fork = context.Process(target=_main, args=(command, str(cwd), {**_environment(), **env}, output.name))
-        fork.start()
-        try:
-            fork.join(LIMIT_SECONDS)
-            assert not fork.is_alive(), f"not done within {LIMIT_SECONDS:.0f} s: {shlex.join(command)}"
-        except BaseException:
-            _signal_group(fork.pid, signal.SIGABRT)
-            fork.join(3.0)
-            raise
-        finally:
-            _signal_group(fork.pid, signal.SIGKILL)
-            fork.join()
-            text = Path(output.name).read_text(errors="replace")
-            _show(command, text, cwd)
-        assert fork.exitcode is not None
-        return subprocess.CompletedProcess(command, fork.exitcode, text)
-
-
-def _main(command: tuple[str, ...], cwd: str, environment: dict[str, str], output: str) -> None:
+def _main(command: tuple[str, ...], cwd: str, environment: dict[str, str], output: str, has_file: bool) -> None:
+    """What the interpreter does, in a fork; ranks are programs where ``__main__`` has a file."""
     os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
@@ -156,23 +161,23 @@ def _main(command: tuple[str, ...], cwd: str, environment: dict[str, str], outpu
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
-    multiprocessing.current_process()._config.pop("tempdir", None)  # the test's own
+    multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]  # the test's own
+    multiprocessing.set_start_method(None, force=True)  # of data loaders' workers: Python's default again
     os.chdir(cwd)
-    main = sys.modules["__main__"] = types.ModuleType("__main__")  # of no file, so ranks are forks if nothing is said
-    main.__spec__ = importlib.util.find_spec("lightning_zero.__main__")  # for those that are to be programs
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
     try:
         if command[0] == "-c":
+            sys.argv = ["-c", *command[2:]]
             sys.path.insert(0, "")
-            exec(command[1], vars(main))
-        elif command[0].endswith(".py"):
-            sys.argv = [*command]
-            sys.path.insert(0, str(Path(command[0]).parent.resolve()))
-            runpy.run_path(command[0], run_name="__main__")
+            code, path = command[1], "<string>"
         else:
-            sys.argv = ["lightning-zero", *command]
-            from lightning_zero.app.cli import main as lightning_zero
-
-            lightning_zero()
+            sys.argv = [*command] if command[0].endswith(".py") else [console_script(), *command]
+            path = sys.argv[0]
+            sys.path.insert(0, str(Path(path).parent.resolve()))
+            code = Path(path).read_text()
+            if has_file:
+                main.__file__ = path
+        exec(compile(code, path, "exec"), vars(main))
     except Exception as error:
         sys.last_type = type(error)
         sys.excepthook(type(error), error, error.__traceback__)  # multiprocessing shows errors without
@@ -181,25 +186,9 @@ def _main(command: tuple[str, ...], cwd: str, environment: dict[str, str], outpu
         atexit._run_exitfuncs()  # and ends its processes without
 
 
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-
-
 def _hear_interrupts() -> None:
     """In a new process: a shell without a terminal starts what it starts in the background deaf to Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _signal_group(leader: int | None, number: int) -> None:
-    if leader is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(leader, number)
-
-
-def _show(command: tuple[str, ...], output: str, folder: Path) -> None:
-    print(f"$ {shlex.join(command)}\n{output}")
-    for log in sorted(folder.rglob("*.log")):
-        print(f"--- {log.relative_to(folder)}\n{log.read_text(errors='replace')}")
 
 
 def console_script() -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import lightning_zero
-from tests.system.commands import SMALL, run_imported
+from tests.system.commands import SMALL, run
 
 EVALUATION = [word for word in SMALL if not word.startswith("trainer.max_steps")]
 
@@ -24,7 +24,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sharded one of the main job's after three steps on two ranks."""
     folder = tmp_path_factory.mktemp("run")
     words = *SMALL, "trainer.limit_train_batches=3", "strategy.checkpoint=sharded", "hydra.run.dir=."
-    done = run_imported("fit", "experiment=main_job", *words, cwd=folder)
+    done = run("fit", "experiment=main_job", *words, fork="all", cwd=folder)
     assert done.returncode == 0
     for said in ("held-out perplexity", "sample:", "checkpoint: "):
         assert said in done.stdout
@@ -34,11 +34,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_validate_test_and_predict(checkpoint, tmp_path):
     words = *EVALUATION, "trainer.devices=2", f"ckpt_path='{checkpoint}'"
     for command, said in (("validate", "val_perplexity"), ("test", "test_perplexity")):
-        done = run_imported(command, *words, cwd=tmp_path)
+        done = run(command, *words, fork="all", cwd=tmp_path)
         assert done.returncode == 0
         assert said in done.stdout
-    words += "trainer.limit_predict_batches=4", "strategy.start_method=popen", "hydra.run.dir=predicted"
-    done = run_imported("predict", *words, cwd=tmp_path)
+    words += "trainer.limit_predict_batches=4", "hydra.run.dir=predicted"
+    done = run("predict", *words, fork="first", cwd=tmp_path)
     assert done.returncode == 0
     files = sorted(path.name for path in (tmp_path / "predicted").glob("*.pt"))
     assert files == ["predictions-rank0.pt", "predictions-rank1.pt"]
@@ -47,7 +47,7 @@ def test_validate_test_and_predict(checkpoint, tmp_path):
 def test_convert_there_and_back(checkpoint, tmp_path):
     one, two, three = (str(tmp_path / name) for name in ("one.ckpt", "two.ckpt", "three.ckpt"))
     for source, target, form in ((str(checkpoint), one, "file"), (one, two, "sharded"), (two, three, "file")):
-        done = run_imported("convert", source, target, cwd=tmp_path)
+        done = run("convert", source, target, fork="all", cwd=tmp_path)
         assert done.returncode == 0
         assert done.stdout.strip().endswith(f"{target} ({form})")
     first, last = (torch.load(path, weights_only=True) for path in (one, three))
@@ -88,7 +88,7 @@ def test_converting_takes_one_tensor_of_memory(tmp_path):
     """206 MiB in 6 tensors, both ways: as read and in its place, and a bit for the buffers of files."""
     state = {f"w{i}": torch.full((3000, 3000), float(i)) for i in range(6)}
     torch.save({"state_dict": state, "pytorch-lightning_version": "2.6.6"}, tmp_path / "one.ckpt")
-    done = run_imported("-c", CONVERTS, cwd=tmp_path)
+    done = run("-c", CONVERTS, fork="all", cwd=tmp_path)
     took = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("took")]
     assert len(took) == 2
     assert max(took) < 2 * state["w0"].nbytes / 2**20 + 8
@@ -97,15 +97,16 @@ def test_converting_takes_one_tensor_of_memory(tmp_path):
 
 def test_a_gpt2_goes_to_from_pretrained(tmp_path):
     transformers = pytest.importorskip("transformers", reason="pip install lightning-zero[examples]")
-    done = run_imported(
+    done = run(
         *("fit", "experiment=gpt2_zero2", "trainer.max_steps=2", "data.block_size=32", "hydra.run.dir=."),
         *("+model.config.n_layer=2", "+model.config.n_embd=64", "+model.config.n_head=2"),
         *("data.vocab_size=300", "data.max_characters=20000"),
+        fork="all",
         cwd=tmp_path,
     )
     assert done.returncode == 0
     path = sorted(tmp_path.rglob("*.ckpt"))[-1]
-    done = run_imported("convert", str(path), "out", "--format", "safetensors", cwd=tmp_path)
+    done = run("convert", str(path), "out", "--format", "safetensors", fork="all", cwd=tmp_path)
     assert done.returncode == 0
     model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
     saved = lightning_zero.load_checkpoint(path)["state_dict"]
@@ -117,7 +118,7 @@ def test_a_gpt2_goes_to_from_pretrained(tmp_path):
 
 def _refused(*command: str, said: str, folder: Path, code: int = 2) -> None:
     """One message, before any process starts."""
-    done = run_imported(*command, cwd=folder)
+    done = run(*command, fork="all", cwd=folder)
     assert done.returncode == code, command
     assert said in done.stdout.partition("error: ")[2], command
     assert "Traceback" not in done.stdout, command
@@ -161,10 +162,11 @@ def test_submit_refuses_what_cannot_run(tmp_path):
 
 
 def test_submit_with_dry_run_only_writes(tmp_path):
-    done = run_imported(
+    done = run(
         *("submit", "--dry-run", "launcher=slurm", "launcher.nodes=4", "launcher.gpus_per_node=8"),
         *("launcher.time_minutes=240", "strategy=zero3", "data.batch_size=4", 'launcher.extra=["--constraint=h100"]'),
         *("launcher.setup=[module load cuda]", "hydra.run.dir=job"),
+        fork="all",
         cwd=tmp_path,
     )
     assert done.returncode == 0
@@ -191,7 +193,7 @@ def test_submit_with_dry_run_only_writes(tmp_path):
 def test_plan_as_table_and_json(tmp_path):
     words = "trainer.devices=8", "trainer.num_nodes=4", "trainer.precision=bf16-mixed"
     words += "trainer.accumulate_grad_batches=2", "plan.device_memory_gib=80", "plan.json=plan.json"
-    done = run_imported("plan", *words, *EVALUATION, cwd=tmp_path)
+    done = run("plan", *words, *EVALUATION, fork="all", cwd=tmp_path)
     assert done.returncode == 0
     assert "take zero1: needs" in done.stdout
     assert "32 rank(s), micro-batch 16, 2 per optimizer step" in done.stdout
@@ -202,7 +204,7 @@ def test_plan_as_table_and_json(tmp_path):
 
 def test_zero_auto_a_monitor_and_traces(tmp_path):
     words = "strategy=zero_auto", "callbacks=zero_monitor", "profile=true", "trainer.devices=2", *EVALUATION
-    done = run_imported("fit", *words, "trainer.max_steps=6", "hydra.run.dir=run", cwd=tmp_path)
+    done = run("fit", *words, "trainer.max_steps=6", "hydra.run.dir=run", fork="all", cwd=tmp_path)
     assert done.returncode == 0
     assert done.stdout.count("zero_auto takes zero1: needs") == 1
     assert "ZeroMonitor" in done.stdout
@@ -212,19 +214,19 @@ def test_zero_auto_a_monitor_and_traces(tmp_path):
 
 
 def test_help_and_config_say_what_can_be_set(tmp_path):
-    assert "fit" in run_imported("--help", cwd=tmp_path).stdout
-    assert lightning_zero.__version__ in run_imported("--version", cwd=tmp_path).stdout
-    helped = run_imported("fit", "--help", cwd=tmp_path)
+    assert "fit" in run("--help", fork="all", cwd=tmp_path).stdout
+    assert lightning_zero.__version__ in run("--version", fork="all", cwd=tmp_path).stdout
+    helped = run("fit", "--help", fork="all", cwd=tmp_path)
     assert helped.returncode == 0
     choices = re.search("^strategy: (.*)$", helped.stdout, re.MULTILINE)
     assert choices
     assert {"ddp", "zero1", "zero2", "zero3_offload_deepspeed"} <= set(choices[1].split(", "))
-    with_config = run_imported("fit", "seed=7", "--help", cwd=tmp_path).stdout  # Hydra's own, from the same template
+    with_config = run("fit", "seed=7", "--help", fork="all", cwd=tmp_path).stdout  # Hydra's own, from the same template
     assert with_config.startswith(helped.stdout)
     assert "seed: 7" in with_config.removeprefix(helped.stdout)
-    config = run_imported("fit", "--cfg", "job", "strategy=zero1", cwd=tmp_path).stdout
+    config = run("fit", "--cfg", "job", "strategy=zero1", fork="all", cwd=tmp_path).stdout
     assert "stage: 1" in config
-    assert run_imported("nonsense", cwd=tmp_path).returncode == 2
+    assert run("nonsense", fork="all", cwd=tmp_path).returncode == 2
 
 
 def test_help_through_a_pipe_that_closes():

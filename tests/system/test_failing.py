@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tests.system.commands import ROOT, SMALL, run_imported
+from tests.system.commands import ROOT, SMALL, run
 
 FAILING = str(ROOT / "tests" / "helpers" / "failing.py")
 
@@ -15,7 +15,7 @@ FAILING = str(ROOT / "tests" / "helpers" / "failing.py")
 def fail(folder: Path, *words: str, script: str = FAILING) -> tuple[int, list[str]]:
     """Exit code and lines of a run of ``tests/helpers/failing.py``."""
     env = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
-    done = run_imported(script, *words, cwd=folder, **env)
+    done = run(script, *words, fork="first", cwd=folder, **env)
     return done.returncode, done.stdout.splitlines()
 
 
@@ -82,16 +82,9 @@ def test_an_error_of_one_rank_is_not_hidden_by_a_save(tmp_path):
 def test_a_damaged_checkpoint_is_one_message_and_the_rest_in_a_log(tmp_path):
     (tmp_path / "x.ckpt").write_bytes(b"no checkpoint")
     words = "ckpt_path=x.ckpt", "strategy=zero3", "trainer.devices=2", *SMALL, "hydra.run.dir=job"
-    done = run_imported("fit", *words, "strategy.start_method=popen", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    done = run("fit", *words, fork="first", cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 1
     assert "x.ckpt is truncated, damaged" in done.stdout
     assert "Traceback" not in done.stdout
     assert sum(line.startswith("lightning-zero: error: ") for line in done.stdout.splitlines()) == 1
     assert "Traceback" in (tmp_path / "job" / "ranks" / "rank0.log").read_text()
-
-
-def test_a_rank_that_fails_before_the_ranks_meet_is_not_waited_for(tmp_path):
-    code, lines = fail(tmp_path, "early", "3")
-    assert code == 1
-    assert "rank 0 has ended because of that (RankLost: another rank ended before all had met" in lines[-1]
-    assert sum("LookupError: rank 1 is not well" in line for line in lines) == 2

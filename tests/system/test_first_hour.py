@@ -7,7 +7,7 @@ import runpy
 import subprocess
 from types import SimpleNamespace
 
-from tests.system.commands import SMALL, console_script, run, run_imported
+from tests.system.commands import SMALL, run
 from tests.system.test_readme import MY_PACKAGE
 
 WITHOUT_STEPS = [word for word in SMALL if not word.startswith("trainer.max_steps")]
@@ -30,9 +30,10 @@ def test_a_module_in_the_working_folder_is_found_in_every_rank(tmp_path):
     assert package != MY_PACKAGE
     (tmp_path / "my_package.py").write_text(package)
     done = run(
-        *(console_script(), "fit", "model=custom", "model._target_=my_package.MyModule"),
+        *("fit", "model=custom", "model._target_=my_package.MyModule"),
         *("data=custom", "data._target_=my_package.MyData", "trainer.devices=2", "trainer.max_steps=3"),
         *("callbacks=none", "trainer.enable_progress_bar=false", "hydra.run.dir=run", "hydra.job.chdir=true"),
+        fork="first",
         cwd=tmp_path,
     )
     assert done.returncode == 0
@@ -44,7 +45,7 @@ def test_switches_of_the_trainer_leave_out_what_they_switch_off(tmp_path):
     metrics are there without a logger, too."""
     switches = "trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false", "trainer.logger=false"
     callbacks = "callbacks=[default,rich_bar,best_checkpoint,lr_monitor]"
-    done = run_imported("fit", callbacks, *switches, *SMALL, "hydra.run.dir=run", cwd=tmp_path)
+    done = run("fit", callbacks, *switches, *SMALL, "hydra.run.dir=run", fork="all", cwd=tmp_path)
     assert done.returncode == 0
     for switch in switches:
         assert done.stdout.count(f"{switch}: left out ") == 1
@@ -64,7 +65,7 @@ def test_a_sweep_of_an_own_app_ends_with_a_table_only_if_asked(tmp_path):
             f"defaults:\n  - strategy: zero3\n  - _self_\n{asked}hydra:\n  searchpath: [pkg://lightning_zero.conf]\n"
         )
         (tmp_path / "conf" / "config.yaml").write_text(config)
-        done = run_imported("app.py", "-m", "strategy=zero1,zero2", f"hydra.sweep.dir=sweep-{asks}", cwd=tmp_path)
+        done = run("app.py", "-m", "strategy=zero1,zero2", f"hydra.sweep.dir=sweep-{asks}", fork="all", cwd=tmp_path)
         assert done.returncode == 0
         assert "stage 2" in done.stdout
         assert ("\njob " in done.stdout) == asks
@@ -75,10 +76,11 @@ def test_a_sweep_of_an_own_app_ends_with_a_table_only_if_asked(tmp_path):
 
 
 def test_callbacks_loggers_name_and_tags(tmp_path):
-    done = run_imported(
+    done = run(
         *("fit", "callbacks=[default,early_stopping,best_checkpoint,rich_bar,lr_monitor]", "logger=csv"),
         *(*WITHOUT_STEPS, "trainer.max_epochs=2", "trainer.limit_train_batches=4"),
         *("trainer.log_every_n_steps=1", "task_name=mine", "tags=[a,b]", "hydra.run.dir=run"),
+        fork="all",
         cwd=tmp_path,
     )
     assert done.returncode == 0
@@ -93,15 +95,15 @@ def test_callbacks_loggers_name_and_tags(tmp_path):
 
 def test_a_project_made_by_init_passes_its_own_test(tmp_path, monkeypatch):
     folder = tmp_path / "mine"
-    assert run_imported("init", str(folder), cwd=tmp_path).returncode == 0
+    assert run("init", str(folder), fork="all", cwd=tmp_path).returncode == 0
     assert subprocess.run(["bash", "-n", str(folder / "train.sbatch")], check=False).returncode == 0
-    again = run_imported("init", str(folder), cwd=tmp_path)
+    again = run("init", str(folder), fork="all", cwd=tmp_path)
     assert again.returncode == 2
     assert "give a new folder's name" in again.stdout
 
     def without_imports(command, *, check, cwd, timeout):
         assert check
-        assert run_imported(*command[1:], cwd=cwd).returncode == 0
+        assert run(*command[1:], fork="all", cwd=cwd).returncode == 0
 
     test = runpy.run_path(str(folder / "test_project.py"))["test_zero3_on_two_processes_is_ddp_on_two"]
     monkeypatch.setitem(test.__globals__, "subprocess", SimpleNamespace(run=without_imports))

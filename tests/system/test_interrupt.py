@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -16,12 +15,12 @@ from tests.system.test_failing import FAILING
 def press(folder: Path, number: int, after: str, *words: str) -> tuple[int, str]:
     """Exit code and output of a run that gets ``number`` once ``after`` exists, when its last process has ended. The
     runs have no end of their own, and ranks wait far longer for each other."""
-    with started(sys.executable, "-W", "ignore", FAILING, *words, cwd=folder, PYTHONPATH=str(ROOT)) as program:
+    with started(FAILING, *words, fork="first", cwd=folder, PYTHONPATH=str(ROOT)) as program:
         program.until(lambda: (folder / after).exists() or program.has_ended())
         if number == signal.SIGINT:
-            os.killpg(program.process.pid, number)  # as a terminal does
+            os.killpg(program.pid, number)  # as a terminal does
         else:
-            program.process.send_signal(number)
+            os.kill(program.pid, number)
         code = program.wait()
         program.until(lambda: not program.processes())
         return code, program.output

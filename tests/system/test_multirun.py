@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
-from tests.system.commands import MODULE, ROOT, SMALL, run, run_imported
+from tests.system.commands import MODULE, ROOT, SMALL, run
 
 
 def test_jobs_in_workers_of_another_launcher(tmp_path):
@@ -27,7 +28,7 @@ def test_jobs_in_workers_of_another_launcher(tmp_path):
 
 def test_a_failing_job_does_not_stop_the_others_and_fails_the_sweep(tmp_path):
     words = "model.num_heads=3,2", "trainer.devices=2", *SMALL, "callbacks=none", "hydra.sweep.dir=sweep"
-    done = run_imported("fit", "-m", *words, "trainer.enable_progress_bar=false", cwd=tmp_path)
+    done = run("fit", "-m", *words, "trainer.enable_progress_bar=false", fork="all", cwd=tmp_path)
     assert done.returncode != 0
     assert "did not finish" in done.stdout
     assert (tmp_path / "sweep" / "1" / "result.json").is_file()
@@ -88,7 +89,7 @@ main()
 def test_another_process_gets_the_jobs_own_answers(tmp_path):
     """Clocks, the number within the sweep, enum members: what a second look at the command line would get wrong."""
     (tmp_path / "app.py").write_text(ENUM_APP)
-    done = run("app.py", "-m", "mode=B,A", "hydra.sweep.dir=sweep", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    done = run(sys.executable, "app.py", "-m", "mode=B,A", "hydra.sweep.dir=sweep", cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0
     assert "same config B-0" in done.stdout.replace("Mode.", "")
     assert "same config A-1" in done.stdout.replace("Mode.", "")

@@ -9,8 +9,7 @@ What a block is, a comment before it tells:
 - ``<!-- notebook -->``: Python as a notebook runs it, not as a script.
 
 Blocks without commands (a diagram, an output) are nobody's. Overrides are appended to what would take long: they shrink
-the model and the data and say for how many steps, nothing else. The README's commands are typed into a shell; snippets,
-and the commands of other pages, run in forks of a process that has imported Lightning.
+the model and the data and say for how many steps, nothing else.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.commands import ROOT, run_imported, started
+from tests.system.commands import ROOT, run
 
 PAGES = sorted(path.relative_to(ROOT) for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
 PROGRAMS = ("lightning-zero", "python", "make", "pip", "cd", "bash", "torchrun", "srun", "sbatch", "mpirun", "pytest")
@@ -164,12 +163,12 @@ def test_a_command_works(block: Block, command: str, tmp_path: Path) -> None:
     env = {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     program, *words = shlex.split(command := small(command))
-    if program == "python" or (program == "lightning-zero" and block.page.name != "README.md"):
-        code = run_imported(*words, cwd=tmp_path, **env).returncode
+    if "&&" in words or program not in ("lightning-zero", "python"):
+        done = run("bash", "-ec", command, cwd=tmp_path, **env)
     else:
-        with started("bash", "-ec", command, cwd=tmp_path, **env) as shell:
-            code = shell.wait()
-    assert code == 0
+        fork = "first" if program == "lightning-zero" and block.page.name == "README.md" else "all"
+        done = run(*words, fork=fork, cwd=tmp_path, **env)
+    assert done.returncode == 0
     if words[0] == "fit" and program == "lightning-zero" and "--help" not in words:
         for job in tmp_path.glob("outputs/*/*"):
             _check_job(job)
@@ -204,7 +203,7 @@ def _prepare(folder: Path, block: Block) -> None:
         (folder / file.what).parent.mkdir(parents=True, exist_ok=True)
         (folder / file.what).write_text(file.text)
     if "x.ckpt" in block.text:
-        assert run_imported("-c", MAKES_CHECKPOINT, cwd=folder, PYTHONPATH=str(ROOT)).returncode == 0
+        assert run("-c", MAKES_CHECKPOINT, fork="all", cwd=folder, PYTHONPATH=str(ROOT)).returncode == 0
 
 
 def _check_job(folder: Path) -> float | None:

@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers import requeued
 from tests.helpers.slurm import running_slurm, why_not
-from tests.system.commands import ROOT, run_imported
+from tests.system.commands import ROOT, run
 
 STEPS = 30
 
@@ -18,9 +18,10 @@ def test_a_submitted_job_that_is_requeued_continues(tmp_path):
     _, _, _, *words = requeued.command(STEPS, 0.2)
     losses = tmp_path / "losses.jsonl"
     with running_slurm() as slurm:
-        done = run_imported(
+        done = run(
             *("submit", "launcher=slurm", "launcher.tasks_per_node=2", "launcher.time_minutes=5"),
             *(*words, "hydra.run.dir=job"),
+            fork="all",
             cwd=tmp_path,
             PYTHONPATH=str(ROOT),
             LOSSES=str(losses),

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
-import pytest
+from tests.system.commands import run
 
-FIRST = {
-    "theirs": "import pytorch_lightning, lightning_zero",
-    "ours": "import lightning_zero, pytorch_lightning",
-}
 SAME = """
 import importlib, pkgutil, pickle, sys
 import lightning as L
@@ -32,16 +27,17 @@ assert isinstance(strategy, ZeroStrategy), strategy
 """
 
 
-@pytest.mark.parametrize("first", [pytest.param(words, id=name) for name, words in FIRST.items()])
-def test_both_names_mean_the_same_classes(first):
-    subprocess.run([sys.executable, "-c", first + SAME], check=True)
+def test_both_names_mean_the_same_classes_whichever_is_first(tmp_path):
+    theirs, ours = "import pytorch_lightning, lightning_zero", "import lightning_zero, pytorch_lightning"
+    assert run(sys.executable, "-c", theirs + SAME, cwd=tmp_path).returncode == 0
+    assert run("-c", ours + SAME, fork="all", cwd=tmp_path).returncode == 0
 
 
-def test_trainers_of_another_lightning_are_refused_by_name():
+def test_trainers_of_another_lightning_are_refused_by_name(tmp_path):
     code = "import pytorch_lightning, lightning, lightning_zero\n"
     code += "pytorch_lightning.Trainer(strategy='zero3', accelerator='cpu')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run(sys.executable, "-c", code, cwd=tmp_path)
     assert done.returncode == 1
-    said = done.stderr.splitlines()[-1]
+    said = done.stdout.splitlines()[-1]
     assert "pytorch_lightning.Trainer(strategy='zero3'): lightning 2" in said
     assert "Write `import lightning_zero` in front of" in said

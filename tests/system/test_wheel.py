@@ -1,13 +1,14 @@
-"""The wheel ships the groups and the type marker, and an app of one's own finds them there."""
+"""The wheel ships the groups, the template and the type marker, and the command finds them there."""
 
 from __future__ import annotations
 
+import sys
 import zipfile
 from importlib.metadata import version
 
 import pytest
 
-from tests.system.commands import ROOT, run
+from tests.system.commands import MODULE, ROOT, run
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +17,7 @@ def wheel(tmp_path_factory):
         pytest.skip("setuptools>=77 is not installed, and building without isolation needs it")
     folder = tmp_path_factory.mktemp("wheel")
     options = "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-q"
-    done = run("-m", "pip", "wheel", *options, "-w", str(folder), str(ROOT), cwd=folder)
+    done = run(sys.executable, "-m", "pip", "wheel", *options, "-w", str(folder), str(ROOT), cwd=folder)
     assert done.returncode == 0
     (path,) = folder.glob("*.whl")
     return path
@@ -36,14 +37,13 @@ def test_wheel_holds_every_group_file(wheel):
     assert files <= names
 
 
-def test_own_app_runs_from_the_installed_wheel(wheel, tmp_path):
+def test_the_command_finds_them_in_the_installed_wheel(wheel, tmp_path):
     site = tmp_path / "site"
     options = "--no-deps", "--no-index", "--disable-pip-version-check", "-q", "--target"
-    done = run("-m", "pip", "install", *options, str(site), str(wheel), cwd=tmp_path)
+    done = run(sys.executable, "-m", "pip", "install", *options, str(site), str(wheel), cwd=tmp_path)
     assert done.returncode == 0
-    where = run("-c", "import lightning_zero; print(lightning_zero.__file__)", cwd=tmp_path, PYTHONPATH=str(site))
-    assert str(site) in where.stdout
-    app = str(ROOT / "examples" / "hydra_app" / "app.py")
-    done = run(app, "strategy=zero1", cwd=tmp_path, PYTHONPATH=str(site))
-    assert done.returncode == 0
-    assert "strategy 1: loss" in done.stdout
+    where = "import lightning_zero; print(lightning_zero.__file__)"
+    assert str(site) in run(sys.executable, "-c", where, cwd=tmp_path, PYTHONPATH=str(site)).stdout
+    assert "zero3_offload" in run(*MODULE, "fit", "--help", cwd=tmp_path, PYTHONPATH=str(site)).stdout
+    assert run(*MODULE, "init", "mine", cwd=tmp_path, PYTHONPATH=str(site)).returncode == 0
+    assert (tmp_path / "mine" / "train.py").is_file()

@@ -107,6 +107,14 @@ def test_ranks_that_meet_get_one_store_and_the_missing_is_named(monkeypatch, cap
     rendezvous.forget()
 
 
+def test_a_rank_that_has_ended_is_not_waited_for():
+    rendezvous.forget()
+    port = rendezvous.serve("127.0.0.1")
+    with pytest.raises(rendezvous.RankLost, match="another rank ended before all had met"):
+        rendezvous.meet("127.0.0.1", port, 0, 2, "devices=2", lacks_a_rank=lambda: True)
+    rendezvous.forget()
+
+
 def test_what_was_counted_at_a_port_is_forgotten_with_its_store():
     """A port that comes again may bring ranks that have never been there: they would wait for each other for ever."""
     rendezvous.forget()
