@@ -26,7 +26,6 @@ def a_row(name: str, stage: int, peak_gib: float, checkpointed_gib: float) -> Ro
         name=name,
         stage=stage,
         offload="none",
-        engine="fsdp2" if stage else "ddp",
         at_peak=parts[0],
         peak=peak_gib * GIB,
         at_peak_checkpointed=parts[1],
