@@ -16,8 +16,9 @@ from tests.helpers import zoo
 from tests.helpers.ranks import RankError, outcome
 
 RUNS_PER_JOB = 16
-SECONDS_PER_JOB = 50.0
-"""One run takes half a second; below the limit of a test, so that a job that hangs shows its ranks' stacks."""
+SECONDS_PER_JOB, SECONDS_PER_COMPILING_JOB = 50.0, 150.0
+"""One run takes half a second, or some ten; below the limit of a test, so that a job that hangs shows its ranks' stacks.
+"""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ class Batches:
 
     def _train(self, batch: list[Run]) -> None:
         world_size = batch[0].world_size
-        by_rank = self._ranks(_train, batch, world_size=world_size, timeout_seconds=SECONDS_PER_JOB)
+        compiles = any(run.kind in zoo.KINDS and zoo.KINDS[run.kind].compiles for run in batch)
+        limit = SECONDS_PER_COMPILING_JOB if compiles else SECONDS_PER_JOB
+        by_rank = self._ranks(_train, batch, world_size=world_size, timeout_seconds=limit)
         for run, *results in zip(batch, *by_rank, strict=True):
             self._known[run] = results
 

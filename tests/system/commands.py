@@ -162,6 +162,7 @@ def _main(command: tuple[str, ...], cwd: str, environment: dict[str, str], outpu
     os.environ.update(environment)
     tempfile.tempdir = None
     multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]  # the test's own
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background process of a shell is deaf to
     multiprocessing.set_start_method(None, force=True)  # of data loaders' workers: Python's default again
     os.chdir(cwd)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -187,7 +188,7 @@ def _main(command: tuple[str, ...], cwd: str, environment: dict[str, str], outpu
 
 
 def _hear_interrupts() -> None:
-    """In a new process: a shell without a terminal starts what it starts in the background deaf to Ctrl-C."""
+    """In a new process: what a shell without a terminal starts in the background is deaf to Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
