@@ -17,8 +17,7 @@ from tests.helpers.ranks import RankError, outcome
 
 RUNS_PER_JOB = 16
 SECONDS_PER_JOB, SECONDS_PER_COMPILING_JOB = 50.0, 150.0
-"""One run takes half a second, or some ten; below the limit of a test, so that a job that hangs shows its ranks' stacks.
-"""
+"""One run takes half a second, or ten; below the limit of a test, so that a job that hangs shows its ranks' stacks."""
 
 
 @dataclass(frozen=True)
