@@ -424,7 +424,9 @@ class ZeroMonitor(Callback):
         name = f"zero{config.stage}" if config is not None else "ddp"
         if config is not None and config.offload.target != "none":
             name += {"cpu": "_offload", "nvme": "_nvme"}[config.offload.target]
-        row = self.plan.row(name)
+        row = next((row for row in self.plan.rows if row.name == name), None)
+        if row is None:  # stages 1 and 2 with files have none
+            return {}
         found = {f"{kind} bytes": getattr(row, kind) for kind in STATES}
         if not self._on_host:  # RSS also holds the interpreter and every library
             found["memory peak bytes"] = row.peak_with(config is not None and config.activation_checkpointing.is_on)

@@ -23,6 +23,7 @@ from lightning_zero.callbacks import ChromeTrace, ZeroMonitor, zero_monitor
 from lightning_zero.callbacks.zero_monitor import PARTS, HostClock
 from lightning_zero.comm import meter as meter_module
 from lightning_zero.comm.meter import TrafficMeter
+from lightning_zero.config import OffloadConfig
 from tests.helpers import account, zoo
 
 # -- the meter -------------------------------------------------------------------------------------------------------
@@ -169,6 +170,19 @@ def test_a_steps_time_is_split_and_told_to_loggers_and_the_progress_bar(ranks2, 
     for name in ("compute_seconds", "communication_seconds", "parameters_bytes", "sent_bytes_per_step", "mfu"):
         assert f"zero/{name}" in columns.split(",")
     assert len(lines) >= 3
+
+
+def _table_with_files(folder: str) -> str:
+    monitor = ZeroMonitor()
+    strategy = {"stage": 1, "offload": OffloadConfig(target="nvme", path=folder), "min_unit_numel": 1}
+    trainer = zoo.make_trainer(strategy, max_steps=2, callbacks=[monitor])
+    trainer.fit(zoo.Zoo(), DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
+    return monitor.table(trainer)
+
+
+def test_a_run_of_which_the_plan_has_no_row_is_shown_without_a_plan(ranks2, tmp_path):
+    for table in ranks2(_table_with_files, str(tmp_path)):
+        assert table.splitlines()[0].split() == ["ZeroMonitor", "rank", "0", "rank", "1"]
 
 
 class _LateMarks(HostClock):
