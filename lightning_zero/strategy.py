@@ -57,7 +57,7 @@ from lightning_zero.engines.deepspeed.run import DeepSpeedRun
 from lightning_zero.engines.elementwise import note_on_whole_steps
 from lightning_zero.engines.fsdp2.private import FULLY_SHARD
 from lightning_zero.engines.fsdp2.run import Fsdp2Run
-from lightning_zero.engines.hooks import user_looks_before_step, user_looks_between_micro_batches
+from lightning_zero.engines.hooks import UserHooks, user_hooks
 from lightning_zero.engines.optimizer_step import refuse_sharding
 from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision, adapt_precision
 from lightning_zero.engines.refusals import refuse_uninitialized
@@ -295,7 +295,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.engine is not None:
             self.engine.attach(optimizers, trainer_facts(trainer))
         self.setup_precision_plugin()
-        self._saving.follow(trainer)
+        self._saving.follow(trainer, self._meet)
         if self.engine is not None:  # after configure_optimizers: states made there are shards, like their parameters
             self._view = self.engine.view()
             self._view.__enter__()
@@ -388,10 +388,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         engine.shard(module)
         engine.automatic = module.automatic_optimization
         engine.backward_is_users = is_overridden("backward", module)
-        if fitting:
-            looks = user_looks_between_micro_batches(trainer, module), user_looks_before_step(trainer, module)
-            between, before_step = map(any, zip(*self.agreement.gather(looks), strict=True))  # callbacks of any rank
-            engine.keep_gathered, engine.reader.waits_before_step = not between, before_step
+        engine.hooks = UserHooks.of_any(self.agreement.gather(user_hooks(trainer, module)))
+        engine.keep_gathered = fitting and not engine.hooks.between_micro_batches
         self.engine = engine
         self.model = engine.root
         if hasattr(plugin, "engine"):
@@ -538,6 +536,28 @@ class ZeroStrategy(Launched, DDPStrategy):
         if note and hasattr(exception, "add_note"):
             exception.add_note(note)
 
+    # -- collectives of Lightning's: while ranks wait in one, another may still read parameters in its hook -------
+
+    def _meet(self) -> None:
+        if self.engine is not None:
+            self.engine.meet()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._meet()
+        super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._meet()
+        return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        self._meet()
+        return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        self._meet()
+        return super().all_gather(tensor, group, sync_grads)
+
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _step(self, name: str, context: Any, *args: Any, **kwargs: Any) -> Any:
@@ -605,6 +625,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.engine is None:
             return super().lightning_module_state_dict()
         collecting = self._saving.collecting
+        self._meet()
         if not collecting.is_under_way:
             self.agreement.meet("strategy.lightning_module_state_dict()")
         state = self.engine.sharded_state_dict()
@@ -620,6 +641,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         if engine is None:
             return super().optimizer_state(optimizer)
         collecting = self._saving.collecting
+        if self._ended is None:
+            self._meet()
         if not collecting.is_under_way:
             self.agreement.meet("strategy.optimizer_state()")
         state = engine.sharded_optimizer_state(optimizer)
@@ -669,6 +692,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.engine is None:
             yield
             return
+        self._meet()
         self.agreement.meet("strategy.full_parameters()")
         with self.engine.full_parameters(modify):
             yield

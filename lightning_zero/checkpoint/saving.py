@@ -7,6 +7,7 @@ methods but :meth:`Saving.remove` are collective.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
@@ -53,6 +54,7 @@ class Saving:
         self._form = form
         self.collecting = Collecting.NOTHING
         self._memory: Collected | None = None
+        self._meet: Callable[[], None] = lambda: None
         self._agreement: Agreement | None = None
         self._loaded: Loaded | None = None
         self._resumed: Resume | None = None
@@ -78,16 +80,19 @@ class Saving:
         """A run begins; before set-up, because checkpoints are loaded into the module while it is still whole."""
         self._agreement, self.collecting = agreement, Collecting.NOTHING
 
-    def follow(self, trainer: Any) -> None:
-        """From here on :attr:`collecting` tells Lightning's own collecting of a checkpoint from a user's call.
+    def follow(self, trainer: Any, meet: Callable[[], None]) -> None:
+        """From here on :attr:`collecting` tells Lightning's own collecting of a checkpoint from a user's call. ``meet``
+        is called before ranks wait for each other.
 
         It stays so after the run: a checkpoint of a module that has stayed sharded is collected the same way.
         """
+        self._meet = meet
         checkpoint_connector(trainer).dump_checkpoint = _Dump(self, trainer)
 
     def collect(self, trainer: Any, weights_only: bool | None) -> dict[str, Any]:
         """The checkpoint as Lightning collects it, each rank's part by the strategy's form."""
         connector = checkpoint_connector(trainer)
+        self._meet()
         self.agreement.meet("trainer.save_checkpoint()")
         self.collecting = Collecting.FOR_RANK_0 if self._form == "file" else Collecting.SHARDS
         if self.collecting is Collecting.FOR_RANK_0:

@@ -88,13 +88,11 @@ class Channel:
 
     Attributes:
         lost: A call on this rank has failed, or was left in the middle: gloo's connections do not recover.
-        calls: How many the main thread has begun. All ranks make the same ones, so it tells who is further.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
         self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self.lost = False
-        self.calls = 0
 
 
 class Agreement:
@@ -146,7 +144,6 @@ class Agreement:
         """``message`` (a few numbers, in host memory) becomes its sum or maximum over the ranks, as ``op`` says, when
         this has been waited for; the calls of its kind that began before are then complete, too."""
         assert self.channel is not None
-        self.channel.calls += kind in _OF_MAIN
         try:
             work = direct.all_reduce(message, op, self.channel.group, peer_memory, self.tag(kind))
         except BaseException:
@@ -215,7 +212,6 @@ class Agreement:
     def _calling(self, call: str) -> Iterator[None]:
         """Messages of ``call``, which all ranks make."""
         assert self.channel is not None
-        self.channel.calls += self._kind in _OF_MAIN
         try:
             if self.channel.lost:
                 raise RuntimeError("an earlier call has failed")
@@ -273,11 +269,10 @@ class Agreement:
 
 KINDS = 8
 """Tags of a run: what may be under way at the same time."""
-OF_RUN, IN_STEP, STEP_SYNC, IN_BACKGROUND, _COLLECTED, READS, ROWS = range(7)
+OF_RUN, IN_STEP, STEP_SYNC, IN_BACKGROUND, _COLLECTED, READS = range(6)
 """The main thread's agreements; the engine's; the step sync's, which travel ahead; those of a save in the background;
-shards on their way into one file; what ranks read (see :mod:`~lightning_zero.comm.reads`), and what is sent for it.
+shards on their way into one file; meetings (see :mod:`~lightning_zero.comm.meeting`).
 """
-_OF_MAIN = (OF_RUN, IN_STEP, STEP_SYNC)
 
 
 class _Shared:

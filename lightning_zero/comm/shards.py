@@ -10,24 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 from lightning_zero.comm import direct
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.private.torch import DisableTorchFunction, local_tensor, set_local_tensor
-
-
-def whole(tensor: DTensor) -> Tensor:
-    """The full tensor behind ``tensor``, on every rank (collective); its gradient is averaged over the ranks."""
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        return on_mesh(tensor).full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)
-    return gathered(tensor)
 
 
 @torch.no_grad()
@@ -127,29 +119,11 @@ def _sharded_axis(tensor: DTensor) -> int | None:
     return axes[0] if len(axes) == 1 and tensor.placements[axes[0]].is_shard(0) else None
 
 
-class _Up(torch.autograd.Function):
-    """A host tensor's copy on the device; its gradient is copied back to the host."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, device: torch.device) -> Tensor:
-        ctx.origin = shard.device
-        return shard.to(device, copy=True)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        # Autograd adds the result to .grad on the CPU, which must not overtake queued copies into that memory.
-        _finish_copies(grad.device)
-        return grad.to(ctx.origin), None
-
-
 def on_mesh(tensor: DTensor) -> DTensor:
     """``tensor`` with its shard on its mesh's device, where collectives run: a copy if the shard is in host memory."""
-    return _brought_up(tensor) if is_off_mesh(tensor) else tensor
-
-
-def _brought_up(tensor: DTensor) -> DTensor:
-    part = _Up.apply(tensor.to_local(), mesh_device(tensor))
+    if not is_off_mesh(tensor):
+        return tensor
+    part = local(tensor).to(mesh_device(tensor), copy=True)
     return DTensor.from_local(
         part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )

@@ -18,13 +18,12 @@ from lightning_zero.checkpoint.collected import Collected
 from lightning_zero.checkpoint.layout import map_tensors, placeholder, whole_bytes
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced
 from lightning_zero.comm.peer_memory import PeerMemory
-from lightning_zero.comm.reads import Changes, Reads
 from lightning_zero.comm.shards import gathered, gathered_on_rank_0
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.gradients import clamp, scale_to_norm, sum_of_squares
+from lightning_zero.engines.hooks import UserHooks
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.precision import DtypePolicy
-from lightning_zero.engines.reads import Reader
 from lightning_zero.private.torch import DisableTorchFunction, has_accumulation_hooks, own_parameters, version_of
 
 CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -149,8 +148,8 @@ class Engine(ABC):
         self.dtypes = dtypes
         self.shards_device = device
         """The device of the gradients' shards, on which their norms are joined."""
-        self.reader: Reader
-        """Of what not all ranks read. From :meth:`shard` on."""
+        self.hooks = UserHooks()
+        """Where user code runs, on any rank."""
         self.keep_gathered = False
         """Whether parameters may stay whole between micro-batches: no user hook looks at the module there."""
         self.automatic = True
@@ -170,10 +169,6 @@ class Engine(ABC):
         self.optimizers: list[Optimizer] | None = None
         """Of a fit. A parameter that came beside the others after the set-up may stay if none of them holds it."""
         self._broadcasts_next = True
-        self.changes = Changes()
-        """Of parameters on this rank."""
-        self.reads: Reads | None = None
-        """Of several ranks, which may not make them all."""
 
     @abstractmethod
     def shard(self, module: nn.Module) -> None:
@@ -356,11 +351,16 @@ class Engine(ABC):
                     " existing one under torch.no_grad() (load_state_dict without assign=True)."
                 )
 
+    def meet(self) -> None:  # noqa: B027
+        """This rank is about to wait for the others, outside of a step: those that still read parameters are given
+        their part (collective)."""
+
+    def end_window(self, meets: bool = True) -> None:  # noqa: B027
+        """User code between two calls of the engine is over; with ``meets`` on all ranks (collective)."""
+
+    @abstractmethod
     def end_reads(self, together: bool) -> None:
         """User code reads no more; with ``together`` on all ranks (collective)."""
-        if self.reads is not None:
-            self.reads.close(together)
-            self.reads = None
 
     @abstractmethod
     def restore(self, whole: bool, optimizers: list[Optimizer], on_whole: OnWhole = unheard) -> None:

@@ -24,8 +24,8 @@ class Inputs(Protocol):
     def owns(self, p: Tensor) -> bool:
         """Whether it keeps this parameter, and not whole in memory of its own right now."""
 
-    def call(self, graph: Graph, args: tuple[Any, ...], places: Sequence[int]) -> Any:
-        """``graph(*args)``, whose parameters are at ``places``."""
+    def call(self, graph: Graph, args: tuple[Any, ...], params: Sequence[nn.Parameter]) -> Any:
+        """``graph(*args)``, which computes with ``params``."""
 
 
 class _Process:
@@ -67,6 +67,7 @@ def _seen_to(module: Any, graph: Graph) -> Graph:
             " p.copy_(...) under torch.no_grad(), or mark the function with torch.compiler.disable."
         )
     places: list[int] | None = None
+    held = list(module.parameters())  # in the graph itself, as those of a compiled step of an optimizer
 
     def call(*args: Any) -> Any:
         nonlocal places
@@ -74,7 +75,7 @@ def _seen_to(module: Any, graph: Graph) -> Graph:
             return graph(*args)
         if places is None:
             places = [i for i, value in enumerate(args) if isinstance(value, nn.Parameter)]
-        return _Process.inputs.call(graph, args, places)
+        return _Process.inputs.call(graph, args, [*(args[place] for place in places), *held])
 
     return call
 

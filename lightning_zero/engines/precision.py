@@ -23,7 +23,6 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.engines.reads import Reader
 from lightning_zero.private.lightning import after_closure
 from lightning_zero.private.torch import found_inf, loss_scale, set_found_inf, set_loss_scale_on
 
@@ -47,8 +46,6 @@ class DtypePolicy:
 
 class StepsOnShards(Protocol):
     """The part of an engine that the plugins use."""
-
-    reader: Reader
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any: ...
     def reshard(self) -> None: ...
@@ -138,7 +135,6 @@ class ZeroMixedPrecision(_OnShards, MixedPrecision):
         assert self.engine is not None
         with self.engine.stand_ins(optimizer, on_shards=True):
             self.scaler.unscale_(optimizer)
-        self.engine.reader.step_is_next()
         found = found_inf(self.scaler, optimizer)
         for flag in found.values():
             self.engine.any_rank(flag)

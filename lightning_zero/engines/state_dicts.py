@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,25 +20,18 @@ class WholeStateDicts:
     Args:
         module: Each module below gets a hook, until :meth:`undo`.
         whole: ``(parameter, what torch has put there)`` -> what is to stand there, ``None`` to leave it.
-        begin: Called with all parameters of a module whose ``state_dict()`` begins.
-        end: Called when it ends.
     """
 
     def __init__(
         self,
         module: nn.Module,
         whole: Callable[[Tensor, Tensor], Tensor | None],
-        begin: Callable[[list[Tensor]], None],
-        end: Callable[[], None],
     ) -> None:
-        self._whole, self._begin, self._end = whole, begin, end
-        self._asked: nn.Module | None = None  # whose state_dict() is under way, unless it has failed
-        self._raw = False
+        self._whole = whole
         self._call: Callable[[], Any] = lambda: None  # the dictionary that is being filled, if it still lives
         self._seen: dict[Tensor, Tensor] = {}  # during one call: parameters -> whole values
         self._handles = []
         for m in module.modules():
-            self._handles.append(m.register_state_dict_pre_hook(self._begin_with))
             handle = m.register_state_dict_post_hook(partial(self._complete))  # torch sets an attribute on it
             run_first(m, handle)  # hooks of users look at values, too
             self._handles.append(handle)
@@ -49,24 +41,7 @@ class WholeStateDicts:
         for handle in self._handles:
             handle.remove()
 
-    @contextmanager
-    def raw(self) -> Iterator[None]:
-        """The engine's own calls get what torch puts there."""
-        self._raw = True
-        try:
-            yield
-        finally:
-            self._raw = False
-
-    def _begin_with(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._raw or keep_vars or (self._asked is not None and prefix):
-            return
-        self._asked = module
-        self._begin(list(module.parameters()))
-
     def _complete(self, module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
-        if self._raw:
-            return
         if self._call() is not state:  # another call's values may be old; it may have failed, or had a prefix
             self._seen.clear()
             self._call = weakref.ref(state) if type(state) is not dict else lambda: state
@@ -84,6 +59,3 @@ class WholeStateDicts:
         if not prefix:  # the module that was asked
             self._call = lambda: None
             self._seen.clear()
-        if module is self._asked:
-            self._asked = None
-            self._end()

@@ -198,6 +198,8 @@ class StepSync(Callback):
             self._agreed = max(self._agreed, asked)
             return
         self.hear()
+        if (engine := getattr(self._strategy, "engine", None)) is not None:
+            engine.end_window()
         here = (place << _SHIFT) + max(index, 0)
         with DisableTorchFunction():  # a plain tensor: the engine's view must not see it
             message = torch.tensor([here, -here, asked])  # the maximum of -here is minus the least place
@@ -214,8 +216,6 @@ class StepSync(Callback):
             furthest, nearest, asked = message.tolist()  # on the host: no device waits
         if furthest != -nearest:
             self._refuse(here)
-        if (engine := getattr(self._strategy, "engine", None)) is not None:
-            engine.changes.forget()
         self._agreed = max(self._agreed, asked)
 
     def _refuse(self, here: int) -> None:

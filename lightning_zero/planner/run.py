@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero.comm.direct import SMALL_BYTES
 from lightning_zero.config import OFFLOAD_TARGETS, ZeroConfig
-from lightning_zero.engines.hooks import user_looks_between_micro_batches
+from lightning_zero.engines.hooks import user_hooks
 from lightning_zero.host import available_host_bytes
 from lightning_zero.planner.choice import choose
 from lightning_zero.planner.groups import smallest_group
@@ -188,7 +188,7 @@ class Planner:
                 "device_memory_gib": device_memory_bytes(device, trainer.num_devices) / GIB,
                 "micro_batches": trainer.accumulate_grad_batches,
                 "max_steps": trainer.max_steps if trainer.max_steps > 0 else 1000,
-                "keep_gathered": not user_looks_between_micro_batches(trainer, module),
+                "keep_gathered": not user_hooks(trainer, module).between_micro_batches,
                 "config": config if isinstance(config, ZeroConfig) else None,
                 **settings,
             },

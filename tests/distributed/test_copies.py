@@ -184,14 +184,14 @@ def _by_local_tensor(engine: Fsdp2Engine, mine: bool) -> None:
 
 def _through_the_view(engine: Fsdp2Engine, mine: bool) -> None:
     with engine.view():
-        for p in engine.module.parameters() if mine else ():
-            p.add_(1.0)
+        for p in engine.module.parameters():  # in a bare loop all ranks touch what one does
+            p.add_(float(mine))
 
 
 def _through_data(engine: Fsdp2Engine, mine: bool) -> None:
     with engine.view():
-        for p in engine.module.parameters() if mine else ():
-            p.data.add_(1.0)
+        for p in engine.module.parameters():
+            p.data.add_(float(mine))
 
 
 def _elsewhere(engine: Fsdp2Engine, mine: bool) -> None:

@@ -90,7 +90,8 @@ ONCE, EACH = STEPS * (BLOCKS + 1), STEPS * MICRO_BATCHES * (BLOCKS + 1)
         (3, zoo.Zoo, "32-true", STEPS * MICRO_BATCHES * 2 * BLOCKS + 1, EACH),
         # a hook that looks at the module between micro-batches sees shards there, around which the copies stay
         (2, Looks, "32-true", ONCE, EACH),
-        (2, Writes, "32-true", EACH, EACH),
+        # and one that writes there opens one unit each time
+        (2, Writes, "32-true", EACH + STEPS * MICRO_BATCHES, EACH),
         # shards in fp32 do not lie in copies in bf16, which go
         (1, Looks, "bf16-mixed", EACH, ONCE),
     ],

@@ -86,17 +86,18 @@ def test_checkpoints_cross_over(ranks2, tmp_path):
 def _train_by_way_of_copies(kind: str, settings: dict[str, Any]) -> zoo.Result:
     """What is read of a shard is a copy, as it is where the mesh is of another device."""
     from lightning_zero.comm import shards
-    from lightning_zero.engines.fsdp2 import view
+    from lightning_zero.engines import residency
+    from lightning_zero.engines.fsdp2 import assigned
 
     with ExitStack() as stack:
-        for module in (shards, view, optimizer_step):
+        for module in (shards, residency, assigned, optimizer_step):
             if hasattr(module, "is_off_mesh"):
                 stack.enter_context(mock.patch.object(module, "is_off_mesh", lambda t: isinstance(t, DTensor)))
             stack.enter_context(mock.patch.object(module, "mesh_device", return_value=torch.device("cpu")))
         return zoo.train(kind, settings)
 
 
-def test_gradients_flow_through_copies_of_shards(ranks2):
+def test_reads_go_through_copies_of_shards(ranks2):
     kind = "penalty_over_parameters"
     settings = {"stage": 3, "offload": "cpu", **zoo.BLOCKS}
     result, reference = ranks2(_train_by_way_of_copies, kind, settings), ranks2(zoo.train, kind, settings)

@@ -7,55 +7,90 @@ That values are DDP's in every hook, at every stage, is the parity test's: kinds
 from __future__ import annotations
 
 import re
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
 
-from lightning_zero.comm.reads import Ahead, Changes, HostCopies
-from lightning_zero.engines.reads import Reader
 from tests.helpers import reading, zoo
+from tests.helpers.ranks import outcome
 
 LIMIT = 600.0
 """Longer than a job may take: a rank that waited for it would fail the test."""
 FSDP2 = {"stage": 3, "timeout_seconds": LIMIT, **zoo.BLOCKS}
 DEEPSPEED = {"stage": 3, "timeout_seconds": LIMIT, "engine": "deepspeed"}
-NAMES = {
-    "unforeseen": r"a read of parameter 'net\.head\.weight' in {hook} by rank {rank} and not by .*, and others go",
-    "gradient": r"a read of the gradient of .*'net\.head\.weight' in {hook} by rank {rank} and .*, and nothing is sent",
-    "forward": r"a read of all parameters of .* in {hook} by rank {rank} and not by rank {other}, and nothing is sent",
-    "write": r"a read of a parameter that is written to in {hook} by rank {rank} and not by rank {other}, and nothing",
-    "written before": r"a read of .* by rank {rank} and not by rank {other}, and rank {rank} alone has written",
-}
-REPAIR = "make it on every rank, and write on one, as in `state = self.net.state_dict()`"
 
 
-@pytest.mark.parametrize(
-    ("settings", "hook", "what", "rank"),
-    [
-        pytest.param(FSDP2, "on_before_optimizer_step", "unforeseen", 0, id="before a step"),
-        pytest.param(FSDP2, "on_train_epoch_end", "gradient", 1, id="gradient"),
-        pytest.param(FSDP2, "on_train_epoch_end", "forward", 0, id="forward"),
-        pytest.param(FSDP2, "on_train_epoch_end", "written before", 0, id="written"),
-        pytest.param(FSDP2, "on_train_epoch_end", "write", 0, id="write"),
-        pytest.param(DEEPSPEED, "on_before_optimizer_step", "gradient", 0, id="deepspeed"),
-    ],
-)
-def test_what_is_not_sent_raises_before_the_limit_and_by_name(
-    ranks2: Any, settings: dict[str, Any], hook: str, what: str, rank: int
-) -> None:
-    results = ranks2(reading.look, settings, hook, what, rank)
-    (text,) = results[rank]["found"]
-    pattern = NAMES[what].format(hook=rf"Reader\.{hook}", rank=rank, other=1 - rank)
-    assert re.search(pattern, text), text
-    assert REPAIR in text
-    assert "timeout_seconds" not in text
+@pytest.mark.parametrize("what", ["norm", "gradient", "state", "forward", "written before", "state_dict"])
+@pytest.mark.parametrize(("hook", "rank"), [("on_before_optimizer_step", 0), ("on_train_epoch_end", 1)])
+def test_one_rank_reads_what_it_would_under_ddp(ranks2: Any, what: str, hook: str, rank: int) -> None:
+    results = ranks2(reading.look, FSDP2, hook, what, rank)
+    expected = ranks2(reading.look, "ddp", hook, what, rank)
+    assert results[rank]["found"] == pytest.approx(expected[rank]["found"], rel=1e-6)  # a norm of rows put together
+    assert len(results[rank]["found"]) == 1
     assert results[1 - rank]["found"] == []
+    for result, of_ddp in zip(results, expected, strict=True):
+        assert result["losses"] == pytest.approx(of_ddp["losses"], rel=1e-6)
+
+
+def test_one_rank_reads_before_a_collective_of_lightnings(ranks2: Any) -> None:
+    """The others wait in ``self.log(sync_dist=True)``."""
+    results = ranks2(reading.look, FSDP2, "on_train_epoch_end", "norm", 0, True)
+    expected = ranks2(reading.look, "ddp", "on_train_epoch_end", "norm", 0, True)
+    assert results[0]["found"] == pytest.approx(expected[0]["found"], rel=1e-6)
+    assert [result["logged"] for result in results] == [result["logged"] for result in expected] == [1.5, 1.5]
+
+
+def test_a_backward_of_one_rank_alone_is_refused(ranks2: Any) -> None:
+    results = ranks2(reading.look, FSDP2, "on_train_epoch_end", "backward", 0)
+    (text,) = results[0]["found"]
+    assert "backward through a parameter that not all ranks have read" in text
     assert all(len(result["losses"]) == 4 for result in results)  # it can be caught, and ranks go on as one
-    assert [result["threads"] for result in results] == [[], []]
+
+
+def test_a_rank_that_waits_for_another_by_itself_is_told_of_its_read(ranks2: Any) -> None:
+    """The other one waits in a collective of user code, until the first one's read has run out of time."""
+    first, second = ranks2(_wait_for_each_other)
+    assert re.search(
+        r"a read of parameter 'net\.stem\.weight' and .* in Waits\.on_train_epoch_end on rank 0: not all", first
+    )
+    assert "timeout_seconds=5" in first
+    assert second
+
+
+def _wait_for_each_other() -> str:
+    class Waits(zoo.Zoo):
+        def on_train_epoch_end(self) -> None:
+            if self.global_rank:
+                dist.barrier()
+            self.net.stem.weight.norm()
+            dist.barrier()
+
+    strategy = {**FSDP2, "timeout_seconds": 5.0}
+    return outcome(_fit, Waits, strategy)[1]
+
+
+def _fit(kind: type[zoo.Zoo], strategy: dict[str, Any]) -> None:
+    zoo.make_trainer(strategy, max_steps=1).fit(kind(), DataLoader(zoo.RandomDataset(), batch_size=4))
+
+
+@pytest.mark.parametrize("what", ["norm", "gradient"])
+@pytest.mark.parametrize(("hook", "rank"), [("on_before_optimizer_step", 0), ("on_train_epoch_end", 1)])
+def test_one_rank_reads_through_deepspeed(ranks2: Any, what: str, hook: str, rank: int) -> None:
+    results = ranks2(reading.look, DEEPSPEED, hook, what, rank)
+    expected = ranks2(reading.look, "ddp", hook, what, rank)
+    assert results[rank]["found"] == pytest.approx(expected[rank]["found"], rel=1e-6)
+    assert results[1 - rank]["found"] == []
+
+
+@pytest.mark.parametrize(("what", "name"), [("write", "a write to a parameter"), ("forward", "a forward")])
+def test_what_one_rank_cannot_do_through_deepspeed_raises_by_name(ranks2: Any, what: str, name: str) -> None:
+    results = ranks2(reading.look, DEEPSPEED, "on_train_epoch_end", what, 0)
+    (text,) = results[0]["found"]
+    assert f"{name} in Reader.on_train_epoch_end on some ranks only" in text
+    assert "do it on every rank, or use engine='fsdp2'" in text
+    assert all(len(result["losses"]) == 4 for result in results)  # it can be caught, and ranks go on as one
 
 
 @pytest.mark.parametrize("settings", [FSDP2, DEEPSPEED], ids=["fsdp2", "deepspeed"])
@@ -64,14 +99,8 @@ def test_processes_that_a_rank_starts_do_not_read_parameters(ranks2: Any, settin
         assert re.search(r"RuntimeError.*in a process that this rank has started.*num_workers=0", text, re.S), text
 
 
-def test_a_rank_that_comes_when_the_others_have_read_reads_the_same(ranks2: Any) -> None:
-    first, second = ranks2(reading.look, FSDP2, "on_train_epoch_end", "norm", None, True)
-    expected = ranks2(reading.look, "ddp", "on_train_epoch_end", "norm", None)[0]["found"]
-    assert first["found"] == second["found"] == expected
-
-
-def test_replicas_of_other_ranks_send_nothing(ranks: Any) -> None:
-    """HSDP: only ranks 0 and 1 have the rows that rank 0 reads."""
+def test_a_rank_of_one_replica_reads_alone(ranks: Any) -> None:
+    """HSDP: only ranks 2 and 3 have the rows that rank 3 reads."""
     settings = {**FSDP2, "shard_size": 2}
     results = ranks(reading.look, settings, "on_train_epoch_end", "norm", 3, world_size=4)
     expected = ranks(reading.look, "ddp", "on_train_epoch_end", "norm", 3, world_size=4)
@@ -79,80 +108,11 @@ def test_replicas_of_other_ranks_send_nothing(ranks: Any) -> None:
     assert results[3]["found"] == pytest.approx(expected[3]["found"], rel=1e-6)
 
 
-def test_ranks_meet_before_more_is_kept(ranks2: Any) -> None:
-    """Rows of before are kept for the rank that reads alone, or it is waited for."""
-    expected = ranks2(reading.shrink, "ddp", 0)
-    for kept_bytes in (0, 300, 1 << 20):
-        reads = ranks2(reading.shrink, FSDP2, kept_bytes)
+def test_one_rank_reads_what_was_there_before_all_write(ranks2: Any) -> None:
+    expected = ranks2(reading.shrink, "ddp")
+    for strategy in (FSDP2, DEEPSPEED):
+        reads = ranks2(reading.shrink, strategy)
         for found, of_ddp in zip(reads, expected, strict=True):
             assert found["found"] == pytest.approx(of_ddp["found"], rel=1e-6)  # a norm of rows put together
-            assert found["losses"] == of_ddp["losses"]
-            assert found["kept"] <= kept_bytes
+            assert found["losses"] == pytest.approx(of_ddp["losses"], rel=1e-6)
         assert reads[0]["found"]
-        assert reads[0]["kept"] or not kept_bytes
-
-
-def test_changes_keep_what_was_there_before() -> None:
-    changes, now = Changes(), torch.zeros(2)
-    with changes.of({5: now}, 8):
-        assert changes.done == 0  # readers of the next count wait
-        now.add_(1)
-    with changes.of({5: now, 6: now}, 16):
-        now.add_(1)
-    assert [changes.rows_at(done, 5, now).tolist() for done in (0, 1, 2)] == [[0, 0], [1, 1], [2, 2]]
-    assert changes.rows_at(0, 6, now).tolist() == [1, 1]
-    assert (changes.lost, changes.kept_bytes) == (0, 24)
-    changes.forget()
-    assert (changes.lost, changes.kept_bytes) == (2, 0)
-    assert changes.rows_at(0, 5, now) is now
-    changes.begin()
-    assert (changes.lost, changes.begun, changes.done) == (3, 3, 2)
-    changes.end()
-    assert changes.done == 3
-
-
-def test_ranks_meet_before_a_step_only_where_user_code_precedes_it() -> None:
-    changes, asked, marks = Changes(), [], []
-    changes.mark = lambda: marks.append(changes.ahead)  # on an accelerator readers' copies wait for it
-    reads: Any = SimpleNamespace(meet=lambda: asked.append("met"))
-    reader = Reader(reads, changes, SimpleNamespace(), is_between=lambda: True)
-    reader.step_is_next()
-    reader.step_begins()
-    assert (asked, marks, changes.ahead) == ([], [], Ahead.STEP)
-    reader.waits_before_step = True
-    reader.step_is_next()
-    assert (asked, marks, changes.ahead) == ([], [Ahead.MEETING], Ahead.MEETING)
-    for _ in range(2):  # to clip, and to step
-        reader.step_begins()
-        assert (asked, changes.ahead) == (["met"], Ahead.STEP)
-    reader.step_ends()
-    assert changes.ahead is Ahead.MESSAGES
-
-
-def test_rows_leave_an_accelerator_on_a_stream_that_waits_for_their_latest_change_alone() -> None:
-    """The main thread's stream may wait for the rank that reads."""
-    seen: list[str] = []
-    event = SimpleNamespace(record=lambda: seen.append("recorded"))
-    stream = SimpleNamespace(wait_event=lambda waited: seen.append("waits" if waited is event else "waits for another"))
-
-    @contextmanager
-    def on(current: Any) -> Any:
-        seen.append("on it" if current is stream else "on another")
-        yield
-        seen.append("off")
-
-    module = SimpleNamespace(Stream=lambda device: stream, Event=lambda: event, stream=on)
-    rows, changes = torch.arange(6.0).view(3, 2), Changes()
-    with mock.patch.object(torch, "get_device_module", return_value=module):
-        copies = HostCopies(torch.device("cuda"), changes)
-    assert seen == ["recorded"]  # what was there at first
-    with changes.under_way():
-        changes.end()
-        changes.begin()
-    assert seen == ["recorded"] * 3
-    with changes.of({0: rows}, 0):
-        assert seen == ["recorded"] * 3
-    seen.clear()
-    assert copies.of(rows).tolist() == list(range(6))
-    assert seen == ["on it", "waits", "off"]
-    assert HostCopies(torch.device("cpu"), changes).of(rows).data_ptr() == rows.data_ptr()

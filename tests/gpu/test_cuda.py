@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
-from lightning_zero.comm.reads import Changes, HostCopies
 from tests.helpers import zoo
 
 
@@ -75,14 +74,3 @@ def _fit_without_sync(stage: int, clip: str) -> None:
 @pytest.mark.parametrize("clip", ["norm", "value"])
 def test_no_step_waits_for_the_device(ranks1, stage, clip):
     ranks1(_fit_without_sync, stage, clip)
-
-
-def test_rows_are_copied_while_the_main_stream_is_busy() -> None:
-    """As it is in a gather for which the reading rank has yet to come."""
-    changes, rows = Changes(), torch.arange(4.0, device="cuda")
-    copies = HostCopies(rows.device, changes)
-    with changes.under_way():
-        rows.add_(1)
-    torch.cuda._sleep(2_000_000_000)  # cycles, about a second
-    assert copies.of(rows).tolist() == [1, 2, 3, 4]
-    assert not torch.cuda.current_stream().query()

@@ -367,14 +367,10 @@ KINDS.update(
             module=_of(Linearizes, in_step=True), refused="call torch.func.jvp", refused_deepspeed=(3,)
         ),
         "linearized_in_a_hook": Kind(
-            module=_of(Linearizes, in_step=False), refused="call torch.func.jvp", refused_deepspeed=(3,)
+            module=_of(Linearizes, in_step=False), deepspeed_refuses={3: "call torch.func.jvp"}
         ),
-        "values_written_as_a_list": Kind(
-            module=_of(WritesTogether, out=False), refused="a list of .* one at a time", refused_deepspeed=()
-        ),
-        "values_written_by_out": Kind(
-            module=_of(WritesTogether, out=True), refused="out= .* one at a time", refused_deepspeed=()
-        ),
+        "values_written_as_a_list": Kind(module=_of(WritesTogether, out=False)),
+        "values_written_by_out": Kind(module=_of(WritesTogether, out=True)),
         "read_and_written_now_and_then": Kind(module=_of(NowAndThen, bias=False), validates=True),
         "accumulates_read_and_written_now_and_then": Kind(
             module=_of(NowAndThen, bias=False), trainer={"accumulate_grad_batches": 2}, validates=True

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_zero.engines.fsdp2.assigned import AssignedGradients
-
-GRAD: Any = torch.ones(2)
 
 
 @pytest.fixture
@@ -29,21 +25,19 @@ def test_a_mean_between_micro_batches_is_told_of_once(ranks: None, stage: int, t
     gradients = AssignedGradients(stage, lambda: accumulates[0])
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        gradients.noticed(GRAD, GRAD)
+        gradients.noticed()
         assert not told
         accumulates[0] = True
         for _ in range(2):
-            gradients.noticed(GRAD, GRAD)
+            gradients.noticed()
     assert [f"at stage {stage} it is reduced after each" in str(each.message) for each in told] == [True] * times
 
 
 def test_gradients_are_refused_in_a_backward_of_the_users(ranks: None) -> None:
-    """Not in a hook inside it. Which gradient it was is noted in any case."""
-    given: list[tuple[Tensor, Any]] = []
-    gradients = AssignedGradients(3, is_backward=lambda: True, given=lambda *pair: given.append(pair))
+    """Not in a hook inside it."""
+    gradients = AssignedGradients(3, is_backward=lambda: True)
     with pytest.raises(ValueError, match=r"LightningModule\.backward of this module reads or assigns p\.grad"):
-        gradients.noticed(GRAD, GRAD)
+        gradients.noticed()
     x = torch.ones(1, requires_grad=True)
-    x.register_hook(lambda grad: gradients.noticed(GRAD, GRAD))
+    x.register_hook(lambda grad: gradients.noticed())
     x.sum().backward()
-    assert len(given) == 2

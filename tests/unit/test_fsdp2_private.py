@@ -396,29 +396,56 @@ def test_memory_of_a_parameter_is_what_it_is_gathered_into(world_of_one):
     assert torch.equal(users[0], known[0].sharded_param.to_local())
 
 
-def test_others_in_the_memory_of_a_gathered_parameter_are_counted_and_it_comes_back_for_them(world_of_one):
+def test_memory_that_is_held_stays_and_is_filled_again(world_of_one):
     model, users, known = _own()
     (inner,) = private.groups(model[0])
     home = private.Home(inner, known[0])
     private.unshard(model[0])
     assert private.others_in(home) == 0
     view = users[0].detach()
-    version = users[0]._version
+    version, expected = users[0]._version, view.clone()
     assert private.others_in(home) == 1
-    assert not private.is_emptied(home)
-    expected = view.clone()
+    private.keep_memory(known[0])
     private.reshard(model[0])
-    assert private.is_emptied(home)
-    private.refill(home, expected)
     assert torch.equal(view, expected)
+    private.fill_home(known[0], torch.zeros(4, 4))
+    assert not view.any()
     assert users[0]._version == version  # arriving is no write
     private.unshard(model[0])
-    private.refill(home, torch.zeros(4, 4))
-    assert torch.equal(users[0], expected)  # what is gathered stays
+    assert torch.equal(view, expected)
     private.reshard(model[0])
-    assert private.is_emptied(home)
     del view
     assert private.others_in(home) == 0
+    private.give_memory_up(home)
+    assert not users[0].untyped_storage().nbytes()
+
+
+def test_memory_that_cannot_be_given_up_is_left_to_its_holder(world_of_one):
+    model, users, known = _own()
+    home = private.Home(private.groups(model[0])[0], known[0])
+    private.unshard(model[0])
+    array = users[0].detach().numpy()
+    expected = array.tolist()
+    private.keep_memory(known[0])
+    private.reshard(model[0])
+    private.give_memory_up(home)
+    private.unshard(model[0])
+    assert array.tolist() == users[0].tolist() == expected
+    assert array.ctypes.data != users[0].data_ptr()
+
+
+def test_a_parameter_moves_to_new_memory_with_its_shard(world_of_one):
+    """What was taken of it keeps the values of before."""
+    model, users, known = _own()
+    private.unshard(model[0])
+    old = users[0].detach()
+    expected = old.clone()
+    private.move_home(private.Home(private.groups(model[0])[0], known[0]))
+    with torch.no_grad():
+        users[0].copy_(expected * 2)
+    assert torch.equal(old, expected)
+    private.reshard(model[0])
+    assert torch.equal(old, expected)
 
 
 def test_gradients_before_and_after_they_are_reduced(world_of_one):
@@ -571,7 +598,7 @@ def test_what_a_unit_writes_to_is_its_callers(tmp_path):
 
 def test_drops_and_gathers_are_told_before_they_begin(world_of_one):
     """Each once, and nothing where there is nothing to do."""
-    model, users, _ = _own()
+    model, _, _ = _own()
     (inner,) = private.groups(model[0])
     seen = []
     private.before_unshard(inner, lambda group: seen.append(("gather", private.is_gathered(group))))
@@ -581,13 +608,6 @@ def test_drops_and_gathers_are_told_before_they_begin(world_of_one):
     for _ in range(2):
         private.reshard(model[0])
     assert seen == [("gather", False), ("drop", True)]
-    private.unshard(model[0])
-    array = users[0].detach().numpy()  # whose memory cannot be given up
-    expected = array.tolist()
-    private.reshard(model[0])
-    private.unshard(model[0])
-    assert array.tolist() == users[0].tolist() == expected
-    assert array.ctypes.data != users[0].data_ptr()
 
 
 def test_shards_move_to_other_memory(world_of_one):

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.checkpoint.collected import Collected
-from lightning_zero.config import ZeroConfig
+from lightning_zero.config import OffloadConfig, ZeroConfig
+from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
 from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision
 from tests.helpers import pretend, zoo
@@ -354,3 +355,52 @@ def _scaled() -> dict[str, Any]:
 
 def test_the_loss_scale_is_kept_where_the_gradients_are(rank):
     assert rank(_scaled)[0] == {"loss": "device", "scale": "host", "found_inf": {"host"}}
+
+
+class _Stream:
+    """Notes the events that are recorded on it, and which it waits for."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        self._seen = seen
+
+    def record_event(self) -> object:
+        self._seen.append(event := object())
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        if any(event is each for each in self._seen):
+            self._seen.append("waits")
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+def _write_in_a_step() -> list[str]:
+    with pretend.accelerator(RANKS) as device:
+        engine = _engine(device, 3, False, OffloadConfig())
+        seen: list[Any] = []
+        comm = private.comm_context(engine.root)
+        comm.all_gather_copy_in_stream = _Stream(seen)
+        comm.device_handle = mock.Mock(current_stream=lambda: _Stream(seen))
+        for unit in engine.units:
+            for group in private.groups(unit):
+                private.before_unshard(group, lambda group: seen.append("gathers"))
+        module: Any = engine.module
+
+        def write() -> None:
+            with torch.no_grad():
+                module.net.blocks[1].up.bias.mul_(2)
+            seen.append("has written")
+
+        module.look = write
+        with engine.view():
+            loss = engine.run("training_step", torch.randn(4, zoo.WIDTH, device=device))
+            engine.backward(loss.backward)
+        return [each if isinstance(each, str) else "recorded" for each in seen]
+
+
+def test_a_gather_waits_for_a_write_in_the_middle_of_a_step(rank):
+    """The write is queued on the stream that computes, the gather copies shards in on another."""
+    seen = rank(_write_in_a_step)[0]
+    after = seen[seen.index("has written") :]
+    assert after.index("recorded") < after.index("waits") < after.index("gathers")

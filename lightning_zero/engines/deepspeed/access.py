@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import all_reduce_mean
-from lightning_zero.comm.reads import WRITE, Changes
+from lightning_zero.comm.meeting import Meeting, hook_above
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.optimizer_step import parameters
 from lightning_zero.engines.deepspeed.order import Order
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
-from lightning_zero.engines.deepspeed.rows import GRADIENT
-from lightning_zero.engines.reads import Reader
 from lightning_zero.private.torch import DisableTorchFunction, in_backward
 
 _NONE = (
@@ -34,6 +32,8 @@ _OUTSIDE = (
     "loss.backward() outside of training_step: at stages 2 and 3 DeepSpeed takes gradients for the step as they come."
     " Do it in training_step, or use engine='fsdp2' (or stage=1)."
 )
+_WRITE, _FORWARD = 0, 1
+"""The keys of what all ranks must do together; those of reads, which are served, are above."""
 
 
 class Access:
@@ -49,8 +49,7 @@ class Access:
         under_way: The engine's current activities.
         order: Told before a parameter is gathered.
         backward: The engine's own, for a backward that user code starts inside a step.
-        changes: Told of writes.
-        reader: Asked before parameters are gathered between steps.
+        meeting: Of the ranks; ``None`` where there is one, or no run.
         is_accumulating: Whether gradients of a backward wait for those of a later one.
     """
 
@@ -60,12 +59,12 @@ class Access:
         under_way: UnderWay,
         order: Order,
         backward: Callable[[Callable[[], None]], None],
-        changes: Changes,
-        reader: Reader,
+        meeting: Meeting | None,
         is_accumulating: Callable[[], bool],
     ) -> None:
         self._is_accumulating, self._has_warned = is_accumulating, False
-        self._changes, self._reader = changes, reader
+        self._meeting, self._num_changes = meeting, 0
+        self._numbers = {p: number for number, p in enumerate(params.held)}
         self._params, self._under_way, self._order, self._backward = params, under_way, order, backward
         self._held, self._stage3 = params.held, params.stage3  # asked for at each call of a tensor's
         self._seen: dict[Tensor, tuple[Tensor, bool]] = {}  # whole gradients, and whether user code has assigned them
@@ -85,7 +84,11 @@ class Access:
 
     def num_changes(self) -> int:
         """Of parameters that may be away."""
-        return self._changes.done if self._stage3 else 0
+        return self._num_changes if self._stage3 else 0
+
+    def changed(self) -> None:
+        """Parameters have changed: by a step, or a write of user code."""
+        self._num_changes += 1
 
     def in_step(self) -> bool:
         return Phase.STEP in self._under_way
@@ -129,11 +132,48 @@ class Access:
 
     def whole(self, p: Any) -> Tensor:
         with DisableTorchFunction(), torch.no_grad():
+            if self.is_away(p):
+                self._ask(2 + self._numbers[p], lambda: f"a read of parameter {self._name(p)!r}")
             return private.gathered_copy(p)
 
-    def alone(self, params: Sequence[Any]) -> dict[int, Tensor]:
-        """The whole values of ``params`` by id, if not all ranks read them; empty if all ranks read the same."""
-        return self._reader.alone(params)
+    def _name(self, p: Tensor) -> str:
+        return next(name for name, other in self._params.named.items() if other is p)
+
+    def _ask(self, key: int, what: Callable[[], str]) -> bool:
+        """Before a collective call between steps, which other ranks may not be about to make; whether all are."""
+        if self._meeting is None or not self._under_way.is_between():
+            return True
+        return self._meeting.ask(key, what, self._serve)
+
+    def _serve(self, key: int) -> None:
+        """This rank's part of what another one reads; nothing of what all must do."""
+        if key in (_WRITE, _FORWARD):
+            return
+        kind, number = divmod(key - 2, len(self._numbers))
+        p = list(self._numbers)[number]
+        with DisableTorchFunction(), torch.no_grad():
+            if kind == 0:
+                private.gathered_copy(p)
+            else:
+                self._assembled_grad(p)
+
+    def _together(self, key: int, what: str) -> None:
+        if not self._ask(key, lambda: what):
+            hook = hook_above()
+            raise RuntimeError(
+                f"{what}{f' in {hook}' if hook else ''} on some ranks only, where engine='deepspeed' needs all of them:"
+                " do it on every rank, or use engine='fsdp2'."
+            )
+
+    def before_gather(self) -> None:
+        """A module of the user's runs outside of a step."""
+        self._together(_FORWARD, "a forward")
+
+    def meet(self) -> None:
+        """User code is over on this rank: serves those where it is not (collective)."""
+        if self._meeting is not None and self._under_way.is_between():
+            with DisableTorchFunction(), torch.no_grad():
+                self._meeting.end(self._serve)
 
     def shape_of(self, p: Any) -> torch.Size:
         return self._params.shapes[p]
@@ -141,8 +181,9 @@ class Access:
     def written(self, p: Any, value: Tensor | None) -> None:
         """User code wrote to ``p``: ``value`` is to be it, or (``None``) ``p`` holds it already."""
         if self._stage3:
-            self._reader.require_all(WRITE)
-        with self._changes.under_way(), DisableTorchFunction(), torch.no_grad():
+            self._together(_WRITE, "a write to a parameter")
+        self.changed()
+        with DisableTorchFunction(), torch.no_grad():
             if self._stage3:
                 private.store(p, p.detach().clone() if value is None else value)
                 if self.in_step():  # it may be used again before DeepSpeed fetches it
@@ -171,11 +212,15 @@ class Access:
                     warnings.warn(_NONE, stacklevel=2)
             return None
         if p not in self._seen:
-            self._reader.require_all(GRADIENT - self._reader.key_of(p))
+            key = 2 + len(self._numbers) + self._numbers[p]
+            self._ask(key, lambda: f"a read of the gradient of parameter {self._name(p)!r}")
             with DisableTorchFunction(), torch.no_grad():
-                grad = managed.assemble(p, managed.shards.grad(p)).to(dtype=p.dtype, device=p.device)
-            self._seen[p] = grad, False
+                self._seen[p] = self._assembled_grad(p), False
         return self._seen[p][0]
+
+    def _assembled_grad(self, p: Any) -> Tensor:
+        managed = self._params.attached
+        return managed.assemble(p, managed.shards.grad(p)).to(dtype=p.dtype, device=p.device)
 
     def set_grad(self, p: Any, value: Tensor | None) -> None:
         managed = self._params.managed

@@ -10,7 +10,7 @@ tensor by tensor into sharded parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -103,9 +103,6 @@ class _Parts:
     def whole(self, p: Any) -> Tensor:
         with DisableTorchFunction(), torch.no_grad():
             return private.gathered_copy(p)
-
-    def alone(self, params: Sequence[Any]) -> dict[int, Tensor]:
-        return {}
 
     def shape_of(self, p: Any) -> torch.Size:
         return private.whole_shape(p)

@@ -35,12 +35,12 @@ class GraphInputs:
     def owns(self, p: Tensor) -> bool:
         return p in self._held
 
-    def call(self, graph: Graph, args: tuple[Any, ...], places: Sequence[int]) -> Any:
-        """``graph(*args)``; its parameters are at ``places``."""
+    def call(self, graph: Graph, args: tuple[Any, ...], params: Sequence[Tensor]) -> Any:
+        """``graph(*args)``, which computes with ``params``."""
         if Phase.WHOLE in self._under_way:
             return graph(*args)
         with DisableTorchFunction():  # what the graph's operators do is no user code
-            held = [(args[place], version_of(args[place])) for place in places if self.owns(args[place])]
+            held = [(p, version_of(p)) for p in params if self.owns(p)]
             if any(self._access.is_away(p) for p, _ in held):
                 raise ValueError(_NOT_AT_STAGE_3.format("compiled code is given a parameter that is partitioned"))
             result = graph(*args)

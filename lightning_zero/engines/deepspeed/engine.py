@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement, shared_agreement
-from lightning_zero.comm.reads import Reads
+from lightning_zero.comm.meeting import Meeting
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine, OnWhole, Root, refuse_late_hooks, unheard
 from lightning_zero.engines.deepspeed import private
@@ -52,7 +52,6 @@ from lightning_zero.engines.deepspeed.optimizer_step import Joined, Managed, par
 from lightning_zero.engines.deepspeed.order import Order
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
-from lightning_zero.engines.deepspeed.rows import Rows
 from lightning_zero.engines.deepspeed.start import flat_groups, start
 from lightning_zero.engines.deepspeed.state import Account
 from lightning_zero.engines.deepspeed.steps import Steps
@@ -63,7 +62,6 @@ from lightning_zero.engines.graphs import outside_graphs
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.plain_copies import PlainCopies, pickle_plainly
 from lightning_zero.engines.precision import DtypePolicy
-from lightning_zero.engines.reads import Reader
 from lightning_zero.engines.refusals import (
     refuse_held_views,
     refuse_script_modules,
@@ -118,14 +116,10 @@ class DeepSpeedEngine(Engine):
         self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         self._order = Order(self._params, self._agreement, self.device.type == "cpu", self._under_way)
         self._usage = Usage(self._params, self.config, self._agreement)
-        rows = Rows(self._params, self.device)
         agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
-        if agreement is not None and dist.get_world_size() > 1:
-            self.reads = Reads(agreement, self.changes, rows, self.device)
-        self.reader = Reader(self.reads, self.changes, rows, self._under_way.is_between)
-        self._access = Access(
-            self._params, self._under_way, self._order, self.backward, self.changes, self.reader, self._is_accumulating
-        )
+        meets = agreement is not None and dist.get_world_size() > 1
+        meeting = Meeting(agreement) if meets and agreement is not None else None
+        self._access = Access(self._params, self._under_way, self._order, self.backward, meeting, self._is_accumulating)
         self._steps = Steps(self._params, self._access.settle, self.device, self.config.offloads_optimizer)
         self._whole = Whole(self._params, self._steps, self.mesh)
         self._graphs = GraphInputs(self._params.held, self._access, self._under_way)
@@ -171,8 +165,7 @@ class DeepSpeedEngine(Engine):
                 self._steps.lend_wholes(optimizer)
                 optimizer.state_dict = partial(self._state_dict_of, optimizer)  # type: ignore[method-assign]
         if self._stage3:
-            begin = partial(self.reader.begin_ahead, origin=self._if_away)
-            self._state_dicts = WholeStateDicts(self.module, self._own_memory_of, begin, self.reader.end_ahead)
+            self._state_dicts = WholeStateDicts(self.module, self._own_memory_of)
         copies.begin()  # undone by private.end
         pickle_plainly(params.held, self._plain, params.attributes)
         params.after_start()
@@ -182,17 +175,15 @@ class DeepSpeedEngine(Engine):
         if Phase.WHOLE not in self._under_way:
             refuse_tracing()
             refuse_transforms(*TRANSFORMS)
+            if self._under_way.is_between():
+                self._access.before_gather()
 
     def _plain(self, p: Tensor) -> Tensor:
         """Its values in memory of their own (collective at stage 3)."""
         with torch.no_grad(), DisableTorchFunction():
             if not self._stage3:
                 return p.detach().clone()
-            alone = self.reader.alone([p]) if self._access.is_away(p) else {}
-            return alone[id(p)] if alone else private.gathered_copy(p)
-
-    def _if_away(self, p: Tensor) -> Tensor | None:
-        return p if p in self._params.held and self._access.is_away(p) else None
+            return self._access.whole(p)
 
     def _own_memory_of(self, p: Tensor, value: Tensor) -> Tensor | None:
         """For ``state_dict()`` of user code: the view has gathered ``value``, or else ``p`` is whole for now."""
@@ -200,7 +191,7 @@ class DeepSpeedEngine(Engine):
             return None
         if value.data_ptr() == p.data_ptr():
             value = value.clone()
-            self._lent.record(value, p, self.changes.done)
+            self._lent.record(value, p, self._access.num_changes())
         return value
 
     def _is_accumulating(self) -> bool:
@@ -212,7 +203,16 @@ class DeepSpeedEngine(Engine):
 
     # -- forward -------------------------------------------------------------------------------------------------
 
+    def meet(self) -> None:
+        if self.hooks.anywhere:
+            self._access.meet()
+
+    def end_window(self, meets: bool = True) -> None:
+        if meets:
+            self._access.meet()
+
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self.end_window(self.hooks.before_forward)
         self.broadcast_buffers()
         self._access.adopt()
         wants_grad = torch.is_grad_enabled()
@@ -255,6 +255,7 @@ class DeepSpeedEngine(Engine):
             self.reduces = True
 
     def backward(self, run_backward: Callable[[], None], retains_graph: bool = False) -> None:
+        self.end_window(self.hooks.before_backward)
         shards, usage = self._params.attached.shards, self._usage
         if (name := usage.unfrozen()) is not None:
             raise ValueError(
@@ -289,8 +290,10 @@ class DeepSpeedEngine(Engine):
                 shards.after_backward(takes)
             if sync:
                 usage.end_window()
-                if self.automatic:
-                    self.reader.step_is_next()
+
+    def end_reads(self, together: bool) -> None:
+        if together:
+            self.meet()
 
     def _seen_by_view(self, run_backward: Callable[[], None]) -> Callable[[], None]:
         """For a ``LightningModule.backward`` of the user's own, which might look for gradients where none are yet."""
@@ -307,34 +310,31 @@ class DeepSpeedEngine(Engine):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         def evaluate() -> Any:
             assert closure is not None
-            self.changes.end()  # of a step that evaluates several times
             result = closure()
-            begin()
+            self.end_window(self.hooks.before_step)
             return result
 
-        def begin() -> None:
-            self.reader.step_begins()
-            self.changes.begin()
-
         if closure is None:
-            begin()
+            self.end_window(self.hooks.before_step)
         try:
             result = self._steps.step(optimizer, None if closure is None else evaluate, **kwargs)
             self._lent.stepped(self._params.attached.with_grad.intersection(parameters(optimizer)))
             return result
         finally:
-            self.changes.end()
-            self.reader.step_ends()
+            self._access.changed()
 
     @contextmanager
     def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Iterator[Any]:
-        with self.reader.stepping(), self._steps.stand_ins(optimizer, on_shards) as swap:
+        self.end_window(self.hooks.before_step)
+        with self._steps.stand_ins(optimizer, on_shards) as swap:
             yield swap
+        self._access.changed()
         if on_shards is None:
             self._lent.stepped(self._params.attached.with_grad.intersection(parameters(optimizer)))
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         managed = self._params.attached
+        self.end_window(self.hooks.before_step)
         self._access.flush_grads()
         odd = [p.grad for p in parameters(optimizer) if p not in managed and p.grad is not None]
         return list(managed.grads(optimizer)), odd
@@ -342,6 +342,7 @@ class DeepSpeedEngine(Engine):
     # -- whole state ---------------------------------------------------------------------------------------------
 
     def sharded_state_dict(self) -> dict[str, Any]:
+        self.end_window(self.hooks.anywhere)
         self._access.adopt()
         with torch.no_grad(), DisableTorchFunction():
             return self._whole.state_dict()
@@ -361,6 +362,7 @@ class DeepSpeedEngine(Engine):
             self._whole.load_optimizer_state(optimizer, state)
 
     def whole_parameters(self) -> dict[Tensor, nn.Parameter]:
+        self.end_window(self.hooks.anywhere)
         self._access.adopt()
         return self._whole.parameters()
 

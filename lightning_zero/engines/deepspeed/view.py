@@ -3,8 +3,8 @@
 Hooks see whole tensors, as under DDP (and as :mod:`lightning_zero.engines.fsdp2.view` does it for ``fully_shard``):
 
 - ``p.grad`` is the averaged gradient, put together when it is read; writes to it count in the step.
-- A stage-3 parameter is gathered when something reads it, or sent to a rank that reads it alone
-  (:mod:`lightning_zero.comm.reads`); inside a step it stays for the step and its backward.
+- A stage-3 parameter is gathered when something reads it, on one rank alone, too (:mod:`lightning_zero.comm.meeting`);
+  inside a step it stays for the step and its backward.
 - Writes to a parameter, or to ``p.data`` and views of it, reach the module and the master. What user code has held of a
   stage-3 parameter since before a change (``state_dict()``, a view) is brought up to date when it is used.
 
@@ -102,7 +102,6 @@ class Holder(Protocol):
     def fetch(self, p: Any) -> None: ...
     def keep_all(self) -> None: ...
     def whole(self, p: Any) -> Tensor: ...
-    def alone(self, params: Sequence[Any]) -> dict[int, Tensor]: ...
     def shape_of(self, p: Any) -> torch.Size: ...
     def written(self, p: Any, value: Tensor | None) -> None: ...
     def see_grad(self, p: Any) -> Tensor | None: ...
@@ -280,8 +279,7 @@ class ShardView(TorchFunctionMode):
         if not away:
             result = func(*args, **kwargs)
         else:
-            alone = holder.alone(away)
-            wholes = {id(p): self._lend(p, alone.get(id(p))) for p in {id(p): p for p in away}.values()}
+            wholes = {id(p): self._lend(p) for p in {id(p): p for p in away}.values()}
             result = func(*_instead(args, wholes), **{k: _instead([v], wholes)[0] for k, v in kwargs.items()})
         if "out" in kwargs:
             self._notice((kwargs["out"],))
@@ -299,19 +297,15 @@ class ShardView(TorchFunctionMode):
             for view in tensors_in((result,)):
                 self._lent.record_view(view, args[0], p, self.holder.num_changes())
 
-    def _lend(self, p: Any, alone: Tensor | None) -> Tensor:
-        whole = self.holder.whole(p) if alone is None else alone
+    def _lend(self, p: Any) -> Tensor:
+        whole = self.holder.whole(p)
         self._lent.record(whole, p, self.holder.num_changes())
         return whole
 
     @torch.no_grad()
     def _update(self, given: Tensor, p: Any) -> None:
         """Before a use of what was ``given`` for ``p`` before shards changed: under DDP it would have changed, too."""
-        if not self.holder.is_away(p):
-            value = p.data
-        else:
-            alone = self.holder.alone([p])
-            value = alone[id(p)] if alone else self.holder.whole(p)
+        value = self.holder.whole(p) if self.holder.is_away(p) else p.data
         value = self._lent.part_of(given, value.contiguous())
         if value.data_ptr() != given.data_ptr():
             # Uncounted: it may have the version counter of ``p``, which the graph of the step has saved

@@ -2,30 +2,35 @@
 
 Under DDP the gradient is then ``x`` itself: it may be this rank's own until user code has reduced it over the ranks.
 Here, too, it stays whole until the engine looks at gradients, to step or to clip; each rank then keeps its rows of it.
-A backward that adds to it is averaged with it. Of what is assigned at most
-:data:`~lightning_zero.comm.reads.KEPT_BYTES` and the latest stay whole; rows of the others are kept at once, and a
-collective of user code on such a gradient raises.
+A backward that adds to it is averaged with it. Of what is assigned at most :data:`KEPT_BYTES` and the latest stay
+whole; rows of the others are kept at once.
 
 While gradients are accumulated, ``x`` takes the place of this rank's own, which the next reduction averages.
+
+``p.grad`` that is read is a plain tensor, of which the rows of all ranks are gathered when it is touched (see
+:mod:`~lightning_zero.engines.residency`). It is the same one as long as the engine's gradient is.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_zero.comm.reads import KEPT_BYTES
-from lightning_zero.comm.shards import gathered, shard_like
+from lightning_zero.comm.shards import gathered, mesh_device, shard_like
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.refusals import refuse_gradients_in_backward
-from lightning_zero.private.torch import DisableTorchFunction, in_backward
+from lightning_zero.engines.residency import Memories, Resharded, Residency, store_rows
+from lightning_zero.private.torch import DisableTorchFunction, in_backward, users_of
+
+KEPT_BYTES = 32 << 20
+"""Of gradients that user code has assigned, on each rank."""
 
 _MEANS = (
     "p.grad is read or assigned between the micro-batches of an accumulation: at stage {stage} it is reduced after each"
@@ -35,41 +40,144 @@ _MEANS = (
 )
 
 
+class _Read:
+    """The full tensor that stands for a gradient of the engine's, as long as that is there."""
+
+    def __init__(self, grad: DTensor, full: Any) -> None:
+        self.grad, self.full = grad, full
+
+    @property
+    def is_open(self) -> bool:
+        return type(self.full) is Tensor
+
+    @property
+    def is_held(self) -> bool:
+        """Whether user code has it."""
+        return sys.getrefcount(self.full) > 2  # of this, and of the call
+
+
 class AssignedGradients:
-    """Of one run.
+    """The user's side of the gradients, of one run.
 
     Args:
         is_accumulating: Whether the gradients of now will be reduced with those of a later backward.
         is_backward: Whether the engine's backward is under way.
-        given: Called with a gradient that user code reads or assigns, and its shard.
     """
+
+    residency: Residency
+    """Opens what is touched."""
 
     def __init__(
         self,
         stage: int = 1,
         is_accumulating: Callable[[], bool] = lambda: False,
         is_backward: Callable[[], bool] = lambda: False,
-        given: Callable[[Tensor, DTensor], None] = lambda grad, shard: None,
     ) -> None:
-        self._stage, self._is_accumulating, self._is_backward, self._given = stage, is_accumulating, is_backward, given
+        self._stage, self._is_accumulating, self._is_backward = stage, is_accumulating, is_backward
         self._has_warned = False
         self._nbytes = 0  # of what is whole
         self._whole: dict[int, tuple[private.ShardedParam, Tensor]] = {}  # by id of the shard
-        self._own_rows: Any = WeakIdKeyDictionary()  # a set: sharded gradients that came of whole ones
+        self._read: dict[int, _Read] = {}  # by id of the shard
 
-    def noticed(self, shard: DTensor, grad: Tensor) -> None:
-        """User code reads or assigns ``p.grad``.
+    # -- p.grad --------------------------------------------------------------------------------------------------
+
+    def read(self, known: private.ShardedParam, key: int) -> Tensor | None:
+        """``p.grad``, whose unit's gradients have this ``key``."""
+        with DisableTorchFunction():
+            grad = self.grad_of(known)
+        if grad is None:
+            return None
+        self.noticed()
+        return self._full_of(known, grad, key) if isinstance(grad, DTensor) else grad
+
+    def write(self, known: private.ShardedParam, value: Tensor | None) -> None:
+        """``p.grad = value``; ``None`` also for ``del p.grad``.
 
         Raises:
-            ValueError: In ``LightningModule.backward``, which may be overridden: gradients are complete only after it.
+            ValueError: If it has another shape than ``p``.
         """
-        self._given(grad, shard)
+        read = self._read.get(id(known.sharded_param))
+        if read is not None and value is read.full:
+            return
+        if value is not None:
+            self.noticed()
+        if read is not None and read.is_held:  # as it was when it went
+            if not read.is_open and read.grad is known.sharded_param.grad:
+                self.residency.touch([read.full])
+            del self._read[id(known.sharded_param)]
+            read.full.__class__ = Tensor
+        with DisableTorchFunction():
+            self.assign(known, value)
+
+    def end(self) -> None:
+        """Of the run: what was read is a plain tensor, or an error where its values have gone."""
+        for read in self._read.values():
+            with DisableTorchFunction():
+                is_there = read.full.untyped_storage().nbytes() or not read.full.numel()
+                read.full.residency = None
+            if is_there:
+                read.full.__class__ = Tensor
+        self._read.clear()
+
+    def noticed(self) -> None:
+        """User code reads or assigns a gradient."""
         if self._stage > 1 and not self._has_warned and self._is_accumulating():
             self._has_warned = True
             if dist.get_world_size() > 1 and dist.get_rank() == 0:
                 warnings.warn(_MEANS.format(stage=self._stage), stacklevel=2)
         if self._is_backward() and not in_backward():
             refuse_gradients_in_backward()
+
+    # -- gradients that are read ---------------------------------------------------------------------------------
+
+    def _full_of(self, known: private.ShardedParam, grad: DTensor, key: int) -> Any:
+        read = self._read.get(id(known.sharded_param))
+        if read is None or read.grad is not grad:
+            self.residency.close(key)  # without this one
+        if read is not None and read.grad is not grad:
+            if read.is_held:  # of before; it has the values that it had
+                read.full.__class__ = Tensor
+                read = None
+            else:
+                read.grad = grad
+                _close(read)
+        if read is None:
+            with DisableTorchFunction():
+                full: Any = torch.empty(grad.shape, dtype=grad.dtype, device=mesh_device(grad))
+                full.untyped_storage().resize_(0)
+            full.key, full.residency = key, self.residency
+            full.__class__ = Resharded
+            read = self._read[id(known.sharded_param)] = _Read(grad, full)
+        return read.full
+
+    def sharded(self, group: private.Group) -> Iterator[tuple[private.ShardedParam, DTensor]]:
+        """The parameters of ``group`` that have a gradient of the engine's, and that."""
+        for p in group.fsdp_params:
+            if isinstance(p.sharded_param.grad, DTensor):
+                yield p, p.sharded_param.grad
+
+    def open(self, group: private.Group, values: list[Tensor], key: int) -> None:
+        """``values`` are those of :meth:`sharded`."""
+        for (p, grad), value in zip(self.sharded(group), values, strict=True):
+            full = self._full_of(p, grad, key)
+            storage = full.untyped_storage()
+            if not storage.nbytes():
+                storage.resize_(full.numel() * full.element_size())
+            full.__class__ = Tensor
+            full.copy_(value)
+
+    def close(self, group: private.Group, memories: Memories, key: int) -> None:
+        """Each rank's rows become the engine's gradient."""
+        for slot, (p, grad) in enumerate(self.sharded(group)):
+            read = self._read.get(id(p.sharded_param))
+            if read is None or read.grad is not grad or not read.is_open:
+                continue
+            store_rows(read.full, grad)
+            if users_of(read.full.untyped_storage()) > 1:
+                memories.keep(key, slot, read.full)
+            _close(read)
+
+    # -- gradients that are assigned -----------------------------------------------------------------------------
 
     def grad_of(self, known: private.ShardedParam) -> Tensor | None:
         """``p.grad``.
@@ -93,11 +201,7 @@ class AssignedGradients:
         return None if found is None else found[1]
 
     def assign(self, known: private.ShardedParam, value: Tensor | None) -> None:
-        """``p.grad = value``; ``None`` also for ``del p.grad``.
-
-        Raises:
-            ValueError: If it has another shape than ``p``.
-        """
+        """As :meth:`write`."""
         if value is not None:
             require_shape("grad", known.sharded_param, value)
         if id(known.sharded_param) in self._whole:
@@ -137,21 +241,16 @@ class AssignedGradients:
     def _settle_first(self) -> None:
         known, value = self._take(next(iter(self._whole)))
         with torch.no_grad(), DisableTorchFunction():
-            grad = shard_like(value, known.sharded_param)
-            known.sharded_param.grad = grad
-            self._own_rows[grad] = True
+            known.sharded_param.grad = shard_like(value, known.sharded_param)
 
-    def require_whole(self, grads: list[DTensor]) -> None:
-        """Before a collective of user code on ``grads``, or on parameters.
 
-        Raises:
-            ValueError: If one was assigned, and only this rank's rows of it are left.
-        """
-        if any(grad in self._own_rows for grad in grads):
-            raise ValueError(
-                "a collective on p.grad, which was assigned and is sharded by now: each rank has kept its rows of what"
-                " it had assigned. Reduce first, then assign: `torch.distributed.all_reduce(g)`, `p.grad = g`."
-            )
+def _close(read: _Read) -> None:
+    """Gives the memory up that nobody else holds."""
+    with DisableTorchFunction():
+        storage = read.full.untyped_storage()
+        if users_of(storage) == 1 and storage.resizable() and not read.is_held:
+            storage.resize_(0)
+    read.full.__class__ = Resharded
 
 
 def require_shape(attribute: str, target: Tensor, value: Tensor) -> None:

@@ -19,11 +19,11 @@ from lightning_zero.private.torch import outside_modes
 
 
 class BesideOutputs:
-    """Of one run.
+    """Of one run, inside steps.
 
     Args:
         units: The root last, which is gathered for the loss itself.
-        is_sharded: Whether parameters come and go now.
+        is_sharded: Whether a step is under way.
     """
 
     def __init__(self, units: Sequence[nn.Module], identity: Identity, is_sharded: Callable[[], bool]) -> None:
@@ -41,6 +41,8 @@ class BesideOutputs:
 
     def recomputes(self, module: nn.Module) -> None:
         """``module`` is about to compute its activations again. Units inside it have hooks of their own."""
+        if not self._is_sharded():
+            return
         if module not in self._recomputed:
             inside = set(module.modules()) - {module}
             inner = {p for unit in self._units if unit in inside for p in unit.parameters()}

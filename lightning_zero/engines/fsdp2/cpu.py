@@ -183,10 +183,12 @@ class Direct(Transport):
             self._order.close(in_backward)
 
     def user_writes(self) -> None:
-        if self._order is not None:
-            self._order.num_writes += 1
-        self.shards_changed()  # p.detach() is a DTensor with a version of its own
+        self.shards_changed()
         self.await_readers()
+
+    def touches(self, key: int) -> None:
+        if self._order is not None:
+            self._order.touch(key)
 
     def released(self) -> None:
         if self._order is not None:
@@ -250,17 +252,13 @@ class Order:
     A unit that has travelled ahead runs without waiting for the others: what they say of it is heard at the next one.
     Nothing is gathered on a guess: all ranks have heard of the unit before, and what has followed it two units on is
     what all of them send for here, wherever they have gone meanwhile.
-
-    Attributes:
-        num_writes: To sharded parameters by user code, so far.
     """
 
     def __init__(self, transport: Transport, units: Sequence[Any], names: Sequence[str]) -> None:
         self._transport, self._units, self._names = transport, units, names
-        self.num_writes = 0
         self._latest = -1  # the unit that ran before this one, -1 for none
         self._follower: dict[int, int] = {}  # unit -> the one that always ran after it, -1 for none
-        self._sent: dict[int, int] = {}  # unit that may be gathered ahead -> writes before that
+        self._sent: set[int] = set()  # units that may be gathered ahead
         self._unheard: tuple[int, int, dist.Work, Tensor] | None = None  # what ranks say of the latest unit
 
     def next(self, index: int, in_backward: bool) -> None:
@@ -274,17 +272,21 @@ class Order:
             if not in_backward:  # where activations are recomputed, units run in another order
                 self._gather_ahead(self._followed_by(self._followed_by(self._latest)))
             is_ahead = index in self._sent and not in_backward
-            is_old = self._sent.pop(index, self.num_writes) != self.num_writes
-            self._say(index, is_old, in_backward)
-            if is_ahead and not is_old:
+            self._sent.discard(index)
+            self._say(index, in_backward)
+            if is_ahead:
                 return
             self._hear()
-            if is_old:
-                for group in private.groups(self._units[index]):
-                    private.forget_gather(group)
             if index >= 0 and not in_backward:
                 self._gather(index)
                 self._gather_ahead(self._followed_by(index))
+
+    def touch(self, key: int) -> None:
+        """User code inside a step needs what has this ``key``, and is not there."""
+        with private.outside_transforms(), outside_inference_mode():
+            self._hear()
+            self._say(len(self._names) + key, in_backward=True)
+            self._hear()
 
     def close(self, in_backward: bool) -> None:
         """A backward is about to begin, maybe inside the forward."""
@@ -295,32 +297,32 @@ class Order:
         self._latest = -1
         self._sent.clear()
 
-    def _say(self, index: int, is_old: bool, in_backward: bool) -> None:
+    def _say(self, index: int, in_backward: bool) -> None:
         before = -1
         if not in_backward:
             before, self._latest = self._latest, index
-        ends = torch.tensor([index, is_old, -index, -is_old], dtype=torch.int32)
+        ends = torch.tensor([index, -index], dtype=torch.int64)
         self._unheard = before, index, self._transport.agree(ends, dist.ReduceOp.MAX), ends
 
     def _hear(self) -> None:
         """Waits for what all ranks have said of the latest unit.
 
         Raises:
-            ValueError: On all ranks, when they run different units, or some have written to what has travelled ahead.
+            ValueError: On all ranks, when they run different units, or some alone touch a parameter in a step.
         """
         if self._unheard is None:
             return
         (before, index, work, ends), self._unheard = self._unheard, None
         work.wait()
-        highest, lowest = ends[:2].tolist(), (-ends[2:]).tolist()  # on the CPU: no device waits
-        if highest[0] != lowest[0]:
-            refuse_different_units(self._transport, self._names, [i for i in (lowest[0], highest[0]) if i >= 0])
-        if highest[1] != lowest[1]:
+        highest, lowest = ends[0].item(), -ends[1].item()  # on the CPU: no device waits
+        if highest != lowest and highest >= len(self._names):
             raise ValueError(
-                f"stage={self._transport.config.stage}: some ranks only have written to parameters while those of"
-                f" {self._names[index]!r} travelled ahead in a forward, so that ranks would go on with"
-                " different ones: write on every rank, or between two forwards."
+                f"stage={self._transport.config.stage}: some ranks only read or write, in a step, a parameter whose"
+                " unit is not gathered there, or others than the rest do: do it on every rank, or in a hook between"
+                " two steps."
             )
+        if highest != lowest:
+            refuse_different_units(self._transport, self._names, [int(i) for i in (lowest, highest) if i >= 0])
         if before >= 0 and self._follower.setdefault(before, index) != index:
             self._follower[before] = -1
 
@@ -330,7 +332,7 @@ class Order:
 
     def _gather_ahead(self, index: int) -> None:
         if index >= 0:
-            self._sent.setdefault(index, self.num_writes)
+            self._sent.add(index)
             self._gather(index)
 
     def _gather(self, index: int) -> None:

@@ -2,8 +2,8 @@
 
 [Tensors]
 - *the user's parameter*: the ``nn.Parameter`` that the user made; on its module and in optimizers all the time. Inside
-  a step it is the *gathered parameter*, plain and whole; between steps it is *away*: empty, or stale but for this
-  rank's rows, and the view answers for it (see ``identity``).
+  a step it is the *gathered parameter*, plain and whole; between steps it is resharded: empty, or stale but for this
+  rank's rows, and comes back when it is touched (see ``residency``).
 - *sharded parameter*: ``DTensor``, what is true between steps; optimizers have it, or what stands in for it, for the
   length of a step. Each rank owns ``ceil(rows / N)`` rows of dim 0. (``cpu``: where the dtypes are one, the shard
   aliases the gathered buffer, which then stays allocated.)
@@ -50,7 +50,7 @@ This is the path of an accelerator, and of the CPU with ``transport="torch"``: c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from enum import Enum, auto
 from functools import partial
@@ -66,9 +66,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import broadcast_coalesced, run_agreement
-from lightning_zero.comm.reads import Reads
+from lightning_zero.comm.meeting import Meeting
 from lightning_zero.comm.shards import local, shard_like
-from lightning_zero.comm.shards import whole as whole_value
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine, OnWhole, undetached_state_dict, unheard
 from lightning_zero.engines.compiled import CompiledUnits
@@ -80,11 +79,8 @@ from lightning_zero.engines.fsdp2.build import Build
 from lightning_zero.engines.fsdp2.cpu import Direct
 from lightning_zero.engines.fsdp2.files import FileShards
 from lightning_zero.engines.fsdp2.graphs import GraphInputs
-from lightning_zero.engines.fsdp2.guards import Guards
-from lightning_zero.engines.fsdp2.identity import Identity, Read
-from lightning_zero.engines.fsdp2.in_use import ValuesInUse
-from lightning_zero.engines.fsdp2.lent_views import LentViews
-from lightning_zero.engines.fsdp2.rows import UNIT, Rows
+from lightning_zero.engines.fsdp2.held import HeldViews
+from lightning_zero.engines.fsdp2.identity import Identity
 from lightning_zero.engines.fsdp2.sharding import (
     make_mesh,
     offload_policy,
@@ -92,18 +88,16 @@ from lightning_zero.engines.fsdp2.sharding import (
     shard_units,
     wait_for_host_copies,
 )
-from lightning_zero.engines.fsdp2.step_views import StepViews
-from lightning_zero.engines.fsdp2.traced import Marks, after_entry, before_owner
+from lightning_zero.engines.fsdp2.store import Fsdp2Store
+from lightning_zero.engines.fsdp2.traced import Marks, before_owner
 from lightning_zero.engines.fsdp2.transport import Transport
 from lightning_zero.engines.fsdp2.usage import LastUnit, Usage
-from lightning_zero.engines.fsdp2.view import WholeView
 from lightning_zero.engines.fsdp2.writes import Writes
 from lightning_zero.engines.graphs import outside_graphs, untraced
 from lightning_zero.engines.model_state import ModelState, place_of
 from lightning_zero.engines.optimizer_step import ShardedStep, hand_back
 from lightning_zero.engines.plain_copies import PlainCopies
 from lightning_zero.engines.precision import DtypePolicy
-from lightning_zero.engines.reads import Reader
 from lightning_zero.engines.recompute import Recomputed
 from lightning_zero.engines.refusals import (
     refuse_held_views,
@@ -112,7 +106,7 @@ from lightning_zero.engines.refusals import (
     refuse_tracing,
     refuse_transforms,
 )
-from lightning_zero.engines.state_dicts import WholeStateDicts
+from lightning_zero.engines.residency import Guards, Memories, Mode, Residency, tensors_in
 from lightning_zero.engines.units import plan_units
 from lightning_zero.private.torch import BatchNorm, DisableTorchFunction, translate_transformed
 
@@ -122,7 +116,7 @@ class Phase(Enum):
     one returns to the one around it."""
 
     BETWEEN = auto()
-    """Parameters are away. A forward of the user's own gathers, and without gradients reshards at its end."""
+    """Parameters are resharded, and come back as user code touches them: a forward of its own gathers nothing."""
     STEP = auto()
     """Inside :meth:`Fsdp2Engine.run`: what is gathered stays so as long as the plan says."""
     BACKWARD = auto()
@@ -152,7 +146,6 @@ class Fsdp2Engine(Engine):
         self._handles: list[Any] = []
         self._compiled: CompiledUnits | None = None
         self._is_accumulating = False  # what is reduced, or not, awaits later micro-batches
-        self._lent = LentViews(self.changes)
 
     # -- sharding ------------------------------------------------------------------------------------------------
 
@@ -191,7 +184,7 @@ class Fsdp2Engine(Engine):
         self.shards: Mapping[Tensor, DTensor] = self._identity.shards
         self.peer_memory = self._transport.peer_memory
         for unit in self._sharded.units:
-            private.hooks_once(unit)
+            private.hooks_once(unit, lambda: self._phase is not Phase.BETWEEN)
         for group in self._groups:
             private.before_reduce(group, self._before_reduce)
             private.before_backward(group, self._before_backward)
@@ -200,34 +193,77 @@ class Fsdp2Engine(Engine):
             else:
                 private.let_inputs_change(group)
             private.without_translation(group)
-        rows = Rows(self._identity.shards, module, self.mesh, self._sharded.names)
-        in_backward, accumulates = lambda: self._phase is Phase.BACKWARD, lambda: self._is_accumulating
-        self._assigned = AssignedGradients(self.config.stage, accumulates, in_backward, rows.given)
-        agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
-        if agreement is not None and dist.get_world_size() > 1:
-            self.reads = Reads(agreement, self.changes, rows, self.shards_device, self.peer_memory)
-        self.reader = Reader(self.reads, self.changes, rows, lambda: self._marks.between)
-        self._in_use = ValuesInUse()
-        writing = partial(self.reader.writing, before=self._transport.user_writes)
-        self._writing = partial(self._in_use.followed, writing)
+        self._drops_after_forward = self.config.stage == 3 and self.mesh["shard"].size() > 1
+        self._beside = BesideOutputs(self._sharded.units, self._identity, self._is_in_step)
+        self._begin_residency()
         self._follow_forward()
         self._copies.begin()
         if self.config.compile.target == "units":
             blocks = zip(self._sharded.names[:-1], self._sharded.units[:-1], strict=True)
             self._compiled = CompiledUnits(self.config.compile, blocks, self._recomputed)
         self._recomputed.begin(but=self._compiled.modules if self._compiled is not None else ())
-        self._writes = Writes(self._groups, self._transport, self.changes)
-        self._drops_after_forward = self.config.stage == 3 and self.mesh["shard"].size() > 1
-        self._beside = BesideOutputs(self._sharded.units, self._identity, lambda: self._phase is not Phase.WHOLE)
-        self._step_views = StepViews(self._lent, self._identity, self._drops_after_forward)
-        for group in self._groups:
-            self._step_views.follow(group)
-        self._guards = Guards(self.view(), self._identity.shards)
-        self._lent.watch = self._guards.watch_all
         self._usage = Usage(self._transport, self._sharded.parameters, self._sharded.names)
-        group_of = self._identity.group_of if self._drops_after_forward else None
-        self._end_transforms = translate_transformed(self.view().whole_argument)
-        self._graphs = GraphInputs(self._identity.own, self._read, self.reader.alone, self._writing, group_of)
+        self._graphs = GraphInputs(self._identity.own, self._residency)
+
+    def _begin_residency(self) -> None:
+        in_backward, accumulates = lambda: self._phase is Phase.BACKWARD, lambda: self._is_accumulating
+        self._assigned = AssignedGradients(self.config.stage, accumulates, in_backward)
+        self._writes = Writes(self._groups, self._transport, self._shards_have_changed)
+        agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
+        meets = agreement is not None and dist.get_world_size() > 1
+        meeting = Meeting(agreement, self.peer_memory) if meets and agreement is not None else None
+        memories = Memories()
+        names: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
+        store = Fsdp2Store(
+            self._identity.own, self._groups, self._assigned, self._writes, memories, lambda: self.optimizers or (),
+            names, self._touches, self._transport.user_writes, self._shards_have_changed, self._bring, self._used,
+        )  # fmt: skip
+        self._residency = Residency(store, lambda: self._phase is Phase.BETWEEN, meeting, memories)
+        self._assigned.residency = self._residency
+        self._guards = Guards(self._residency, self._identity.shards)
+        self._held = HeldViews(store.keep_home, self._guards.watch_all)
+        for key, group in enumerate(self._groups):
+            private.before_reshard(group, partial(self._held.dropped, key))
+            private.before_unshard(group, partial(self._close, key))
+        self._end_transforms = translate_transformed(self._touched)
+
+    def _touched(self, value: Any) -> Any:
+        """``value``, which ``torch.func`` is about to wrap: the wrapped one is another object."""
+        if id(value) in self._identity.own:
+            self._residency.touch([value], brings=torch.is_grad_enabled())
+        return value
+
+    def _close(self, key: int, group: private.Group) -> None:
+        """``group`` is about to be gathered into memory that may be open."""
+        self._residency.close(key)
+
+    def _touches(self, key: int) -> None:
+        """User code is about to gather what has ``key``."""
+        if self._is_in_step():
+            self._transport.touches(key)
+
+    def _shards_have_changed(self) -> None:
+        self._transport.shards_changed()
+        if self.device.type != "cpu":
+            private.gather_after_this(self.root)
+
+    def _bring(self, group: private.Group) -> None:
+        """Gathers ``group`` for user code inside a step; it stays until the backward is over."""
+        self._transport.forward_uses(group)
+        private.gather_now(group)
+        private.pin(group)
+        private.follow_requires_grad(group)
+
+    def _used(self, params: Sequence[Tensor], result: Any, func: Any, is_alone: bool) -> None:
+        if func is not None:
+            self._held.take(params, result, func, self._identity.own)
+        if self._drops_after_forward and torch.is_grad_enabled():
+            nodes = [t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None]
+            if nodes:
+                self._beside.used(params, nodes, is_alone)
+
+    def _is_in_step(self) -> bool:
+        return self._phase in (Phase.STEP, Phase.BACKWARD)
 
     @property
     def known_parameters(self) -> Collection[Tensor]:
@@ -254,41 +290,29 @@ class Fsdp2Engine(Engine):
 
     def _begin(self, phase: Phase) -> None:
         self._phase = phase
-        self._marks.between = phase is Phase.BETWEEN
         in_step = self.automatic and phase in (Phase.STEP, Phase.BACKWARD)  # the root's own hooks have gathered it
         self._marks.root_is_whole = in_step or phase is Phase.WHOLE
 
     def _follow_forward(self) -> None:
-        """Root parameters are gathered for any forward that needs them, also outside a step."""
+        """Root parameters are gathered for any forward of a step that needs them."""
         for index, unit in enumerate(self._sharded.units[:-1]):
             before_unit = untraced(partial(self._before_unit, index))
             self._handles.append(unit.register_forward_pre_hook(before_unit, prepend=True))
         gather_root = before_owner(self._marks, self._gather_root)
         for owner in root_owners(self._sharded.root):
             self._handles.append(owner.register_forward_pre_hook(gather_root, prepend=True))
-        end_evaluation = after_entry(self._marks, self.reshard)
-        for entry in (self.module, *self.module.children()):
-            self._handles.append(entry.register_forward_hook(end_evaluation))
-        begin = partial(self.reader.begin_ahead, origin=self._identity.shards.get)
-
-        def lend(whole: Tensor, original: Tensor | None, shard: DTensor) -> None:
-            if self._phase is not Phase.WHOLE:  # as under DDP, writes to values of state_dict() are the parameter's
-                self._lent.record(whole, shard, original)
-
-        whole = partial(self._identity.whole_value, alone=self.reader.alone, lend=lend)
-        self._states = WholeStateDicts(self.module, whole, begin, self.reader.end_ahead)
 
     def _before_unit(self, index: int, *unused: Any) -> None:
-        if self._phase is Phase.WHOLE:
+        if not self._is_in_step():
             return
         unit = self.units[index]  # whose hooks a shallow copy of it has, too
         refuse_tracing()
         if not private.KNOWS_TRANSFORMS:
             refuse_transforms("fully_shard of torch below 2.13", "torch>=2.13, units=[]")
+        self._close_windows()
         self._usage.runs(index, self._phase is Phase.STEP and torch.is_grad_enabled())
-        self.reader.require_all(UNIT - index)
         self._transport.unit_begins(index, self._phase is Phase.BACKWARD)
-        if not self.automatic or self._phase is Phase.BETWEEN:
+        if not self.automatic:
             for group in private.groups(unit):
                 self._transport.forward_uses(group)
                 private.follow_requires_grad(group)
@@ -299,21 +323,37 @@ class Fsdp2Engine(Engine):
                 private.unshard(unit)
 
     def _gather_root(self) -> None:
+        if not self._is_in_step():
+            return
         refuse_tracing()
         for group in self._root_groups:
             if not private.is_gathered(group):
-                self.reader.require_all(UNIT - len(self.units) + 1)
+                self._close_windows()
                 self._transport.forward_uses(group)
                 with torch.inference_mode(False):
                     private.unshard(self.root)
             elif not self.automatic:
                 private.follow_requires_grad(group)
 
+    def _close_windows(self) -> None:
+        if self._residency.is_open:
+            self._residency.end_window()
+
+    def meet(self) -> None:
+        if self.hooks.anywhere:
+            self._residency.meet()
+
+    def end_window(self, meets: bool = True) -> None:
+        """User code is over; with ``meets`` on all ranks, where the others may still read (collective)."""
+        with torch.no_grad(), DisableTorchFunction():
+            self._residency.end_window()
+            if meets:
+                self._residency.meet()
+
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self.end_window(self.hooks.before_forward)
         with DisableTorchFunction():
             self.broadcast_buffers()
-            self._lent.forget_expired()
-        self._in_use.forget()
         wants_grad = torch.is_grad_enabled()
         with self._in(Phase.STEP), torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
             if not self.automatic and wants_grad:
@@ -323,6 +363,7 @@ class Fsdp2Engine(Engine):
                 with DisableTorchFunction():
                     self._transport.forward_begins(wants_grad and self.keep_gathered)
                 output = self.root(method, *args, **kwargs)
+            self._close_windows()
             self._transport.forward_ends()
         if self.config.stage == 3 and self.automatic and wants_grad:
             self._last.keep_until_backward()
@@ -344,30 +385,8 @@ class Fsdp2Engine(Engine):
             private.reshard(unit)
         private.forget_forwards(self.root)
 
-    def view(self) -> WholeView:
-        on_use = self._beside.used if self._drops_after_forward else None
-        own, data_taken = self._identity.own, self._writes.data_is_taken
-        taken = self._step_views.take
-        return WholeView(
-            self._writing, data_taken, own, self._read, on_use, self.reader, self._assigned, self._lent, taken
-        )
-
-    def _read(self, shard: DTensor, as_leaf: bool = False) -> Tensor:
-        """``shard`` whole, differentiably; inside a step, and ``as_leaf``, also for ``torch.autograd.grad`` of
-        parameters."""
-        original = self._sharded.originals.get(shard) if as_leaf or self._phase is Phase.STEP else None
-        if original is None or not (torch.is_grad_enabled() and shard.requires_grad):
-            return whole_value(shard)
-        value = Read.apply(original, shard, self._gradient_arrives)
-        return self._in_use.add(original, self._identity.own[id(original)], value)
-
-    def _gradient_arrives(self, shard: DTensor) -> bool:
-        """Whether a gradient that goes past the units is the engine's backward's; then ``shard`` has been used, even if
-        its unit has been completed with zeros."""
-        if self._phase is not Phase.BACKWARD:
-            return False
-        self._usage.uses(shard)
-        return True
+    def view(self) -> Mode:
+        return self._residency.mode
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -383,6 +402,7 @@ class Fsdp2Engine(Engine):
             private.set_requires_gradient_sync(self._sharded.units, True)
 
     def backward(self, run_backward: Callable[[], None], retains_graph: bool = False) -> None:
+        self.end_window(self.hooks.before_backward)
         asks = (self.reduces or self.config.stage > 1) and self.config.find_unused_parameters
         with DisableTorchFunction():
             self._assigned.join_backward()
@@ -390,12 +410,12 @@ class Fsdp2Engine(Engine):
             if deferred:
                 private.set_requires_gradient_sync(self._sharded.units, False)
             self._reduced.clear()
-            self._in_use.before_backward(self._writes.data_taken)
             if retains_graph or self.backward_is_users:  # which no forward gathers for again, nor a hook of the root's
                 for group in self._root_groups:
                     private.pin(group)
-        with self._in(Phase.BACKWARD):  # with the view: user code in it may use parameters that are away
+        with self._in(Phase.BACKWARD):  # user code in it may touch parameters that are not there
             run_backward()
+            self._close_windows()
         with DisableTorchFunction():
             if deferred:
                 private.set_requires_gradient_sync(self._sharded.units, True)
@@ -448,8 +468,6 @@ class Fsdp2Engine(Engine):
             if said is not None:
                 self._usage.hear(*said)
             self._usage.start_window()
-            if self.automatic:
-                self.reader.step_is_next()
         self._is_accumulating = not self.reduces
 
     def _left_of(self, group: private.Group, deferred: bool) -> list[private.ShardedParam]:
@@ -465,15 +483,11 @@ class Fsdp2Engine(Engine):
         try:
             return self._sharded_step(optimizer).step(partial(self._evaluate, closure), **kwargs)
         finally:
-            self.changes.end()
-            self.reader.step_ends()
             self._transport.shards_changed()  # a kernel of the optimizer's own need not tell a tensor that it writes
 
     def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
-        self.changes.end()  # of a step that evaluates several times
         result = None if closure is None else closure()
-        self.reader.step_begins()
-        self.changes.begin()
+        self.end_window(self.hooks.before_step)
         with DisableTorchFunction():
             # Gradients of a plain loss.backward() under manual optimization, and gathered copies of old values.
             if any(private.has_grad(p) for g in self._groups for p in private.trainable(g)):
@@ -497,17 +511,17 @@ class Fsdp2Engine(Engine):
 
     @contextmanager
     def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Iterator[Any]:
-        with self.reader.stepping():
-            self._assigned.settle()
-            wait_for_host_copies(self.shards_device, self.device)
-            try:
-                with self._sharded_step(optimizer).stand_ins(on_shards) as swap:
-                    yield swap
-            finally:
-                self._transport.shards_changed()
+        self.end_window(self.hooks.before_step)
+        self._assigned.settle()
+        wait_for_host_copies(self.shards_device, self.device)
+        try:
+            with self._sharded_step(optimizer).stand_ins(on_shards) as swap:
+                yield swap
+        finally:
+            self._transport.shards_changed()
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        self.reader.step_begins()
+        self.end_window(self.hooks.before_step)
         self._assigned.settle()
         params = self._identity.held(optimizer)
         shards = [local(p.grad) for p in params if isinstance(p, DTensor) and p.grad is not None]
@@ -516,16 +530,19 @@ class Fsdp2Engine(Engine):
     # -- whole state ---------------------------------------------------------------------------------------------
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        with self._in(Phase.DUMP), self._states.raw(), torch.no_grad(), self.view():
+        self.end_window(self.hooks.anywhere)
+        with self._in(Phase.DUMP), self._residency.dumping(), torch.no_grad(), self.view():
             state = undetached_state_dict(self.module)
         with torch.no_grad(), DisableTorchFunction():
             return whole_state.detached_shards(state, self._identity.shards)
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self.end_window(self.hooks.anywhere)
         with DisableTorchFunction():
             return self._sharded_step(optimizer).state_dict()
 
     def whole_parameters(self) -> dict[Tensor, nn.Parameter]:
+        self.end_window(self.hooks.anywhere)
         return self._identity.take_whole()
 
     @contextmanager
@@ -538,10 +555,9 @@ class Fsdp2Engine(Engine):
     def store_whole(self, whole: Mapping[Any, Tensor]) -> None:
         broadcast_coalesced([*whole.values(), *self._sharded.replicated])
         wait_for_host_copies(self.shards_device, self.device)
-        with self.changes.under_way():
-            for p, w in whole.items():
-                shard = self._identity.shards[p]
-                local(shard).copy_(local(shard_like(w, shard)))
+        for p, w in whole.items():
+            shard = self._identity.shards[p]
+            local(shard).copy_(local(shard_like(w, shard)))
 
     @contextmanager
     def full_parameters(self, modify: bool = False) -> Iterator[None]:
@@ -553,9 +569,16 @@ class Fsdp2Engine(Engine):
             self._writes.forget()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        self.end_window(self.hooks.anywhere)
         self._sharded_step(optimizer).load_state_dict(state)
 
     # -- the end -------------------------------------------------------------------------------------------------
+
+    def end_reads(self, together: bool) -> None:
+        with torch.no_grad(), DisableTorchFunction():
+            self._residency.end_window()
+            if together:
+                self.meet()
 
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
         self._assigned.settle()
@@ -567,19 +590,20 @@ class Fsdp2Engine(Engine):
     def restore(self, whole: bool, optimizers: list[Optimizer], on_whole: OnWhole = unheard) -> None:
         self._graphs.end()
         self._end_transforms()
+        self._assigned.end()
         with torch.no_grad(), DisableTorchFunction():
+            self._residency.end_window()
             self._assigned.settle()
             self._drop_gathered()
             if not whole:  # maybe after an error: others need not come any more
                 self._identity.leave_sharded(self.root)
                 return
             self._transport.await_readers()
-            held = self._lent.held(self._sharded.originals)
+            held = self._residency.held()
             self._identity.release(whole_state.gathered_for_good(self._groups), on_whole)
-            for copy, p in held:
-                copy.copy_(p)
+            for place, p in held:
+                place.copy_(p)
             self._copies.undo()
-            self._states.undo()
             for handle in self._handles:
                 handle.remove()
             if self._compiled is not None:

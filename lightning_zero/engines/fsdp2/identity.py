@@ -3,11 +3,10 @@
 ``fully_shard`` puts a parameter of its own in the user's place, another one between steps than inside. Here both are
 taken back. The user's ``nn.Parameter``, with its class, attributes and hooks, *is* the gathered parameter
 (:func:`private.keep_registered`), so lists, sets, optimizers and averages that hold it since ``__init__`` hold the live
-one. It stays registered while it is not gathered; then it is *away*: empty, or where shards lie in copies stale but for
-this rank's rows. The view (:mod:`.view`) finds out by :attr:`Identity.own` and answers with the shards' values.
+one. It stays registered while it is not gathered; then it is empty, or where shards lie in copies stale but for this
+rank's rows, until somebody touches it (:mod:`~lightning_zero.engines.residency`).
 
-Modules keep their class, and are copied and pickled as ordinary ones (:mod:`~lightning_zero.engines.plain_copies`):
-parameters in copies are made whole by the view.
+Modules keep their class, and are copied and pickled as ordinary ones (:mod:`~lightning_zero.engines.plain_copies`).
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors
-from lightning_zero.comm.shards import as_shard, gathered, local, rewrapped, shard_like, whole
+from lightning_zero.comm.shards import as_shard, gathered, local, rewrapped, shard_like
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.optimizer_family import family
 from lightning_zero.private.torch import DisableTorchFunction, set_data
@@ -141,27 +139,6 @@ class Identity:
 
     _shard_states.of_engine = True  # type: ignore[attr-defined]  # else states would count as the user's to write
 
-    def whole_value(
-        self,
-        p: Tensor,
-        value: Tensor,
-        alone: Callable[[list[Any]], dict[int, Tensor]] = lambda tensors: {},
-        lend: Callable[[Tensor, Tensor | None, DTensor], object] = lambda whole, original, shard: None,
-    ) -> Tensor | None:
-        """For ``state_dict()``: ``value``, which torch has found for ``p``, in memory of its own. ``alone`` finds what
-        not all ranks read; ``lend`` is told of what they do."""
-        if p not in self.shards and not isinstance(p, DTensor):  # the latter left by a run
-            return None
-        shard: Any = self.shards.get(p, value)
-        if isinstance(value, DTensor):
-            if found := alone([shard]):
-                return found[id(shard)]
-            whole = gathered(value)
-        else:
-            whole = value.clone()  # what is gathered now is gone, or old, after the step
-        lend(whole, p if p in self.shards else None, shard)
-        return whole
-
     def held(self, optimizer: Optimizer) -> list[Tensor]:
         """The tensors that ``optimizer`` steps on, shards in the place of the user's parameters."""
         return [self.shards.get(p, p) for group in optimizer.param_groups for p in group["params"]]
@@ -188,30 +165,3 @@ def _share_attributes(original: nn.Parameter, shard: DTensor) -> None:
     for tensor in (shard, local(shard)):
         there = vars(tensor)  # of a subclass, what it is made of: that stays its own
         there.update((key, value) for key, value in vars(original).items() if key not in there)
-
-
-class Read(torch.autograd.Function):
-    """The whole values of a parameter that is away, with the parameter as the leaf of the graph.
-
-    In the engine's own backward the gradient goes to the shard at once, averaged; to the user's ``torch.autograd.grad``
-    it is this rank's own, whole, as under DDP. ``arrives`` says whose backward it is, and hears of the first kind.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, original: Tensor, shard: DTensor, arrives: Callable[[DTensor], bool]) -> Tensor:
-        with torch.enable_grad():
-            value = whole(shard)
-        # On one rank the value is a view of the shard, and autograd refuses both once p.data has been written to: so
-        # the value is not kept, and what is given has a version of its own
-        ctx.way_to_shard = get_gradient_edge(value)
-        ctx.shard, ctx.arrives = shard, arrives
-        return value.data
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        (grad,) = grads
-        if not ctx.arrives(ctx.shard):
-            return grad, None, None
-        with DisableTorchFunction():
-            torch.autograd.backward(ctx.way_to_shard, grad, retain_graph=True)
-        return None, None, None

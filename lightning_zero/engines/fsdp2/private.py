@@ -169,6 +169,21 @@ def gather_before(group: Group, nodes: Iterable[Node]) -> None:
         node.register_prehook(gather)
 
 
+def comm_context(root: nn.Module) -> Any:
+    """The streams of all units below ``root``."""
+    return _state(root)._comm_ctx
+
+
+def gather_after_this(root: nn.Module) -> None:
+    """Gathers that begin from here on read shards as the current stream leaves them. They copy shards in on a stream of
+    their own, which waits for it only when a step begins."""
+    comm = comm_context(root)
+    if streams := [s for s in (comm.all_gather_copy_in_stream, comm.all_gather_stream) if hasattr(s, "wait_event")]:
+        event = comm.device_handle.current_stream().record_event()
+        for stream in streams:
+            stream.wait_event(event)
+
+
 def reshard(unit: nn.Module) -> None:
     """Drops the unit's gathered parameters."""
     for group in groups(unit):
@@ -221,8 +236,13 @@ def keep_registered(group: Group, originals: Mapping[Tensor, nn.Parameter]) -> N
 
 def set_memory(p: ShardedParam, original: nn.Parameter) -> None:
     """``original`` lies in the memory that the parameter is gathered into."""
-    copy = p.all_gather_outputs[0]
-    set_data(original, torch.as_strided(copy, p._orig_size, p._contiguous_orig_stride, storage_offset=0))
+    p.home = torch.as_strided(p.all_gather_outputs[0], p._orig_size, p._contiguous_orig_stride, storage_offset=0)
+    go_home(p, original)
+
+
+def go_home(p: ShardedParam, original: Tensor) -> None:
+    """As :func:`set_memory`, also while that memory is given up."""
+    set_data(original, p.home)
 
 
 def is_away(p: ShardedParam) -> bool:
@@ -231,29 +251,93 @@ def is_away(p: ShardedParam) -> bool:
 
 
 class Home(NamedTuple):
-    """The memory of a parameter when it is gathered."""
+    """A parameter's memory when it is gathered."""
 
     group: Group
     param: ShardedParam
 
 
-def is_emptied(home: Home) -> bool:
-    """Whether the memory of the gathered copy is given up, or about to be filled by a gather that travels ahead."""
-    if home.group._all_gather_result is not None:
-        return True
-    return any(output.numel() and not output.untyped_storage().nbytes() for output in home.param.all_gather_outputs)
+def own_of(p: ShardedParam) -> Tensor:
+    """The gathered parameter: the user's."""
+    original: Tensor = p._unsharded_param
+    return original
 
 
-def refill(home: Home, values: Tensor | None = None) -> None:
-    """Memory for the gathered copy of a parameter that is away, and ``values`` for it, which is no write; it goes again
-    when the parameter has been gathered. Does nothing where it is."""
-    if home.param.sharded_state is _UNSHARDED:
-        return
-    home.param.alloc_all_gather_outputs()
-    if values is not None:
-        copy = home.param._unsharded_param
-        with outside_transforms(), torch.autograd._unsafe_preserve_version_counter(copy):
-            copy.detach().copy_(values)
+def home_dtype(p: ShardedParam) -> torch.dtype:
+    """Of the memory that the parameter is gathered into."""
+    dtype: torch.dtype = p.all_gather_outputs[0].dtype
+    return dtype
+
+
+def home_key(p: ShardedParam) -> int:
+    """The identity of that memory's storage."""
+    return storage_key(p.all_gather_outputs[0].untyped_storage())
+
+
+def fill_home(p: ShardedParam, values: Tensor) -> None:
+    """Memory for the gathered copy of a parameter that is resharded, and ``values`` for it, which is no write."""
+    p.alloc_all_gather_outputs()
+    with torch.autograd._unsafe_preserve_version_counter((p.home, p._unsharded_param)):
+        p.home.copy_(values)
+
+
+def is_kept(p: ShardedParam) -> bool:
+    """Whether :func:`keep_memory` holds."""
+    return "is_kept" in vars(p)
+
+
+def keep_memory(p: ShardedParam) -> None:
+    """The memory stays until :func:`give_memory_up`, through gathers and reshards."""
+    if not is_kept(p):
+        p.is_kept = True
+        if p.free_unsharded_param is not _stay:
+            p.frees = vars(p).get("free_unsharded_param")
+            p.free_unsharded_param = _stay
+
+
+def give_memory_up(home: Home) -> None:
+    """Undoes :func:`keep_memory`, when nobody holds a part any more."""
+    p, own = home.param, home.param.__dict__
+    own.pop("is_kept", None)
+    if "frees" in own:
+        before = own.pop("frees")
+        own.pop("free_unsharded_param") if before is None else setattr(p, "free_unsharded_param", before)
+        if p.sharded_state is not _UNSHARDED:
+            give_up(home)
+
+
+def give_up(home: Home) -> None:
+    """The parameter is resharded: its memory goes, unless it is kept or holds the shard."""
+    group, p = home
+    if p.free_unsharded_param is not _stay:
+        if not is_resizable(p):
+            _new_home(group, p)
+        p.free_unsharded_param()
+
+
+def is_resizable(p: ShardedParam) -> bool:
+    """Whether the memory of the gathered copy can be given up; not when NumPy has seen it."""
+    return bool(p.all_gather_outputs[0].untyped_storage().resizable())
+
+
+def move_home(home: Home) -> None:
+    """The parameter is gathered into new memory from now on, and lies there; the old is left to whoever holds it."""
+    group, p = home
+    was_aliased = is_aliased(p) and p._sharded_param_data.numel()
+    _new_home(group, p)
+    if was_aliased:
+        _alias_shard(group, p)
+    give_memory_up(home)
+
+
+def _new_home(group: Group, p: ShardedParam) -> None:
+    output, whole = p.all_gather_outputs[0], p._unsharded_param
+    lay_there = storage_key(whole.untyped_storage()) == storage_key(output.untyped_storage())
+    set_data(output, torch.empty_like(output))
+    set_data(p.home, output.as_strided(p._orig_size, p._contiguous_orig_stride))
+    if lay_there:
+        go_home(p, whole)
+    group.__dict__.pop("parts_of_outputs", None)
 
 
 def others_in(home: Home) -> int:
@@ -262,7 +346,7 @@ def others_in(home: Home) -> int:
     storage = p.all_gather_outputs[0].untyped_storage()
     all_parts = group.__dict__.get("parts_of_outputs")
     parts = () if all_parts is None else all_parts[group.fsdp_params.index(p)]
-    own = [*p.all_gather_outputs, p._unsharded_param, p._sharded_param_data, p.sharded_param._local_tensor]
+    own = [*p.all_gather_outputs, p.home, p._unsharded_param, p._sharded_param_data, p.sharded_param._local_tensor]
     own += [*parts, *(part._base for part in parts[:1]), p._sharded_param_data._base]  # a view keeps its base
     keys = [storage_key(t.untyped_storage()) for t in {id(t): t for t in own if t is not None}.values()]
     return users_of(storage) - keys.count(storage_key(storage))
@@ -316,15 +400,20 @@ def groups(module: nn.Module) -> list[Group]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.12
 
 
-def hooks_once(module: nn.Module) -> None:
-    """Has the unit's hooks be made into what Dynamo leaves alone once.
+def hooks_once(module: nn.Module, act: Callable[[], bool] = lambda: True) -> None:
+    """Has the unit's hooks be made into what Dynamo leaves alone once, and do nothing unless ``act()``.
 
-    ``fully_shard`` does that at each call, which takes 16 µs of Python, five times per unit and step.
+    ``fully_shard`` makes them at each call, which takes 16 µs of Python, five times per unit and step.
     """
     state = _state(module)
+
+    def acting(hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: hook(*args) if act() else None
+
     for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
         hooks = handle.hooks_dict_ref()
-        hooks[handle.id] = torch.compiler.disable(_undecorated(hooks[handle.id]), reason="skipping FSDP hooks")
+        hook = acting(_undecorated(hooks[handle.id]))
+        hooks[handle.id] = torch.compiler.disable(hook, reason="skipping FSDP hooks")
     state._pre_backward = torch.compiler.disable(_undecorated(state._pre_backward), reason="skipping FSDP hooks")
 
 
@@ -437,27 +526,13 @@ def unpin(group: Group) -> None:
 def before_reshard(group: Group, action: Callable[[Group], None]) -> None:
     """Calls ``action(group)`` whenever its gathered parameters are about to be dropped."""
     original = group._to_sharded
-    on_host = group.device.type == "cpu"
-    freed = [p for p in group.fsdp_params if on_host and p.free_unsharded_param is not _stay]
 
     def to_sharded() -> None:
         if not group.is_sharded:
             action(group)
-            for p in freed:
-                _leave_memory_to_others(group, p)
         original()
 
     group._to_sharded = to_sharded
-
-
-def _leave_memory_to_others(group: Group, p: ShardedParam) -> None:
-    """Memory that NumPy has seen cannot be given up: ``p.numpy()`` of user code inside a step."""
-    for output in p.all_gather_outputs:
-        if not output.untyped_storage().resizable():
-            whole = p._unsharded_param
-            set_data(output, torch.empty_like(output))
-            set_data(whole, output.as_strided(whole.size(), whole.stride()))
-            group.__dict__.pop("parts_of_outputs", None)
 
 
 Gather = Callable[[list[Sequence[Tensor]], list[Tensor], dist.ProcessGroup], dist.Work]
@@ -524,17 +599,24 @@ def alias_shards(group: Group) -> None:
     For groups that gather in place, which fills the rest. While the group is sharded that rest is stale, and only the
     shard is registered.
     """
-    rank, size = group.mesh_info.shard_mesh_rank, group.mesh_info.shard_mesh_size
     for p in group.fsdp_params:
-        data, rows = p._sharded_param_data, p.sharded_param._local_tensor.shape[0]
+        data = p._sharded_param_data
         if not data.numel() or (p.param_dtype or data.dtype) != data.dtype:
             continue
-        p.init_all_gather_outputs([data.numel()], [data.dtype], size, data.device)
-        part = p.all_gather_outputs[0].data.chunk(size)[rank]  # .data: a write to the shard is none to the copy
-        part.copy_(data)
-        p._sharded_param_data = part
-        p.sharded_param._local_tensor = part.view(p.padded_sharded_param_size)[:rows]
+        p.init_all_gather_outputs([data.numel()], [data.dtype], group.mesh_info.shard_mesh_size, data.device)
+        _alias_shard(group, p)
         p.free_unsharded_param = _stay
+
+
+def _alias_shard(group: Group, p: ShardedParam) -> None:
+    data, rows = p._sharded_param_data, p.sharded_param._local_tensor.shape[0]
+    parts = p.all_gather_outputs[0].data.chunk(group.mesh_info.shard_mesh_size)
+    part = parts[group.mesh_info.shard_mesh_rank]  # .data: a write to the shard is none to the copy
+    part.copy_(data)
+    attributes = vars(p.sharded_param._local_tensor)
+    p._sharded_param_data = part
+    p.sharded_param._local_tensor = part.view(p.padded_sharded_param_size)[:rows]
+    vars(p.sharded_param._local_tensor).update(attributes)
 
 
 def move_shards(group: Group, move: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:

@@ -22,8 +22,8 @@ from lightning_zero.engines.birth import Birth
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.build import Build
 from lightning_zero.engines.fsdp2.files import FileShards
-from lightning_zero.engines.fsdp2.view import WholeView
 from lightning_zero.engines.precision import DtypePolicy
+from lightning_zero.engines.residency import looking_whole
 from lightning_zero.engines.units import UnitPlan
 from lightning_zero.private.torch import forget_meshes
 
@@ -132,7 +132,7 @@ def shard_units(
 
 @contextmanager
 def _looking_whole(build: Build | None) -> Iterator[None]:
-    with WholeView(), build.view() if build is not None else nullcontext():
+    with looking_whole(), build.view() if build is not None else nullcontext():
         yield
 
 

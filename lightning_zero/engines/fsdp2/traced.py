@@ -2,9 +2,8 @@
 
 Dynamo inlines the hooks of every module in a compiled region. What gathers, counts or agrees must stay out of its
 graphs (:func:`~lightning_zero.engines.graphs.untraced`), as ``fully_shard``'s own hooks do; but each of them ends a
-graph. At a unit one ends anyhow, at ``fully_shard``'s. Elsewhere (a module that holds parameters of the root, an entry
-of the module) nothing is to be done inside a step, so hooks there look at :class:`Marks` first, and leave nothing in a
-graph.
+graph. At a unit one ends anyhow, at ``fully_shard``'s. At a module that holds parameters of the root nothing is to be
+done inside a step, so hooks there look at :class:`Marks` first, and leave nothing in a graph.
 """
 
 from __future__ import annotations
@@ -13,19 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from lightning_zero.engines.graphs import untraced
 
 
 @dataclass
 class Marks:
-    """All that compiled code knows of a run, and so is compiled anew for: two booleans, the same in every step."""
+    """All that compiled code knows of a run, and so is compiled anew for: a boolean, the same in every step."""
 
     root_is_whole: bool = False
     """The root's parameters stay gathered until the engine says otherwise."""
-    between: bool = True
-    """No step is under way."""
 
 
 def before_owner(marks: Marks, gather: Callable[[], None]) -> Callable[..., None]:
@@ -35,16 +30,5 @@ def before_owner(marks: Marks, gather: Callable[[], None]) -> Callable[..., None
     def hook(*unused: Any) -> None:
         if not marks.root_is_whole:
             gather()
-
-    return hook
-
-
-def after_entry(marks: Marks, reshard: Callable[[], None]) -> Callable[..., None]:
-    """A forward hook that ends an evaluation of the user's own, outside a step."""
-    reshard = untraced(reshard)
-
-    def hook(*unused: Any) -> None:
-        if marks.between and not torch.is_grad_enabled():
-            reshard()
 
     return hook

@@ -77,6 +77,9 @@ class Transport:
     def unit_begins(self, index: int, in_backward: bool) -> None:
         """This rank is about to run a unit; ``in_backward`` where activations are recomputed."""
 
+    def touches(self, key: int) -> None:
+        """User code inside a step is about to gather what has this ``key``, a number that all ranks have for it."""
+
     def forward_ends(self) -> None:
         """After the last unit of a forward."""
 

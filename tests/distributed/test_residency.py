@@ -1,7 +1,6 @@
-"""User code that meets a sharded parameter computes what it would on the whole one, or is told what to do.
+"""User code that touches a parameter of a run computes what it would on a plain one.
 
-Each read and write runs on every rank on a parameter of 5 x 3 elements in two uneven shards and on a plain copy;
-``DTensor`` alone gets most of these wrong (``p.norm().item()`` is this rank's norm) or refuses them.
+Each read and write runs on every rank on a parameter of 5 x 3 elements in two uneven shards and on a plain copy.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,10 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.data import DataLoader
 
 from lightning_zero.comm.shards import gathered, local
-from lightning_zero.engines.fsdp2.view import WholeView
-from lightning_zero.private.torch import disabled_torch_function
+from lightning_zero.engines import residency
+from lightning_zero.private.torch import DisableTorchFunction, disabled_torch_function
 from tests.helpers import zoo
-from tests.helpers.ranks import outcome
 
 OTHER = torch.arange(15.0).view(5, 3) / 7
 
@@ -88,6 +87,11 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "sparse": lambda p: (torch.manual_seed(3), nn.init.sparse_(p, 0.4)),
     "out": lambda p: torch.add(OTHER, p, out=p),
     "several out": lambda p: torch.sort(OTHER, 0, descending=True, out=(p, torch.empty(5, 3, dtype=torch.int64))),
+    "list of views": lambda p: torch._foreach_mul_([p.view(-1)[:4], p.data[2:]], 2.0),
+    "out of a view": lambda p: torch.sum(OTHER, 0, out=p.data[1]),
+    "numpy": lambda p: p.data.numpy().__imul__(3.0),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()).mul_(2),
+    "vmap in place": lambda p: torch.func.vmap(lambda row: row.mul_(2))(p),
     "from vector": lambda p: nn.utils.vector_to_parameters(torch.arange(15.0), [p]),
     "data of a row": lambda p: p[4].data.zero_(),
     "beside a transform": lambda p: [f(p.data[1]) for f in (_transform, Tensor.zero_)],
@@ -130,51 +134,107 @@ def _with_graph(p: Tensor) -> Tensor:
         return p.view(-1)
 
 
-def _pair() -> tuple[Tensor, Tensor]:
-    """A parameter with a gradient, sharded and plain."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    generator = torch.Generator().manual_seed(1)
-    value, grad = torch.randn(5, 3, generator=generator), torch.randn(5, 3, generator=generator)
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded = nn.Parameter(distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None))
-    sharded.grad = distribute_tensor(grad, mesh, [Shard(0)], src_data_rank=None)
-    plain = nn.Parameter(value.clone())
-    plain.grad = grad.clone()
-    return sharded, plain
+class Touching(LightningModule):
+    """Each hook touches a parameter of two uneven shards, its gradient or its state, and a plain copy alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleList([nn.Linear(3, 5, bias=False), nn.Linear(5, 2)])
+        self.failed: list[str] = []
+        self.plain: nn.Parameter | None = None
+        self.names = iter(WRITES)
+        self.name: str | None = None
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.net[1](self.net[0](batch)).square().mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        p = self.net[0].weight
+        self.plain = nn.Parameter(p.detach().clone())
+        self.plain.grad = p.grad.clone()
+        for name, read in READS.items():
+            self._compare(name, read(p), read(self.plain))
+        self.name = next(self.names, None)
+        if self.name is not None:
+            with torch.no_grad():
+                WRITES[self.name](p)
+                WRITES[self.name](self.plain)
+            self._compare(f"{self.name}, at once", p.detach(), self.plain.detach())
+        with pytest.raises(ValueError, match="on_after_backward"):
+            p.register_post_accumulate_grad_hook(print)
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        p, plain = self.net[0].weight, self.plain
+        assert plain is not None
+        self._compare(f"{self.name}, after the step", p.detach(), plain.detach())
+        self._compare(f"gradient of {self.name}, after the step", p.grad.clone(), plain.grad)
+
+    def _compare(self, name: str, value: Any, expected: Any) -> None:
+        try:
+            assert type(value) is type(expected)
+            torch.testing.assert_close(value, expected)
+        except AssertionError as error:
+            self.failed.append(f"{name}: {error}")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def _read(name: str) -> None:
-    sharded, plain = _pair()
-    with WholeView():
-        value = READS[name](sharded)
-    reference = READS[name](plain)
-    assert type(value) is type(reference)
-    assert not isinstance(value, DTensor)
-    torch.testing.assert_close(value, reference)
+def _touch(settings: dict[str, Any]) -> list[str]:
+    module = Touching()
+    loader = DataLoader(torch.randn(2 * 2 * (len(WRITES) + 1), 3), batch_size=2)
+    zoo.make_trainer({**settings, "units": ["Linear"], "min_unit_numel": 1}, max_epochs=1).fit(module, loader)
+    return module.failed
 
 
-def _write(name: str) -> None:
-    sharded, plain = _pair()
+@pytest.mark.parametrize("stage", [1, 3])
+def test_hooks_touch_parameters_as_if_they_were_plain(ranks2, stage: int) -> None:
+    assert ranks2(_touch, {"stage": stage}) == [[], []]
+
+
+def _loop_over_all(budget_bytes: int) -> tuple[int, int]:
+    """The most bytes of parameters that are there at a time, and of all of them."""
+
+    class Loops(zoo.Zoo):
+        most = 0
+
+        def on_train_batch_end(self, *unused: Any) -> None:
+            for p in self.parameters():
+                p.detach().norm()
+                with DisableTorchFunction():  # this is no touch
+                    self.most = max(self.most, sum(q.untyped_storage().nbytes() for q in self.parameters()))
+
+    module = Loops()
+    with mock.patch.object(residency, "BUDGET_BYTES", budget_bytes):
+        zoo.make_trainer({"stage": 3, **zoo.BLOCKS}, max_steps=2).fit(
+            module, DataLoader(zoo.RandomDataset(), zoo.BATCH)
+        )
+    return module.most, sum(p.nbytes for p in module.parameters())
+
+
+def test_a_loop_over_all_parameters_holds_a_few_units(ranks2) -> None:
+    for most, total in ranks2(_loop_over_all, 0):
+        assert 0 < most < total / 2
+
+
+def _bare() -> None:
+    """Where there are shards and no parameters of a run: initializers of a module, while others are sharded."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = nn.Parameter(distribute_tensor(OTHER, mesh, [Shard(0)], src_data_rank=None))
     storage = local(sharded).data_ptr()
-    with torch.no_grad():
-        with WholeView():
-            WRITES[name](sharded)
-        WRITES[name](plain)
-    assert isinstance(sharded, DTensor)
+    with residency.looking_whole(), torch.no_grad():
+        assert (sharded - OTHER).abs().max() == 0
+        sharded[4].fill_(3.0)
+        nn.init.constant_(sharded[0], 2.0)
+    expected = OTHER.clone()
+    expected[4], expected[0] = 3.0, 2.0
     assert local(sharded).data_ptr() == storage  # the engine gathers from this memory
-    torch.testing.assert_close(sharded.full_tensor(), plain.detach())
-    torch.testing.assert_close(sharded.grad.full_tensor(), plain.grad)
+    assert torch.equal(sharded.full_tensor(), expected)
 
 
-def _failed(test: Callable[[str], None], names: list[str]) -> dict[str, str]:
-    """What each of ``names`` that fails says."""
-    return {name: text for name in names for kind, text in [outcome(test, name)] if kind != "ok"}
-
-
-@pytest.mark.parametrize(("test", "names"), [(_read, [*READS]), (_write, [*WRITES])], ids=["reads", "writes"])
-def test_parameters_are_whole_to_user_code(ranks2, test, names):
-    assert ranks2(_failed, test, names) == [{}, {}]
+def test_shards_alone_are_whole_to_user_code(ranks2) -> None:
+    ranks2(_bare)
 
 
 def _places(p: Tensor) -> tuple[int, bool]:
@@ -187,55 +247,6 @@ def _sent_to_all(p: Tensor) -> Tensor:
     everyone = [torch.empty(5, 3) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, p.detach())
     return torch.stack(everyone)
-
-
-def _write_to_a_view() -> list[str]:
-    errors = []
-    sharded, _ = _pair()
-    with WholeView(), torch.no_grad():
-        for write in (
-            lambda: torch._foreach_mul_([sharded.view(-1)], 2.0),
-            lambda: torch._foreach_mul_([_with_graph(sharded)], 2.0),
-            lambda: torch.sum(OTHER, 0, out=_with_graph(sharded)[:3]),
-            lambda: sharded.detach().numpy().fill(0),
-            lambda: dist.reduce(sharded, 0),
-            lambda: dist.scatter(sharded.data, [OTHER, OTHER] if dist.get_rank() == 0 else None),
-            lambda: dist.all_gather([sharded, OTHER.clone()], OTHER),
-        ):
-            try:
-                write()
-            except (RuntimeError, ValueError) as error:
-                errors.append(str(error))
-    return errors
-
-
-def test_a_write_that_would_be_lost_raises(ranks2):
-    assert [len(errors) for errors in ranks2(_write_to_a_view)] == [7, 7]
-
-
-def _gradient() -> None:
-    """Each rank's use of a whole parameter counts with its share, as DDP's average does."""
-    sharded, _ = _pair()
-    sharded.grad = None
-    with WholeView():
-        loss = (sharded * OTHER).sum() * float(dist.get_rank() + 1)
-    loss.backward()
-    mean = sum(range(1, dist.get_world_size() + 1)) / dist.get_world_size()
-    torch.testing.assert_close(sharded.grad.full_tensor(), OTHER * mean)
-
-
-def test_gradients_are_averaged(ranks2):
-    ranks2(_gradient)
-
-
-def _late_hook() -> None:
-    sharded, _ = _pair()
-    with WholeView(), pytest.raises(ValueError, match="before the run"):
-        sharded.register_hook(print)
-
-
-def test_a_hook_that_would_never_be_called_is_refused(ranks2):
-    ranks2(_late_hook)
 
 
 # -- gathering -------------------------------------------------------------------------------------------------------
@@ -325,7 +336,7 @@ class LooksInside(zoo.Zoo):
             state = self.optimizers().optimizer.state
             assert {p: v["momentum_buffer"].norm().item() for p, v in state.items()} == self.states
         x = batch[0]
-        with mock.patch.object(WholeView, "__torch_function__", side_effect=AssertionError("of plain tensors")):
+        with mock.patch.object(residency.Mode, "__torch_function__", side_effect=AssertionError("of plain tensors")):
             for _ in range(3):
                 x = (x + 0).clone()
         self.seen += 1
@@ -377,7 +388,7 @@ class ViewsItsWeights(zoo.Zoo):
 
     def loss(self, batch: Any) -> Tensor:
         loss = super().loss(batch)
-        with mock.patch.object(WholeView, "__torch_function__", side_effect=AssertionError("of plain tensors")):
+        with mock.patch.object(residency.Mode, "__torch_function__", side_effect=AssertionError("of plain tensors")):
             return loss * (batch[0] + 0).square().mean()
 
 

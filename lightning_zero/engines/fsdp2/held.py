@@ -1,0 +1,57 @@
+"""Views of gathered parameters that user code takes inside a step and may hold for longer than their unit is gathered.
+
+A unit's own forward takes views as well, which only the graph keeps: that memory may go. Where somebody else has one
+when the unit is dropped, the memory that the parameter is gathered into stays, and each gather fills it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_zero.engines.fsdp2 import private
+from lightning_zero.engines.residency import tensors_in
+from lightning_zero.engines.torch_functions import VIEW_PROPERTIES, VIEWS
+from lightning_zero.private.torch import DisableTorchFunction, is_in_graph_alone
+
+_ALIASES = VIEWS | {"detach"}
+
+
+class HeldViews:
+    """The views that were taken since their units were last dropped.
+
+    Args:
+        keep: Called with the key and slot of a parameter whose memory is to stay.
+        watch: Called when there is such memory inside a step.
+    """
+
+    def __init__(self, keep: Callable[[int, int], None], watch: Callable[[], None]) -> None:
+        self._keep, self._watch = keep, watch
+        self._taken: dict[int, list[weakref.ref[Tensor]]] = {}  # by id of what is known of the parameter
+
+    def take(self, params: Sequence[Tensor], result: Any, func: Any, own: Mapping[int, private.ShardedParam]) -> None:
+        """``result`` of ``func`` may lie in the memory of the gathered ``params``."""
+        name = func.__name__
+        if name in _ALIASES or (name == "__get__" and (func in VIEW_PROPERTIES or func == Tensor.data.__get__)):  # type: ignore[attr-defined]
+            for p in params:
+                self._taken.setdefault(id(own[id(p)]), []).extend(map(weakref.ref, tensors_in((result,))))
+
+    def dropped(self, key: int, group: private.Group) -> None:
+        """``group`` is about to be dropped."""
+        on_host = group.device.type == "cpu"
+        found = [slot for slot, p in enumerate(group.fsdp_params) if self._is_held(group, p, on_host)]
+        for slot in found:
+            self._keep(key, slot)
+        if found:
+            self._watch()
+
+    def _is_held(self, group: private.Group, p: private.ShardedParam, on_host: bool) -> bool:
+        taken = self._taken.pop(id(p), None) if self._taken else None
+        if taken is None:
+            return on_host and not private.is_resizable(p) and not private.is_kept(p)
+        with DisableTorchFunction():
+            in_graph = sum(is_in_graph_alone(reference) for reference in taken)
+            return not private.is_kept(p) and private.others_in(private.Home(group, p)) > in_graph

@@ -1,0 +1,262 @@
+"""The engine's part of :mod:`~lightning_zero.engines.residency`: parameters, gradients and states by their keys.
+
+With G groups of ``fully_shard``, in an order that all ranks share: group ``g`` has the key ``g``, its gradients have
+``G + g``, the optimizers' states have keys from ``2 G`` on, in the order in which optimizers hold them.
+
+A parameter is opened in the memory that it is gathered into in steps, its *home*, where that has the dtype of its
+shard. It lies elsewhere in mixed precision, whose home is of low precision, and after ``p.data = x``: then in ``x``, as
+long as somebody else holds that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_zero.comm.shards import gathered_each, local
+from lightning_zero.engines.fsdp2 import private
+from lightning_zero.engines.fsdp2.assigned import AssignedGradients, require_shape
+from lightning_zero.engines.fsdp2.writes import Writes
+from lightning_zero.engines.optimizer_family import family, states
+from lightning_zero.engines.residency import Memories, store_rows
+from lightning_zero.private.torch import set_data, storage_key
+
+_OTHERS = 1 << 40
+"""The first key of sharded tensors of nobody's."""
+
+
+class Fsdp2Store:
+    """See :class:`~lightning_zero.engines.residency.Store`.
+
+    Args:
+        own: ``id`` of each of the user's parameters -> what is known of it.
+        groups: Of all units.
+        gradients: The user's side of them.
+        writes: To gathered parameters.
+        optimizers: Those of now.
+        names: The user's parameters -> their names.
+        touches: Called before a key is gathered.
+        changing: Called before shards change.
+        changed: Called when they have changed.
+        bring: Gathers a group until its backward is over.
+        used: As :meth:`~lightning_zero.engines.residency.Store.used`.
+    """
+
+    def __init__(
+        self,
+        own: Mapping[int, private.ShardedParam],
+        groups: Sequence[private.Group],
+        gradients: AssignedGradients,
+        writes: Writes,
+        memories: Memories,
+        optimizers: Callable[[], Sequence[Optimizer]],
+        names: Mapping[Tensor, str],
+        touches: Callable[[int], None],
+        changing: Callable[[], None],
+        changed: Callable[[], None],
+        bring: Callable[[private.Group], None],
+        used: Callable[[Sequence[Tensor], Any, Any, bool], None],
+    ) -> None:
+        self.own, self._groups, self._gradients, self._writes = own, groups, gradients, writes
+        self._memories, self._optimizers, self._names = memories, optimizers, names
+        self._touches, self._changing, self._changed, self._bring, self.used = touches, changing, changed, bring, used
+        places = ((key, slot, p) for key, group in enumerate(groups) for slot, p in enumerate(group.fsdp_params))
+        self._slots = {id(p): (key, slot) for key, slot, p in places}
+        self._elsewhere: set[int] = set()  # parameters that lie outside of their home right now, by id of the shard's
+        self._states: list[DTensor] = []  # as they were when a key was last asked for
+        self._others: dict[int, DTensor] = {}
+        self._full: dict[int, Tensor] = {}  # of states and others that are open
+
+    # -- keys ----------------------------------------------------------------------------------------------------
+
+    def key_of(self, p: Tensor) -> int:
+        return self._slots[id(self.own[id(p)])][0]
+
+    def parameters(self, key: int) -> Sequence[Tensor]:
+        if key >= len(self._groups):
+            return ()
+        return [private.own_of(p) for p in self._groups[key].fsdp_params]
+
+    def is_there(self, p: Tensor) -> bool:
+        return not private.is_away(self.own[id(p)])
+
+    def shard_of(self, p: Tensor) -> DTensor:
+        shard: DTensor = self.own[id(p)].sharded_param
+        return shard
+
+    def key_of_sharded(self, tensor: DTensor) -> int | None:
+        for again in (False, True):
+            if again:
+                self._states = list(self._states_now())
+            for index, state in enumerate(self._states):
+                if state is tensor:
+                    return 2 * len(self._groups) + index
+        for key, other in self._others.items():
+            if other is tensor:
+                return key
+        key = _OTHERS + len(self._others)
+        self._others[key] = tensor
+        return key
+
+    def _states_now(self) -> Iterator[DTensor]:
+        for optimizer in self._optimizers():
+            for state in states(family(optimizer)):
+                for entry in state.values():
+                    if isinstance(entry, dict):
+                        yield from (value for value in entry.values() if isinstance(value, DTensor))
+
+    def name(self, key: int) -> str:
+        num = len(self._groups)
+        if key >= 2 * num:
+            return "an optimizer's state"
+        found = [self._names.get(private.own_of(p), "?") for p in self._groups[key % num].fsdp_params]
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        what = f"parameter {found[0]!r}{more}"
+        return what if key < num else f"the gradient of {what}"
+
+    # -- full for a while ----------------------------------------------------------------------------------------
+
+    def gather(self, key: int) -> list[Tensor]:
+        self._touches(key)
+        num = len(self._groups)
+        if key < num:
+            private.forget_gather(self._groups[key])  # sent ahead, into the memory that is about to come and go
+            return gathered_each([p.sharded_param for p in self._groups[key].fsdp_params])
+        if key < 2 * num:
+            return gathered_each([grad for _, grad in self._gradients.sharded(self._groups[key - num])])
+        if key < _OTHERS:
+            self._states = list(self._states_now())
+            index = key - 2 * num
+            if index >= len(self._states):
+                raise RuntimeError("a read of an optimizer's state that other ranks do not have: make it on every rank")
+            return gathered_each([self._states[index]])
+        if key not in self._others:
+            raise RuntimeError("a read of a sharded tensor that other ranks do not read: make it on every rank")
+        return gathered_each([self._others[key]])
+
+    def open(self, key: int, values: list[Tensor]) -> list[Tensor]:
+        num = len(self._groups)
+        if key < num:
+            for slot, (p, value) in enumerate(zip(self._groups[key].fsdp_params, values, strict=True)):
+                self._open_parameter(key, slot, p, value)
+            return []
+        if key < 2 * num:
+            self._gradients.open(self._groups[key - num], values, key)
+            return []
+        self._full[key] = _in_memory(self._memories.again(key, 0), values[0], self._sharded(key))
+        return [self._full[key]]
+
+    def _sharded(self, key: int) -> DTensor:
+        return self._others[key] if key >= _OTHERS else self._states[key - 2 * len(self._groups)]
+
+    def _open_parameter(self, key: int, slot: int, p: private.ShardedParam, value: Tensor) -> None:
+        original = private.own_of(p)
+        at_home = private.home_dtype(p) == value.dtype
+        if at_home or private.is_kept(p):
+            private.fill_home(p, value)
+        spot = self._memories.again(key, slot)
+        if spot is not None and storage_key(spot.untyped_storage()) == private.home_key(p):
+            spot = None
+        if spot is not None or not at_home:
+            set_data(original, _in_memory(spot, value, p.sharded_param))
+            self._elsewhere.add(id(p))
+
+    def close(self, key: int) -> None:
+        num = len(self._groups)
+        if key < num:
+            self._close_parameters(key)
+        elif key < 2 * num:
+            self._gradients.close(self._groups[key - num], self._memories, key)
+        else:
+            full, shard = self._full.pop(key), self._sharded(key)
+            store_rows(full, shard)
+            self._memories.keep(key, 0, full)
+
+    def _close_parameters(self, key: int) -> None:
+        group = self._groups[key]
+        self._changing()
+        for slot, p in enumerate(group.fsdp_params):
+            original = private.own_of(p)
+            store_rows(original, p.sharded_param)
+            if id(p) in self._elsewhere:
+                self._elsewhere.discard(id(p))
+                place = original.detach()
+                private.go_home(p, original)
+                self._memories.keep(key, slot, place)
+            elif private.others_in(private.Home(group, p)) > 0:
+                self.keep_home(key, slot)
+                continue
+            private.give_up(private.Home(group, p))
+        self._writes.disregard(group)
+        self._changed()
+
+    def keep_home(self, key: int, slot: int) -> None:
+        """User code holds a part of the memory that a parameter is gathered into."""
+        group = self._groups[key]
+        p = group.fsdp_params[slot]
+        private.keep_memory(p)
+        self._memories.keep(key, slot, private.own_of(p), partial(self._is_free, private.Home(group, p)))
+
+    @staticmethod
+    def _is_free(home: private.Home) -> bool:
+        if private.others_in(home) > 0:
+            return False
+        private.give_memory_up(home)
+        return True
+
+    def bring(self, p: Tensor) -> None:
+        key = self.key_of(p)
+        self._touches(key)
+        self._bring(self._groups[key])
+
+    # -- assignments ---------------------------------------------------------------------------------------------
+
+    def grad_of(self, p: Tensor) -> Tensor | None:
+        known = self.own[id(p)]
+        return self._gradients.read(known, len(self._groups) + self.key_of(p))
+
+    def assign_grad(self, p: Tensor, value: Tensor | None) -> None:
+        self._gradients.write(self.own[id(p)], value)
+
+    def assign_data(self, p: Tensor, value: Tensor) -> None:
+        known = self.own[id(p)]
+        require_shape("data", p, value)
+        if _same_place(value, p):
+            return
+        key, slot = self._slots[id(known)]
+        group = self._groups[key]
+        if not private.is_away(known):
+            private.move_home(private.Home(group, known))  # what was taken of it keeps the values of before
+            self._memories.forget(key, slot)
+            p.detach().copy_(value)
+            self._writes.data_is_taken(p)
+            return
+        if id(known) not in self._elsewhere and private.others_in(private.Home(group, known)) > 0:
+            private.move_home(private.Home(group, known))
+        if self._memories.is_of(value) not in (None, (key, slot)):  # another parameter's
+            value = value.clone()
+        self._memories.forget(key, slot)
+        set_data(p, value.detach())
+        self._elsewhere.add(id(known))
+
+    def written(self, p: Tensor) -> None:
+        self._writes.data_is_taken(p)
+
+
+def _in_memory(spot: Tensor | None, value: Tensor, shard: DTensor) -> Tensor:
+    """``value`` in the memory of ``spot``, if there is one; else in memory of its own."""
+    if spot is None:
+        is_shard = storage_key(value.untyped_storage()) == storage_key(local(shard).untyped_storage())
+        return value.clone() if is_shard else value
+    spot.copy_(value)
+    return spot
+
+
+def _same_place(a: Tensor, b: Tensor) -> bool:
+    same = storage_key(a.untyped_storage()) == storage_key(b.untyped_storage())
+    return same and a.storage_offset() == b.storage_offset() and a.stride() == b.stride()
