@@ -295,7 +295,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.engine is not None:
             self.engine.attach(optimizers, trainer_facts(trainer))
         self.setup_precision_plugin()
-        self._saving.follow(trainer, self._meet)
+        self._saving.follow(trainer, self._meet, self._end_reads)
         if self.engine is not None:  # after configure_optimizers: states made there are shards, like their parameters
             self._view = self.engine.view()
             self._view.__enter__()
@@ -541,6 +541,10 @@ class ZeroStrategy(Launched, DDPStrategy):
     def _meet(self) -> None:
         if self.engine is not None:
             self.engine.meet()
+
+    def _end_reads(self) -> None:
+        if self.engine is not None:
+            self.engine.end_window()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self._meet()

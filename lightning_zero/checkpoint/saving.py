@@ -6,13 +6,16 @@ methods but :meth:`Saving.remove` are collective.
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import nn
 
 from lightning_zero.checkpoint import directory, file
 from lightning_zero.checkpoint.collected import Collected
@@ -55,6 +58,7 @@ class Saving:
         self.collecting = Collecting.NOTHING
         self._memory: Collected | None = None
         self._meet: Callable[[], None] = lambda: None
+        self._end_reads: Callable[[], None] = lambda: None
         self._agreement: Agreement | None = None
         self._loaded: Loaded | None = None
         self._resumed: Resume | None = None
@@ -80,13 +84,14 @@ class Saving:
         """A run begins; before set-up, because checkpoints are loaded into the module while it is still whole."""
         self._agreement, self.collecting = agreement, Collecting.NOTHING
 
-    def follow(self, trainer: Any, meet: Callable[[], None]) -> None:
-        """From here on :attr:`collecting` tells Lightning's own collecting of a checkpoint from a user's call. ``meet``
-        is called before ranks wait for each other.
+    def follow(self, trainer: Any, meet: Callable[[], None], end_reads: Callable[[], None]) -> None:
+        """From here on :attr:`collecting` tells Lightning's own collecting of a checkpoint from a user's call.
+
+        ``meet`` is called before ranks wait for each other, ``end_reads`` when rank 0 alone has read parameters.
 
         It stays so after the run: a checkpoint of a module that has stayed sharded is collected the same way.
         """
-        self._meet = meet
+        self._meet, self._end_reads = meet, end_reads
         checkpoint_connector(trainer).dump_checkpoint = _Dump(self, trainer)
 
     def collect(self, trainer: Any, weights_only: bool | None) -> dict[str, Any]:
@@ -100,6 +105,9 @@ class Saving:
             self._memory = Collected([folder, trainer.default_root_dir])
         try:
             checkpoint: dict[str, Any] = type(connector).dump_checkpoint(connector, weights_only)
+            if self.agreement.rank == 0:
+                checkpoint = {key: _apart(value) for key, value in checkpoint.items()}
+            self._end_reads()
         except BaseException:
             self.collecting = Collecting.FAILED
             raise
@@ -223,6 +231,23 @@ class Saving:
         if self._loaded is not None:
             self._loaded.close()
             self._loaded = None
+
+
+def _apart(value: Any) -> Any:
+    """``value`` of a checkpoint, copied if it holds modules or parameters: a network among the hyperparameters."""
+    return copy.deepcopy(value) if _holds_parameters(value) else value
+
+
+def _holds_parameters(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return True
+    if isinstance(value, Mapping):
+        return any(map(_holds_parameters, value.values()))
+    if isinstance(value, (list, tuple, set)):
+        return any(map(_holds_parameters, value))
+    if isinstance(value, functools.partial):
+        return any(map(_holds_parameters, (*value.args, *value.keywords.values())))
+    return isinstance(value, nn.Parameter)
 
 
 class _Dump:

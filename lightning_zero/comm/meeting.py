@@ -21,6 +21,8 @@ from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.private.torch import DisableTorchFunction
 
 _DONE = 0
+FORWARD = 0
+"""The key of a forward without gradients that all ranks are about to run; it comes after all reads."""
 
 
 class Served(NamedTuple):

@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.comm.meeting import Meeting
+from lightning_zero.comm.meeting import FORWARD, Meeting
 from lightning_zero.comm.shards import before_host_write, gathered, local, mesh_device, rows_of
 from lightning_zero.engines.graphs import end_graph
 from lightning_zero.engines.refusals import refuse_tracing
@@ -277,10 +277,9 @@ class Residency:
 
     def close(self, key: int) -> None:
         """Closes ``key``, if it is open."""
-        if key in self._open:
+        if self._open.pop(key, None) is not None:
             with _quietly():
                 self._store.close(key)
-            del self._open[key]
 
     def meet(self) -> None:
         """Waits until all ranks are done with their user code, and gives its parts to those that are not
@@ -288,7 +287,19 @@ class Residency:
         if self._meeting is None or not self._is_between():
             return
         with _quietly():
-            self._meeting.end(self._store.gather)
+            self._meeting.end(self._serve)
+
+    def all_run(self) -> bool:
+        """Whether all ranks are about to run a forward without gradients, and not some of them while others have
+        finished their loop (collective)."""
+        if self._meeting is None or not self._is_between():
+            return True
+        with _quietly():
+            return self._meeting.ask(FORWARD, lambda: "a forward of validation, test or prediction", self._serve)
+
+    def _serve(self, served: int) -> None:
+        if served != FORWARD:
+            self._store.gather(served - 1 - FORWARD)
 
     @contextmanager
     def dumping(self) -> Iterator[None]:
@@ -341,7 +352,7 @@ class Residency:
     def _gather(self, key: int) -> tuple[list[Tensor], bool]:
         if self._meeting is None or not self._is_between():
             return self._store.gather(key), True
-        by_all = self._meeting.ask(key, lambda: f"a read of {self._store.name(key)}", self._store.gather)
+        by_all = self._meeting.ask(key + 1 + FORWARD, lambda: f"a read of {self._store.name(key)}", self._serve)
         return self._store.gather(key), by_all
 
     def _make_room(self, keys: Mapping[int, None]) -> None:
@@ -513,6 +524,8 @@ class Residency:
     def _look_behind(self, key: int, keys: dict[int, None], away: list[Tensor]) -> None:
         """A view of what has ``key`` is touched."""
         params = self._store.parameters(key)
+        if not self._store.own:  # all are full in memory of their own
+            return
         if not params:
             keys[key] = None
         elif self._store.is_there(params[0]):

@@ -42,7 +42,6 @@ from lightning_zero.private.torch import DisableTorchFunction
 _PLACES = {
     1: "begins training batch {}",
     2: "begins a validation after {} training batches",
-    3: "begins validation batch {}",
     4: "ends its validation after {} training batches",
     5: "ends its epoch after {} training batches",
     6: "ends its training after {} steps",
@@ -171,12 +170,20 @@ class StepSync(Callback):
         self._say(2, trainer.fit_loop.epoch_loop.batch_idx + 1)
         self.hear()
 
-    def on_validation_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        if getattr(self._strategy, "engine", None) is not None:  # then each forward is collective
-            self._say(3, batch_idx)
-            self.hear()
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._wait_for_longer_loops()
+
+    def on_test_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._wait_for_longer_loops()
+
+    def on_predict_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._wait_for_longer_loops()
+
+    def _wait_for_longer_loops(self) -> None:
+        """Before user code or a metric waits for the other ranks: some may have more batches, for whose forwards they
+        need this one."""
+        if (engine := getattr(self._strategy, "engine", None)) is not None:
+            engine.end_window()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self._say(4, trainer.fit_loop.epoch_loop.batch_idx + 1)
@@ -199,7 +206,7 @@ class StepSync(Callback):
             return
         self.hear()
         if (engine := getattr(self._strategy, "engine", None)) is not None:
-            engine.end_window()
+            engine.end_window(engine.hooks.anywhere)
         here = (place << _SHIFT) + max(index, 0)
         with DisableTorchFunction():  # a plain tensor: the engine's view must not see it
             message = torch.tensor([here, -here, asked])  # the maximum of -here is minus the least place
@@ -227,7 +234,7 @@ class StepSync(Callback):
             f"rank {', '.join(map(str, ranks))} {_PLACES[place >> _SHIFT].format(place & ((1 << _SHIFT) - 1))}"
             for place, ranks in sorted(places.items())
         )
-        validates = any(place >> _SHIFT in (3, 4) for place in places)
+        validates = any(place >> _SHIFT == 4 for place in places)
         limit = "trainer.limit_val_batches" if validates else "trainer.limit_train_batches"
         if any(place >> _SHIFT == 6 for place in places):
             cause = (

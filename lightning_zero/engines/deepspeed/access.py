@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import all_reduce_mean
-from lightning_zero.comm.meeting import Meeting, hook_above
+from lightning_zero.comm.meeting import FORWARD, Meeting, hook_above
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.optimizer_step import parameters
 from lightning_zero.engines.deepspeed.order import Order
@@ -32,8 +32,13 @@ _OUTSIDE = (
     "loss.backward() outside of training_step: at stages 2 and 3 DeepSpeed takes gradients for the step as they come."
     " Do it in training_step, or use engine='fsdp2' (or stage=1)."
 )
-_WRITE, _FORWARD = 0, 1
-"""The keys of what all ranks must do together; those of reads, which are served, are above."""
+_FORWARD, _WRITE, _BATCH, _READS = range(FORWARD, FORWARD + 4)
+"""The keys of what all ranks must do together: a forward or a write in a hook, a batch of a loop without gradients.
+Those of reads, which are served, follow."""
+_ON_ALL = (
+    "{} on some ranks only, where engine='deepspeed' needs all of them: do it on every rank, or use engine='fsdp2'."
+)
+_BATCHES = "a batch of validation, test or prediction"
 
 
 class Access:
@@ -133,7 +138,7 @@ class Access:
     def whole(self, p: Any) -> Tensor:
         with DisableTorchFunction(), torch.no_grad():
             if self.is_away(p):
-                self._ask(2 + self._numbers[p], lambda: f"a read of parameter {self._name(p)!r}")
+                self._ask(_READS + self._numbers[p], lambda: f"a read of parameter {self._name(p)!r}")
             return private.gathered_copy(p)
 
     def _name(self, p: Tensor) -> str:
@@ -146,10 +151,12 @@ class Access:
         return self._meeting.ask(key, what, self._serve)
 
     def _serve(self, key: int) -> None:
-        """This rank's part of what another one reads; nothing of what all must do."""
-        if key in (_WRITE, _FORWARD):
+        """This rank's part of what another one reads; nothing of what all must do in a hook."""
+        if key == _BATCH:  # the other one cannot go on, so neither can this
+            raise RuntimeError(_ON_ALL.format(_BATCHES))
+        if key < _READS:
             return
-        kind, number = divmod(key - 2, len(self._numbers))
+        kind, number = divmod(key - _READS, len(self._numbers))
         p = list(self._numbers)[number]
         with DisableTorchFunction(), torch.no_grad():
             if kind == 0:
@@ -160,14 +167,16 @@ class Access:
     def _together(self, key: int, what: str) -> None:
         if not self._ask(key, lambda: what):
             hook = hook_above()
-            raise RuntimeError(
-                f"{what}{f' in {hook}' if hook else ''} on some ranks only, where engine='deepspeed' needs all of them:"
-                " do it on every rank, or use engine='fsdp2'."
-            )
+            raise RuntimeError(_ON_ALL.format(f"{what} in {hook}" if hook else what))
 
-    def before_gather(self) -> None:
-        """A module of the user's runs outside of a step."""
+    def before_forward(self) -> None:
+        """DeepSpeed is about to gather for a forward in a hook."""
         self._together(_FORWARD, "a forward")
+
+    def before_batch(self) -> None:
+        """DeepSpeed is about to gather for a batch of a loop without gradients."""
+        if self._stage3:
+            self._together(_BATCH, _BATCHES)
 
     def meet(self) -> None:
         """User code is over on this rank: serves those where it is not (collective)."""
@@ -212,7 +221,7 @@ class Access:
                     warnings.warn(_NONE, stacklevel=2)
             return None
         if p not in self._seen:
-            key = 2 + len(self._numbers) + self._numbers[p]
+            key = _READS + len(self._numbers) + self._numbers[p]
             self._ask(key, lambda: f"a read of the gradient of parameter {self._name(p)!r}")
             with DisableTorchFunction(), torch.no_grad():
                 self._seen[p] = self._assembled_grad(p), False

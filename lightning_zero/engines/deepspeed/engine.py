@@ -176,7 +176,7 @@ class DeepSpeedEngine(Engine):
             refuse_tracing()
             refuse_transforms(*TRANSFORMS)
             if self._under_way.is_between():
-                self._access.before_gather()
+                self._access.before_forward()
 
     def _plain(self, p: Tensor) -> Tensor:
         """Its values in memory of their own (collective at stage 3)."""
@@ -212,7 +212,9 @@ class DeepSpeedEngine(Engine):
             self._access.meet()
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        self.end_window(self.hooks.before_forward)
+        self.end_window(self.hooks.before_forward and torch.is_grad_enabled())
+        if not torch.is_grad_enabled():
+            self._access.before_batch()
         self.broadcast_buffers()
         self._access.adopt()
         wants_grad = torch.is_grad_enabled()

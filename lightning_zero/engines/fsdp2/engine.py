@@ -351,10 +351,12 @@ class Fsdp2Engine(Engine):
                 self._residency.meet()
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        self.end_window(self.hooks.before_forward)
+        wants_grad = torch.is_grad_enabled()
+        self.end_window(self.hooks.before_forward and wants_grad)
+        if not wants_grad and not self._residency.all_run():
+            return getattr(self.module, method)(*args, **kwargs)  # the others give what it touches: a longer loop
         with DisableTorchFunction():
             self.broadcast_buffers()
-        wants_grad = torch.is_grad_enabled()
         with self._in(Phase.STEP), torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
             if not self.automatic and wants_grad:
                 # Units and the root are gathered as they are used, after toggle_optimizer had its say.
