@@ -1,4 +1,4 @@
-"""What the view of whole tensors costs each torch call of a step, beside DDP: a table of docs/speed.md.
+"""What watching for touched parameters costs each torch call of a step, beside DDP: a table of docs/speed.md.
 
 python benchmarks/view.py        # 2 ranks, about a minute; stores what was measured and writes the page
 
@@ -83,7 +83,7 @@ def render(measured: dict[str, Any]) -> str:
     """The table as Markdown."""
     names = [name for name in STRATEGIES if name != "DDP"]
     lines = [
-        "### What the view adds to a torch call: 2 ranks",
+        "### What watching for touched parameters adds to a torch call: 2 ranks",
         "",
         f"| a call of | DDP, µs | {' | '.join(f'{name}, µs more' for name in names)} |",
         f"|---|---|{'---|' * len(names)}",

@@ -48,6 +48,7 @@ from lightning_zero.comm.meeting import FORWARD, Meeting
 from lightning_zero.comm.shards import before_host_write, gathered, local, mesh_device, rows_of
 from lightning_zero.engines.graphs import end_graph
 from lightning_zero.engines.refusals import refuse_tracing
+from lightning_zero.engines.torch_functions import VIEW_PROPERTIES, VIEWS, tensors_in
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
@@ -147,8 +148,9 @@ class Store(Protocol):
     def written(self, p: Tensor) -> None:
         """The gathered ``p`` may be written to in a way that its version does not tell."""
 
-    def used(self, params: Sequence[Tensor], result: Any, func: Any, is_alone: bool) -> None:
-        """``result`` was computed of the gathered ``params``; ``is_alone``: and of nothing else that is trained."""
+    def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
+        """In a step, ``result`` was computed of the gathered ``params``, by a call whose first argument is ``first``.
+        ``aliases``: it may lie in their memory."""
 
 
 class _Place(NamedTuple):
@@ -170,21 +172,25 @@ class _Place(NamedTuple):
 
 
 class Memories:
-    """Full memory that was closed and that user code may hold a part of. ``key`` and ``slot`` say whose it is."""
+    """Full memory that was closed and that user code may hold a part of. ``key`` and ``slot`` say whose it is.
+
+    Attributes:
+        kept: By storage: key, slot, and whether nobody holds it any more.
+    """
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[int, int, Callable[[], bool]]] = {}  # storage -> key, slot, whether it is free
+        self.kept: dict[int, tuple[int, int, Callable[[], bool]]] = {}
         self._places: dict[tuple[int, int], _Place] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._of)
+        return bool(self.kept)
 
     def keep(self, key: int, slot: int, tensor: Tensor, is_free: Callable[[], bool] | None = None) -> None:
         """``tensor`` lies in such memory. ``is_free`` tells whether nobody holds it any more, and gives it up; by
         default that is so when its storage is gone."""
         self.forget(key, slot)
         ref = StorageWeakRef(tensor.untyped_storage())
-        self._of[ref.cdata] = key, slot, is_free or ref.expired
+        self.kept[ref.cdata] = key, slot, is_free or ref.expired
         self._places[key, slot] = _Place(
             ref, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
         )
@@ -192,7 +198,7 @@ class Memories:
     def forget(self, key: int, slot: int) -> None:
         """That memory has become somebody else's."""
         if (place := self._places.pop((key, slot), None)) is not None:
-            self._of.pop(place.ref.cdata, None)
+            self.kept.pop(place.ref.cdata, None)
 
     def again(self, key: int, slot: int) -> Tensor | None:
         """A tensor in that memory, if it is still there."""
@@ -205,7 +211,7 @@ class Memories:
             with DisableTorchFunctionSubclass():
                 if tensor.layout != torch.strided:
                     return None
-                found = self._of.get(storage_key(tensor.untyped_storage()))
+                found = self.kept.get(storage_key(tensor.untyped_storage()))
         except RuntimeError:  # no memory of its own: inside a transform of torch.func
             return None
         return None if found is None else found[:2]
@@ -223,7 +229,7 @@ class Memories:
 
     def prune(self) -> None:
         """Forgets what is not held any more."""
-        for key, slot, is_free in list(self._of.values()):
+        for key, slot, is_free in list(self.kept.values()):
             if is_free():
                 self.forget(key, slot)
 
@@ -397,7 +403,7 @@ class Residency:
             return self._on_full(func, args, kwargs, sharded)
         result = func(*args, **kwargs)
         if touched:
-            self._notice(func, touched, first, result)
+            self.computed(touched, result, func, first)
         return result
 
     def _of_a_parameter(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -422,7 +428,7 @@ class Residency:
             result = func(p)
             if store.is_there(p):
                 store.written(p)
-                store.used([p], result, func, True)
+                store.used([p], result, True, p)
             return result
         raise ValueError(
             f"{func.__name__} on a parameter in a run would never be called: its gradient is complete only when it is"
@@ -534,16 +540,11 @@ class Residency:
         else:
             away.append(params[0])
 
-    def _notice(self, func: Any, params: list[Tensor], first: Any, result: Any) -> None:
-        is_alone = id(first) in self._store.own or not isinstance(first, Tensor)
-        if not is_alone and torch.is_grad_enabled():
-            is_alone = not first.requires_grad
-        self.computed(params, result, func, is_alone)
-
-    def computed(self, params: Sequence[Tensor], result: Any, func: Any = None, is_alone: bool = True) -> None:
-        """``result`` was computed of ``params``, which may have gone when its backward comes."""
+    def computed(self, params: Sequence[Tensor], result: Any, func: Any = None, first: Any = None) -> None:
+        """``result`` was computed of ``params``, which may have gone when its backward comes; ``first`` is the first
+        argument of ``func``."""
         if not self._is_between():
-            self._store.used(params, result, func, is_alone)
+            self._store.used(params, result, func is not None and may_alias(func), first)
         elif torch.is_grad_enabled() and (nodes := {t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None}):
             opened = (self._open.get(self._store.key_of(p)) for p in params)
             before = partial(self._before_node, params, any(each is not None and not each.by_all for each in opened))
@@ -573,14 +574,15 @@ class Residency:
                     return False
             elif isinstance(value, (DTensor, Resharded, list, tuple)):
                 return False
-        return not self._memories
+        return not self._memories.kept
 
     def notice(self, func: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
         """As :meth:`call`, after a call that :meth:`passes`."""
-        own = self._store.own
-        params = [value for value in args if id(value) in own]
-        if params:
-            self._notice(func, params, args[0], result)
+        aliases = may_alias(func)
+        if aliases or torch.is_grad_enabled():
+            own = self._store.own
+            if params := [value for value in args if id(value) in own]:
+                self._store.used(params, result, aliases, args[0])
 
     @property
     def watches_plain_tensors(self) -> bool:
@@ -626,13 +628,14 @@ def looking_whole() -> Iterator[None]:
     residency.end_window()
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Of a call's arguments or results, and of lists and tuples among them."""
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
-        elif isinstance(value, Tensor):
-            yield value
+_ALIASES = VIEWS | {"detach"}
+_PROPERTIES = VIEW_PROPERTIES | {_DATA.__get__}
+
+
+def may_alias(func: Any) -> bool:
+    """Whether the result of ``func`` may share the memory of its argument."""
+    name = func.__name__
+    return name in _ALIASES or (name == "__get__" and func in _PROPERTIES)
 
 
 def store_rows(whole: Tensor, sharded: DTensor) -> None:

@@ -106,7 +106,8 @@ from lightning_zero.engines.refusals import (
     refuse_tracing,
     refuse_transforms,
 )
-from lightning_zero.engines.residency import Guards, Memories, Mode, Residency, tensors_in
+from lightning_zero.engines.residency import Guards, Memories, Mode, Residency
+from lightning_zero.engines.torch_functions import tensors_in
 from lightning_zero.engines.units import plan_units
 from lightning_zero.private.torch import BatchNorm, DisableTorchFunction, translate_transformed
 
@@ -254,13 +255,14 @@ class Fsdp2Engine(Engine):
         private.pin(group)
         private.follow_requires_grad(group)
 
-    def _used(self, params: Sequence[Tensor], result: Any, func: Any, is_alone: bool) -> None:
-        if func is not None:
-            self._held.take(params, result, func, self._identity.own)
+    def _used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
+        if aliases:
+            self._held.take(params, result, self._identity.own)
         if self._drops_after_forward and torch.is_grad_enabled():
             nodes = [t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None]
             if nodes:
-                self._beside.used(params, nodes, is_alone)
+                others = isinstance(first, Tensor) and id(first) not in self._identity.own and first.requires_grad
+                self._beside.used(params, nodes, is_alone=not others)
 
     def _is_in_step(self) -> bool:
         return self._phase in (Phase.STEP, Phase.BACKWARD)

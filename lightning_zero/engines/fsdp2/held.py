@@ -13,11 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_zero.engines.fsdp2 import private
-from lightning_zero.engines.residency import tensors_in
-from lightning_zero.engines.torch_functions import VIEW_PROPERTIES, VIEWS
+from lightning_zero.engines.torch_functions import tensors_in
 from lightning_zero.private.torch import DisableTorchFunction, is_in_graph_alone
-
-_ALIASES = VIEWS | {"detach"}
 
 
 class HeldViews:
@@ -32,12 +29,10 @@ class HeldViews:
         self._keep, self._watch = keep, watch
         self._taken: dict[int, list[weakref.ref[Tensor]]] = {}  # by id of what is known of the parameter
 
-    def take(self, params: Sequence[Tensor], result: Any, func: Any, own: Mapping[int, private.ShardedParam]) -> None:
-        """``result`` of ``func`` may lie in the memory of the gathered ``params``."""
-        name = func.__name__
-        if name in _ALIASES or (name == "__get__" and (func in VIEW_PROPERTIES or func == Tensor.data.__get__)):  # type: ignore[attr-defined]
-            for p in params:
-                self._taken.setdefault(id(own[id(p)]), []).extend(map(weakref.ref, tensors_in((result,))))
+    def take(self, params: Sequence[Tensor], result: Any, own: Mapping[int, private.ShardedParam]) -> None:
+        """``result`` may lie in the memory of the gathered ``params``."""
+        for p in params:
+            self._taken.setdefault(id(own[id(p)]), []).extend(map(weakref.ref, tensors_in((result,))))
 
     def dropped(self, key: int, group: private.Group) -> None:
         """``group`` is about to be dropped."""

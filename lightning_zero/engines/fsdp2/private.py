@@ -108,7 +108,7 @@ STATE_KEYS = (STATE_KEY, REGISTRY_KEY)
 """Keys under which a unit's ``__dict__`` holds the state of ``fully_shard``."""
 KNOWS_TRANSFORMS: bool = RegisterPostBackwardFunction.generate_vmap_rule
 """Whether the hooks of ``fully_shard`` follow transforms of ``torch.func``: since torch 2.13."""
-_UNSHARDED = ShardedState.UNSHARDED
+UNSHARDED = ShardedState.UNSHARDED
 ShardedParam = Any  # torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam
 
 
@@ -247,7 +247,7 @@ def go_home(p: ShardedParam, original: Tensor) -> None:
 
 def is_away(p: ShardedParam) -> bool:
     """Whether the shard alone is true: the parameter is not gathered."""
-    return p.sharded_state is not _UNSHARDED
+    return p.sharded_state is not UNSHARDED
 
 
 class Home(NamedTuple):
@@ -302,7 +302,7 @@ def give_memory_up(home: Home) -> None:
     if "frees" in own:
         before = own.pop("frees")
         own.pop("free_unsharded_param") if before is None else setattr(p, "free_unsharded_param", before)
-        if p.sharded_state is not _UNSHARDED:
+        if p.sharded_state is not UNSHARDED:
             give_up(home)
 
 

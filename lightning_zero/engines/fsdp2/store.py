@@ -60,7 +60,7 @@ class Fsdp2Store:
         changing: Callable[[], None],
         changed: Callable[[], None],
         bring: Callable[[private.Group], None],
-        used: Callable[[Sequence[Tensor], Any, Any, bool], None],
+        used: Callable[[Sequence[Tensor], Any, bool, Any], None],
     ) -> None:
         self.own, self._groups, self._gradients, self._writes = own, groups, gradients, writes
         self._memories, self._optimizers, self._names = memories, optimizers, names
@@ -83,7 +83,7 @@ class Fsdp2Store:
         return [private.own_of(p) for p in self._groups[key].fsdp_params]
 
     def is_there(self, p: Tensor) -> bool:
-        return not private.is_away(self.own[id(p)])
+        return self.own[id(p)].sharded_state is private.UNSHARDED  # asked at each call with a parameter
 
     def shard_of(self, p: Tensor) -> DTensor:
         shard: DTensor = self.own[id(p)].sharded_param
