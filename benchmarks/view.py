@@ -1,9 +1,11 @@
-"""What watching for touched parameters costs each torch call of a step, beside DDP: a table of docs/speed.md.
+"""What watching for touched parameters costs, beside DDP, in each torch call of a step and in hooks: tables of
+docs/speed.md.
 
-python benchmarks/view.py        # 2 ranks, about a minute; stores what was measured and writes the page
+python benchmarks/view.py        # 2 ranks, a few minutes; stores what was measured and writes the page
 
 DDP and each stage take turns in the same ranks, a short run each, several rounds. Measured is CPU time of the thread
-that calls, which other processes don't lengthen; a difference is taken within a round, and its median counts.
+that calls, which other processes don't lengthen; a difference is taken within a round, and its median counts. Of hooks
+it is the time from step to step, as ranks wait for each other in them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from lightning.pytorch import Callback
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -27,11 +30,60 @@ from tests.helpers.ranks import RankPool
 
 RESULT = bench.RESULTS / "view.json"
 STRATEGIES: dict[str, Any] = {"DDP": "ddp"} | {f"stage {n}": {"stage": n, **zoo.BLOCKS} for n in (1, 2, 3)}
-NUM_ROUNDS, NUM_CALLS = 9, 2000
+NUM_ROUNDS, NUM_HOOK_ROUNDS, NUM_CALLS = 9, 5, 2000
 SITES = {
     "step": "plain tensors, in `training_step`",
     "unit": "plain tensors, in a shard unit's forward",
     "own": "a unit's own parameter, in its forward",
+}
+
+
+class Quiet(Callback):
+    """A hook that reads no parameter, and the time between its calls."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.then = 0.0
+
+    def on_train_batch_start(self, *unused: Any) -> None:
+        now = time.perf_counter()
+        self.seconds.append(now - self.then)
+        self.then = now
+
+
+class Average(Quiet):
+    """Follows all parameters by an exponential average, as EMA callbacks do."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *unused: Any) -> None:
+        with torch.no_grad():
+            if not hasattr(self, "means"):
+                self.means = [p.detach().clone() for p in module.parameters()]
+            for mean, p in zip(self.means, module.parameters(), strict=True):
+                mean.lerp_(p.detach(), 0.1)
+
+
+class Chain(nn.Sequential):
+    """A unit of :class:`Many`."""
+
+
+class Many(zoo.Zoo):
+    """3,000 small parameters in ten units."""
+
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(Chain(*(nn.Linear(4, 4) for _ in range(150))) for _ in range(10))
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch[0][:, :4]
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+HOOKS: dict[str, tuple[type[zoo.Zoo], type[Quiet]]] = {
+    "a hook that reads none": (zoo.Zoo, Quiet),
+    "an average of all parameters": (zoo.Zoo, Average),
+    "3,000 small parameters, a hook that reads none": (Many, Quiet),
+    "3,000 small parameters, an average of all": (Many, Average),
 }
 
 
@@ -79,6 +131,24 @@ def measure() -> list[dict[str, dict[str, float]]]:
     return rounds
 
 
+def measure_hooks() -> dict[str, dict[str, float]]:
+    """Hook -> strategy -> median seconds per step, on this rank."""
+    from torch.utils.data import DataLoader
+
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, list[float]]] = {hook: {name: [] for name in STRATEGIES} for hook in HOOKS}
+    for _ in range(NUM_HOOK_ROUNDS):
+        for hook, (module, callback) in HOOKS.items():
+            for name, strategy in STRATEGIES.items():
+                if module is Many and strategy != "ddp":
+                    strategy = {**strategy, "units": ["Chain"]}
+                timing = callback()
+                loader = DataLoader(zoo.RandomDataset(zoo.BATCH * 2 * 40), batch_size=zoo.BATCH)
+                zoo.make_trainer(strategy, max_epochs=1, callbacks=[timing]).fit(module(), loader)
+                found[hook][name] += timing.seconds[5:]
+    return {hook: {name: statistics.median(each) for name, each in of.items()} for hook, of in found.items()}
+
+
 def render(measured: dict[str, Any]) -> str:
     """The table as Markdown."""
     names = [name for name in STRATEGIES if name != "DDP"]
@@ -92,6 +162,10 @@ def render(measured: dict[str, Any]) -> str:
         cells = [f"{statistics.median(r['DDP'][site] for r in measured['rounds']) * 1e6:.2f}"]
         cells += [f"{added(measured, name, site) * 1e6:.2f}" for name in names]
         lines.append(f"| {text} | {' | '.join(cells)} |")
+    lines += ["", "### What hooks cost: 2 ranks", "", f"| a step with | {' | '.join(f'{n}, ms' for n in STRATEGIES)} |"]
+    lines.append(f"|---|{'---|' * len(STRATEGIES)}")
+    for hook, seconds in measured["hooks"].items():
+        lines.append(f"| {hook} | {' | '.join(f'{seconds[name] * 1e3:.2f}' for name in STRATEGIES)} |")
     machine = measured["machine"]
     made = (
         f"{machine['date']}, {machine['processor']}, {machine['cores']} cores, {machine['versions']}; CPU time, medians"
@@ -110,7 +184,8 @@ def main() -> None:
 
     with RankPool() as pool:
         rounds = pool.run(view.measure, world_size=2, timeout_seconds=600)[0]
-    measured = {"machine": bench.machine(), "rounds": rounds}
+        hooks = pool.run(view.measure_hooks, world_size=2, timeout_seconds=600)[0]
+    measured = {"machine": bench.machine(), "rounds": rounds, "hooks": hooks}
     RESULT.write_text(json.dumps(measured, indent=1) + "\n")
     print(render(measured))
     bench.PAGE.write_text(bench.page())

@@ -57,8 +57,8 @@ class Saving:
         self._form = form
         self.collecting = Collecting.NOTHING
         self._memory: Collected | None = None
-        self._meet: Callable[[], None] = lambda: None
-        self._end_reads: Callable[[], None] = lambda: None
+        self._meet: Callable[[], None] = _nothing  # no lambda: copies of a Trainer are pickled
+        self._end_reads: Callable[[], None] = _nothing
         self._agreement: Agreement | None = None
         self._loaded: Loaded | None = None
         self._resumed: Resume | None = None
@@ -231,6 +231,10 @@ class Saving:
         if self._loaded is not None:
             self._loaded.close()
             self._loaded = None
+
+
+def _nothing() -> None:
+    """There is no run whose ranks could wait for each other."""
 
 
 def _apart(value: Any) -> Any:

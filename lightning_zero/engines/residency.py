@@ -48,7 +48,7 @@ from lightning_zero.comm.meeting import FORWARD, Meeting
 from lightning_zero.comm.shards import before_host_write, gathered, local, mesh_device, rows_of
 from lightning_zero.engines.graphs import end_graph
 from lightning_zero.engines.refusals import refuse_tracing
-from lightning_zero.engines.torch_functions import VIEW_PROPERTIES, VIEWS, tensors_in
+from lightning_zero.engines.torch_functions import IN_PLACE_COLLECTIVES, VIEW_PROPERTIES, VIEWS, tensors_in
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
@@ -141,6 +141,9 @@ class Store(Protocol):
 
     def assign_grad(self, p: Tensor, value: Tensor | None) -> None:
         """``p.grad = value``."""
+
+    def before_collective(self, tensors: Sequence[Any]) -> None:
+        """User code is about to call a collective that writes to ``tensors``."""
 
     def assign_data(self, p: Tensor, value: Tensor) -> None:
         """``p.data = value``, of an open or gathered parameter."""
@@ -390,6 +393,8 @@ class Residency:
             return self._of_layout(func, args, kwargs)
         if name == "__deepcopy__" and isinstance(first, DTensor):
             return self._deep_copy(first, args[1])
+        if func in IN_PLACE_COLLECTIVES and own:
+            self._store.before_collective(args)
         keys: dict[int, None] = {}
         away: list[Tensor] = []
         sharded: list[DTensor] = []

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.comm.shards import gathered, mesh_device, shard_like
 from lightning_zero.engines.fsdp2 import private
@@ -44,7 +45,8 @@ class _Read:
     """The full tensor that stands for a gradient of the engine's, as long as that is there."""
 
     def __init__(self, grad: DTensor, full: Any) -> None:
-        self.grad, self.full = grad, full
+        self.grad: DTensor | None = grad
+        self.full = full
 
     @property
     def is_open(self) -> bool:
@@ -78,6 +80,7 @@ class AssignedGradients:
         self._nbytes = 0  # of what is whole
         self._whole: dict[int, tuple[private.ShardedParam, Tensor]] = {}  # by id of the shard
         self._read: dict[int, _Read] = {}  # by id of the shard
+        self._own_rows: Any = WeakIdKeyDictionary()  # a set: sharded gradients that came of whole ones
 
     # -- p.grad --------------------------------------------------------------------------------------------------
 
@@ -106,6 +109,9 @@ class AssignedGradients:
                 self.residency.touch([read.full])
             del self._read[id(known.sharded_param)]
             read.full.__class__ = Tensor
+        elif read is not None:  # it would keep the gradient of this step beside that of the next
+            read.grad = None
+            _close(read)
         with DisableTorchFunction():
             self.assign(known, value)
 
@@ -149,6 +155,20 @@ class AssignedGradients:
             full.__class__ = Resharded
             read = self._read[id(known.sharded_param)] = _Read(grad, full)
         return read.full
+
+    def before_collective(self, tensors: Iterable[Any]) -> None:
+        """User code is about to call a collective on ``tensors``.
+
+        Raises:
+            ValueError: If one is a gradient that was assigned, of which only this rank's rows are left.
+        """
+        given = {id(tensor) for tensor in tensors}
+        reads = (read for read in self._read.values() if read.grad is not None)
+        if any(id(read.full) in given and read.grad in self._own_rows for read in reads):
+            raise ValueError(
+                "a collective on p.grad, which was assigned and is sharded by now: each rank has kept its rows of what"
+                " it had assigned. Reduce first, then assign: `torch.distributed.all_reduce(g)`, `p.grad = g`."
+            )
 
     def sharded(self, group: private.Group) -> Iterator[tuple[private.ShardedParam, DTensor]]:
         """The parameters of ``group`` that have a gradient of the engine's, and that."""
@@ -241,7 +261,8 @@ class AssignedGradients:
     def _settle_first(self) -> None:
         known, value = self._take(next(iter(self._whole)))
         with torch.no_grad(), DisableTorchFunction():
-            known.sharded_param.grad = shard_like(value, known.sharded_param)
+            known.sharded_param.grad = grad = shard_like(value, known.sharded_param)
+            self._own_rows[grad] = True
 
 
 def _close(read: _Read) -> None:

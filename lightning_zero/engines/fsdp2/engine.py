@@ -67,7 +67,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import broadcast_coalesced, run_agreement
 from lightning_zero.comm.meeting import Meeting
-from lightning_zero.comm.shards import local, shard_like
+from lightning_zero.comm.shards import gathered, local, shard_like
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine, OnWhole, undetached_state_dict, unheard
 from lightning_zero.engines.compiled import CompiledUnits
@@ -107,6 +107,7 @@ from lightning_zero.engines.refusals import (
     refuse_transforms,
 )
 from lightning_zero.engines.residency import Guards, Memories, Mode, Residency
+from lightning_zero.engines.state_dicts import WholeStateDicts
 from lightning_zero.engines.torch_functions import tensors_in
 from lightning_zero.engines.units import plan_units
 from lightning_zero.private.torch import BatchNorm, DisableTorchFunction, translate_transformed
@@ -146,6 +147,7 @@ class Fsdp2Engine(Engine):
         self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
         self._compiled: CompiledUnits | None = None
+        self._left: WholeStateDicts | None = None  # of a module that stays sharded after the run
         self._is_accumulating = False  # what is reduced, or not, awaits later micro-batches
 
     # -- sharding ------------------------------------------------------------------------------------------------
@@ -601,7 +603,10 @@ class Fsdp2Engine(Engine):
             self._drop_gathered()
             if not whole:  # maybe after an error: others need not come any more
                 self._identity.leave_sharded(self.root)
+                self._left = WholeStateDicts(self.module, _gathered_shard)
                 return
+            if self._left is not None:
+                self._left.undo()
             self._transport.await_readers()
             held = self._residency.held()
             self._identity.release(whole_state.gathered_for_good(self._groups), on_whole)
@@ -620,6 +625,10 @@ class Fsdp2Engine(Engine):
             self._transport.close()
             if self._files is not None:
                 self._files.close()
+
+
+def _gathered_shard(p: Tensor, value: Tensor) -> Tensor | None:
+    return gathered(value) if isinstance(value, DTensor) else None
 
 
 def choose_transport(config: ZeroConfig, device: torch.device, mesh: DeviceMesh) -> Transport:

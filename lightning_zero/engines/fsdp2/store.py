@@ -223,6 +223,9 @@ class Fsdp2Store:
     def assign_grad(self, p: Tensor, value: Tensor | None) -> None:
         self._gradients.write(self.own[id(p)], value)
 
+    def before_collective(self, tensors: Sequence[Any]) -> None:
+        self._gradients.before_collective(tensors)
+
     def assign_data(self, p: Tensor, value: Tensor) -> None:
         known = self.own[id(p)]
         require_shape("data", p, value)
