@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -30,7 +30,7 @@ from tests.helpers.ranks import RankPool
 
 RESULT = bench.RESULTS / "view.json"
 STRATEGIES: dict[str, Any] = {"DDP": "ddp"} | {f"stage {n}": {"stage": n, **zoo.BLOCKS} for n in (1, 2, 3)}
-NUM_ROUNDS, NUM_HOOK_ROUNDS, NUM_CALLS = 9, 5, 2000
+NUM_ROUNDS, NUM_HOOK_ROUNDS, NUM_CALLS = 9, 2, 2000
 SITES = {
     "step": "plain tensors, in `training_step`",
     "unit": "plain tensors, in a shard unit's forward",
@@ -62,29 +62,7 @@ class Average(Quiet):
                 mean.lerp_(p.detach(), 0.1)
 
 
-class Chain(nn.Sequential):
-    """A unit of :class:`Many`."""
-
-
-class Many(zoo.Zoo):
-    """3,000 small parameters in ten units."""
-
-    def build(self) -> None:
-        self.blocks = nn.ModuleList(Chain(*(nn.Linear(4, 4) for _ in range(150))) for _ in range(10))
-
-    def loss(self, batch: Any) -> Tensor:
-        x = batch[0][:, :4]
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
-
-
-HOOKS: dict[str, tuple[type[zoo.Zoo], type[Quiet]]] = {
-    "a hook that reads none": (zoo.Zoo, Quiet),
-    "an average of all parameters": (zoo.Zoo, Average),
-    "3,000 small parameters, a hook that reads none": (Many, Quiet),
-    "3,000 small parameters, an average of all": (Many, Average),
-}
+HOOKS: dict[str, type[Quiet]] = {"a hook that reads none": Quiet, "an average of all parameters": Average}
 
 
 class Counts(zoo.Zoo):
@@ -138,13 +116,11 @@ def measure_hooks() -> dict[str, dict[str, float]]:
     torch.set_num_threads(1)
     found: dict[str, dict[str, list[float]]] = {hook: {name: [] for name in STRATEGIES} for hook in HOOKS}
     for _ in range(NUM_HOOK_ROUNDS):
-        for hook, (module, callback) in HOOKS.items():
+        for hook, callback in HOOKS.items():
             for name, strategy in STRATEGIES.items():
-                if module is Many and strategy != "ddp":
-                    strategy = {**strategy, "units": ["Chain"]}
                 timing = callback()
-                loader = DataLoader(zoo.RandomDataset(zoo.BATCH * 2 * 40), batch_size=zoo.BATCH)
-                zoo.make_trainer(strategy, max_epochs=1, callbacks=[timing]).fit(module(), loader)
+                loader = DataLoader(zoo.RandomDataset(zoo.BATCH * 2 * 20), batch_size=zoo.BATCH)
+                zoo.make_trainer(strategy, max_epochs=1, callbacks=[timing]).fit(zoo.Zoo(), loader)
                 found[hook][name] += timing.seconds[5:]
     return {hook: {name: statistics.median(each) for name, each in of.items()} for hook, of in found.items()}
 
