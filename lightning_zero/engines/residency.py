@@ -94,9 +94,11 @@ _ASSIGN_GRAD = (_GRAD.__set__, _GRAD.__delete__)
 _SET_REQUIRES_GRAD = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
 BACKWARDS = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
 _OF_A_PARAMETER: frozenset[Any] = frozenset(
-    [_GRAD.__get__, *_ASSIGN_GRAD, *_SET_REQUIRES_GRAD, _DATA.__get__, _DATA.__set__, *BACKWARDS]
+    [_GRAD.__get__, *_ASSIGN_GRAD, *_SET_REQUIRES_GRAD, _DATA.__get__, _DATA.__set__]
 )
 """Functions that mean something else to a parameter of the user's than to a plain tensor."""
+_LOOKED_AT = _OF_A_PARAMETER | BACKWARDS | IN_PLACE_COLLECTIVES
+"""Calls that are never as those of plain tensors."""
 _WITHOUT_GRAPH = (_DATA.__get__, Tensor.detach)
 
 
@@ -407,6 +409,9 @@ class Residency:
         if sharded:
             return self._on_full(func, args, kwargs, sharded)
         result = func(*args, **kwargs)
+        if func in IN_PLACE_COLLECTIVES:  # which no version counts
+            for p in filter(self._store.is_there, touched):
+                self._store.written(p)
         if touched:
             self.computed(touched, result, func, first)
         return result
@@ -568,7 +573,7 @@ class Residency:
     def passes(self, func: Callable[..., Any], args: Sequence[Any]) -> bool:
         """Whether this is a call of plain tensors and gathered parameters, as most are. It leaves :meth:`notice` to the
         caller."""
-        if func in _OF_A_PARAMETER:
+        if func in _LOOKED_AT:
             return False
         own, is_there = self._store.own, self._store.is_there
         for value in args:

@@ -192,6 +192,42 @@ def test_hooks_touch_parameters_as_if_they_were_plain(ranks2, stage: int) -> Non
     assert ranks2(_touch, {"stage": stage}) == [[], []]
 
 
+def _uncounted_in_steps(strategy: Any) -> list[float]:
+    class Doubles(zoo.Zoo):
+        """Collectives and NumPy, which no version counts, write to parameters of the root and of units."""
+
+        def build(self) -> None:
+            super().build()
+            self.scale = nn.Parameter(torch.ones(4, 3), requires_grad=False)
+            self.offset = nn.Parameter(torch.ones(4, 3), requires_grad=False)
+            for block in self.net.blocks[1:]:
+                block.up.bias.requires_grad_(False)
+            self.sums: list[float] = []
+
+        def loss(self, batch: Any) -> Tensor:
+            loss = super().loss(batch)
+            for p in (self.scale, self.net.blocks[1].up.bias):
+                dist.all_reduce(p)
+            self.offset.detach().numpy().__iadd__(1.0)
+            self.net.blocks[2].up.bias.detach().numpy().__iadd__(1.0)
+            return loss
+
+        def on_train_batch_end(self, *unused: Any) -> None:
+            biases = [block.up.bias for block in self.net.blocks[1:]]
+            self.sums += [p.sum().item() for p in (self.scale, self.offset, *biases)]
+
+    torch.manual_seed(3)
+    module = Doubles()
+    zoo.make_trainer(strategy, max_steps=3).fit(module, DataLoader(zoo.RandomDataset(), zoo.BATCH))
+    return module.sums
+
+
+def test_writes_in_a_step_that_no_version_counts_reach_parameters(ranks2) -> None:
+    for stage in (1, 3):
+        found, expected = (ranks2(_uncounted_in_steps, each) for each in ({"stage": stage, **zoo.BLOCKS}, "ddp"))
+        assert found[0] == found[1] == pytest.approx(expected[0], rel=1e-6)
+
+
 def _loop_over_all(budget_bytes: int) -> tuple[int, int]:
     """The most bytes of parameters that are there at a time, and of all of them."""
 

@@ -224,7 +224,7 @@ class Fsdp2Engine(Engine):
         self._residency = Residency(store, lambda: self._phase is Phase.BETWEEN, meeting, memories)
         self._assigned.residency = self._residency
         self._guards = Guards(self._residency, self._identity.shards)
-        self._held = HeldViews(store.keep_home, self._guards.watch_all)
+        self._held = HeldViews(store.keep_home, self._guards.watch_all, self._writes.data_is_taken)
         for key, group in enumerate(self._groups):
             private.before_reshard(group, partial(self._held.dropped, key))
             private.before_unshard(group, partial(self._close, key))

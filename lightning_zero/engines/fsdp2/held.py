@@ -23,10 +23,16 @@ class HeldViews:
     Args:
         keep: Called with the key and slot of a parameter whose memory is to stay.
         watch: Called when there is such memory inside a step.
+        written: Called with a parameter that may have been written to in a way that its version does not tell.
     """
 
-    def __init__(self, keep: Callable[[int, int], None], watch: Callable[[], None]) -> None:
-        self._keep, self._watch = keep, watch
+    def __init__(
+        self,
+        keep: Callable[[int, int], None],
+        watch: Callable[[], None],
+        written: Callable[[Tensor], None],
+    ) -> None:
+        self._keep, self._watch, self._written = keep, watch, written
         self._taken: dict[int, list[weakref.ref[Tensor]]] = {}  # by id of what is known of the parameter
 
     def take(self, params: Sequence[Tensor], result: Any, own: Mapping[int, private.ShardedParam]) -> None:
@@ -45,8 +51,11 @@ class HeldViews:
 
     def _is_held(self, group: private.Group, p: private.ShardedParam, on_host: bool) -> bool:
         taken = self._taken.pop(id(p), None) if self._taken else None
-        if taken is None:
-            return on_host and not private.is_resizable(p) and not private.is_kept(p)
+        if on_host and not private.is_resizable(p):  # NumPy has seen it, and no version counts what NumPy writes
+            self._written(private.own_of(p))
+            return not private.is_kept(p)
+        if taken is None or private.is_kept(p):
+            return False
         with DisableTorchFunction():
             in_graph = sum(is_in_graph_alone(reference) for reference in taken)
-            return not private.is_kept(p) and private.others_in(private.Home(group, p)) > in_graph
+            return private.others_in(private.Home(group, p)) > in_graph
