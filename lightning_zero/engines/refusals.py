@@ -194,3 +194,12 @@ def refuse_transforms(holder: str, instead: str) -> None:
             f" {holder} holds, because its hooks have no rules for them: use {instead},"
             " or a copy, copy.deepcopy(module), made in a hook on every rank."
         )
+
+
+def require_shape(attribute: str, target: Tensor, value: Tensor) -> None:
+    """Raises ``ValueError`` if ``value`` cannot take the place of ``target.<attribute>``."""
+    if value.shape != target.shape:
+        raise ValueError(
+            f"assigning a tensor of shape {tuple(value.shape)} to .{attribute} of a sharded parameter of shape"
+            f" {tuple(target.shape)}: shapes must agree during a run; change the module before the run starts."
+        )

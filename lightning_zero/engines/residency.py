@@ -75,6 +75,7 @@ _METADATA = frozenset(
     "size dim ndimension numel nelement stride storage_offset is_contiguous is_inference get_device register_hook"
     " retain_grad __len__ __hash__ is_same_size is_tensor is_storage _is_view has_names".split()
 )
+_SHAPES = frozenset("size dim ndimension numel nelement stride __len__ is_contiguous is_same_size".split())
 _OF_DTYPE = frozenset("element_size is_floating_point is_complex is_signed".split())
 """Names of metadata that the shard knows: a gathered parameter may be of another dtype."""
 _OF_LAYOUT = _OF_DTYPE | frozenset("data_ptr new_empty new_zeros new_ones new_full new_tensor".split())
@@ -88,6 +89,7 @@ def _getters(names: str) -> frozenset[Any]:
 _AS_THEY_ARE = _getters(
     "shape requires_grad is_leaf grad_fn ndim layout is_cuda is_cpu is_meta is_sparse _version names"
 )
+_GETTERS_OF_SHAPE = _getters("shape ndim nbytes")
 _GETTERS_OF_LAYOUT = _getters("dtype nbytes itemsize device")
 _GRAD, _DATA, _DEVICE = (getattr(Tensor, name) for name in ("grad", "data", "device"))
 _ASSIGN_GRAD = (_GRAD.__set__, _GRAD.__delete__)
@@ -105,8 +107,14 @@ _WITHOUT_GRAPH = (_DATA.__get__, Tensor.detach)
 class Store(Protocol):
     """An engine's part: parameters, gradients and states by their keys."""
 
-    own: Mapping[int, Any]
-    """``id`` of each of the user's parameters. Empty while all of them are full."""
+    @property
+    def own(self) -> Mapping[int, Any]:
+        """``id`` of each of the user's parameters. Empty while all of them are full."""
+
+    hides_shapes: bool
+    """Whether a parameter that is not there has no shape of its own."""
+    only_brings: bool
+    """Whether inside a step a parameter can be brought, and not opened."""
 
     def key_of(self, p: Tensor) -> int:
         """The key of a parameter of the user's."""
@@ -120,6 +128,9 @@ class Store(Protocol):
     def is_there(self, p: Tensor) -> bool:
         """Whether the engine has gathered ``p``."""
 
+    def is_here(self, key: int) -> bool:
+        """Whether this rank has all of ``key``, so that :meth:`gather` needs no other."""
+
     def gather(self, key: int) -> list[Tensor]:
         """The full tensors of ``key``, of memory that is the caller's (collective)."""
 
@@ -132,8 +143,11 @@ class Store(Protocol):
     def bring(self, p: Tensor) -> None:
         """Gathers the unit of ``p`` inside a step, until its backward is over (collective)."""
 
-    def shard_of(self, p: Tensor) -> DTensor:
-        """The shard of a parameter."""
+    def shard_of(self, p: Tensor) -> Tensor:
+        """What knows the dtype, device and shape of a parameter: its shard, where that is a ``DTensor``."""
+
+    def address(self, tensor: Tensor) -> int:
+        """A number of the own of a parameter, or of what has :meth:`key_of_sharded`, for as long as the run lasts."""
 
     def name(self, key: int) -> str:
         """For errors."""
@@ -149,6 +163,12 @@ class Store(Protocol):
 
     def assign_data(self, p: Tensor, value: Tensor) -> None:
         """``p.data = value``, of an open or gathered parameter."""
+
+    def backward(self, func: Any, run: Callable[[], Any]) -> Any:
+        """``run()``, which is a call of ``func``, one of :data:`BACKWARDS`."""
+
+    def aliased(self, p: Tensor, alias: Tensor) -> None:
+        """User code has taken ``alias``, which is ``p.data`` or ``p.detach()``."""
 
     def written(self, p: Tensor) -> None:
         """The gathered ``p`` may be written to in a way that its version does not tell."""
@@ -269,6 +289,8 @@ class Residency:
         self._budget_bytes = BUDGET_BYTES
         self._open: dict[int, _Open] = {}  # the one that was opened first in front
         self._dumps = False
+        self.as_they_are = _AS_THEY_ARE - _GETTERS_OF_SHAPE if store.hides_shapes else _AS_THEY_ARE
+        """Getters that no parameter needs to be there for."""
         self.mode = Mode(self)
 
     # -- windows -------------------------------------------------------------------------------------------------
@@ -338,7 +360,7 @@ class Residency:
         self._make_there(keys, away, brings)
 
     def _make_there(self, keys: dict[int, None], away: list[Tensor], brings: bool) -> None:
-        if brings and not self._is_between():
+        if (brings or self._store.only_brings) and not self._is_between():
             for p in away:
                 if not self._store.is_there(p):  # it may have come with the one before
                     self.close(self._store.key_of(p))
@@ -355,13 +377,14 @@ class Residency:
 
     def _open_key(self, key: int) -> None:
         with _quietly():
-            values, by_all = self._gather(key)
+            values, by_all = self.gather(key)
             nbytes = sum(value.nbytes for value in values)
             full = self._store.open(key, values)
         self._open[key] = _Open(nbytes, by_all, full[0] if full else None)
 
-    def _gather(self, key: int) -> tuple[list[Tensor], bool]:
-        if self._meeting is None or not self._is_between():
+    def gather(self, key: int) -> tuple[list[Tensor], bool]:
+        """The full tensors of ``key``, and whether all ranks have asked for them (collective)."""
+        if self._meeting is None or not self._is_between() or self._store.is_here(key):
             return self._store.gather(key), True
         by_all = self._meeting.ask(key + 1 + FORWARD, lambda: f"a read of {self._store.name(key)}", self._serve)
         return self._store.gather(key), by_all
@@ -381,14 +404,16 @@ class Residency:
         """``func(*args, **kwargs)``, of user code."""
         own = self._store.own
         first = args[0] if args else None
-        if func in _AS_THEY_ARE:
+        if func in self.as_they_are:
             return func(*args)
         if func in BACKWARDS:
             with backwards_inside(self.mode):
-                return func(*args, **kwargs)
+                return self._store.backward(func, lambda: func(*args, **kwargs))
         if id(first) in own and (func in _OF_A_PARAMETER or func.__name__ == "register_post_accumulate_grad_hook"):
             return self._of_a_parameter(func, args, kwargs)
         name = func.__name__
+        if self._store.hides_shapes and (name in _SHAPES or func in _GETTERS_OF_SHAPE):
+            return func(*map(self._in_shape, args), **kwargs)
         if name in _METADATA:
             return func(*args, **kwargs)
         if name.endswith("_like") or name in _OF_LAYOUT or func in _GETTERS_OF_LAYOUT:
@@ -413,6 +438,8 @@ class Residency:
             for p in filter(self._store.is_there, touched):
                 self._store.written(p)
         if touched:
+            if func is Tensor.detach:
+                self._store.aliased(args[0], result)
             self.computed(touched, result, func, first)
         return result
 
@@ -436,6 +463,7 @@ class Residency:
                 return store.shard_of(p).detach()
             self.touch([p])
             result = func(p)
+            store.aliased(p, result)
             if store.is_there(p):
                 store.written(p)
                 store.used([p], result, True, p)
@@ -444,6 +472,12 @@ class Residency:
             f"{func.__name__} on a parameter in a run would never be called: its gradient is complete only when it is"
             " sharded. Use on_after_backward or on_before_optimizer_step."
         )
+
+    def _in_shape(self, value: Any) -> Any:
+        """Something of the shape and dtype of a parameter that is not there; others as they are."""
+        if id(value) not in self._store.own or self._store.is_there(value):
+            return value
+        return torch.empty(self._store.shard_of(value).shape, dtype=value.dtype, device="meta")
 
     def _of_layout(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """A function that asks for dtype, shape and device alone, which shards know."""
@@ -468,11 +502,11 @@ class Residency:
     def _pointer(self, tensor: Any) -> int:
         """The address of ``tensor``. Code counts tied parameters once by it, so it is no memory that goes while others
         are asked: beyond the budget it is a number of the parameter's own."""
-        shard = tensor if isinstance(tensor, DTensor) else None
+        shard: Tensor | None = tensor if isinstance(tensor, DTensor) else None
         if id(tensor) in self._store.own and not self._store.is_there(tensor):
             shard = self._store.shard_of(tensor)
         if shard is not None and shard.nbytes + sum(each.nbytes for each in self._open.values()) > self._budget_bytes:
-            return local(shard).data_ptr() or id(shard)
+            return self._store.address(tensor)
         self.touch([tensor])
         return int(self._full_of(tensor).data_ptr())
 
@@ -604,6 +638,7 @@ class _NoParameters:
     """The :class:`Store` where there are shards alone."""
 
     own: Mapping[int, Any] = {}
+    hides_shapes = only_brings = False
 
     def __init__(self) -> None:
         self._shards: list[DTensor] = []
@@ -617,6 +652,9 @@ class _NoParameters:
 
     def parameters(self, key: int) -> Sequence[Tensor]:
         return ()
+
+    def backward(self, func: Any, run: Callable[[], Any]) -> Any:
+        return run()
 
     def gather(self, key: int) -> list[Tensor]:
         return [gathered(self._shards[key]).clone()]
@@ -707,7 +745,7 @@ class Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func in _AS_THEY_ARE:
+        if func in self._residency.as_they_are:
             return func(*args)
         if torch.compiler.is_compiling():
             if any(isinstance(value, DTensor) for value in args):

@@ -183,13 +183,21 @@ class Touching(LightningModule):
 def _touch(settings: dict[str, Any]) -> list[str]:
     module = Touching()
     loader = DataLoader(torch.randn(2 * 2 * (len(WRITES) + 1), 3), batch_size=2)
-    zoo.make_trainer({**settings, "units": ["Linear"], "min_unit_numel": 1}, max_epochs=1).fit(module, loader)
+    zoo.make_trainer(settings, max_epochs=1).fit(module, loader)
     return module.failed
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_hooks_touch_parameters_as_if_they_were_plain(ranks2, stage: int) -> None:
-    assert ranks2(_touch, {"stage": stage}) == [[], []]
+UNITS = {"units": ["Linear"], "min_unit_numel": 1}
+DEEPSPEED = {"engine": "deepspeed"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"stage": 1, **UNITS}, {"stage": 3, **UNITS}, {"stage": 2, **DEEPSPEED}, {"stage": 3, **DEEPSPEED}],
+    ids=str,
+)
+def test_hooks_touch_parameters_as_if_they_were_plain(ranks2, settings: dict[str, Any]) -> None:
+    assert ranks2(_touch, settings) == [[], []]
 
 
 def _uncounted_in_steps(strategy: Any) -> list[float]:
@@ -223,8 +231,13 @@ def _uncounted_in_steps(strategy: Any) -> list[float]:
 
 
 def test_writes_in_a_step_that_no_version_counts_reach_parameters(ranks2) -> None:
-    for stage in (1, 3):
-        found, expected = (ranks2(_uncounted_in_steps, each) for each in ({"stage": stage, **zoo.BLOCKS}, "ddp"))
+    for settings in (
+        {"stage": 1, **zoo.BLOCKS},
+        {"stage": 3, **zoo.BLOCKS},
+        {"stage": 2, **DEEPSPEED},
+        {"stage": 3, **DEEPSPEED},
+    ):
+        found, expected = (ranks2(_uncounted_in_steps, each) for each in (settings, "ddp"))
         assert found[0] == found[1] == pytest.approx(expected[0], rel=1e-6)
 
 

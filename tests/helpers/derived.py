@@ -185,9 +185,7 @@ KINDS.update(
         "cached_weight_norm": Kind(module=_of(Cached, views=False, before=True)),
         "cached_views": Kind(module=_of(Cached, views=True, before=False)),
         "views_of_detached_weights": Kind(module=_of(StoppedViews), reference=UNUSED),
-        "multi_grad_hooks": Kind(
-            module=_of(MultiGradHooks), deepspeed_refuses={3: "a hook on the node in which autograd adds up"}
-        ),
+        "multi_grad_hooks": Kind(module=_of(MultiGradHooks)),
         "shallow_copy_of_a_block": Kind(
             module=_of(ShallowCopy), deepspeed_refuses={3: "a Block runs that has hooks of DeepSpeed's stage 3"}
         ),

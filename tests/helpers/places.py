@@ -221,7 +221,7 @@ PLACES = {
     "steps_return_early": Kind(module=_of(ReturnsEarly), validates=True),
     "validated_by_copies": Kind(module=_of(ValidatedByCopies), validates=True),
     "backward_in_hooks": Kind(module=_of(BackwardInHooks), deepspeed_refuses={2: OUTSIDE, 3: OUTSIDE}),
-    "grad_in_hooks": Kind(module=_of(GradInHooks), deepspeed_refuses={3: "autograd.grad of parameters outside"}),
+    "grad_in_hooks": Kind(module=_of(GradInHooks)),
     "lazy_layers": Kind(module=_of(LazyLayers)),
     "optimizer_made_in_mid_run": Kind(
         module=_of(NewOptimizer), deepspeed_refuses=dict.fromkeys((1, 2, 3), "was made after the run began")

@@ -1,8 +1,9 @@
 """A module that is sharded while ``configure_model`` builds it, by ``deepspeed.zero.Init``.
 
 From a layer's ``__init__`` to the engine's start, its parameters are empty and each rank holds its part of rank 0's
-values. User code and checkpoints meanwhile read and write whole tensors, one at a time (``deepspeed_view``):
-initialization by a parent module, tied weights, ``load_state_dict``. All ranks must read and write the same ones.
+values. User code and checkpoints meanwhile read and write whole tensors, which come as they are touched
+(:mod:`~lightning_zero.engines.residency`): initialization by a parent module, tied weights, ``load_state_dict``. All
+ranks must read the same ones.
 
 Hugging Face's ``from_pretrained`` builds on the meta device unless it is told of stage 3; here it is, so it loads
 tensor by tensor into sharded parameters.
@@ -10,7 +11,7 @@ tensor by tensor into sharded parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.engines.base import OnWhole, unheard
 from lightning_zero.engines.deepspeed import private
-from lightning_zero.engines.deepspeed.view import ShardView
+from lightning_zero.engines.deepspeed.store import BuiltStore
+from lightning_zero.engines.residency import Memories, Mode, Residency
 from lightning_zero.private.torch import DisableTorchFunction
 
 
@@ -37,7 +39,11 @@ class Build:
     def __init__(self, module: nn.Module, made: dict[str, Any], device: torch.device) -> None:
         self.module = module
         self._made, self._device = made, device
-        self._entered: _BuildView | None = None
+        memories = Memories()
+        self._store = BuiltStore(True, memories)
+        self._residency = self._store.residency = Residency(self._store, memories=memories)
+        self._view = _BuildMode(self._residency)
+        self._is_entered = False
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -45,8 +51,9 @@ class Build:
         with private.environment(self._device):
             private.prepare(self._device)
             private.count_parameters_from_zero()
-            with _told_to_transformers(self._made), private.sharding(self._made), _BuildView():
+            with _told_to_transformers(self._made), private.sharding(self._made, self._store.add), self._view:
                 yield
+            self._residency.end_window()
 
     @property
     def found(self) -> bool:
@@ -55,14 +62,15 @@ class Build:
 
     def begin_view(self) -> None:
         """From here to :meth:`end_view` the module's tensors are read and written as if they were whole."""
-        if self._entered is None and self.found:
-            self._entered = _BuildView()
-            self._entered.__enter__()
+        if not self._is_entered and self.found:
+            self._is_entered = True
+            self._view.__enter__()
 
     def end_view(self) -> None:
-        if self._entered is not None:
-            self._entered.__exit__(None, None, None)
-            self._entered = None
+        if self._is_entered:
+            self._is_entered = False
+            self._view.__exit__(None, None, None)
+            self._residency.end_window()
 
     def restore(self, whole: bool, optimizers: Iterable[Any] = (), on_whole: OnWhole = unheard) -> None:
         """The module is an ordinary one again; for a run that ended before its engine started (collective)."""
@@ -73,76 +81,13 @@ class Build:
                     on_whole(p)
 
 
-class _Parts:
-    """The view's side of an engine, before there is one."""
-
-    def __init__(self) -> None:
-        self._num_changes = 0
-
-    def holds(self, p: Any) -> bool:
-        return private.is_managed(p)
-
-    def is_away(self, p: Any) -> bool:
-        return private.is_partitioned(p)
-
-    def is_lost_soon(self, p: Any) -> bool:
-        return False
-
-    def in_step(self) -> bool:
-        return False
-
-    def busy(self) -> bool:
-        return False
-
-    def fetch(self, p: Any) -> None:
-        raise AssertionError("outside a step")
-
-    def keep_all(self) -> None:
-        raise AssertionError("outside a step")
-
-    def whole(self, p: Any) -> Tensor:
-        with DisableTorchFunction(), torch.no_grad():
-            return private.gathered_copy(p)
-
-    def shape_of(self, p: Any) -> torch.Size:
-        return private.whole_shape(p)
-
-    def num_changes(self) -> int:
-        return self._num_changes
-
-    def written(self, p: Any, value: Tensor | None) -> None:
-        self._num_changes += 1
-        with DisableTorchFunction(), torch.no_grad():
-            if private.is_partitioned(p):
-                assert value is not None
-                private.store(p, value)
-            elif value is not None and value.data_ptr() != p.data_ptr():  # whole in the caller's GatheredParameters
-                p.detach().copy_(value)
-
-    def in_users_backward(self) -> bool:
-        return False
-
-    def see_grad(self, p: Any) -> Tensor | None:
-        return None
-
-    def set_grad(self, p: Any, value: Tensor | None) -> None:
-        with DisableTorchFunction():
-            p.grad = value
-
-    def user_backward(self, run: Callable[[], None]) -> None:
-        run()
-
-
-class _BuildView(ShardView):
+class _BuildMode(Mode):
     """``detach()``, and so ``state_dict()``, gathers nothing until its tensors are used."""
 
-    def __init__(self) -> None:
-        super().__init__(_Parts())
-
-    def _on_parameters(self, func: Any, name: str, args: Any, kwargs: Any, held: list[Any]) -> Any:
-        if name == "detach" and self.holder.is_away(held[0]):
-            return _lazily(held[0])
-        return super()._on_parameters(func, name, args, kwargs, held)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.detach and private.is_managed(args[0]) and private.is_partitioned(args[0]):
+            return _lazily(args[0])
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _lazily(p: Any) -> Tensor:

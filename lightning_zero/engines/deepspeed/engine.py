@@ -46,8 +46,7 @@ from lightning_zero.comm.meeting import Meeting
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine, OnWhole, Root, refuse_late_hooks, unheard
 from lightning_zero.engines.deepspeed import private
-from lightning_zero.engines.deepspeed.access import Access
-from lightning_zero.engines.deepspeed.compiled import GraphInputs, refuse_compiled
+from lightning_zero.engines.deepspeed.gradients import Gradients
 from lightning_zero.engines.deepspeed.optimizer_step import Joined, Managed, parameters
 from lightning_zero.engines.deepspeed.order import Order
 from lightning_zero.engines.deepspeed.parameters import Parameters
@@ -55,9 +54,10 @@ from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
 from lightning_zero.engines.deepspeed.start import flat_groups, start
 from lightning_zero.engines.deepspeed.state import Account
 from lightning_zero.engines.deepspeed.steps import Steps
+from lightning_zero.engines.deepspeed.store import DeepSpeedStore
 from lightning_zero.engines.deepspeed.usage import Usage
-from lightning_zero.engines.deepspeed.view import TRANSFORMS, Lent, ShardView
 from lightning_zero.engines.deepspeed.whole import Carried, Whole
+from lightning_zero.engines.graph_inputs import GraphInputs
 from lightning_zero.engines.graphs import outside_graphs
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.plain_copies import PlainCopies, pickle_plainly
@@ -69,8 +69,19 @@ from lightning_zero.engines.refusals import (
     refuse_tracing,
     refuse_transforms,
 )
-from lightning_zero.engines.state_dicts import WholeStateDicts
-from lightning_zero.private.torch import DisableTorchFunction, EnableTorchFunction, forget_meshes
+from lightning_zero.engines.residency import Memories, Mode, Residency
+from lightning_zero.private.torch import (
+    DisableTorchFunction,
+    EnableTorchFunction,
+    forget_meshes,
+    is_compiled,
+    translate_transformed,
+)
+
+_OUTSIDE = (
+    "loss.backward() outside of training_step: at stages 2 and 3 DeepSpeed takes gradients for the step as they come."
+    " Do it in training_step, or use engine='fsdp2' (or stage=1)."
+)
 
 
 class _Root(Root):
@@ -92,13 +103,11 @@ class DeepSpeedEngine(Engine):
         self._optimizers: list[Optimizer] = []
         self._stage3 = config.stage == 3
         self._under_way = UnderWay()
-        self._state_dicts: WholeStateDicts | None = None
-        self._lent = Lent()
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
-    def view(self) -> Any:
-        return ShardView(self._access, self._lent)
+    def view(self) -> Mode:
+        return self._residency.mode
 
     def shard(self, module: nn.Module) -> None:
         self.module = module
@@ -107,7 +116,7 @@ class DeepSpeedEngine(Engine):
         refuse_held_views(module)
         if self._stage3:
             refuse_script_modules(module)
-            refuse_compiled(module)
+            _refuse_compiled(module)
         self._params = Parameters(module, self._stage3)
         self.whole_bytes = sum(shape.numel() * p.element_size() for p, shape in self._params.shapes.items())
         if dist.get_world_size() > 1 and self.config.find_unused_parameters:
@@ -116,13 +125,34 @@ class DeepSpeedEngine(Engine):
         self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         self._order = Order(self._params, self._agreement, self.device.type == "cpu", self._under_way)
         self._usage = Usage(self._params, self.config, self._agreement)
+        self._begin_residency()
+        self._steps = Steps(self._params, self._settle, self.device, self.config.offloads_optimizer)
+        self._whole = Whole(self._params, self._steps, self.mesh)
+        self._graphs = GraphInputs(self._store.own, self._residency)
+
+    def _begin_residency(self) -> None:
+        params, memories = self._params, Memories()
+        self._gradients = Gradients(params, self._under_way, lambda: self._usage.window_open)
+        self._store = DeepSpeedStore(
+            params.held, params.named, self._stage3, self._under_way, memories, self._gradients,
+            lambda: params.managed, self.backward, self._before_bring,
+        )  # fmt: skip
         agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
         meets = agreement is not None and dist.get_world_size() > 1
         meeting = Meeting(agreement) if meets and agreement is not None else None
-        self._access = Access(self._params, self._under_way, self._order, self.backward, meeting, self._is_accumulating)
-        self._steps = Steps(self._params, self._access.settle, self.device, self.config.offloads_optimizer)
-        self._whole = Whole(self._params, self._steps, self.mesh)
-        self._graphs = GraphInputs(self._params.held, self._access, self._under_way)
+        self._residency = Residency(self._store, self._under_way.is_between, meeting, memories)
+        self._store.residency = self._residency
+        self._end_transforms = translate_transformed(self._touched)
+
+    def _touched(self, value: Any) -> Any:
+        """``value``, which ``torch.func`` is about to wrap: the wrapped one is another object."""
+        if id(value) in self._store.own:
+            self._residency.touch([value], brings=torch.is_grad_enabled())
+        return value
+
+    def _before_bring(self, p: Tensor) -> None:
+        if self._order.is_followed:
+            self._order.require_same(p)
 
     def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
         """Hands the module to DeepSpeed, grouped as ``optimizers`` group its parameters."""
@@ -132,6 +162,7 @@ class DeepSpeedEngine(Engine):
         self.check_parameters()
         if optimizers:
             refuse_sparse_gradients(self.module)
+        self.end_window(meets=False)  # of configure_optimizers
         params.before_start()
         trainable = [p for p in params.named.values() if p.requires_grad and p in params.held]
         for p in params.held:
@@ -143,14 +174,16 @@ class DeepSpeedEngine(Engine):
             self.root, params, trainable, joined, self.config, self.device, self.dtypes.is_mixed, trainer
         )
         if self._stage3:
+            self._linear = private.take_linear()
             private.expect_in_flight(self._engine, self.root, params.held)
             private.let_inputs_change(self._engine, self.root)
-            private.without_view(self._engine, lambda: Phase.WHOLE in self._under_way)
-            # after without_view, which replaces the same hooks: ranks agree before DeepSpeed looks at a module
+            private.without_residency(self._engine, self._rests)
+            private.after_modules(self._engine, self._gathered)
+            # after without_residency, which replaces the same hooks: ranks agree before DeepSpeed looks at a module
             self._order.follow(self._engine, self._usage.trained if joined is not None else None)
             private.before_modules(self._engine, self._refuse_gather)  # the last is asked first
             self._handles = [
-                m.register_forward_pre_hook(self._access.fetch_given, prepend=True, with_kwargs=True)
+                m.register_forward_pre_hook(self._store.bring_given, prepend=True, with_kwargs=True)
                 for m in self.module.modules()
             ]
             self._accumulators = [_whole_accumulator(p, self._params.shapes[p]) for p in trainable]
@@ -158,44 +191,42 @@ class DeepSpeedEngine(Engine):
             shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine)
             params.managed = Managed(shards, params.shapes, params.attributes)
             if self.config.stage > 1:
-                private.before_each_gradient(self._engine, self._access.refuse_outside_step)
+                private.before_each_gradient(self._engine, self._refuse_outside_step)
             for optimizer in optimizers:
                 self._steps.add(optimizer, self.config.elementwise_optimizers or ())
-                optimizer.zero_grad = self._access.zero_grad_of(optimizer)  # type: ignore[method-assign]
+                optimizer.zero_grad = self._gradients.zero_grad_of(optimizer)  # type: ignore[method-assign]
                 self._steps.lend_wholes(optimizer)
                 optimizer.state_dict = partial(self._state_dict_of, optimizer)  # type: ignore[method-assign]
-        if self._stage3:
-            self._state_dicts = WholeStateDicts(self.module, self._own_memory_of)
+        self._store.begin()
         copies.begin()  # undone by private.end
         pickle_plainly(params.held, self._plain, params.attributes)
         params.after_start()
         self.units_table = params.table()
 
+    def _rests(self) -> bool:
+        """Whether DeepSpeed's hooks on modules do nothing: between steps parameters come as they are touched."""
+        return self._under_way.is_between() or Phase.WHOLE in self._under_way
+
+    def _gathered(self, module: nn.Module) -> None:
+        if not self._rests():
+            with torch.no_grad(), DisableTorchFunction():
+                self._store.go_where_it_is_held()  # maybe also a parameter that another module has
+
     def _refuse_gather(self, module: nn.Module) -> None:
         if Phase.WHOLE not in self._under_way:
             refuse_tracing()
-            refuse_transforms(*TRANSFORMS)
-            if self._under_way.is_between():
-                self._access.before_forward()
+            refuse_transforms("stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'")
+
+    def _refuse_outside_step(self) -> None:
+        """Raises ``ValueError`` for a gradient that no step of ours has asked for."""
+        if Phase.BACKWARD not in self._under_way:
+            raise ValueError(_OUTSIDE)
 
     def _plain(self, p: Tensor) -> Tensor:
         """Its values in memory of their own (collective at stage 3)."""
+        self._residency.touch([p])
         with torch.no_grad(), DisableTorchFunction():
-            if not self._stage3:
-                return p.detach().clone()
-            return self._access.whole(p)
-
-    def _own_memory_of(self, p: Tensor, value: Tensor) -> Tensor | None:
-        """For ``state_dict()`` of user code: the view has gathered ``value``, or else ``p`` is whole for now."""
-        if p not in self._params.held:
-            return None
-        if value.data_ptr() == p.data_ptr():
-            value = value.clone()
-            self._lent.record(value, p, self._access.num_changes())
-        return value
-
-    def _is_accumulating(self) -> bool:
-        return self._usage.window_open
+            return p.detach().clone()
 
     @property
     def known_parameters(self) -> Collection[Tensor]:
@@ -205,27 +236,45 @@ class DeepSpeedEngine(Engine):
 
     def meet(self) -> None:
         if self.hooks.anywhere:
-            self._access.meet()
+            self._residency.meet()
 
     def end_window(self, meets: bool = True) -> None:
-        if meets:
-            self._access.meet()
+        with torch.no_grad(), DisableTorchFunction():
+            self._residency.end_window()
+            if meets:
+                self._residency.meet()
+
+    def _settle(self) -> None:
+        """All that user code wrote to parameters and gradients counts; before a master or a piece is looked at."""
+        self._settle_parameters()
+        self._gradients.flush()
+
+    def _settle_parameters(self) -> None:
+        with torch.no_grad(), DisableTorchFunction():
+            self._residency.end_window()
+            self._store.settle()
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        self.end_window(self.hooks.before_forward and torch.is_grad_enabled())
-        if not torch.is_grad_enabled():
-            self._access.before_batch()
-        self.broadcast_buffers()
-        self._access.adopt()
         wants_grad = torch.is_grad_enabled()
+        self.end_window(self.hooks.before_forward and wants_grad)
+        if not wants_grad and self._stage3 and not self._residency.all_run():
+            return getattr(self.module, method)(*args, **kwargs)  # the others give what it touches: a longer loop
+        self.broadcast_buffers()
         if wants_grad and self._usage.unfrozen() is not None:
             self._attach_again()
-        with self._under_way.during(Phase.STEP):
+        with self._in(Phase.STEP):
             with torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
+                with torch.no_grad(), DisableTorchFunction():
+                    self._store.go_where_it_is_held()
                 output = self.root(method, *args, **kwargs)[0]
                 if self._order.is_followed:
                     self._order.require_same()
                 return output
+
+    @contextmanager
+    def _in(self, phase: Phase) -> Iterator[None]:
+        with self._under_way.during(phase), private.linear(self._linear) if self._stage3 else nullcontext():
+            yield
 
     def reshard(self) -> None:
         """DeepSpeed does, after each module and in each step; writes of user code are seen as they happen."""
@@ -238,7 +287,7 @@ class DeepSpeedEngine(Engine):
         if self._params.managed is None or self._usage.window_open:  # the backward will say so
             return
         with torch.no_grad(), DisableTorchFunction():
-            self._access.flush_grads()
+            self._settle()
             carried = Carried(self._params, self._steps, self._whole, self._optimizers)
             self._take_off({p: value.to(self.device) for p, value in self._whole.values_afterwards().items()})
         with DisableTorchFunction():
@@ -266,12 +315,12 @@ class DeepSpeedEngine(Engine):
                 " use engine='fsdp2'."
             )
         # before DeepSpeed adds to the pieces, or user code's writes to gradients are lost
-        self._access.flush_grads(averages=True)
+        self._gradients.flush(averages=True)
         sync = self.reduces
-        if retains_graph and self._access.in_step():
-            self._access.keep_all()
+        if retains_graph and Phase.STEP in self._under_way:
+            self._store.keep_all()
         with DisableTorchFunction():
-            with self._under_way.during(Phase.BACKWARD):
+            with self._in(Phase.BACKWARD):
                 if not usage.window_open:
                     shards.before_backward(self._params.attached.with_grad)
                     usage.window_open = True
@@ -286,7 +335,7 @@ class DeepSpeedEngine(Engine):
                     shards.before_reductions()
                 self._engine.set_gradient_accumulation_boundary(takes)
                 with private.reduced_at_end(self._engine, shards.pieces) if at_end else nullcontext():
-                    run = self._seen_by_view(run_backward) if self.backward_is_users else run_backward
+                    run = self._seen_by_user(run_backward) if self.backward_is_users else run_backward
                     private.backward(self._engine, run, lambda: usage.complete(sync))
                 usage.end_backward()
                 shards.after_backward(takes)
@@ -294,10 +343,9 @@ class DeepSpeedEngine(Engine):
                 usage.end_window()
 
     def end_reads(self, together: bool) -> None:
-        if together:
-            self.meet()
+        self.end_window(together and self.hooks.anywhere)
 
-    def _seen_by_view(self, run_backward: Callable[[], None]) -> Callable[[], None]:
+    def _seen_by_user(self, run_backward: Callable[[], None]) -> Callable[[], None]:
         """For a ``LightningModule.backward`` of the user's own, which might look for gradients where none are yet."""
 
         def run() -> None:
@@ -318,26 +366,26 @@ class DeepSpeedEngine(Engine):
 
         if closure is None:
             self.end_window(self.hooks.before_step)
-        try:
-            result = self._steps.step(optimizer, None if closure is None else evaluate, **kwargs)
-            self._lent.stepped(self._params.attached.with_grad.intersection(parameters(optimizer)))
-            return result
-        finally:
-            self._access.changed()
+        result = self._steps.step(optimizer, None if closure is None else evaluate, **kwargs)
+        self._stepped(optimizer)
+        return result
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        with torch.no_grad(), DisableTorchFunction():
+            self._store.stepped(self._params.attached.with_grad.intersection(parameters(optimizer)))
 
     @contextmanager
     def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Iterator[Any]:
         self.end_window(self.hooks.before_step)
         with self._steps.stand_ins(optimizer, on_shards) as swap:
             yield swap
-        self._access.changed()
         if on_shards is None:
-            self._lent.stepped(self._params.attached.with_grad.intersection(parameters(optimizer)))
+            self._stepped(optimizer)
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         managed = self._params.attached
         self.end_window(self.hooks.before_step)
-        self._access.flush_grads()
+        self._gradients.flush()
         odd = [p.grad for p in parameters(optimizer) if p not in managed and p.grad is not None]
         return list(managed.grads(optimizer)), odd
 
@@ -345,7 +393,7 @@ class DeepSpeedEngine(Engine):
 
     def sharded_state_dict(self) -> dict[str, Any]:
         self.end_window(self.hooks.anywhere)
-        self._access.adopt()
+        self._settle_parameters()
         with torch.no_grad(), DisableTorchFunction():
             return self._whole.state_dict()
 
@@ -365,7 +413,7 @@ class DeepSpeedEngine(Engine):
 
     def whole_parameters(self) -> dict[Tensor, nn.Parameter]:
         self.end_window(self.hooks.anywhere)
-        self._access.adopt()
+        self._settle_parameters()
         return self._whole.parameters()
 
     def whole_on_module(self) -> AbstractContextManager[None]:
@@ -373,8 +421,9 @@ class DeepSpeedEngine(Engine):
 
     def store_whole(self, whole: Mapping[Any, Tensor]) -> None:
         broadcast_coalesced([*whole.values(), *self._params.odd])
-        for p, w in whole.items():
-            self._access.written(p, w.detach())
+        with torch.no_grad(), DisableTorchFunction():
+            for p, w in whole.items():
+                self._store.put(p, w.detach())
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -392,7 +441,8 @@ class DeepSpeedEngine(Engine):
 
     def restore(self, whole: bool, optimizers: list[Optimizer], on_whole: OnWhole = unheard) -> None:
         self._graphs.end()
-        self._access.adopt()  # before masters are read: user code may have written to parameters since the last step
+        self._end_transforms()
+        self._settle_parameters()  # before masters are read
         _give_methods_back(self._optimizers)  # whatever becomes of the module
         if not whole:
             return
@@ -401,8 +451,11 @@ class DeepSpeedEngine(Engine):
             for optimizer in optimizers:
                 if self._params.managed is not None and optimizer in self._steps:
                     optimizer.state.update(self._whole.rows_of_states(optimizer, self.states_whole_after_fit))
+            held = self._residency.held()
             self._take_off(values)
-            self._lent.end(values)
+            self._store.end()
+            for place, p in held:
+                place.copy_(p)
             for p in values:
                 on_whole(p)  # type: ignore[arg-type]
             self._agreement = None
@@ -416,8 +469,6 @@ class DeepSpeedEngine(Engine):
         for optimizer in self._optimizers:
             self._steps.take_back(optimizer)
         self._usage.close()
-        if self._state_dicts is not None:
-            self._state_dicts.undo()
         private.end(self._engine, self.root, {id(p): set(self._params.attributes(p)) for p in self._params.shapes})
         for p, value in values.items():
             p.grad = None
@@ -447,3 +498,15 @@ def _give_methods_back(optimizers: Iterable[Optimizer]) -> None:
     for optimizer in optimizers:
         for name in ("zero_grad", "state_dict"):
             optimizer.__dict__.pop(name, None)
+
+
+def _refuse_compiled(module: nn.Module) -> None:
+    """Raises ``ValueError`` for a module that is compiled, at stage 3: a graph would hold one of the smallest modules,
+    as DeepSpeed's hooks stand before each, and be made for a shape that changes from use to use."""
+    for name, each in module.named_modules():
+        if is_compiled(each):
+            raise ValueError(
+                f"engine='deepspeed' at stage 3: module {name or type(each).__name__!r} is compiled, but DeepSpeed"
+                " gathers before each of the smallest modules, where graphs end: use engine='fsdp2' or stage=2, or"
+                " leave the module uncompiled."
+            )

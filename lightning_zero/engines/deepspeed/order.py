@@ -49,7 +49,7 @@ class Order:
 
     def require_same(self, unit: Any = None) -> None:
         """All ranks gather ``unit`` next, a module or a parameter; ``None`` after the last one (collective)."""
-        if Phase.WHOLE in self._under_way:
+        if self._under_way.is_between() or Phase.WHOLE in self._under_way:
             return
 
         def number_of(unit: Any) -> int:  # none: -1, parameters: below

@@ -31,7 +31,13 @@ from torch import Tensor, nn
 
 from lightning_zero.engines.base import outside_inference_mode
 from lightning_zero.private.check import Library, Needed, check
-from lightning_zero.private.torch import DisableTorchFunction, in_transform, own_parameters, set_own_parameters
+from lightning_zero.private.torch import (
+    DisableTorchFunction,
+    in_transform,
+    own_parameters,
+    set_data,
+    set_own_parameters,
+)
 
 _ZERO = "deepspeed.runtime.zero"
 _STAGE3, _STAGE12 = f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3", f"{_ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer"
@@ -69,10 +75,11 @@ DEEPSPEED = Library(
         Needed(
             _INIT,
             stores="local_device ds_id ds_numel ds_shape ds_status ds_tensor ds_active_sub_modules"
-            " ds_zero_partition_rank all_gather partition",
+            " ds_zero_partition_rank ds_secondary_tensor all_gather partition",
         ),
         Needed(f"{_ZERO}.partition_parameters:ZeroParamStatus.AVAILABLE"),
-        Needed(f"{_ZERO}.partition_parameters:GatheredParameters.__init__", takes="self, params, modifier_rank"),
+        Needed(f"{_ZERO}.partition_parameters:free_param", takes="param"),
+        Needed(f"{_ZERO}.partition_parameters:InsertPostInitMethodToModuleSubClasses", stores="linear_bk"),
         # one backward
         Needed(f"{_ENGINE}._backward_prologue", takes="self"),
         Needed(f"{_ENGINE}._backward_epilogue", takes="self"),
@@ -205,6 +212,7 @@ def prepare(device: torch.device) -> Any:
     use_accelerator(device)
     _skip_odd_parameters()
     _keep_lists()
+    _tell_watchers()
     _compare_without_launcher()
     world = getattr(comm.comm.cdb, "_lightning_zero_world", None)
     if comm.comm.cdb is None or world is not dist.group.WORLD:
@@ -302,6 +310,36 @@ def _keep_lists() -> None:
             place.apply_to_tensors_only = apply_to_tensors_only
 
 
+def watch(p: Any, watcher: Any) -> None:
+    """From now on ``watcher`` is told before stage 3 gathers ``p`` and before it takes its memory."""
+    p.ds_watcher = watcher
+
+
+def _tell_watchers() -> None:
+    """Stage 3 tells those of :func:`watch`; parameters of others are as they were."""
+    from deepspeed.runtime.zero import partition_parameters as home
+
+    gather, free = home.Init._all_gather, home.free_param
+    if hasattr(free, "_lightning_zero"):
+        return
+
+    def all_gather(self: Any, param_list: list[Any], *args: Any, **kwargs: Any) -> Any:
+        with DisableTorchFunction():  # no user code, whoever calls it
+            for p in param_list:
+                if (watcher := getattr(p, "ds_watcher", None)) is not None:
+                    watcher.before_gather(p)
+            return gather(self, param_list, *args, **kwargs)
+
+    def free_param(param: Any) -> None:
+        with DisableTorchFunction(), torch.no_grad():
+            if (watcher := getattr(param, "ds_watcher", None)) is not None:
+                watcher.before_empty(param)
+            free(param)
+
+    free_param._lightning_zero = True  # type: ignore[attr-defined]
+    home.Init._all_gather, home.free_param = all_gather, free_param
+
+
 def _compare_without_launcher() -> None:
     """Stage 3 compares orders over the ranks after its first steps, on the device that ``LOCAL_RANK`` names: a single
     process that nobody launched has none. It cannot keep one for the run: Lightning's next run would take the process
@@ -341,8 +379,9 @@ def partial_offload(joined: type) -> Iterator[None]:
 # -- built sharded -------------------------------------------------------------------------------------------------
 
 
-def sharding(config: dict[str, Any]) -> Any:
-    """``deepspeed.zero.Init``, inside which a layer is sharded at the end of its ``__init__``, with rank 0's values.
+def sharding(config: dict[str, Any], sharded: Callable[[Any], None]) -> Any:
+    """``deepspeed.zero.Init``, inside which a layer is sharded at the end of its ``__init__``, with rank 0's values;
+    ``sharded`` is told of each parameter.
 
     DeepSpeed's would also give all new tensors one dtype and device, which are Lightning's business, and knows no
     parameters that cannot lie in a flat (:func:`_can_be_sharded`).
@@ -354,7 +393,7 @@ def sharding(config: dict[str, Any]) -> Any:
 
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with DisableTorchFunction():  # not translated by the view
+            with DisableTorchFunction():  # no user code
                 return method(self, *args, **kwargs)
 
         return call
@@ -372,6 +411,7 @@ def sharding(config: dict[str, Any]) -> Any:
                 before = set(vars(p))
                 p.data = p.data.to(self.local_device).contiguous()
                 self._zero_init_param(p)
+                sharded(p)
                 p.ds_names = {"ds_names", *vars(p)} - before
 
     return Sharding(config_dict_or_path=copy.deepcopy(config), tensor_overrides=())
@@ -384,7 +424,7 @@ def _can_be_sharded(p: Tensor) -> bool:
 
 def own_attributes(p: Any) -> set[str]:
     """Names of the attributes that the user put on a parameter."""
-    return set(vars(p)) - getattr(p, "ds_names", set())
+    return set(vars(p)) - getattr(p, "ds_names", set()) - {"ds_watcher"}
 
 
 def is_late(name: str) -> bool:
@@ -543,9 +583,13 @@ class Shards(ABC):
     def adopt(self, p: Tensor) -> None:
         """The module's values become the master's: somebody wrote to the parameter."""
         piece = self.pieces[p]
-        mine, master = piece.of(self.weights(piece.flat)), piece.of(self.master(piece.flat))
-        if master.data_ptr() != mine.data_ptr():
-            master.copy_(mine)
+        mine, master = piece.of(self.weights(piece.flat)).to(self.master(piece.flat).device), self._master_of(piece)
+        if mine.dtype != master.dtype:  # what is as it was keeps the master's precision
+            mine = torch.where(master.to(mine.dtype) == mine, master, mine.to(master.dtype))
+        master.copy_(mine)
+
+    def _master_of(self, piece: Piece) -> Tensor:
+        return piece.of(self.master(piece.flat))
 
 
 class Shards12(Shards):
@@ -705,10 +749,8 @@ class Shards3(Shards):
 @outside_inference_mode()
 def gathered_copy(p: Any) -> Tensor:
     """The values of a stage-3 parameter, on every rank (collective)."""
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    _land(p)
-    if p.ds_status == ZeroParamStatus.AVAILABLE:
+    land(p)
+    if not is_partitioned(p):
         return p.detach().clone()
     p.all_gather()
     value = p.detach()  # keeps the memory that partition() lets go of
@@ -716,21 +758,18 @@ def gathered_copy(p: Any) -> Tensor:
     return value
 
 
-@outside_inference_mode()
-def store(p: Any, value: Tensor) -> None:
-    """``value`` (rank 0's) becomes the stage-3 parameter's, each rank keeping its part (collective).
+def store_part(p: Any) -> None:
+    """This rank's part of what ``p`` holds becomes its part of the stage-3 parameter."""
+    part, rank = p.ds_tensor, p.ds_zero_partition_rank
+    first = min(part.ds_numel * rank, p.ds_numel)
+    length = min(part.ds_numel, p.ds_numel - first)
+    part.narrow(0, 0, length).copy_(p.detach().reshape(-1).narrow(0, first, length))
+    p.ds_secondary_tensor = None
 
-    Where modules that are running hold it, it is whole afterwards too.
-    """
-    import deepspeed
 
-    _land(p)
-    holders, p.ds_active_sub_modules = p.ds_active_sub_modules, set()  # with any, DeepSpeed would not partition it
-    with deepspeed.zero.GatheredParameters([p], modifier_rank=0):
-        p.data.copy_(value)
-    p.ds_active_sub_modules = holders
-    if holders:
-        p.all_gather()
+def empty(p: Any) -> None:
+    """A stage-3 parameter that is partitioned has no memory."""
+    set_data(p, torch.empty(0, dtype=p.dtype, device=p.device))
 
 
 def is_managed(p: Any) -> bool:
@@ -770,7 +809,7 @@ def fetch(p: Any) -> None:
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, register_external_parameter
     from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 
-    _land(p)
+    land(p)
     module = FWD_MODULE_STACK[-1]
     if not any(p is own for own in iter_params(module)):
         _forget_order(p)  # in which this module has one parameter less
@@ -801,13 +840,34 @@ def is_ahead(p: Any) -> bool:
     return len(ahead) > 0 and p in ahead
 
 
-def _land(p: Any) -> None:
+def take_linear() -> Callable[..., Any]:
+    """DeepSpeed's own ``torch.nn.functional.linear``, which keeps no memory of weights in graphs; torch's has its place
+    again, where :func:`linear` puts nothing else."""
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
+
+    taken = nn.functional.linear
+    nn.functional.linear = getattr(Patches, "linear_bk", taken)
+    return taken
+
+
+@contextlib.contextmanager
+def linear(function: Callable[..., Any]) -> Iterator[None]:
+    """``torch.nn.functional.linear`` is ``function``."""
+    before, nn.functional.linear = nn.functional.linear, function
+    try:
+        yield
+    finally:
+        nn.functional.linear = before
+
+
+def land(p: Any) -> None:
+    """Waits for what was gathered ahead."""
     if is_ahead(p):
         p.ds_in_flight.pop(p).wait()
 
 
-def without_view(engine: Any, is_whole: Callable[[], bool]) -> None:
-    """DeepSpeed's own work inside a forward is not translated for user code, and rests while ``is_whole()``."""
+def without_residency(engine: Any, rests: Callable[[], bool]) -> None:
+    """DeepSpeed's own work inside a forward is no user code, and is left out while ``rests()``."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
     def plainly(method: Callable[..., Any], begins: bool) -> Callable[..., Any]:
@@ -818,7 +878,7 @@ def without_view(engine: Any, is_whole: Callable[[], bool]) -> None:
                     " as copy.copy(module) gives: call the module itself, or use copy.deepcopy, stage=2 or"
                     " engine='fsdp2'."
                 )
-            if not is_whole():
+            if not rests():
                 with DisableTorchFunction(), outside_inference_mode():
                     return method(module)
             if begins:
@@ -844,7 +904,7 @@ def without_view(engine: Any, is_whole: Callable[[], bool]) -> None:
             reset()
 
     coordinator.reset_step = reset_step
-    # Parameters used outside their module's forward are found by our view, which knows more ways of using them.
+    # Parameters used outside their module's forward are found by residency, which knows more ways of using them.
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
 
@@ -906,10 +966,22 @@ def before_modules(engine: Any, call: Callable[[nn.Module], None]) -> None:
     offload.pre_sub_module_forward_function = first
 
 
+def after_modules(engine: Any, call: Callable[[nn.Module], None]) -> None:
+    """``call(module)`` comes when DeepSpeed has gathered for the forward of each module."""
+    offload = _offload(engine)
+    gather = offload.pre_sub_module_forward_function
+
+    def then(module: nn.Module) -> None:
+        gather(module)
+        call(module)
+
+    offload.pre_sub_module_forward_function = then
+
+
 @outside_inference_mode()
 def keep(p: Any) -> None:
     """Makes a stage-3 parameter whole until all are released, after the step."""
-    _land(p)
+    land(p)
     p.ds_active_sub_modules.add(-1)  # no module's number
     p.all_gather()
 

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.comm.shards import gathered, mesh_device, shard_like
 from lightning_zero.engines.fsdp2 import private
-from lightning_zero.engines.refusals import refuse_gradients_in_backward
+from lightning_zero.engines.refusals import refuse_gradients_in_backward, require_shape
 from lightning_zero.engines.residency import Memories, Resharded, Residency, store_rows
 from lightning_zero.private.torch import DisableTorchFunction, in_backward, users_of
 
@@ -272,12 +272,3 @@ def _close(read: _Read) -> None:
         if users_of(storage) == 1 and storage.resizable() and not read.is_held:
             storage.resize_(0)
     read.full.__class__ = Resharded
-
-
-def require_shape(attribute: str, target: Tensor, value: Tensor) -> None:
-    """Raises ``ValueError`` if ``value`` cannot take the place of ``target.<attribute>``."""
-    if value.shape != target.shape:
-        raise ValueError(
-            f"assigning a tensor of shape {tuple(value.shape)} to .{attribute} of a sharded parameter of shape"
-            f" {tuple(target.shape)}: shapes must agree during a run; change the module before the run starts."
-        )

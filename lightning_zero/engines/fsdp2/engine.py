@@ -78,7 +78,6 @@ from lightning_zero.engines.fsdp2.beside import BesideOutputs
 from lightning_zero.engines.fsdp2.build import Build
 from lightning_zero.engines.fsdp2.cpu import Direct
 from lightning_zero.engines.fsdp2.files import FileShards
-from lightning_zero.engines.fsdp2.graphs import GraphInputs
 from lightning_zero.engines.fsdp2.held import HeldViews
 from lightning_zero.engines.fsdp2.identity import Identity
 from lightning_zero.engines.fsdp2.sharding import (
@@ -93,6 +92,7 @@ from lightning_zero.engines.fsdp2.traced import Marks, before_owner
 from lightning_zero.engines.fsdp2.transport import Transport
 from lightning_zero.engines.fsdp2.usage import LastUnit, Usage
 from lightning_zero.engines.fsdp2.writes import Writes
+from lightning_zero.engines.graph_inputs import GraphInputs
 from lightning_zero.engines.graphs import outside_graphs, untraced
 from lightning_zero.engines.model_state import ModelState, place_of
 from lightning_zero.engines.optimizer_step import ShardedStep, hand_back

@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.shards import gathered_each, local
 from lightning_zero.engines.fsdp2 import private
-from lightning_zero.engines.fsdp2.assigned import AssignedGradients, require_shape
+from lightning_zero.engines.fsdp2.assigned import AssignedGradients
 from lightning_zero.engines.fsdp2.writes import Writes
 from lightning_zero.engines.optimizer_family import family, states
+from lightning_zero.engines.refusals import require_shape
 from lightning_zero.engines.residency import Memories, store_rows
 from lightning_zero.private.torch import set_data, storage_key
 
@@ -46,6 +47,8 @@ class Fsdp2Store:
         bring: Gathers a group until its backward is over.
         used: As :meth:`~lightning_zero.engines.residency.Store.used`.
     """
+
+    hides_shapes = only_brings = False
 
     def __init__(
         self,
@@ -89,6 +92,10 @@ class Fsdp2Store:
         shard: DTensor = self.own[id(p)].sharded_param
         return shard
 
+    def address(self, tensor: Tensor) -> int:
+        shard = self.shard_of(tensor) if id(tensor) in self.own else tensor
+        return local(shard).data_ptr() or id(shard)
+
     def key_of_sharded(self, tensor: DTensor) -> int | None:
         for again in (False, True):
             if again:
@@ -120,6 +127,9 @@ class Fsdp2Store:
         return what if key < num else f"the gradient of {what}"
 
     # -- full for a while ----------------------------------------------------------------------------------------
+
+    def is_here(self, key: int) -> bool:
+        return False
 
     def gather(self, key: int) -> list[Tensor]:
         self._touches(key)
@@ -222,6 +232,12 @@ class Fsdp2Store:
 
     def assign_grad(self, p: Tensor, value: Tensor | None) -> None:
         self._gradients.write(self.own[id(p)], value)
+
+    def backward(self, func: Any, run: Callable[[], Any]) -> Any:
+        return run()
+
+    def aliased(self, p: Tensor, alias: Tensor) -> None:
+        """The memory that a parameter is gathered into is its own, so an assignment can leave it to ``alias``."""
 
     def before_collective(self, tensors: Sequence[Any]) -> None:
         self._gradients.before_collective(tensors)

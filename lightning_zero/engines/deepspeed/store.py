@@ -1,0 +1,411 @@
+"""The engine's part of :mod:`~lightning_zero.engines.residency`: DeepSpeed's parameters by their numbers.
+
+With P parameters, number ``n`` has the key ``n``, and its gradient ``P + n``.
+
+At stages 1 and 2 a parameter is always whole, a view of DeepSpeed's buffer. At stage 3 DeepSpeed gives it memory when
+its module runs, and empties it again: then it has no shape, either. A parameter that user code has open lies in memory
+of its own, and so does one of which user code holds an older memory, for the length of a step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from lightning_zero.engines.deepspeed import private
+from lightning_zero.engines.deepspeed.gradients import Gradients
+from lightning_zero.engines.deepspeed.optimizer_step import Managed
+from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
+from lightning_zero.engines.refusals import require_shape
+from lightning_zero.engines.residency import Memories, Residency
+from lightning_zero.engines.torch_functions import tensors_in
+from lightning_zero.private.torch import (
+    DisableTorchFunction,
+    is_in_graph_alone,
+    set_data,
+    storage_key,
+    users_of,
+    version_of,
+)
+
+
+class BuiltStore:
+    """See :class:`~lightning_zero.engines.residency.Store`: of parameters that have no engine yet.
+
+    Attributes:
+        residency: Set by whoever makes one of this.
+    """
+
+    residency: Residency
+    only_brings = True
+
+    def __init__(self, stage3: bool, memories: Memories) -> None:
+        self.hides_shapes = self._stage3 = stage3
+        self._memories = memories
+        self._params: list[Any] = []
+        self._own: dict[int, int] = {}  # by id: the key
+        self._homes: dict[int, Tensor] = {}  # DeepSpeed's memory of parameters that lie elsewhere, by key
+        self._aliases: dict[int, list[weakref.ref[Tensor]]] = {}  # taken of parameters in DeepSpeed's memory, by key
+
+    def add(self, p: Any) -> None:
+        """``p`` is DeepSpeed's."""
+        self._own[id(p)] = len(self._params)
+        self._params.append(p)
+        private.watch(p, self)
+
+    @property
+    def own(self) -> Mapping[int, Any]:
+        return self._own
+
+    # -- keys ----------------------------------------------------------------------------------------------------
+
+    def key_of(self, p: Tensor) -> int:
+        return self._own[id(p)]
+
+    def key_of_sharded(self, tensor: DTensor) -> int | None:
+        return None
+
+    def parameters(self, key: int) -> Sequence[Tensor]:
+        return [self._params[key]]
+
+    def name(self, key: int) -> str:
+        return "a parameter"
+
+    def is_there(self, p: Tensor) -> bool:
+        return False
+
+    def shard_of(self, p: Tensor) -> Tensor:
+        return p.new_empty(()).expand(private.whole_shape(p))
+
+    def address(self, tensor: Tensor) -> int:
+        cut = private.cut_of(tensor)
+        return (tensor if cut is None else cut).data_ptr() or id(tensor)
+
+    # -- whole for a while ---------------------------------------------------------------------------------------
+
+    def is_here(self, key: int) -> bool:
+        return not private.is_partitioned(self._params[key])
+
+    def gather(self, key: int) -> list[Tensor]:
+        p = self._params[key]
+        return [p.data if self.is_here(key) else private.gathered_copy(p)]
+
+    def open(self, key: int, values: list[Tensor]) -> list[Tensor]:
+        p, value = self._params[key], values[0]
+        spot = self._memories.again(key, 0)
+        if spot is not None:
+            self._move(key, p, spot)
+            spot.copy_(value)
+        elif not self.is_here(key):
+            set_data(p, value)
+        return []
+
+    def _move(self, key: int, p: Tensor, spot: Tensor) -> None:
+        """``p`` lies in ``spot``, until :meth:`_leave`."""
+        if self.is_here(key) and key not in self._homes:
+            self._homes[key] = p.data
+        set_data(p, spot)
+
+    def close(self, key: int) -> None:
+        p = self._params[key]
+        self._store(p)
+        self._leave(key, p)
+
+    def _store(self, p: Any) -> None:
+        """What ``p`` holds counts: rank 0's values, as ranks may draw others when they initialize (collective)."""
+        if self.is_here(self._own[id(p)]):  # in DeepSpeed's own ``GatheredParameters``
+            return
+        values = p.data.contiguous()
+        dist.broadcast(values, 0)
+        p.data.copy_(values)
+        private.store_part(p)
+
+    def _leave(self, key: int, p: Any) -> None:
+        """``p`` lies where DeepSpeed has it."""
+        place, home = p.data, self._homes.pop(key, None)
+        if home is not None:
+            home.copy_(place)
+            set_data(p, home)
+        elif self.is_here(key):
+            return
+        else:
+            private.empty(p)
+        self._memories.keep(key, 0, place)
+
+    def before_gather(self, p: Tensor) -> None:
+        """DeepSpeed is about to gather ``p``."""
+        self.residency.close(self._own[id(p)])
+
+    def before_empty(self, p: Tensor) -> None:
+        """DeepSpeed is about to take the memory of ``p``."""
+        self.residency.close(self._own[id(p)])
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def bring(self, p: Tensor) -> None:
+        raise AssertionError("outside a step")
+
+    def grad_of(self, p: Tensor) -> Tensor | None:
+        return p.grad
+
+    def assign_grad(self, p: Tensor, value: Tensor | None) -> None:
+        p.grad = value
+
+    def backward(self, func: Any, run: Callable[[], Any]) -> Any:
+        return run()
+
+    def before_collective(self, tensors: Sequence[Any]) -> None:
+        """What it writes to is stored with all else."""
+
+    def aliased(self, p: Tensor, alias: Tensor) -> None:
+        key = self._own[id(p)]
+        if self.is_here(key):
+            alive = [each for each in self._aliases.get(key, ()) if each() is not None]
+            self._aliases[key] = [*alive, weakref.ref(alias)]
+
+    def assign_data(self, p: Tensor, value: Tensor) -> None:
+        require_shape("data", p, value)
+        if _lie_alike(value, p):
+            return
+        key = self._own[id(p)]
+        if self.is_here(key) and key not in self._homes:
+            for each in self._aliases.pop(key, ()):
+                if (alias := each()) is not None and _memory(alias) == _memory(p):  # it keeps the values of before
+                    set_data(alias, alias.clone())
+            self._homes[key] = p.data
+        self._memories.forget(key, 0)
+        if self._memories.is_of(value) is not None or any(_memory(value) == _memory(each) for each in self._params):
+            value = value.clone()  # another parameter's memory
+        set_data(p, value.detach())
+        self.written(p)
+
+    def written(self, p: Tensor) -> None:
+        """All that is open is stored."""
+
+    def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
+        """Outside a step."""
+
+
+class DeepSpeedStore(BuiltStore):
+    """The same during a run.
+
+    Args:
+        params: All that DeepSpeed holds, in an order that all ranks share.
+        names: Of the module's parameters.
+        under_way: The engine's current activities.
+        managed: Masters, where an optimizer is attached.
+        backward: The engine's own, for a backward that user code starts inside a step.
+        before_bring: Called before a parameter is gathered in a step.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        names: Mapping[str, Tensor],
+        stage3: bool,
+        under_way: UnderWay,
+        memories: Memories,
+        gradients: Gradients,
+        managed: Callable[[], Managed | None],
+        backward: Callable[[Callable[[], None]], None],
+        before_bring: Callable[[Tensor], None],
+    ) -> None:
+        super().__init__(stage3, memories)
+        self._under_way, self._gradients, self._managed = under_way, gradients, managed
+        self._names, self._backward, self._before_bring = names, backward, before_bring
+        self._versions: dict[int, int] = {}  # of what is in DeepSpeed's memory, when it was last stored, by key
+        self._maybe_written: set[int] = set()  # beside those whose version tells
+        self._taken: dict[int, list[weakref.ref[Tensor]]] = {}  # views that were taken inside a step, by key
+        self._buffers: dict[int, tuple[Any, int]] = {}  # of stages 1 and 2, and how many tensors lie there
+        for p in params:
+            self.add(p)
+
+    def begin(self) -> None:
+        """DeepSpeed has laid its memory out."""
+        for key, p in enumerate(self._params):
+            self._versions[key] = version_of(p)
+            private.watch(p, self)
+        if not self._stage3:
+            buffers = {_memory(p): p.untyped_storage() for p in self._params}
+            self._buffers = {key: (buffer, users_of(buffer)) for key, buffer in buffers.items()}
+
+    def end(self) -> None:
+        """The parameters are nobody's any more."""
+        self._own.clear()
+        self._params.clear()
+        self._homes.clear()
+        self._buffers.clear()
+
+    @property
+    def own(self) -> Mapping[int, Any]:
+        return {} if Phase.WHOLE in self._under_way else self._own
+
+    def name(self, key: int) -> str:
+        number = key % len(self._params)
+        found = next((name for name, p in self._names.items() if p is self._params[number]), "?")
+        return f"parameter {found!r}" if key == number else f"the gradient of parameter {found!r}"
+
+    def is_there(self, p: Tensor) -> bool:
+        if self._under_way.is_between():
+            return False  # what is touched is stored
+        if not self._stage3 or Phase.BACKWARD in self._under_way:
+            return True
+        return not (private.is_partitioned(p) or private.is_ahead(p))
+
+    def is_here(self, key: int) -> bool:
+        if key >= len(self._params):  # a gradient
+            return False
+        if self._stage3:
+            private.land(self._params[key])
+        return super().is_here(key)
+
+    def gather(self, key: int) -> list[Tensor]:
+        num = len(self._params)
+        return [self._gradients.assembled(self._params[key - num])] if key >= num else super().gather(key)
+
+    # -- writes --------------------------------------------------------------------------------------------------
+
+    def _store(self, p: Any) -> None:
+        """Each rank's own elements count."""
+        if private.is_managed(p):
+            private.store_part(p)
+        key, managed = self._own[id(p)], self._managed()
+        if (home := self._homes.get(key)) is not None:
+            home.copy_(p)
+        if managed is not None and p in managed:
+            managed.shards.adopt(p)
+        self._versions[key] = version_of(p)
+        self._maybe_written.discard(key)
+
+    def _is_written(self, key: int, p: Tensor) -> bool:
+        if key in self._homes or key in self._maybe_written or self._versions.get(key) != version_of(p):
+            return True
+        return p.device.type == "cpu" and not p.untyped_storage().resizable()  # NumPy has seen it
+
+    def settle(self) -> None:
+        """What was written inside a step counts, and all lies in DeepSpeed's memory."""
+        held = {key for key, (buffer, num_users) in self._buffers.items() if users_of(buffer) > num_users}
+        if held:  # by user code, which may write there at any time
+            self._maybe_written.update(key for key, p in enumerate(self._params) if _memory(p) in held)
+        for key, p in enumerate(self._params):
+            if not private.is_partitioned(p) and self._is_written(key, p):
+                self._store(p)
+                if key in self._homes:
+                    self._leave(key, p)
+
+    def put(self, p: Tensor, value: Tensor) -> None:
+        """``value``, which all ranks have, becomes the parameter's."""
+        key = self._own[id(p)]
+        if self.is_here(key):
+            p.data.copy_(value)
+            self._store(p)
+        else:
+            set_data(p, value)
+            self._store(p)
+            private.empty(p)
+
+    def stepped(self, params: Iterable[Tensor]) -> None:
+        """An optimizer has changed ``params``: graphs that have saved them must not go backward any more."""
+        self.settle()  # its hooks may have written, too
+        changed = [p for p in params if id(p) in self._own]
+        increment_version(changed)
+        self._versions.update((self._own[id(p)], version_of(p)) for p in changed)
+        if Phase.STEP in self._under_way:
+            self.go_where_it_is_held()
+
+    def written(self, p: Tensor) -> None:
+        if not self._under_way.is_between() and Phase.BACKWARD not in self._under_way:
+            self._maybe_written.add(self._own[id(p)])
+
+    # -- memory that user code holds -----------------------------------------------------------------------------
+
+    def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
+        if aliases and self._stage3 and Phase.BACKWARD not in self._under_way:
+            for p in params:
+                self._taken.setdefault(self._own[id(p)], []).extend(map(weakref.ref, tensors_in((result,))))
+
+    def before_empty(self, p: Tensor) -> None:
+        super().before_empty(p)
+        key = self._own[id(p)]
+        if self._is_written(key, p):
+            self._store(p)
+        taken = self._taken.pop(key, None) if self._taken else None
+        if self._homes.pop(key, None) is not None or (taken is not None and _is_held(p, taken)):
+            self._memories.keep(key, 0, p.data)
+
+    def go_where_it_is_held(self) -> None:
+        """Inside a step, parameters of which user code holds memory lie there, so that both are one."""
+        if self._memories:
+            for key, p in enumerate(self._params):
+                spot = None if private.is_partitioned(p) else self._memories.again(key, 0)
+                if spot is not None and _memory(spot) != _memory(p):
+                    spot.copy_(p)
+                    self._move(key, p, spot)
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def bring(self, p: Tensor) -> None:
+        self._before_bring(p)
+        private.fetch(p)
+        self.go_where_it_is_held()
+
+    def bring_given(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A hook before DeepSpeed's of ``module``, in a step: parameters among its arguments belong to the caller, who
+        has them whole in its backward until their gradients are there; ``module`` would release them before."""
+        if Phase.STEP in self._under_way and self.own and Phase.BACKWARD not in self._under_way:
+            for value in (*args, *kwargs.values()):
+                for p in value if isinstance(value, (list, tuple)) else (value,):
+                    if id(p) in self._own and not self.is_there(p):
+                        with DisableTorchFunction(), torch.no_grad():
+                            self.bring(p)
+
+    def grad_of(self, p: Tensor) -> Tensor | None:
+        key = len(self._params) + self._own[id(p)]
+
+        def whole() -> Tensor:
+            with DisableTorchFunction(), torch.no_grad():
+                return self.residency.gather(key)[0][0]
+
+        return self._gradients.read(p, whole)
+
+    def assign_grad(self, p: Tensor, value: Tensor | None) -> None:
+        self._gradients.write(p, value)
+
+    def backward(self, func: Any, run: Callable[[], Any]) -> Any:
+        in_step = Phase.STEP in self._under_way and Phase.BACKWARD not in self._under_way
+        if func is torch.autograd.grad:
+            if in_step:
+                self.keep_all()
+        elif in_step and self._managed() is not None:
+            return self._backward(run)
+        return run()
+
+    def keep_all(self) -> None:
+        """A backward of the user's own begins inside the step: another one passes through the same parameters, or
+        through those that it read beside, in no module's order."""
+        if self._stage3:
+            with DisableTorchFunction(), torch.no_grad():
+                for p in self._params:
+                    private.keep(p)
+
+
+def _memory(tensor: Tensor) -> int:
+    return storage_key(tensor.untyped_storage())
+
+
+def _lie_alike(a: Tensor, b: Tensor) -> bool:
+    same = _memory(a) == _memory(b)
+    return same and a.storage_offset() == b.storage_offset() and a.stride() == b.stride()
+
+
+def _is_held(p: Tensor, taken: Sequence[weakref.ref[Tensor]]) -> bool:
+    """Whether somebody beside ``p`` and graphs has its memory, of which ``taken`` were taken."""
+    in_graph = sum(map(is_in_graph_alone, taken))
+    return users_of(p.untyped_storage()) - 1 > in_graph
