@@ -71,6 +71,7 @@ FULLY_SHARD = Library(
         Needed(f"{_PARAM}.free_unsharded_param", takes="self"),
         Needed(f"{_PARAM}._setattr_on_modules", takes="self, param"),
         Needed(f"{_PARAM}.reset_sharded_param", takes="self"),
+        Needed(f"{_PARAM}.to_accumulated_grad_if_needed", takes="self"),
         Needed(f"{_HOME}._fsdp_param:ShardedState.UNSHARDED"),
         Needed(
             _PARAM,
@@ -769,6 +770,15 @@ def version(group: Group) -> int:
 def zero_grad(p: ShardedParam) -> None:
     """Puts zeros where a reduction needs something to add."""
     p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+
+
+def accumulate_alike(params: Sequence[ShardedParam]) -> None:
+    """Gradients of earlier micro-batches wait in the dtype of the reduction, which takes one dtype: one that began with
+    this micro-batch is cast, too."""
+    if any(p.unsharded_accumulated_grad is not None for p in params):
+        for p in params:
+            if p.unsharded_accumulated_grad is None:
+                p.to_accumulated_grad_if_needed()
 
 
 def follow_requires_grad(group: Group) -> None:

@@ -74,8 +74,8 @@ class Usage:
         """``shard`` is given a gradient outside of its unit."""
         self._used.add(shard)
 
-    def complete(self, params: Iterable[private.ShardedParam]) -> None:
-        """Every one of ``params`` has a gradient to reduce."""
+    def complete(self, params: Sequence[private.ShardedParam]) -> None:
+        """Every one of ``params`` has a gradient to reduce, all of one dtype."""
         for p in params:
             if private.has_grad(p):
                 self._used.add(p.sharded_param)
@@ -83,6 +83,7 @@ class Usage:
                 if p.sharded_param.grad is None:
                     self._zeroed.append(p.sharded_param)
                 private.zero_grad(p)
+        private.accumulate_alike(params)
 
     def reduce_replicated(self, replicated: Iterable[Any]) -> None:
         """Averages the gradients of parameters that every rank holds whole (collective)."""
