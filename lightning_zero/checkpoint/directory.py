@@ -397,7 +397,7 @@ class Index(FileSystemReader):
         shape, offsets = list(entry.size), [0] * len(entry.size)
         if shape:
             shape[0], offsets[0] = stop - start, start
-        rows = torch.empty(shape, dtype=entry.properties.dtype)
+        rows = torch.empty(shape, dtype=entry.properties.dtype, device="cpu")
         if rows.numel():
             wanted = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(shape))
             items = create_read_items_for_chunk_list(key, entry, [wanted])
