@@ -170,7 +170,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         )
         self.engine: Engine | None = None
         """The engine that shards the module; ``None`` outside a run."""
-        self._ended: Engine | None = None  # knows the optimizers' shards after the run
+        self._ended: Engine | None = None  # knows the states of optimizers that stay sharded after the run
         self._view: AbstractContextManager[Any] | None = None
         self._in_groups_that_fit = config.shard_size == "auto"
         self._failed = False  # since the set-up of this run
@@ -250,15 +250,14 @@ class ZeroStrategy(Launched, DDPStrategy):
         Raises:
             RuntimeError: While parameters or optimizers' states are shards.
         """
-        is_whole = self._ended is None or self._ended.states_whole_after_fit
-        if self.engine is not None or not is_whole:
+        if self.engine is not None or self._ended is not None:
             raise RuntimeError(
                 "a Trainer cannot be copied or pickled while its strategy shards the module, inside a run or after one"
                 f" with after_fit={self.config.after_fit!r} that has left shards: copy the module"
                 " (copy.deepcopy(module), on every rank) or call trainer.save_checkpoint; or use after_fit='whole'."
             )
-        of_run = {"_ended": None, "_agreement": None if self._agreement is None else Agreement(alone=True)}
-        return {**super().__getstate__(), **of_run}
+        agreement = None if self._agreement is None else Agreement(alone=True)
+        return {**super().__getstate__(), "_agreement": agreement}
 
     def _build_sharded(self) -> AbstractContextManager[None]:
         module = self.lightning_module
@@ -506,7 +505,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.engine.restore(after is AfterRun.WHOLE, list(self.optimizers))
         leave(self.lightning_module, self.engine, after)
         if after is AfterRun.WHOLE:
-            self._ended, self.engine = self.engine, None
+            self._ended, self.engine = None if self.engine.states_whole_after_fit else self.engine, None
             if hasattr(self.precision_plugin, "engine"):
                 self.precision_plugin.engine = None
 

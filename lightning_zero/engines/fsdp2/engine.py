@@ -609,7 +609,8 @@ class Fsdp2Engine(Engine):
                 self._left.undo()
             self._transport.await_readers()
             held = self._residency.held()
-            self._identity.release(whole_state.gathered_for_good(self._groups), on_whole)
+            values = whole_state.gathered_for_good(self._groups)
+            self._identity.release(values, on_whole, drops=self.states_whole_after_fit)
             for place, p in held:
                 place.copy_(p)
             self._copies.undo()
