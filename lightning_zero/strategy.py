@@ -555,6 +555,8 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         self._meet()
+        if isinstance(tensor, Tensor):  # of host memory, maybe: gloo has no mean
+            return super().reduce(tensor.to(self.root_device), group, reduce_op).to(tensor.device)
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

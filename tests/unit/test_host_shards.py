@@ -15,10 +15,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.collected import Collected
 from lightning_zero.config import OffloadConfig, ZeroConfig
 from lightning_zero.engines.fsdp2 import private
@@ -404,3 +406,16 @@ def test_a_gather_waits_for_a_write_in_the_middle_of_a_step(rank):
     seen = rank(_write_in_a_step)[0]
     after = seen[seen.index("has written") :]
     assert after.index("recorded") < after.index("waits") < after.index("gathers")
+
+
+def _reduced() -> tuple[list[str], str]:
+    with pretend.accelerator(RANKS) as device:
+        strategy = ZeroStrategy(parallel_devices=[device], cluster_environment=LightningEnvironment())
+        with mock.patch.object(dist, "all_reduce") as all_reduce:
+            result = strategy.reduce(torch.ones(()))
+        return [pretend.where(call.args[0]) for call in all_reduce.call_args_list], pretend.where(result)
+
+
+def test_logged_host_tensors_are_reduced_on_the_device(rank):
+    """``self.log(cpu_tensor, sync_dist=True)``: gloo has no mean, and a group of NCCL alone takes no host memory."""
+    assert rank(_reduced) == [(["device"], "host")]
