@@ -396,7 +396,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._place_scale()
         self._inference_mode.switch_off(trainer)
         if self.world_size == 1:
-            rank_zero_info(f"ZeRO stage {self.config.stage} on one process: nothing is shared out, memory is as usual.")
+            rank_zero_info(f"ZeRO stage {self.config.stage} on one process: nothing is sharded, no memory is saved.")
 
     def _place_scale(self) -> None:
         """The loss scale lies where the gradients do that it divides."""
