@@ -153,7 +153,8 @@ never taken by itself: the plan has no account of pages that the kernel keeps. S
 ## Models that no process can hold
 
 At stage 3 a step needs 16Ψ/N bytes and the gathered units. A module that `__init__` builds is whole on every rank until
-it is sharded. One that `configure_model` builds is not: `fsdp2` shares out its parameters as they come.
+it is sharded, in host memory: `fsdp2` moves it to the accelerator one shard unit at a time. One that `configure_model`
+builds is not: `fsdp2` shares out its parameters as they come.
 
 ```python
 def configure_model(self):

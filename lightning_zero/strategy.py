@@ -24,7 +24,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lightning_zero.checkpoint.compiled_names import as_named_now
 from lightning_zero.checkpoint.global_batch import keep_global_batch
@@ -82,7 +81,7 @@ from lightning_zero.private.lightning import (
     sync_module_states,
     unwrapped,
 )
-from lightning_zero.private.torch import TORCH
+from lightning_zero.private.torch import TORCH, convert
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -324,20 +323,18 @@ class ZeroStrategy(Launched, DDPStrategy):
         assert self.model is not None
         if self._shards:
             refuse_uninitialized(self.model)
-        is_born_later = on_meta(self.model)
-        if is_born_later and self.config.engine == "deepspeed" and self.config.stage == 3:
-            raise ValueError(
-                "the module has parameters on the meta device, which engine='deepspeed' does not fill at stage 3:"
-                " leave torch.device('meta') out, as it shards each layer while configure_model builds it, or use"
-                " engine='fsdp2'."
-            )
-        if is_born_later and not (self._shards and self.config.engine == "fsdp2"):
+        if self._shards and self.config.engine == "fsdp2":
+            all_but_parameters_to(self.model, self.root_device)
+            return
+        if on_meta(self.model):
+            if self.config.engine == "deepspeed" and self.config.stage == 3:
+                raise ValueError(
+                    "the module has parameters on the meta device, which engine='deepspeed' does not fill at stage 3:"
+                    " leave torch.device('meta') out, as it shards each layer while configure_model builds it, or use"
+                    " engine='fsdp2'."
+                )
             give_birth(self.model, self.root_device)
-            is_born_later = False
-        if (self._run.loads_on_host(self.root_device) or is_born_later) and self._shards:
-            all_but_tensors_to(self.model, self.root_device)
-        else:
-            super().model_to_device()
+        super().model_to_device()
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -771,13 +768,12 @@ def check_libraries(engine: str) -> None:
         check(library)
 
 
-def all_but_tensors_to(module: nn.Module, device: torch.device) -> None:
-    """Does as ``module.to(device)`` beside moving parameters and buffers: Lightning's ``self.device`` says where
-    steps are computed, and metrics keep their states there."""
+def all_but_parameters_to(module: nn.Module, device: torch.device) -> None:
+    """Does as ``module.to(device)`` beside moving parameters, which the engine does unit by unit: the whole module need
+    not fit there. What has no memory stays as well."""
     for each in module.modules():
         set_device(each, device)
-        if isinstance(each, Metric):
-            each.to(device)
+    convert(module, lambda t: t if isinstance(t, nn.Parameter) or t.is_meta else t.to(device))
 
 
 def trainer_facts(trainer: Any) -> dict[str, Any]:

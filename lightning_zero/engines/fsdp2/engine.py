@@ -154,7 +154,7 @@ class Fsdp2Engine(Engine):
 
     def shard(self, module: nn.Module) -> None:
         refuse_script_modules(module)
-        refuse_held_views(module)
+        refuse_held_views(module, self.device)
         self.mesh = make_mesh(self.config, self.device)
         self.module = module
         # autocast keeps BatchNorm in fp32, and its kernels refuse low-precision weights beside fp32 statistics
