@@ -317,6 +317,8 @@ class Fsdp2Engine(Engine):
         self._usage.runs(index, self._phase is Phase.STEP and torch.is_grad_enabled())
         self._transport.unit_begins(index, self._phase is Phase.BACKWARD)
         if not self.automatic:
+            if self._phase is Phase.STEP:
+                private.begin_forward(self.root)
             for group in private.groups(unit):
                 self._transport.forward_uses(group)
                 private.follow_requires_grad(group)
@@ -411,6 +413,8 @@ class Fsdp2Engine(Engine):
         self.end_window(self.hooks.before_backward)
         asks = (self.reduces or self.config.stage > 1) and self.config.find_unused_parameters
         with DisableTorchFunction():
+            if not self.automatic:
+                private.end_forward(self.root)
             self._assigned.join_backward()
             deferred = self._transport.backward_begins(self._usage.ran.marks if asks else None)
             if deferred:

@@ -81,6 +81,11 @@ FULLY_SHARD = Library(
         ),
         Needed(f"{_HOME}._fsdp_state:FSDPState._lazy_init", takes="self"),
         Needed(f"{_HOME}._fsdp_state:FSDPState._pre_backward", takes="self, grad"),
+        Needed(f"{_HOME}._fsdp_state:FSDPState._root_pre_forward", takes="self, module, args, kwargs"),
+        Needed(
+            f"{_HOME}._fsdp_param_group:FSDPCommContext",
+            stores="all_gather_state all_gather_copy_in_stream all_gather_stream",
+        ),
         Needed(
             f"{_HOME}._fsdp_state:FSDPState",
             stores="_state_ctx _comm_ctx _training_state _modules _pre_forward_hook_handle _post_forward_hook_handle"
@@ -183,6 +188,21 @@ def gather_after_this(root: nn.Module) -> None:
         event = comm.device_handle.current_stream().record_event()
         for stream in streams:
             stream.wait_event(event)
+
+
+def begin_forward(root: nn.Module) -> None:
+    """Has gathers of units that run without their root wait for what is queued now; each would wait for all compute
+    that is queued before it."""
+    _state(root)._root_pre_forward(root, (), {})
+
+
+def end_forward(root: nn.Module) -> None:
+    """Frees the message of the last gather, as the root does after its forward."""
+    comm = comm_context(root)
+    if comm.all_gather_state is not None:
+        for stream in (comm.all_gather_copy_in_stream, comm.all_gather_stream):
+            stream.wait_event(comm.all_gather_state.event)
+        comm.all_gather_state = None
 
 
 def reshard(unit: nn.Module) -> None:
