@@ -107,6 +107,8 @@ shard in the gathered buffer (it aliases a part of it), which gives the paper's 
 |---|---|---|---|
 {_fsdp2_rows()}
 
+- On one accelerator (N = 1) nothing is sharded and the gathered copy comes on top: 20Ψ in fp32 at stages 1 and 2, where
+  training without ZeRO holds 16Ψ.
 - Without accumulation stage 1 is stage 2: each unit's gradients are shared out as soon as they are complete.
 - While accumulating, stage 1 holds whole gradients in the dtype they are reduced in, and no shards of them.
 - Between two steps every stage holds 16Ψ/N; where the shard aliases the gathered buffer, that stays: 4Ψ +
@@ -151,7 +153,8 @@ never taken by itself: the plan has no account of pages that the kernel keeps. S
 ## Models that no process can hold
 
 At stage 3 a step needs 16Ψ/N bytes and the gathered units. A module that `__init__` builds is whole on every rank until
-it is sharded. One that `configure_model` builds is not: `fsdp2` shares out its parameters as they come.
+it is sharded, in host memory: `fsdp2` moves it to the accelerator one shard unit at a time. One that `configure_model`
+builds is not: `fsdp2` shares out its parameters as they come.
 
 ```python
 def configure_model(self):

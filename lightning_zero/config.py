@@ -87,8 +87,8 @@ class CompileConfig:
     backend: str | None = None
     """A name that ``torch.compiler.list_backends()`` knows; ``None`` is torch's default, ``"inductor"``."""
     mode: str | None = None
-    """``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``, of inductor;
-    ``None`` is its default."""
+    """``"default"`` or ``"max-autotune-no-cudagraphs"``, of inductor; ``None`` is its default. The others record CUDA
+    graphs, which want each parameter at one address in all steps."""
     dynamic: bool | None = None
     """Whether sizes are variables from the first graph on; ``None`` makes those that have changed once variable."""
     fullgraph: bool = False
@@ -100,6 +100,11 @@ class CompileConfig:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 raise ValueError(f"compile.{name}={value!r}: use a name, or None.")
+        if self.mode in ("reduce-overhead", "max-autotune"):
+            raise ValueError(
+                f"compile.mode={self.mode!r}: its CUDA graphs want each parameter at one address in all steps, and"
+                " parameters are gathered into other memory each time; use 'max-autotune-no-cudagraphs'."
+            )
         if self.mode is not None:
             _one_of("compile.mode", self.mode, COMPILE_MODES)
             if self.backend not in (None, "inductor"):
@@ -156,7 +161,7 @@ class ActivationCheckpointingConfig:
         return f"activation_checkpointing={what}"
 
 
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 
 
 @dataclass(frozen=True, kw_only=True)

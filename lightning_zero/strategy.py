@@ -24,7 +24,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from lightning_zero.checkpoint.compiled_names import as_named_now
 from lightning_zero.checkpoint.global_batch import keep_global_batch
@@ -82,7 +81,7 @@ from lightning_zero.private.lightning import (
     sync_module_states,
     unwrapped,
 )
-from lightning_zero.private.torch import TORCH
+from lightning_zero.private.torch import TORCH, convert
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -170,7 +169,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         )
         self.engine: Engine | None = None
         """The engine that shards the module; ``None`` outside a run."""
-        self._ended: Engine | None = None  # knows the optimizers' shards after the run
+        self._ended: Engine | None = None  # knows the states of optimizers that stay sharded after the run
         self._view: AbstractContextManager[Any] | None = None
         self._in_groups_that_fit = config.shard_size == "auto"
         self._failed = False  # since the set-up of this run
@@ -250,15 +249,14 @@ class ZeroStrategy(Launched, DDPStrategy):
         Raises:
             RuntimeError: While parameters or optimizers' states are shards.
         """
-        is_whole = self._ended is None or self._ended.states_whole_after_fit
-        if self.engine is not None or not is_whole:
+        if self.engine is not None or self._ended is not None:
             raise RuntimeError(
                 "a Trainer cannot be copied or pickled while its strategy shards the module, inside a run or after one"
                 f" with after_fit={self.config.after_fit!r} that has left shards: copy the module"
                 " (copy.deepcopy(module), on every rank) or call trainer.save_checkpoint; or use after_fit='whole'."
             )
-        of_run = {"_ended": None, "_agreement": None if self._agreement is None else Agreement(alone=True)}
-        return {**super().__getstate__(), **of_run}
+        agreement = None if self._agreement is None else Agreement(alone=True)
+        return {**super().__getstate__(), "_agreement": agreement}
 
     def _build_sharded(self) -> AbstractContextManager[None]:
         module = self.lightning_module
@@ -325,20 +323,18 @@ class ZeroStrategy(Launched, DDPStrategy):
         assert self.model is not None
         if self._shards:
             refuse_uninitialized(self.model)
-        is_born_later = on_meta(self.model)
-        if is_born_later and self.config.engine == "deepspeed" and self.config.stage == 3:
-            raise ValueError(
-                "the module has parameters on the meta device, which engine='deepspeed' does not fill at stage 3:"
-                " leave torch.device('meta') out, as it shards each layer while configure_model builds it, or use"
-                " engine='fsdp2'."
-            )
-        if is_born_later and not (self._shards and self.config.engine == "fsdp2"):
+        if self._shards and self.config.engine == "fsdp2":
+            all_but_parameters_to(self.model, self.root_device)
+            return
+        if on_meta(self.model):
+            if self.config.engine == "deepspeed" and self.config.stage == 3:
+                raise ValueError(
+                    "the module has parameters on the meta device, which engine='deepspeed' does not fill at stage 3:"
+                    " leave torch.device('meta') out, as it shards each layer while configure_model builds it, or use"
+                    " engine='fsdp2'."
+                )
             give_birth(self.model, self.root_device)
-            is_born_later = False
-        if (self._run.loads_on_host(self.root_device) or is_born_later) and self._shards:
-            all_but_tensors_to(self.model, self.root_device)
-        else:
-            super().model_to_device()
+        super().model_to_device()
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -397,7 +393,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._place_scale()
         self._inference_mode.switch_off(trainer)
         if self.world_size == 1:
-            rank_zero_info(f"ZeRO stage {self.config.stage} on one process: nothing is shared out, memory is as usual.")
+            rank_zero_info(f"ZeRO stage {self.config.stage} on one process: nothing is sharded, no memory is saved.")
 
     def _place_scale(self) -> None:
         """The loss scale lies where the gradients do that it divides."""
@@ -506,7 +502,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.engine.restore(after is AfterRun.WHOLE, list(self.optimizers))
         leave(self.lightning_module, self.engine, after)
         if after is AfterRun.WHOLE:
-            self._ended, self.engine = self.engine, None
+            self._ended, self.engine = None if self.engine.states_whole_after_fit else self.engine, None
             if hasattr(self.precision_plugin, "engine"):
                 self.precision_plugin.engine = None
 
@@ -556,6 +552,8 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         self._meet()
+        if isinstance(tensor, Tensor):  # of host memory, maybe: gloo has no mean
+            return super().reduce(tensor.to(self.root_device), group, reduce_op).to(tensor.device)
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -770,13 +768,12 @@ def check_libraries(engine: str) -> None:
         check(library)
 
 
-def all_but_tensors_to(module: nn.Module, device: torch.device) -> None:
-    """Does as ``module.to(device)`` beside moving parameters and buffers: Lightning's ``self.device`` says where
-    steps are computed, and metrics keep their states there."""
+def all_but_parameters_to(module: nn.Module, device: torch.device) -> None:
+    """Does as ``module.to(device)`` beside moving parameters, which the engine does unit by unit: the whole module need
+    not fit there. What has no memory stays as well."""
     for each in module.modules():
         set_device(each, device)
-        if isinstance(each, Metric):
-            each.to(device)
+    convert(module, lambda t: t if isinstance(t, nn.Parameter) or t.is_meta else t.to(device))
 
 
 def trainer_facts(trainer: Any) -> dict[str, Any]:

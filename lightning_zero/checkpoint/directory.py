@@ -140,7 +140,9 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path, agreement: Agreement
     Its ``save`` calls them in the same order, and its collectives connect rank 0 to every other rank for good; here
     plans and results travel along the agreement's tree.
     """
-    planner, writer, is_first = _Materializing(), FileSystemWriter(folder, sync_files=True), agreement.rank == 0
+    # To copy ahead the writer takes the current stream, which in a background thread is of the host's first device.
+    writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
+    planner, is_first = _Materializing(), agreement.rank == 0
 
     def plan_of_rank() -> SavePlan:
         planner.set_up_planner(tensors, writer.storage_meta(), is_first)
@@ -397,7 +399,7 @@ class Index(FileSystemReader):
         shape, offsets = list(entry.size), [0] * len(entry.size)
         if shape:
             shape[0], offsets[0] = stop - start, start
-        rows = torch.empty(shape, dtype=entry.properties.dtype)
+        rows = torch.empty(shape, dtype=entry.properties.dtype, device="cpu")
         if rows.numel():
             wanted = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(shape))
             items = create_read_items_for_chunk_list(key, entry, [wanted])

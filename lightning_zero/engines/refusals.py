@@ -38,14 +38,17 @@ def refuse_uninitialized(module: nn.Module) -> None:
             )
 
 
-def refuse_held_views(module: nn.Module) -> None:
+def refuse_held_views(module: nn.Module, device: torch.device | None = None) -> None:
     """Raises ``ValueError`` for an attribute that lies in a parameter's memory, or holds what does: the run leaves that
     memory, so it would be stale from the first step on. Parameters themselves may be held anywhere.
 
     A view that anything else in the process holds is warned of: it may be a helper's, which is stale in the same way,
     or what ``load_state_dict(states, assign=True)`` was given, which nobody looks at again.
+
+    Parameters that are about to move to ``device`` are left out: under DDP they leave views behind, too.
     """
-    storages = {name: p.untyped_storage() for name, p in module.named_parameters() if p.numel()}
+    staying = ((name, p) for name, p in module.named_parameters() if device in (None, p.device))
+    storages = {name: p.untyped_storage() for name, p in staying if p.numel()}
     named = {storage_key(storage): name for name, storage in storages.items()}
     known, of_attributes = set(), Counter[int]()
     modules = {id(m) for m in module.modules()}  # each looked at by itself

@@ -81,7 +81,7 @@ class EngineRun(ABC):
         self.end_view()
 
     def loads_on_host(self, device: torch.device) -> bool:
-        """Whether the module stays in host memory until the engine takes it from there, unit by unit."""
+        """Whether ``configure_model`` builds the module in host memory, from which the engine takes it unit by unit."""
         return False
 
     @abstractmethod

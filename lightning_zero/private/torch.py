@@ -93,6 +93,7 @@ TORCH = Library(
         ),
         Needed("torch.nn:Module._wrapped_call_impl", takes="self", stores="_compiled_call_impl"),
         Needed("torch.nn:Module._call_impl", takes="self"),
+        Needed("torch.nn:Module._apply", takes="self, fn"),
         Needed("torch.nn:Module.__getstate__", stores="_compiled_call_impl"),
         Needed("torch._dynamo.exc:TorchDynamoException"),
         Needed("torch._dynamo:OptimizedModule"),
@@ -226,6 +227,12 @@ def set_data(p: Tensor, value: Tensor) -> None:
     """``p.data = value`` for a parameter of any class, whose ``__torch_function__`` need not know the setter."""
     with torch._C.DisableTorchFunctionSubclass():
         p.data = value
+
+
+def convert(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Puts ``function(t)`` in the place of each tensor ``t``, as ``module.to`` does; modules may have a way of their
+    own, by which they convert tensors that are neither parameters nor buffers."""
+    module._apply(function)
 
 
 def run_first(module: nn.Module, handle: Any) -> None:

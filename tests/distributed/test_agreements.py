@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,6 +21,7 @@ from lightning_zero.comm.agree import (
     broadcast_coalesced,
     shared_agreement,
 )  # fmt: skip
+from tests.helpers import zoo
 from tests.helpers.lifetime import forget_peak, resident
 from tests.helpers.ranks import job_store, outcome
 
@@ -190,3 +193,40 @@ def _broadcast_of_a_large_tensor() -> int:
 def test_a_large_tensor_is_broadcast_without_copies(ranks2):
     for more in ranks2(_broadcast_of_a_large_tensor):
         assert more < 2**24 * 4 / 2
+
+
+class _Batches:
+    """A ``DataLoader`` makes tensors on the default device."""
+
+    def __init__(self) -> None:
+        self._batches = list(zoo.DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+def _losses(strategy: Any, folder: str, default_device: str | None) -> list[float]:
+    """Of an epoch, and another that goes on from its checkpoint."""
+    torch.manual_seed(3)
+    module, batches = zoo.Zoo(), _Batches()
+    torch.set_default_device(default_device)
+    try:
+        for epochs, path in ((1, None), (2, f"{folder}/checkpoint")):
+            trainer = zoo.make_trainer(strategy, max_epochs=epochs)
+            trainer.fit(module, batches, ckpt_path=path)
+            trainer.save_checkpoint(f"{folder}/checkpoint")
+    finally:
+        torch.set_default_device(None)
+    return module.losses
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"stage": 1, "transport": "torch"}, {"stage": 3, "transport": "direct", "checkpoint": "sharded"}],
+)
+def test_the_default_device_is_for_user_code(ranks2, settings, tmp_path):
+    """``torch.set_default_device("cuda")`` in a script; on ``"meta"`` no tensor of ours has values."""
+    reference = ranks2(_losses, "ddp", str(tmp_path / "ddp"), None)
+    assert ranks2(_losses, {**settings, "min_unit_numel": 1}, str(tmp_path / "ours"), "meta") == [
+        pytest.approx(losses, rel=1e-6) for losses in reference
+    ]

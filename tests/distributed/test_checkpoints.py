@@ -575,6 +575,15 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     assert [directory.read(tmp_path / name, None)["epoch"] for name in ("e3.ckpt", "last.ckpt")] == [3, 9]
 
 
+def test_a_save_in_the_background_takes_no_stream(tmp_path: Path) -> None:
+    """In a thread it is that of the host's first device, which each rank would open and wait for."""
+    saver = BackgroundSaver(Agreement(alone=True))
+    with mock.patch("torch.cuda.is_available"), mock.patch("torch.cuda.current_stream") as current_stream:
+        saver.save({"state_dict": {"w": torch.ones(2000, 3)}}, str(tmp_path / "a.ckpt"))
+        saver.close()
+    assert not current_stream.called
+
+
 def _killed(path: Path, when: str) -> int:
     """A process that is ended while it saves (``within``), just ``before`` the save is complete, or that hangs there
     (``live``); its number, when it has come so far."""

@@ -261,3 +261,24 @@ def test_a_run_that_nobody_holds_is_gone(ranks2: Any, engine: str, stage: int, f
         if engine == "fsdp2":
             assert first <= before
         assert third <= second  # DeepSpeed keeps those of one process group, until it is used in another
+
+
+def _held(strategy: Any) -> int:
+    """Bytes of tensors while the Trainer of a run that has ended is kept; gradients of the last step left out."""
+    module, trainer = Module(), _trainer(strategy if isinstance(strategy, str) else ZeroStrategy(**strategy))
+    module.net = nn.Sequential(nn.Linear(4, 512), nn.Linear(512, 512))  # type: ignore[assignment]
+    trainer.fit(module, _data())
+    module.zero_grad()
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of deprecated objects that are asked for their class
+        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    storages = [getattr(t, "_local_tensor", t).untyped_storage() for t in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize(("stage", "transport"), [(1, "torch"), (3, "direct")])
+def test_the_trainer_keeps_no_more_than_ddps(ranks2: Any, stage: int, transport: str) -> None:
+    """On an accelerator what is left of the run stays in its memory: shards, gradients."""
+    for ours, ddps in zip(ranks2(_held, {"stage": stage, "transport": transport}), ranks2(_held, "ddp"), strict=True):
+        assert ours < 1.02 * ddps

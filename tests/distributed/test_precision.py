@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.helpers import zoo
@@ -38,10 +40,28 @@ class Seen(zoo.Zoo):
         self.extra["grad"] = torch.zeros((), dtype=p.grad.dtype)
 
 
-def _fit(strategy: Any, precision: str) -> tuple[list[float], dict[str, Any], dict[str, torch.dtype]]:
+class UsedAtTimes(zoo.Zoo):
+    """Of the root's layers one is used in the first micro-batch of two, one in the last by rank 1 alone, one never."""
+
+    def build(self) -> None:
+        super().build()
+        self.first, self.last, self.never = (nn.Linear(zoo.WIDTH, zoo.WIDTH) for _ in range(3))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        if len(self.losses) % 2 == 0:
+            x = self.first(x)
+        elif self.global_rank == 1:
+            x = self.last(x)
+        return F.mse_loss(self(x), y)
+
+
+def _fit(
+    strategy: Any, precision: str, make: Any = Seen, accumulate: int = 1
+) -> tuple[list[float], dict[str, Any], dict[str, torch.dtype]]:
     torch.manual_seed(3)
-    module = Seen()
-    trainer = zoo.make_trainer(strategy, precision=precision)
+    module = make()
+    trainer = zoo.make_trainer(strategy, precision=precision, accumulate_grad_batches=accumulate)
     trainer.fit(module, DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
     weights = {name: value.double() for name, value in module.state_dict().items()}
     return module.losses, weights, {name: value.dtype for name, value in module.extra.items()}
@@ -54,10 +74,25 @@ def test_trains_as_ddp_in_the_promised_dtypes(ranks2, precision, stage):
     gathered = torch.bfloat16 if precision == "bf16-mixed" else stored
     for (losses, weights, dtypes), (expected, expected_weights, _) in zip(result, reference, strict=True):
         assert dtypes == {"gathered": gathered, "stored": stored, "grad": stored}
-        assert losses == pytest.approx(expected, rel=TOLERANCE[precision])
-        for name, value in expected_weights.items():
-            gap = (weights[name] - value).abs().max() / value.abs().max()
-            assert gap < TOLERANCE[precision] * 3, (name, gap)
+        _assert_close((losses, weights), (expected, expected_weights), TOLERANCE[precision])
+
+
+@pytest.mark.parametrize("transport", ["torch", "direct"])
+def test_accumulates_what_some_micro_batches_leave_unused(ranks2, transport):
+    """A reduction takes one dtype; gradients of earlier micro-batches are fp32, those of the last and zeros bf16."""
+    settings = {"stage": 1, "transport": transport, "min_unit_numel": 1}
+    reference = ranks2(_fit, "ddp_find_unused_parameters_true", "bf16-mixed", UsedAtTimes, 2)
+    result = ranks2(_fit, settings, "bf16-mixed", UsedAtTimes, 2)
+    for (*found, _), (*expected, _) in zip(result, reference, strict=True):
+        _assert_close(found, expected, TOLERANCE["bf16-mixed"])
+
+
+def _assert_close(found: Any, expected: Any, tolerance: float) -> None:
+    """Losses and weights."""
+    assert found[0] == pytest.approx(expected[0], rel=tolerance)
+    for name, value in expected[1].items():
+        gap = (found[1][name] - value).abs().max() / value.abs().max()
+        assert gap < tolerance * 3, (name, gap)
 
 
 class Overflows(zoo.Zoo):

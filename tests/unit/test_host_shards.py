@@ -15,10 +15,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.collected import Collected
 from lightning_zero.config import OffloadConfig, ZeroConfig
 from lightning_zero.engines.fsdp2 import private
@@ -404,3 +406,54 @@ def test_a_gather_waits_for_a_write_in_the_middle_of_a_step(rank):
     seen = rank(_write_in_a_step)[0]
     after = seen[seen.index("has written") :]
     assert after.index("recorded") < after.index("waits") < after.index("gathers")
+
+
+def _manual_steps() -> list[str]:
+    """Two in one ``training_step``."""
+    with pretend.accelerator(RANKS) as device:
+        engine = _engine(device, 3, False, OffloadConfig())
+        engine.automatic = False
+        optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
+        engine.attach([optimizer], {})
+        seen: list[str] = []
+        comm = private.comm_context(engine.root)
+        comm.all_gather_copy_in_stream = mock.Mock(wait_stream=lambda stream: seen.append("waits for all"))
+        for group in (group for unit in engine.units for group in private.groups(unit)):
+            private.before_unshard(group, lambda group: seen.append("gathers"))
+        module: Any = engine.module
+
+        def manual(x: Tensor) -> None:
+            for _ in range(2):
+                loss = module.training_step(x)
+                engine.backward(loss.backward)
+                seen.append(f"held: {comm.all_gather_state is not None}")
+                engine.step(optimizer)
+                seen.append("stepped")
+
+        module.manual = manual
+        engine.run("manual", torch.randn(4, zoo.WIDTH, device=device))
+        return seen
+
+
+def test_gathers_of_manual_optimization_travel_beside_compute(rank):
+    """They wait for all that is queued once after each step, before the first of them."""
+    seen = rank(_manual_steps)[0]
+    end = seen.index("stepped") + 1
+    assert len(seen) == 2 * end
+    for step in (seen[:end], seen[end:]):
+        assert step.count("waits for all") == 1
+        assert "gathers" in step[step.index("waits for all") :]
+        assert "held: False" in step
+
+
+def _reduced() -> tuple[list[str], str]:
+    with pretend.accelerator(RANKS) as device:
+        strategy = ZeroStrategy(parallel_devices=[device], cluster_environment=LightningEnvironment())
+        with mock.patch.object(dist, "all_reduce") as all_reduce:
+            result = strategy.reduce(torch.ones(()))
+        return [pretend.where(call.args[0]) for call in all_reduce.call_args_list], pretend.where(result)
+
+
+def test_logged_host_tensors_are_reduced_on_the_device(rank):
+    """``self.log(cpu_tensor, sync_dist=True)``: gloo has no mean, and a group of NCCL alone takes no host memory."""
+    assert rank(_reduced) == [(["device"], "host")]

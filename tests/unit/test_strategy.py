@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+from torchmetrics import MeanMetric
 
 from lightning_zero import OffloadConfig, ZeroStrategy
 from lightning_zero.engines.after_run import AfterRun
@@ -101,3 +103,30 @@ def test_init_module_says_when_it_makes_the_whole_module(
     with trainer.init_module(empty_init=empty_init):
         torch.nn.Linear(2, 2)
     assert ["init_module(empty_init=True)" in text for text in said] == [True] * says
+
+
+class OwnConversion(nn.Module):
+    """Moves what is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = torch.zeros(2)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.plain = fn(self.plain)
+        return super()._apply(fn, recurse)
+
+
+def test_parameters_wait_in_host_memory_for_the_engine() -> None:
+    """It moves them unit by unit; all else goes where ``module.to`` takes it."""
+    device = torch.device("meta")
+    module = LightningModule()
+    module.layer, module.norm, module.own = nn.LSTM(2, 2), nn.BatchNorm1d(2), OwnConversion()
+    module.metric = MeanMetric()
+    strategy = ZeroStrategy(parallel_devices=[device], cluster_environment=LightningEnvironment())
+    strategy.connect(module)
+    strategy.model_to_device()
+    assert {p.device.type for p in module.parameters()} == {"cpu"}
+    assert module.layer._flat_weights[0] is module.layer.weight_ih_l0
+    moved = [module, module.norm.running_mean, module.own.plain, module.metric, module.metric.mean_value]
+    assert [each.device for each in moved] == [device] * 5

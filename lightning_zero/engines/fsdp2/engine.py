@@ -154,7 +154,7 @@ class Fsdp2Engine(Engine):
 
     def shard(self, module: nn.Module) -> None:
         refuse_script_modules(module)
-        refuse_held_views(module)
+        refuse_held_views(module, self.device)
         self.mesh = make_mesh(self.config, self.device)
         self.module = module
         # autocast keeps BatchNorm in fp32, and its kernels refuse low-precision weights beside fp32 statistics
@@ -317,6 +317,8 @@ class Fsdp2Engine(Engine):
         self._usage.runs(index, self._phase is Phase.STEP and torch.is_grad_enabled())
         self._transport.unit_begins(index, self._phase is Phase.BACKWARD)
         if not self.automatic:
+            if self._phase is Phase.STEP:
+                private.begin_forward(self.root)
             for group in private.groups(unit):
                 self._transport.forward_uses(group)
                 private.follow_requires_grad(group)
@@ -411,6 +413,8 @@ class Fsdp2Engine(Engine):
         self.end_window(self.hooks.before_backward)
         asks = (self.reduces or self.config.stage > 1) and self.config.find_unused_parameters
         with DisableTorchFunction():
+            if not self.automatic:
+                private.end_forward(self.root)
             self._assigned.join_backward()
             deferred = self._transport.backward_begins(self._usage.ran.marks if asks else None)
             if deferred:
@@ -609,7 +613,8 @@ class Fsdp2Engine(Engine):
                 self._left.undo()
             self._transport.await_readers()
             held = self._residency.held()
-            self._identity.release(whole_state.gathered_for_good(self._groups), on_whole)
+            values = whole_state.gathered_for_good(self._groups)
+            self._identity.release(values, on_whole, drops=self.states_whole_after_fit)
             for place, p in held:
                 place.copy_(p)
             self._copies.undo()

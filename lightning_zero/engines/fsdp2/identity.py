@@ -89,15 +89,18 @@ class Identity:
                     private.register(p, p.sharded_param)
         self._memory.clear()
 
-    def release(self, values: Callable[[DTensor], Tensor], on_whole: Callable[[nn.Parameter], object]) -> None:
-        """The end: each parameter takes ``values(shard)`` as its own memory; ``on_whole`` is told of it."""
+    def release(
+        self, values: Callable[[DTensor], Tensor], on_whole: Callable[[nn.Parameter], object], drops: bool
+    ) -> None:
+        """The end: each parameter takes ``values(shard)`` as its own memory; ``on_whole`` is told of it. With ``drops``
+        nobody asks for the shard any more."""
         self.own.clear()
         for original, p in self._params:
             set_data(original, values(p.sharded_param))
             original.requires_grad_(p.sharded_param.requires_grad)
             private.register(p, original)
-            if self._is_left:  # the next run is there: memory counts, and nobody asks for this one's states any more
-                p.sharded_param.grad = None
+            p.sharded_param.grad = None
+            if drops:
                 private.drop_shard(p)
             on_whole(original)
         self._end()

@@ -71,6 +71,7 @@ FULLY_SHARD = Library(
         Needed(f"{_PARAM}.free_unsharded_param", takes="self"),
         Needed(f"{_PARAM}._setattr_on_modules", takes="self, param"),
         Needed(f"{_PARAM}.reset_sharded_param", takes="self"),
+        Needed(f"{_PARAM}.to_accumulated_grad_if_needed", takes="self"),
         Needed(f"{_HOME}._fsdp_param:ShardedState.UNSHARDED"),
         Needed(
             _PARAM,
@@ -80,6 +81,11 @@ FULLY_SHARD = Library(
         ),
         Needed(f"{_HOME}._fsdp_state:FSDPState._lazy_init", takes="self"),
         Needed(f"{_HOME}._fsdp_state:FSDPState._pre_backward", takes="self, grad"),
+        Needed(f"{_HOME}._fsdp_state:FSDPState._root_pre_forward", takes="self, module, args, kwargs"),
+        Needed(
+            f"{_HOME}._fsdp_param_group:FSDPCommContext",
+            stores="all_gather_state all_gather_copy_in_stream all_gather_stream",
+        ),
         Needed(
             f"{_HOME}._fsdp_state:FSDPState",
             stores="_state_ctx _comm_ctx _training_state _modules _pre_forward_hook_handle _post_forward_hook_handle"
@@ -182,6 +188,21 @@ def gather_after_this(root: nn.Module) -> None:
         event = comm.device_handle.current_stream().record_event()
         for stream in streams:
             stream.wait_event(event)
+
+
+def begin_forward(root: nn.Module) -> None:
+    """Has gathers of units that run without their root wait for what is queued now; each would wait for all compute
+    that is queued before it."""
+    _state(root)._root_pre_forward(root, (), {})
+
+
+def end_forward(root: nn.Module) -> None:
+    """Frees the message of the last gather, as the root does after its forward."""
+    comm = comm_context(root)
+    if comm.all_gather_state is not None:
+        for stream in (comm.all_gather_copy_in_stream, comm.all_gather_stream):
+            stream.wait_event(comm.all_gather_state.event)
+        comm.all_gather_state = None
 
 
 def reshard(unit: nn.Module) -> None:
@@ -769,6 +790,15 @@ def version(group: Group) -> int:
 def zero_grad(p: ShardedParam) -> None:
     """Puts zeros where a reduction needs something to add."""
     p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+
+
+def accumulate_alike(params: Sequence[ShardedParam]) -> None:
+    """Gradients of earlier micro-batches wait in the dtype of the reduction, which takes one dtype: one that began with
+    this micro-batch is cast, too."""
+    if any(p.unsharded_accumulated_grad is not None for p in params):
+        for p in params:
+            if p.unsharded_accumulated_grad is None:
+                p.to_accumulated_grad_if_needed()
 
 
 def follow_requires_grad(group: Group) -> None:

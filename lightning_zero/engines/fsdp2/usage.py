@@ -74,8 +74,8 @@ class Usage:
         """``shard`` is given a gradient outside of its unit."""
         self._used.add(shard)
 
-    def complete(self, params: Iterable[private.ShardedParam]) -> None:
-        """Every one of ``params`` has a gradient to reduce."""
+    def complete(self, params: Sequence[private.ShardedParam]) -> None:
+        """Every one of ``params`` has a gradient to reduce, all of one dtype."""
         for p in params:
             if private.has_grad(p):
                 self._used.add(p.sharded_param)
@@ -83,6 +83,7 @@ class Usage:
                 if p.sharded_param.grad is None:
                     self._zeroed.append(p.sharded_param)
                 private.zero_grad(p)
+        private.accumulate_alike(params)
 
     def reduce_replicated(self, replicated: Iterable[Any]) -> None:
         """Averages the gradients of parameters that every rank holds whole (collective)."""
@@ -105,11 +106,11 @@ class Usage:
             (p.sharded_param for p in late if private.has_grad(p)),
             (p for p in replicated if p.requires_grad and p.grad is not None),
         )
-        flags = torch.zeros(len(self._order), dtype=torch.int32)
+        flags = torch.zeros(len(self._order), dtype=torch.int32, device="cpu")
         if used:
             flags[[self._order[p] for p in used]] = 1
         gathered = [] if self._transport.gathers_up_front else self._gathered.marks
-        moments = torch.tensor([*gathered, *self._reduced.marks], dtype=torch.int32)
+        moments = torch.tensor([*gathered, *self._reduced.marks], dtype=torch.int32, device="cpu")
         votes = torch.cat([flags, moments, -moments])
         return self._transport.agree(votes, dist.ReduceOp.MAX) if self._transport.agrees else None, votes
 
