@@ -733,10 +733,6 @@ class ZeroStrategy(Launched, DDPStrategy):
             keep_global_batch(content, trainer, self.world_size)
         return content
 
-    def units_table(self) -> str:
-        """Table of the current run's shard units: unit, class, tensors, elements, bytes."""
-        return self.engine.units_table if self.engine is not None else "no run is in progress"
-
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Names are registered by ``lightning_zero.registry``, not by Lightning's scan of its own strategies."""

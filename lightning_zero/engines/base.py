@@ -162,8 +162,6 @@ class Engine(ABC):
         """Whether optimizers have whole states beside whole parameters when the run ends."""
         self.units: Sequence[nn.Module] = ()
         """Modules that are gathered together for each of their forwards, where they are of ``fully_shard``."""
-        self.units_table = ""
-        """A table of the units, as text."""
         self.reduces = True
         """Whether the backward of this micro-batch ends a window; not inside :meth:`no_sync`."""
         self.optimizers: list[Optimizer] | None = None

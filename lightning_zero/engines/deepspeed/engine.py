@@ -169,7 +169,6 @@ class DeepSpeedEngine(Engine):
         copies.begin()  # undone by private.end
         pickle_plainly(params.held, self._plain, params.attributes)
         params.after_start()
-        self.units_table = params.table()
 
     def _refuse_gather(self, module: nn.Module) -> None:
         if Phase.WHOLE not in self._under_way:
