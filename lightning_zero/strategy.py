@@ -631,7 +631,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         collecting = self._saving.collecting
         self._meet()
         if not collecting.is_under_way:
-            self.agreement.meet("strategy.lightning_module_state_dict()")
+            self.agreement.gather(None, "strategy.lightning_module_state_dict()")
         state = self.engine.sharded_state_dict()
         if collecting is Collecting.SHARDS:
             return state
@@ -648,7 +648,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self._ended is None:
             self._meet()
         if not collecting.is_under_way:
-            self.agreement.meet("strategy.optimizer_state()")
+            self.agreement.gather(None, "strategy.optimizer_state()")
         state = engine.sharded_optimizer_state(optimizer)
         if collecting is Collecting.SHARDS:
             return state
@@ -697,7 +697,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             yield
             return
         self._meet()
-        self.agreement.meet("strategy.full_parameters()")
+        self.agreement.gather(None, "strategy.full_parameters()")
         with self.engine.full_parameters(modify):
             yield
 

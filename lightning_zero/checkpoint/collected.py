@@ -64,7 +64,7 @@ class Collected:
                 )
                 self._left = sys.maxsize
         self._left -= nbytes
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     def filled(self, tensor: Tensor) -> None:
         """``tensor``, of :meth:`empty`, has its values: where it lies in the file they are on their way to the disk."""

@@ -165,7 +165,7 @@ def _optimizer_state(
     state, made, number = {}, [], 0
     for group, members in zip(groups, names, strict=True):
         for name in members:
-            state[number] = {"step": torch.tensor(steps[name])}
+            state[number] = {"step": torch.tensor(steps[name], device="cpu")}
             for key in _STATES:
                 state[number][key] = _whole(scratch / "zero" / name / f"{key}.pt", weights[name].shape)
             number += 1

@@ -47,7 +47,7 @@ class PagedFile:
     def __init__(self, folder: str) -> None:
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  (open as long as it is used)
         self._libc: Any = ctypes.CDLL(None, use_errno=True)
-        self._segment = torch.empty(0, dtype=torch.uint8)
+        self._segment = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._end = 0  # of the file
 
     def take(self, nbytes: int) -> tuple[Region, Tensor]:
@@ -71,7 +71,7 @@ class PagedFile:
     def close(self) -> None:
         """No more room is taken; what is in use stays as long as it is."""
         self._file.close()
-        self._segment = torch.empty(0, dtype=torch.uint8)
+        self._segment = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def read_ahead(self, region: Region) -> None:
         """Begins to read; returns before all is there."""

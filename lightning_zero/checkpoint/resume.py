@@ -38,7 +38,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": (version, torch.tensor(words), gauss),
+        "python": (version, torch.tensor(words, device="cpu"), gauss),
     }
     if (numpy := _numpy()) is not None:
         name, keys, position, has_gauss, cached = numpy.random.get_state()

@@ -80,7 +80,7 @@ def _rows(place: _Place, start: int, stop: int) -> Tensor:
     each = math.prod(place.shape[1:]) * place.dtype.itemsize
     nbytes = math.prod(shape) * place.dtype.itemsize
     if not nbytes:
-        return torch.empty(shape, dtype=place.dtype)
+        return torch.empty(shape, dtype=place.dtype, device="cpu")
     rows = bytearray(nbytes)
     with open(place.path, "rb", buffering=0) as stream:
         stream.seek(place.start + start * each)

@@ -274,7 +274,7 @@ def collect(
 
 def _arriving(peer: int, size: int, group: dist.ProcessGroup, tag: int) -> Iterator[Tensor]:
     """The pieces of ``size`` bytes of ``peer``, each valid until the next one is requested."""
-    slots = [torch.empty(min(size, PIECE_BYTES), dtype=torch.uint8) for _ in range(2)]
+    slots = [torch.empty(min(size, PIECE_BYTES), dtype=torch.uint8, device="cpu") for _ in range(2)]
     under_way: list[tuple[Any, Tensor]] = []
     for i, start in enumerate(range(0, size, PIECE_BYTES)):
         piece = slots[i % 2][: min(PIECE_BYTES, size - start)]
@@ -292,7 +292,8 @@ def _waited_for(work: Any, piece: Tensor) -> Tensor:
 
 def _pass_on(parts: Iterable[Tensor], peer: int, group: dist.ProcessGroup, tag: int) -> None:
     """Sends all ``parts`` as one stretch, in pieces."""
-    slots, works, filled = [torch.empty(PIECE_BYTES, dtype=torch.uint8) for _ in range(2)], deque[Any](), 0
+    slots = [torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2)]
+    works, filled = deque[Any](), 0
     for part in parts:
         for taken in _cut(part, PIECE_BYTES - filled):
             slots[0][filled : filled + taken.numel()] = taken
@@ -323,7 +324,7 @@ class _Round:
         self._first = {peer: self._begun(peer, _FIRST_BYTES) for peer in peers}
 
     def _begun(self, peer: int, nbytes: int) -> tuple[Any, Tensor]:
-        into = torch.empty(nbytes, dtype=torch.uint8)
+        into = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         try:
             return dist.irecv(into, group=self._group, group_src=peer, tag=self._tag), into
         except RuntimeError as error:

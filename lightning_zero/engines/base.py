@@ -283,7 +283,7 @@ class Engine(ABC):
         with torch.no_grad(), DisableTorchFunction():
             if on_rank_0 is not None:
                 agreement, memory = on_rank_0
-                agreement.agree(memory.why_not(whole_bytes(state)) if agreement.rank == 0 else None)
+                agreement.gather(None, error=memory.why_not(whole_bytes(state)) if agreement.rank == 0 else None)
             return map_tensors(one, state)
 
     @contextmanager

@@ -209,7 +209,7 @@ class StepSync(Callback):
             engine.end_window(engine.hooks.anywhere)
         here = (place << _SHIFT) + max(index, 0)
         with DisableTorchFunction():  # a plain tensor: the engine's view must not see it
-            message = torch.tensor([here, -here, asked])  # the maximum of -here is minus the least place
+            message = torch.tensor([here, -here, asked], device="cpu")  # the maximum of -here is minus the least place
             work = self._agreement.all_reduce(message, dist.ReduceOp.MAX, STEP_SYNC, self._peer_memory)
         self._pending = (work, message, here)
 

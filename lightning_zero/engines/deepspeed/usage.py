@@ -105,7 +105,7 @@ class Usage:
     def _agree_on_used(self, filled: set[Tensor]) -> None:
         """One message on the CPU: which parameters any rank used since the last agreement."""
         managed = self._params.attached
-        used = torch.zeros(len(self._order), dtype=torch.int32)
+        used = torch.zeros(len(self._order), dtype=torch.int32, device="cpu")
         used[[self._order[p] for p in self._touched]] = 1
         if not self._config.find_unused_parameters:
             used[[i for p, i in self._order.items() if p.requires_grad]] = 1

@@ -155,7 +155,7 @@ class Direct(Transport):
 
     def copies_are_current(self) -> bool:
         """Whether the copies are still what the shards are, on all ranks (collective)."""
-        changed = torch.tensor([self._marks_then != self._marks()], dtype=torch.int32)
+        changed = torch.tensor([self._marks_then != self._marks()], dtype=torch.int32, device="cpu")
         self.agree(changed, dist.ReduceOp.MAX).wait()
         return changed.tolist() == [0]  # on the CPU: no device waits
 
@@ -202,7 +202,7 @@ class Direct(Transport):
         self.close_forward()
         if not (ran and self.agrees and self.gathers_up_front):
             return False
-        moments = torch.tensor(ran, dtype=torch.int32)
+        moments = torch.tensor(ran, dtype=torch.int32, device="cpu")
         ends = torch.cat([moments, -moments])
         self.agree(ends, dist.ReduceOp.MAX).wait()
         latest, negated_earliest = ends.chunk(2)
@@ -301,7 +301,7 @@ class Order:
         before = -1
         if not in_backward:
             before, self._latest = self._latest, index
-        ends = torch.tensor([index, -index], dtype=torch.int64)
+        ends = torch.tensor([index, -index], dtype=torch.int64, device="cpu")
         self._unheard = before, index, self._transport.agree(ends, dist.ReduceOp.MAX), ends
 
     def _hear(self) -> None:

@@ -71,7 +71,7 @@ def make_mesh(config: ZeroConfig, device: torch.device) -> DeviceMesh:
             f"shard_size={size} does not divide the {world_size} ranks of this run into equal groups: use one of"
             f" {', '.join(map(str, divisors)) or 'None'}, or None."
         )
-    grid = torch.arange(world_size).view(-1, size)
+    grid = torch.arange(world_size, device="cpu").view(-1, size)
     timeout = timedelta(seconds=config.timeout_seconds)  # init_device_mesh would take the default
     shard, _ = dist.new_subgroups_by_enumeration(grid.tolist(), timeout=timeout)
     replicate, _ = dist.new_subgroups_by_enumeration(grid.T.tolist(), timeout=timeout)

@@ -101,11 +101,11 @@ class Usage:
             (p.sharded_param for p in late if private.has_grad(p)),
             (p for p in replicated if p.requires_grad and p.grad is not None),
         )
-        flags = torch.zeros(len(self._order), dtype=torch.int32)
+        flags = torch.zeros(len(self._order), dtype=torch.int32, device="cpu")
         if used:
             flags[[self._order[p] for p in used]] = 1
         gathered = [] if self._transport.gathers_up_front else self._gathered.marks
-        moments = torch.tensor([*gathered, *self._reduced.marks], dtype=torch.int32)
+        moments = torch.tensor([*gathered, *self._reduced.marks], dtype=torch.int32, device="cpu")
         votes = torch.cat([flags, moments, -moments])
         return self._transport.agree(votes, dist.ReduceOp.MAX) if self._transport.agrees else None, votes
 
