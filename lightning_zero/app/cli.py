@@ -207,7 +207,7 @@ def run_command(command: str, cfg: Any) -> float | None:
         submit(cfg, run_folder)
         return None
     check_launcher(cfg, "local")
-    profiler = _profiler(cfg, run_folder) if cfg.profile else None
+    profiler = trace_profiler(cfg, run_folder) if cfg.profile else None
     trainer = make_trainer(cfg, default_root_dir=str(run_folder), profiler=profiler)
     if cfg.seed is not None:
         seed_everything(cfg.seed, workers=True, verbose=False)
@@ -229,7 +229,7 @@ def run_command(command: str, cfg: Any) -> float | None:
     return _optimized(cfg.optimized_metric, trainer)
 
 
-def _profiler(cfg: Any, run_folder: Path) -> Any:
+def trace_profiler(cfg: Any, run_folder: Path) -> Any:
     """Lightning's profiler for a Chrome trace of three batches per rank, behind two that warm up."""
     import torch
     from lightning.pytorch.profilers import PyTorchProfiler
