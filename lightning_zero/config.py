@@ -294,10 +294,8 @@ class RawConfig:
         """The coarse form of its offload sections; ``None`` where it has none."""
         zero = self.section("zero_optimization")
         parts = {}
-        for part, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param")):
+        for part in ("optimizer", "param"):
             section = zero.get(f"offload_{part}")
-            if section is None and old in zero:
-                section = {"device": "cpu" if zero[old] else "none"}
             if section is not None:
                 _one_of(f"{self.origin}: offload_{part}.device", section.get("device", "none"), OFFLOAD_TARGETS)
                 parts[part] = section

@@ -629,7 +629,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         collecting = self._saving.collecting
         self._meet()
         if not collecting.is_under_way:
-            self.agreement.meet("strategy.lightning_module_state_dict()")
+            self.agreement.gather(None, "strategy.lightning_module_state_dict()")
         state = self.engine.sharded_state_dict()
         if collecting is Collecting.SHARDS:
             return state
@@ -646,7 +646,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self._ended is None:
             self._meet()
         if not collecting.is_under_way:
-            self.agreement.meet("strategy.optimizer_state()")
+            self.agreement.gather(None, "strategy.optimizer_state()")
         state = engine.sharded_optimizer_state(optimizer)
         if collecting is Collecting.SHARDS:
             return state
@@ -695,7 +695,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             yield
             return
         self._meet()
-        self.agreement.meet("strategy.full_parameters()")
+        self.agreement.gather(None, "strategy.full_parameters()")
         with self.engine.full_parameters(modify):
             yield
 
@@ -730,10 +730,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.config.keep_global_batch and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             keep_global_batch(content, trainer, self.world_size)
         return content
-
-    def units_table(self) -> str:
-        """Table of the current run's shard units: unit, class, tensors, elements, bytes."""
-        return self.engine.units_table if self.engine is not None else "no run is in progress"
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

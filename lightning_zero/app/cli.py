@@ -207,11 +207,8 @@ def run_command(command: str, cfg: Any) -> float | None:
         submit(cfg, run_folder)
         return None
     check_launcher(cfg, "local")
-    trainer = make_trainer(cfg, default_root_dir=str(run_folder))
-    if cfg.profile:
-        from lightning_zero.callbacks import ChromeTrace
-
-        trainer.callbacks.append(ChromeTrace(str(run_folder)))  # type: ignore[attr-defined]
+    profiler = trace_profiler(cfg, run_folder) if cfg.profile else None
+    trainer = make_trainer(cfg, default_root_dir=str(run_folder), profiler=profiler)
     if cfg.seed is not None:
         seed_everything(cfg.seed, workers=True, verbose=False)
     module = make_object(cfg, "model")
@@ -230,6 +227,19 @@ def run_command(command: str, cfg: Any) -> float | None:
             print(f"predictions: {path}", flush=True)
         rank_zero_only(print)(f"run folder: {run_folder}", flush=True)
     return _optimized(cfg.optimized_metric, trainer)
+
+
+def trace_profiler(cfg: Any, run_folder: Path) -> Any:
+    """Lightning's profiler for a Chrome trace of three batches per rank, behind two that warm up."""
+    import torch
+    from lightning.pytorch.profilers import PyTorchProfiler
+
+    from lightning_zero.app.hydra_config import ConfigError
+
+    if cfg.trainer.get("profiler") is not None:
+        raise ConfigError(f"profile=true with trainer.profiler={cfg.trainer.profiler}: leave one of them out")
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
+    return PyTorchProfiler(dirpath=run_folder, filename="trace", schedule=schedule)
 
 
 def _optimized(name: str | None, trainer: Any) -> float | None:

@@ -1,8 +1,7 @@
 """Callbacks that show a run's times, traffic and memory."""
 
-from lightning_zero.callbacks.chrome_trace import ChromeTrace
 from lightning_zero.callbacks.model_state_report import ModelStateReport
 from lightning_zero.callbacks.step_time import StepTime
 from lightning_zero.callbacks.zero_monitor import ZeroMonitor
 
-__all__ = ["ChromeTrace", "ModelStateReport", "StepTime", "ZeroMonitor"]
+__all__ = ["ModelStateReport", "StepTime", "ZeroMonitor"]

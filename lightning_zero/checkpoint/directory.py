@@ -18,7 +18,6 @@ import time
 import uuid
 import zipfile
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -73,15 +72,15 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
         temporary = "" if is_local else stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero-"))
         folder = Path(target) / data if is_local else Path(temporary)
         try:
-            with _agreeing(agreement, path):
+            with agreement.raise_if_any_failed(), file.naming(path):
                 if agreement.rank == 0:
                     prepare(path)
                     remove_leftovers(path)
-            with _agreeing(agreement, path):
+            with agreement.raise_if_any_failed(), file.naming(path):
                 folder.mkdir(parents=True, exist_ok=True)
                 if agreement.rank == 0 and is_local:
                     stack.callback(os.close, owner.mark(folder))
-            with _agreeing(agreement, path):
+            with agreement.raise_if_any_failed(), file.naming(path):
                 tensors, rest = split(checkpoint)
                 if agreement.rank:  # plain tensors (buffers) are equal on all ranks: rank 0 writes them, as in one file
                     tensors = {key: t for key, t in tensors.items() if isinstance(t, DTensor)}
@@ -98,7 +97,7 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
                 with contextlib.suppress(OSError):
                     fs.rmdir(target)  # if the save would have been its first
             raise
-        with _agreeing(agreement, path):
+        with agreement.raise_if_any_failed(), file.naming(path):
             if agreement.rank == 0:
                 commit(path, data)
 
@@ -226,18 +225,6 @@ def remove(path: Path) -> None:
     (path / layout.MARKER).unlink(missing_ok=True)
     file.sync_folder(path)
     shutil.rmtree(path)
-
-
-@contextlib.contextmanager
-def _agreeing(agreement: Agreement, path: str) -> Iterator[None]:
-    """An error on one rank inside is an error on all."""
-    error: BaseException | None = None
-    try:
-        with file.naming(path):
-            yield
-    except Exception as found:
-        error = found
-    agreement.agree(error)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

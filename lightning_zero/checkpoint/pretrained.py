@@ -99,7 +99,7 @@ def load_pretrained(
     """
     run = run_agreement()
     agreement = run or Agreement(alone=True)
-    agreement.meet("lightning_zero.load_pretrained()")
+    agreement.gather(None, "lightning_zero.load_pretrained()")
     where = agreement.gather(os.fspath(path))[0]
     stored = find(where, weights_only, agreement)
     targets = saved_tensors(module)

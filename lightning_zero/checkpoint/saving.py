@@ -98,7 +98,7 @@ class Saving:
         """The checkpoint as Lightning collects it, each rank's part by the strategy's form."""
         connector = checkpoint_connector(trainer)
         self._meet()
-        self.agreement.meet("trainer.save_checkpoint()")
+        self.agreement.gather(None, "trainer.save_checkpoint()")
         self.collecting = Collecting.FOR_RANK_0 if self._form == "file" else Collecting.SHARDS
         if self.collecting is Collecting.FOR_RANK_0:
             folder = getattr(trainer.checkpoint_callback, "dirpath", None)

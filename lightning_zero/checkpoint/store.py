@@ -30,14 +30,8 @@ Result = TypeVar("Result")
 
 def together(agreement: Agreement, call: Callable[[], Result]) -> Result:
     """The result of ``call()`` on this rank; if it fails on any rank, its error is raised on all (collective)."""
-    error: BaseException | None = None
-    result: Any = None
-    try:
-        result = call()
-    except Exception as found:
-        error = found
-    agreement.agree(error)
-    return result
+    with agreement.raise_if_any_failed():
+        return call()
 
 
 def is_directory(path: str) -> bool:

@@ -94,18 +94,28 @@ class Channel:
         self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self.lost = False
 
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Messages are under way inside."""
+        try:
+            yield
+        except BaseException:
+            self.lost = True
+            raise
+
 
 class Agreement:
     """Agreements of all ranks on a :class:`Channel`.
 
-    The constructor is collective, and so are ``gather``, ``meet`` and ``agree``; on one rank these return at once.
+    The constructor is collective, and so is each method; on one rank :meth:`gather`, :meth:`raise_if_any_failed` and
+    :meth:`decide` return at once.
 
     Args:
         timeout_seconds: How long a call waits for the other ranks before it raises.
         alone: This process agrees with itself, even inside a process group.
         channel: One that there is already; ``None`` makes one.
         run: Counts the runs that use the channel: what an earlier one has left under way is never met again.
-        kind: Of messages, as in :meth:`tag`; agreements that may be under way together differ in it.
+        kind: Of messages, one of those below :data:`KINDS`; agreements that may be under way together differ in it.
     """
 
     def __init__(
@@ -130,66 +140,67 @@ class Agreement:
         """The channel's; ``None`` on one rank."""
         return None if self.channel is None else self.channel.group
 
-    def tag(self, kind: int) -> int:
-        """Of this run's messages of ``kind``, one of those below :data:`KINDS`."""
-        return tree.FIRST_TAG + KINDS + self.run * KINDS + kind
-
     def beside(self, kind: int) -> Agreement:
         """Another one on the same channel, for another thread."""
         if self.channel is None:
             return Agreement(self.timeout_seconds, alone=True)
         return Agreement(self.timeout_seconds, channel=self.channel, run=self.run, kind=kind)
 
-    def all_reduce(self, message: Tensor, op: Any, kind: int, peer_memory: PeerMemory | None = None) -> dist.Work:
-        """``message`` (a few numbers, in host memory) becomes its sum or maximum over the ranks, as ``op`` says, when
-        this has been waited for; the calls of its kind that began before are then complete, too."""
-        assert self.channel is not None
-        try:
-            work = direct.all_reduce(message, op, self.channel.group, peer_memory, self.tag(kind))
-        except BaseException:
-            self.channel.lost = True
-            raise
-        self._latest[kind] = direct.Begun(self._heard(self._latest.get(kind), work))
-        return self._latest[kind]
-
-    def _heard(self, before: dist.Work | None, work: dist.Work) -> Iterator[None]:
-        assert self.channel is not None
-        try:
-            if before is not None:  # a rank passes messages on while it waits: in one order on all of them
-                before.wait()
-            work.wait()
-        except BaseException:
-            self.channel.lost = True
-            raise
-        yield
-
-    def gather(self, value: Any, call: str = "a checkpoint's agreement") -> list[Any]:
+    def gather(
+        self, value: Any, call: str = "a checkpoint's agreement", error: BaseException | None = None
+    ) -> list[Any]:
         """Every rank's ``value`` (picklable, small), by rank.
 
         Raises:
-            RuntimeError: When a rank does not make the call within ``timeout_seconds``; names ``call``.
+            BaseException: On every rank if any rank has an ``error``; on that rank its own, on the others the closest
+                of :data:`_REPEATABLE`, with the message of the first rank that has one.
+            RuntimeError: When a rank does not make the call within ``timeout_seconds``, naming ``call``; on every rank
+                when another rank makes a different call.
         """
-        if self.channel is None:
-            return [value]
-        content = pickle.dumps(value)  # an error here is the caller's
-        with self._calling(call):
-            everyones = tree.gather(content, self.channel.group, self.tag(self._kind), self.timeout_seconds)
-        return [pickle.loads(each) for each in everyones]
+        everyones = [(call, None, value)]
+        if self.channel is not None:
+            # A number and a text, not the exception: one that cannot be pickled would fail on its own rank alone.
+            failure = None if error is None else (_repeatable(error), str(error))
+            content = pickle.dumps((call, failure, value))  # an error here is the caller's
+            try:
+                with self._calling(call):
+                    gathered = tree.gather(content, self.channel.group, self._tag(self._kind), self.timeout_seconds)
+            except RuntimeError as lost:
+                raise (error or lost) from lost
+            everyones = [pickle.loads(each) for each in gathered]
+        if error is not None:
+            raise error
+        for rank, (_, failure, _) in enumerate(everyones):
+            if failure is not None:
+                raise _REPEATABLE[failure[0]](f"on rank {rank}: {failure[1]}")
+        if len({name for name, _, _ in everyones}) > 1:
+            found = "; ".join(f"rank {rank}: {name}" for rank, (name, _, _) in enumerate(everyones))
+            raise RuntimeError(f"ranks make different collective calls ({found}): make the same one on every rank.")
+        return [each for _, _, each in everyones]
+
+    @contextmanager
+    def raise_if_any_failed(self) -> Iterator[None]:
+        """An error on one rank inside is an error on all, as in :meth:`gather`."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as found:
+            error = found
+        self.gather(None, error=error)
 
     def decide(self, make: Callable[[], Any], decide: Callable[[list[Any]], list[Any]], call: str) -> Any:
         """This rank's part of what ``decide`` says on rank 0, given what ``make`` has made on every rank; both lists
         are by rank, and of anything picklable. Large ones are held by rank 0 alone.
 
         Raises:
-            RuntimeError: As :meth:`gather`.
-            Exception: What ``make`` or ``decide`` has raised on any rank, as :meth:`agree`.
+            Exception: What ``make`` or ``decide`` has raised on any rank, as :meth:`gather`.
         """
         errors: list[Exception] = []
 
         def tried(function: Callable[[], _Result], otherwise: _Result) -> _Result:
             try:
                 return function()
-            except Exception as error:  # `agree` raises it below, on all ranks, which expect messages until then
+            except Exception as error:  # raised below, on all ranks, which expect messages until then
                 errors.append(error)
                 return otherwise
 
@@ -204,9 +215,36 @@ class Agreement:
             (part,) = decided([value])
         else:
             with self._calling(call):
-                part = tree.deal(value, decided, self.channel.group, self.tag(self._kind), self.timeout_seconds)
-        self.agree(errors[0] if errors else None)
+                part = tree.deal(value, decided, self.channel.group, self._tag(self._kind), self.timeout_seconds)
+        self.gather(None, call, errors[0] if errors else None)
         return pickle.loads(part)
+
+    def all_reduce(self, message: Tensor, op: Any, kind: int, peer_memory: PeerMemory | None = None) -> dist.Work:
+        """``message`` (a few numbers, in host memory) becomes its sum or maximum over the ranks, as ``op`` says, when
+        this has been waited for; the calls of its kind that began before are then complete, too."""
+        assert self.channel is not None
+        with self.channel.in_use():
+            work = direct.all_reduce(message, op, self.channel.group, peer_memory, self._tag(kind))
+        self._latest[kind] = direct.Begun(self._heard(self._latest.get(kind), work))
+        return self._latest[kind]
+
+    def _heard(self, before: dist.Work | None, work: dist.Work) -> Iterator[None]:
+        assert self.channel is not None
+        with self.channel.in_use():
+            if before is not None:  # a rank passes messages on while it waits: in one order on all of them
+                before.wait()
+            work.wait()
+        yield
+
+    def collect(self, mine: Tensor, sizes: Sequence[int], members: Sequence[int], into: Tensor | None) -> None:
+        """See :func:`~lightning_zero.comm.tree.collect`."""
+        assert self.channel is not None
+        with self.channel.in_use():
+            tree.collect(mine, sizes, members, self.channel.group, self._tag(_COLLECTED), into)
+
+    def _tag(self, kind: int) -> int:
+        """Of this run's messages of ``kind``."""
+        return tree.FIRST_TAG + KINDS + self.run * KINDS + kind
 
     @contextmanager
     def _calling(self, call: str) -> Iterator[None]:
@@ -215,56 +253,14 @@ class Agreement:
         try:
             if self.channel.lost:
                 raise RuntimeError("an earlier call has failed")
-            yield
+            with self.channel.in_use():
+                yield
         except Exception as error:  # gloo raises RuntimeError, or a DistBackendError where the peer is gone
-            self.channel.lost = True
             raise RuntimeError(
                 f"{call} on rank {self.rank}: not all ranks made this call within timeout_seconds="
                 f"{self.timeout_seconds:g} ({error}). It is collective: make it on every rank,"
                 " outside of `if trainer.is_global_zero` and @rank_zero_only."
             ) from error
-        except BaseException:  # Ctrl-C
-            self.channel.lost = True
-            raise
-
-    def collect(self, mine: Tensor, sizes: Sequence[int], members: Sequence[int], into: Tensor | None) -> None:
-        """See :func:`~lightning_zero.comm.tree.collect`."""
-        assert self.channel is not None
-        try:
-            tree.collect(mine, sizes, members, self.channel.group, self.tag(_COLLECTED), into)
-        except BaseException:
-            self.channel.lost = True
-            raise
-
-    def meet(self, call: str) -> None:
-        """Waits until every rank makes ``call``.
-
-        Raises:
-            RuntimeError: As :meth:`gather`; also when another rank makes a different call.
-        """
-        calls = self.gather(call, call)
-        if len(set(calls)) > 1:
-            found = "; ".join(f"rank {rank}: {name}" for rank, name in enumerate(calls))
-            raise RuntimeError(f"ranks make different collective calls ({found}): make the same one on every rank.")
-
-    def agree(self, error: BaseException | None) -> None:
-        """Raises on every rank if any rank has an ``error``.
-
-        Raises:
-            BaseException: On a rank with an ``error``, that one. On the others the closest of :data:`_REPEATABLE`, with
-                the message of the first rank that has an error.
-        """
-        # A number and a text, not the exception: one that cannot be pickled would fail on its own rank alone.
-        message = None if error is None else (_repeatable(error), str(error))
-        try:
-            found = self.gather(message)
-        except RuntimeError as lost:
-            raise (error or lost) from lost
-        if error is not None:
-            raise error
-        for rank, other in enumerate(found):
-            if other is not None:
-                raise _REPEATABLE[other[0]](f"on rank {rank}: {other[1]}")
 
 
 KINDS = 8

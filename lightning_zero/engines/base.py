@@ -162,8 +162,6 @@ class Engine(ABC):
         """Whether optimizers have whole states beside whole parameters when the run ends."""
         self.units: Sequence[nn.Module] = ()
         """Modules that are gathered together for each of their forwards, where they are of ``fully_shard``."""
-        self.units_table = ""
-        """A table of the units, as text."""
         self.reduces = True
         """Whether the backward of this micro-batch ends a window; not inside :meth:`no_sync`."""
         self.optimizers: list[Optimizer] | None = None
@@ -285,7 +283,7 @@ class Engine(ABC):
         with torch.no_grad(), DisableTorchFunction():
             if on_rank_0 is not None:
                 agreement, memory = on_rank_0
-                agreement.agree(memory.why_not(whole_bytes(state)) if agreement.rank == 0 else None)
+                agreement.gather(None, error=memory.why_not(whole_bytes(state)) if agreement.rank == 0 else None)
             return map_tensors(one, state)
 
     @contextmanager

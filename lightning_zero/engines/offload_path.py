@@ -67,14 +67,10 @@ def folder_for_files(given: str | None, default: str, need_bytes: float, agreeme
     Raises:
         ValueError: On every rank: the path is missing, cannot be written to, or has too little room on some host.
     """
-    error: ValueError | None = None
-    if is_first:
-        try:
+    with agreement.raise_if_any_failed():
+        if is_first:
             base, name = usable_folder(given, default)
             with said_of(name), tempfile.TemporaryFile(dir=base) as probe:
                 probe.write(b"0")
             require_room(base, name, need_bytes)
-        except ValueError as found:
-            error = found
-    agreement.agree(error)
     return given if given is not None else default

@@ -32,14 +32,6 @@ class Unit:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     """Sharded parameters by full name."""
 
-    @property
-    def numel(self) -> int:
-        return sum(p.numel() for p in self.parameters.values())
-
-    @property
-    def nbytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.parameters.values())
-
 
 @dataclass
 class UnitPlan:
@@ -49,18 +41,6 @@ class UnitPlan:
     """Inner units before the ones around them; the root last, present even when it holds nothing."""
     replicated: dict[str, nn.Parameter]
     """Parameters kept whole on every rank, by full name."""
-
-    def table(self) -> str:
-        """The units as text: module, parameters, elements, bytes."""
-        rows = [(u.name, type(u.module).__name__, len(u.parameters), u.numel, u.nbytes) for u in self.units]
-        if self.replicated:
-            whole = Unit("(replicated)", nn.Module(), self.replicated)
-            rows.append((whole.name, "-", len(self.replicated), whole.numel, whole.nbytes))
-        width = max(len("unit"), *(len(r[0]) for r in rows))
-        kind = max(len("class"), *(len(r[1]) for r in rows))
-        lines = [f"{'unit':<{width}}  {'class':<{kind}}  {'tensors':>7}  {'elements':>13}  {'bytes':>15}"]
-        lines += [f"{r[0]:<{width}}  {r[1]:<{kind}}  {r[2]:>7}  {r[3]:>13,}  {r[4]:>15,}" for r in rows]
-        return "\n".join(lines)
 
 
 def plan_units(

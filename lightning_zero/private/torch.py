@@ -159,7 +159,7 @@ __all__ = [
     "GETTERS", "INITIALIZERS", "ITEM", "PICKLED", "TORCH", "BatchNorm", "DisableTorchFunction",
     "DisableTorchFunctionSubclass", "Dynamo", "EnableTorchFunction", "FakeTensorMode", "Graph",
     "MemoryFormats", "StorageInfo", "TorchDispatchMode", "abort_process_groups", "as_traced", "at_end_of_backward",
-    "backward_hooks", "backwards_inside", "base_of", "beside_transforms", "call_with_hooks", "compiled_call",
+    "backwards_inside", "base_of", "beside_transforms", "call_with_hooks", "compiled_call",
     "disabled_torch_function", "dynamo_error",
     "forget_meshes", "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward",
     "in_fx_trace", "in_transform", "is_compiled", "is_traced", "local_tensor",
@@ -338,11 +338,6 @@ def _translating(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return transform
-
-
-def backward_hooks(p: Tensor) -> dict[int, Callable[..., Any]] | None:
-    """The hooks of ``register_hook``; there is no public way to ask."""
-    return p._backward_hooks
 
 
 def has_accumulation_hooks(p: Tensor) -> bool:

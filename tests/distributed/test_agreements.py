@@ -21,6 +21,7 @@ from lightning_zero.comm.agree import (
     broadcast_coalesced,
     shared_agreement,
 )  # fmt: skip
+from lightning_zero.comm.meeting import Meeting
 from tests.helpers import zoo
 from tests.helpers.lifetime import forget_peak, resident
 from tests.helpers.ranks import job_store, outcome
@@ -47,11 +48,30 @@ def _everyones() -> None:
     for size in (0, 1, 900, 1016, 1017, 100_000):  # around what fits into the first message
         assert agreement.gather(bytes([rank]) * size * (rank + 1)) == [bytes([r]) * size * (r + 1) for r in range(n)]
     with pytest.raises(RuntimeError, match="rank 0: a; rank 1: b"):
-        agreement.meet("ab"[rank % 2])
+        agreement.gather(None, "ab"[rank % 2])
 
 
 def test_objects_of_any_size_are_everyones(ranks3):
     ranks3(_everyones)
+
+
+def _under_a_default_device() -> None:
+    dist.init_process_group("gloo")
+    agreement, rank, n = shared_agreement(60), dist.get_rank(), dist.get_world_size()
+    parts = [torch.full((70,), member, dtype=torch.uint8) for member in range(n)]
+    into, message = torch.zeros(70 * n, dtype=torch.uint8) if rank == 0 else None, torch.tensor([rank])
+    with torch.device("meta"):  # as `torch.set_default_device`
+        assert Meeting(agreement).round(rank, lambda: "").key == n - 1
+        agreement.all_reduce(message, dist.ReduceOp.MAX, IN_STEP).wait()
+        assert agreement.gather(bytes(5000)) == [bytes(5000)] * n
+        assert agreement.decide(lambda: rank, list, "the call") == rank
+        agreement.collect(parts[rank], [70] * n, list(range(n)), into)
+    assert message.item() == n - 1
+    assert into is None or torch.equal(into, torch.cat(parts))
+
+
+def test_messages_are_on_the_host_whatever_the_default_device(ranks3):
+    ranks3(_under_a_default_device)
 
 
 def _dealt(size: int) -> list[str]:

@@ -116,7 +116,7 @@ def test_a_files_adam_is_fused_in_host_memory(ranks2: Any) -> None:
 @pytest.mark.parametrize(
     ("strategy", "kind", "trainer", "parts"),
     [
-        ({}, NoOptimizer, {"batch_size": 8}, ["train_batch_size=16", "micro-batches of 2", "batch_size=8"]),
+        ({}, NoOptimizer, {"batch_size": 8}, ["train_batch_size=16", "this run has 64", "batch_size=8"]),
         ({}, NoOptimizer, {"accumulate_grad_batches": 2}, ["accumulation_steps=4", "accumulate_grad_batches=2"]),
         (
             {"deepspeed_config": {**FILE, "optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}},

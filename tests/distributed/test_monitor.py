@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader
 
-from lightning_zero.callbacks import ChromeTrace, ZeroMonitor, zero_monitor
+from lightning_zero.callbacks import ZeroMonitor, zero_monitor
 from lightning_zero.callbacks.zero_monitor import PARTS, HostClock
 from lightning_zero.comm import meter as meter_module
 from lightning_zero.comm.meter import TrafficMeter
@@ -297,18 +296,3 @@ def test_a_step_costs_it_little_however_large_the_model_is(ranks1):
     """A step of a small model makes some ten thousand calls; ``benchmarks/monitor.py`` has the time."""
     (small,), (large,) = ranks1(_calls_per_step, 2), ranks1(_calls_per_step, 8)
     assert 0 < small == large < 300
-
-
-def _traced(folder: str, num_batches: int) -> str:
-    trace = ChromeTrace(folder, skip_steps=1, num_steps=2)
-    trainer = zoo.make_trainer({"stage": 2}, max_epochs=1, limit_train_batches=num_batches, callbacks=[trace])
-    trainer.fit(zoo.Zoo(), DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
-    assert trace.path is not None
-    return str(trace.path)
-
-
-@pytest.mark.parametrize("num_batches", [2, 5])
-def test_a_chrome_trace_per_rank(ranks2, tmp_path, num_batches):
-    paths = ranks2(_traced, str(tmp_path), num_batches)
-    assert [Path(p).name for p in paths] == ["trace-rank0.json", "trace-rank1.json"]
-    assert all("traceEvents" in Path(p).read_text() for p in paths)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.profilers import PyTorchProfiler
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_zero.callbacks import ChromeTrace
 from lightning_zero.comm.shards import local
 from tests.helpers import account, zoo
 
@@ -118,12 +118,13 @@ def test_less_is_on_the_device(ranks, stage):
 
 def _trace() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        chrome = ChromeTrace(folder=folder)
+        schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
+        profiler = PyTorchProfiler(dirpath=folder, filename="trace", schedule=schedule)
         settings = {"stage": 3, "offload": "cpu", **zoo.BLOCKS}
-        trainer = zoo.make_trainer(settings, accelerator="cuda", max_steps=6, callbacks=[chrome])
+        trainer = zoo.make_trainer(settings, accelerator="cuda", max_steps=6, profiler=profiler)
         trainer.fit(account.Mlp(width=1024), DataLoader(account.Tokens(), batch_size=64))
-        assert chrome.path is not None
-        return json.loads(Path(chrome.path).read_text())["traceEvents"]
+        (path,) = Path(folder).glob("*.json")
+        return json.loads(path.read_text())["traceEvents"]
 
 
 def test_copies_run_beside_kernels(ranks1):

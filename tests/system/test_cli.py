@@ -209,7 +209,8 @@ def test_zero_auto_a_monitor_and_traces(tmp_path):
     assert done.stdout.count("zero_auto takes zero1: needs") == 1
     assert "ZeroMonitor" in done.stdout
     for rank in (0, 1):
-        events = json.loads((tmp_path / "run" / f"trace-rank{rank}.json").read_text())["traceEvents"]
+        (path,) = (tmp_path / "run").glob(f"fit-trace-{rank}*.json")
+        events = json.loads(path.read_text())["traceEvents"]
         assert any("reduce_scatter" in event.get("name", "") for event in events)
 
 

@@ -34,7 +34,6 @@ def parameters() -> list[nn.Parameter]:
         ),
         ({"type": "Adam", "params": {"adam_w_mode": False, "torch_adam": True}}, torch.optim.Adam, {}),
         ({"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-        ({"type": "adagrad", "params": {"lr": 0.1}}, torch.optim.Adagrad, {"lr": 0.1}),
         ({"type": "AdamW", "params": {"lr": 1, "betas": "auto", "weight_decay": "auto"}}, torch.optim.AdamW, {"lr": 1}),
     ],
 )
@@ -49,13 +48,8 @@ def test_optimizers(section: Any, made: type, settings: dict[str, Any]) -> None:
     ("section", "parts"),
     [
         ({"type": "AdamW", "params": {"lr": "auto"}}, ['lr="auto"', "number"]),
-        ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, ["max_grad_norm=1.0", "gradient_clip_val"]),
-        ({"type": "AdamW", "params": {"bias_correction": False}}, ["bias_correction=False", "True"]),
-        ({"type": "AdamW", "params": {"lrr": 1}}, ["lrr", "AdamW says"]),
+        ({"type": "AdamW", "params": {"lrr": 1}}, ["params.lrr=1", "AdamW: use lr, betas"]),
         ({"type": "Lamb", "params": {}}, ["'Lamb'", "configure_optimizers"]),
-        ({"type": "OneBitAdam", "params": {}}, ["'OneBitAdam'", "removed"]),
-        ({"type": "Zzz", "params": {}}, ["'Zzz'", "torch.optim"]),
-        ({"type": "Optimizer", "params": {}}, ["'Optimizer'", "torch.optim"]),
         ({"params": {}}, ["optimizer.type=None"]),
     ],
 )
@@ -71,9 +65,9 @@ def test_a_module_with_its_own_optimizer_must_agree() -> None:
     check_optimizer(raw(), [own])
     check_optimizer(raw({"type": "auto"}), [own])
     check_optimizer(raw({"type": "AdamW", "params": {"lr": "auto", "betas": [0.8, 0.9]}}), [own])
-    with pytest.raises(ValueError, match=r"params\.lr=0\.1 .*configure_optimizers\(\) set 5e-05"):
+    with pytest.raises(ValueError, match=r"lr=0\.1 .*configure_optimizers\(\) set 5e-05"):
         check_optimizer(raw({"type": "AdamW", "params": {"lr": 0.1}}), [own])
-    with pytest.raises(ValueError, match=r"type='SGD' .*returned AdamW"):
+    with pytest.raises(ValueError, match=r"type='SGD' .*set 'AdamW'"):
         check_optimizer(raw({"type": "SGD", "params": {"lr": 5e-5}}), [own])
 
 
@@ -104,27 +98,22 @@ def test_schedules_are_deepspeeds_own() -> None:
     assert again.get_last_lr() == schedule.get_last_lr()
 
 
-@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "StepLR"])
-def test_every_schedule_can_be_made(name: str) -> None:
+def test_auto_in_a_schedule_is_the_optimizers_rate() -> None:
     pytest.importorskip("deepspeed")
-    params = {
-        "WarmupDecayLR": {"total_num_steps": 8},
-        "WarmupCosineLR": {"total_num_steps": 8},
-        "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2},
-        "StepLR": {"step_size": 2},
-    }.get(name, {})
-    optimizer = torch.optim.AdamW(parameters()[:1])
-    schedule = make_scheduler(raw(scheduler={"type": name, "params": params}), optimizer, total_steps=lambda: 8)
+    section = {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 2}}
+    optimizer = torch.optim.SGD(parameters()[:1], lr=0.3)
+    schedule = make_scheduler(raw(scheduler=section), optimizer, lambda: 8)
     assert schedule is not None
-    optimizer.step()
-    schedule.step()
-    assert math.isfinite(optimizer.param_groups[0]["lr"])
+    for _ in range(4):
+        optimizer.step()
+        schedule.step()
+    assert schedule.get_last_lr() == [0.3]
 
 
 @pytest.mark.parametrize(
     ("section", "steps", "part"),
     [
-        ({"type": "Zzz"}, 8, "scheduler.type='Zzz'"),
+        ({"type": "OneCycle"}, 8, "scheduler.type='OneCycle' .*configure_optimizers"),
         ({"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, 8, "number of steps"),
         ({"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}, math.inf, "max_steps"),
         ({"type": "WarmupLR", "params": {"warmup": 3}}, 8, "scheduler.params.warmup"),

@@ -12,6 +12,7 @@ import pytest
 from lightning.pytorch import Trainer
 
 from lightning_zero.app.arguments import unknown_setting
+from lightning_zero.app.cli import trace_profiler
 from lightning_zero.app.hydra_config import (
     ConfigError,
     make_strategy,
@@ -52,6 +53,11 @@ def _job(*overrides: str) -> Any:
 def _composed(*overrides: str) -> Any:
     """Its group ``strategy``."""
     return make_zero_config(_job(*overrides).strategy)
+
+
+def test_a_trace_beside_another_profiler_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"profile=true with trainer\.profiler=simple"):
+        trace_profiler(_job("debug=profile", "profile=true"), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,3 @@ def test_norm_classes_can_be_kept_whole():
     model = Model()
     model.norm = nn.BatchNorm1d(4)
     assert list(plan_units(model, keep_whole=[nn.BatchNorm1d]).replicated) == ["norm.weight", "norm.bias"]
-
-
-def test_table_counts_bytes():
-    rows = plan_units(Model()).table().splitlines()
-    assert rows[1].split() == ["blocks.0", "Block", "4", "40", "160"]

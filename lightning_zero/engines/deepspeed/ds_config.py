@@ -50,11 +50,11 @@ _SCALING = {
     "min_loss_scale": 1,
 }
 """Settings of the section ``fp16`` -> DeepSpeed's default (deepspeed/runtime/precision_config.py)."""
-_INERT = (
-    "autotuning", "comet", "csv_monitor", "data_efficiency", "flops_profiler", "memory_breakdown", "tensorboard",
+INERT = (
+    "aio", "autotuning", "comet", "csv_monitor", "data_efficiency", "flops_profiler", "memory_breakdown", "tensorboard",
     "wandb", "wall_clock_breakdown",
 )  # fmt: skip
-"""Keys that only ``engine.forward``, ``engine.step``, its dataloader or its launcher read, none of which runs here."""
+"""Keys for DeepSpeed's own ``forward``, ``step``, dataloader, launcher and files, none of which is in use here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +104,11 @@ def ds_config(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
             naming both values and the repair.
     """
     raw = config.raw or RawConfig("{}")
-    check_device(config, facts)
-    check_against_trainer(raw, facts)
-    _check_loss_scaling(raw, facts)
+    _check_device(config, raw, facts)
+    _check_clipping(raw, facts)
+    _check_precision(raw, facts)
     made = {key: value for key, value in raw.content().items() if key not in _OURS and value != AUTO}
-    micro, train = _batch_sizes(raw, facts)
-    made["train_micro_batch_size_per_gpu"], made["train_batch_size"] = micro, train
-    made["gradient_accumulation_steps"] = facts.accumulation
+    made.update(batches(raw, facts))
     made["gradient_clipping"] = 0.0
     made["zero_allow_untested_optimizer"] = True
     made["zero_force_ds_cpu_optimizer"] = False
@@ -123,32 +121,28 @@ def ds_config(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
 # -- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check_device(config: ZeroConfig, facts: RunFacts) -> None:
-    """Raises ``ValueError`` for settings that DeepSpeed does not support on this kind of device."""
-    raw = config.raw or RawConfig("{}")
-    where = raw.origin
+def _check_device(config: ZeroConfig, raw: RawConfig, facts: RunFacts) -> None:
+    zero = raw.section("zero_optimization")
+    messages = (config.deepspeed.communication_dtype, raw.content().get("communication_data_type"))
     if facts.device_type == "cpu":
-        if raw.section("fp16").get("enabled") is True:
-            raise ValueError(
-                f'fp16.enabled=True in {where}: fp16 does not train on a CPU; use bf16 instead: "bf16": {{"enabled":'
-                " true} with Trainer(precision='bf16-mixed')."
-            )
-        if facts.dtype == "fp16":
-            raise ValueError(
-                f"precision={facts.precision!r}: DeepSpeed has no fp16 on a CPU; use precision='bf16-mixed'."
-            )
-        if config.deepspeed.communication_dtype == "fp16" or raw.content().get("communication_data_type") == "fp16":
-            raise ValueError("deepspeed.communication_dtype='fp16' on a CPU: use 'bf16' or 'fp32'.")
-        if raw.section("zero_optimization").get("offload_optimizer", {}).get("super_offload"):
-            raise ValueError(f"offload_optimizer.super_offload=True in {where}: it needs CUDA; leave it out.")
-    if facts.device_type != "cuda":
-        zero = raw.section("zero_optimization")
-        for name in _NEED_CUDA:
-            if getattr(config.deepspeed, name) or zero.get(_ZERO_KEYS[name]) is True:
+        for setting, is_on in (
+            (f"fp16.enabled=True in {raw.origin}", raw.section("fp16").get("enabled") is True),
+            (f"precision={facts.precision!r}", facts.dtype == "fp16"),
+            ("deepspeed.communication_dtype='fp16'", "fp16" in messages),
+        ):
+            if is_on:
                 raise ValueError(
-                    f"deepspeed.{name}=True on {facts.device_type!r}: DeepSpeed's quantization is for CUDA; leave it"
-                    " out, or use precision='bf16-mixed', which halves what is sent too."
+                    f'{setting}: DeepSpeed has no fp16 on a CPU; use bf16, in a file as "bf16": {{"enabled": true}},'
+                    " with Trainer(precision='bf16-mixed')."
                 )
+        if zero.get("offload_optimizer", {}).get("super_offload"):
+            raise ValueError(f"offload_optimizer.super_offload=True in {raw.origin}: it needs CUDA; leave it out.")
+    for name in _NEED_CUDA if facts.device_type != "cuda" else ():
+        if getattr(config.deepspeed, name) or zero.get(_ZERO_KEYS[name]) is True:
+            raise ValueError(
+                f"deepspeed.{name}=True on {facts.device_type!r}: DeepSpeed's quantization is for CUDA; leave it"
+                " out, or use precision='bf16-mixed', which halves what is sent too."
+            )
     if facts.dtype == "fp64":
         raise ValueError(
             f"precision={facts.precision!r}: DeepSpeed computes in 32 or 16 bits; use precision='32-true', or"
@@ -159,43 +153,30 @@ def check_device(config: ZeroConfig, facts: RunFacts) -> None:
         raise ValueError(f"deepspeed.hpz_partition_size={size} with {facts.world_size} ranks: use a divisor of them.")
 
 
-def check_against_trainer(raw: RawConfig, facts: RunFacts) -> None:
-    """Raises ``ValueError`` if the file and the Trainer contradict each other."""
-    where, content = raw.origin, raw.content()
-    steps, _ = _file_batches(raw, facts)
-    if steps is not None and steps != facts.accumulation:
+def _check_clipping(raw: RawConfig, facts: RunFacts) -> None:
+    its, mine = raw.content().get("gradient_clipping", AUTO), facts.clip_value or 0.0
+    if its in (AUTO, None):
+        return
+    if float(its) != mine or (mine and facts.clip_algorithm != "norm"):
         raise ValueError(
-            f"gradient_accumulation_steps={steps} in {where}, but Trainer(accumulate_grad_batches="
-            f'{facts.accumulation}): make them equal, or "auto" in the file.'
+            f"gradient_clipping={its}, which is by norm, in {raw.origin}, but Trainer(gradient_clip_val="
+            f'{facts.clip_value!r}, gradient_clip_algorithm={facts.clip_algorithm!r}): make them equal, or "auto" in'
+            " the file."
         )
-    clipping, mine = content.get("gradient_clipping", AUTO), facts.clip_value or 0.0
-    if clipping not in (AUTO, None):
-        if mine and clipping and facts.clip_algorithm != "norm":
-            raise ValueError(
-                f"gradient_clipping={clipping} in {where} is by norm, but Trainer(gradient_clip_algorithm="
-                f'{facts.clip_algorithm!r}): make them equal, or "auto" in the file.'
-            )
-        if float(clipping) != float(mine):
-            raise ValueError(
-                f"gradient_clipping={clipping} in {where}, but Trainer(gradient_clip_val={facts.clip_value!r}): make"
-                ' them equal, or "auto" in the file.'
-            )
+
+
+def _check_precision(raw: RawConfig, facts: RunFacts) -> None:
     for name in ("fp16", "bf16", "bfloat16"):
         enabled = raw.section(name).get("enabled", AUTO)
-        dtype = name[:4]
-        if enabled != AUTO and bool(enabled) != (facts.dtype == dtype):
-            wanted = f"use Trainer(precision={_precision_for(dtype)!r})" if enabled else "take the section out"
+        if enabled != AUTO and bool(enabled) != (facts.dtype == name[:4]):
+            wanted = {"fp16": "16-mixed", "bf16": "bf16-mixed"}[name[:4]]
+            repair = f"use Trainer(precision={wanted!r})" if enabled else "take the section out"
             raise ValueError(
-                f"{name}.enabled={enabled} in {where}, but Trainer(precision={facts.precision!r}): {wanted}, or"
+                f"{name}.enabled={enabled} in {raw.origin}, but Trainer(precision={facts.precision!r}): {repair}, or"
                 ' "auto" in the file.'
             )
-
-
-def _check_loss_scaling(raw: RawConfig, facts: RunFacts) -> None:
-    if facts.dtype != "fp16":
-        return
     for name, value in _without_auto(raw.section("fp16")).items():
-        if name in _SCALING and value != _SCALING[name]:
+        if facts.dtype == "fp16" and value != _SCALING.get(name, value):
             raise ValueError(
                 f"fp16.{name}={value!r} in {raw.origin}: losses are scaled by Lightning's GradScaler, if at all, as"
                 " under DDP; leave it out, and give the Trainer plugins=[MixedPrecision('16-mixed', 'cuda',"
@@ -203,78 +184,47 @@ def _check_loss_scaling(raw: RawConfig, facts: RunFacts) -> None:
             )
 
 
-def inert_sections(raw: RawConfig) -> list[str]:
-    """The sections of a file that have no effect in a run under Lightning."""
+def batches(raw: RawConfig, facts: RunFacts, batch_size: int | None = None) -> dict[str, int]:
+    """Accumulation, micro-batch and global batch of this run, by DeepSpeed's names.
+
+    DeepSpeed wants numbers, though only its own dataloader and logs use them.
+
+    Args:
+        raw: The file.
+        facts: Those of the run.
+        batch_size: The dataloader's; ``None``, where it is unknown, takes the file's.
+
+    Raises:
+        ValueError: If the file names other numbers.
+    """
+    steps, per_rank, total = "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size"
     content = raw.content()
-    found = []
-    for name in _INERT:
-        value = content.get(name)
-        if (value.get("enabled") is True or _switches_on(value)) if isinstance(value, dict) else value is True:
-            found.append(name)
-    return found
-
-
-def _switches_on(section: Mapping[str, Any]) -> bool:
-    """Whether a section has parts that are switched on (``data_efficiency``)."""
-    return any(
-        isinstance(part, Mapping) and (part.get("enabled") is True or _switches_on(part)) for part in section.values()
-    )
-
-
-def check_micro_batch(raw: RawConfig | None, facts: RunFacts, batch_size: int | None) -> None:
-    """Raises ``ValueError`` if the file asks for another micro-batch than the dataloader makes (``None``: unknown)."""
-    if raw is None or batch_size is None:
-        return
-    micro = _file_batches(raw, facts)[1]
-    if micro is None or micro == batch_size:
-        return
-    content = raw.content()
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu")
-    said = ", ".join(f"{key}={content[key]}" for key in keys if key in content)
-    raise ValueError(
-        f"{said} in {raw.origin} means micro-batches of {micro} on"
-        f" {facts.world_size} ranks with {facts.accumulation} per step, but the dataloader's batch_size={batch_size}:"
-        f' use DataLoader(batch_size={micro}), or "auto" in the file.'
-    )
-
-
-def _precision_for(dtype: str) -> str:
-    return {"fp16": "16-mixed", "bf16": "bf16-mixed"}[dtype]
-
-
-def _file_batches(raw: RawConfig, facts: RunFacts) -> tuple[int | None, int | None]:
-    """``(accumulation, micro-batch)`` that the file asks for; ``None`` if it leaves it open."""
-    content = raw.content()
-    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    train, micro, steps = (None if content.get(key) in (None, AUTO) else content[key] for key in keys)
-    for key, value in zip(keys, (train, micro, steps), strict=True):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+    its = {key: content[key] for key in (steps, per_rank, total) if content.get(key) not in (None, AUTO)}
+    for key, value in its.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f'{key}={value!r} in {raw.origin}: use a whole number, 1 or more, or "auto".')
-    if train is not None:
-        if micro is not None and steps is None:
-            steps, rest = divmod(train, micro * facts.world_size)
-            parts = f"{micro} a rank on {facts.world_size} ranks"
-        else:
-            each, rest = divmod(train, (steps or facts.accumulation) * facts.world_size)
-            parts = f"{steps or facts.accumulation} micro-batches on {facts.world_size} ranks"
-            if not rest and micro is not None and micro != each:
-                raise ValueError(
-                    f"train_batch_size={train} in {raw.origin} is not train_micro_batch_size_per_gpu={micro} x"
-                    f' gradient_accumulation_steps={steps} x {facts.world_size} ranks: change one, or use "auto".'
-                )
-            micro = each
-        if rest:
+    num_micro = facts.accumulation * facts.world_size
+    micro = batch_size or its.get(per_rank) or max(1, its.get(total, 1) // num_micro)
+    mine = {steps: facts.accumulation, per_rank: micro, total: micro * num_micro}
+    for key, value in its.items():
+        if value != mine[key]:
             raise ValueError(
-                f"train_batch_size={train} in {raw.origin} cannot be split into {parts}: use a multiple, another number"
-                ' of ranks, or "auto".'
+                f"{key}={value} in {raw.origin}, but this run has {mine[key]} (batch_size={micro},"
+                f" accumulate_grad_batches={facts.accumulation}, {facts.world_size} ranks): change one, or use"
+                ' "auto" in the file.'
             )
-    return steps, micro
+    return mine
 
 
-def _batch_sizes(raw: RawConfig, facts: RunFacts) -> tuple[int, int]:
-    """``(micro-batch, global batch)``; DeepSpeed wants numbers, though only its own dataloader and logs use them."""
-    micro = _file_batches(raw, facts)[1] or 1
-    return micro, micro * facts.accumulation * facts.world_size
+def inert_sections(raw: RawConfig) -> list[str]:
+    """The sections of a file that are switched on but have no effect in a run under Lightning."""
+    return [name for name, value in raw.content().items() if name in INERT and _is_on(value)]
+
+
+def _is_on(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_is_on(part) for key, part in value.items() if key == "enabled" or isinstance(part, Mapping))
+    return value is True
 
 
 # -- sections --------------------------------------------------------------------------------------------------------
@@ -294,15 +244,10 @@ def _precision_sections(raw: RawConfig, facts: RunFacts) -> dict[str, Any]:
 
 def _zero_section(config: ZeroConfig, facts: RunFacts, raw: RawConfig) -> dict[str, Any]:
     made = _without_auto(raw.section("zero_optimization"))
-    for old in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"):  # become sections below
-        made.pop(old, None)
     made["stage"] = config.stage
     defaults = _defaults(config, facts)
     for f in fields(config.deepspeed):
         if key := _ZERO_KEYS.get(f.name):
-            short = key.removeprefix("stage3_")  # DeepSpeed takes both
-            if short in made and short != key:
-                made[key] = made.pop(short)
             _fill(made, key, getattr(config.deepspeed, f.name), defaults.get(f.name), raw)
     for part, moves in (("optimizer", config.offloads_optimizer), ("param", config.offloads_parameters)):
         section = _offload_section(part, moves, config, facts, raw)
@@ -331,13 +276,12 @@ def _defaults(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
 def _offload_section(
     part: str, moves: bool, config: ZeroConfig, facts: RunFacts, raw: RawConfig
 ) -> dict[str, Any] | None:
-    zero, offload = raw.section("zero_optimization"), config.offload
-    made = _without_auto(zero.get(f"offload_{part}") or {})
+    offload = config.offload
+    made = _without_auto(raw.section("zero_optimization").get(f"offload_{part}") or {})
     if not moves:
         return made or None
     made.setdefault("device", offload.target)
-    pinned = zero.get("cpu_offload_use_pin_memory")
-    _fill(made, "pin_memory", offload.pin_memory, facts.device_type != "cpu" if pinned is None else pinned, raw)
+    _fill(made, "pin_memory", offload.pin_memory, facts.device_type != "cpu", raw)
     if part == "optimizer" and made["device"] == "cpu":
         _fill(made, "ratio", offload.ratio, None, raw)
     return made

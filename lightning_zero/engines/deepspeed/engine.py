@@ -201,7 +201,6 @@ class DeepSpeedEngine(Engine):
         copies.begin()  # undone by private.end
         pickle_plainly(params.held, self._plain, params.attributes)
         params.after_start()
-        self.units_table = params.table()
 
     def _rests(self) -> bool:
         """Whether DeepSpeed's hooks on modules do nothing: between steps parameters come as they are touched."""

@@ -1,14 +1,13 @@
 """A DeepSpeed file's ``optimizer`` and ``scheduler`` sections as PyTorch objects.
 
 They serve where the module has no ``configure_optimizers``, so that the engine meets an ordinary optimizer either way.
-Names and defaults are those of DeepSpeed's ``_configure_basic_optimizer``.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,24 +16,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_zero.config import RawConfig
 
-_ADAMS = ("adam", "adamw")
-_FOREIGN = {
-    "lamb": "LAMB",
-    "lion": "Lion",
-    "muon": "DeepSpeed's Muon",
-    "muadam": "muP",
-    "muadamw": "muP",
-    "musgd": "muP",
-    "onebitadam": "1-bit Adam, which DeepSpeed removed",
-    "zerooneadam": "0/1 Adam, which DeepSpeed removed",
-    "onebitlamb": "1-bit LAMB, which DeepSpeed removed",
+_AUTO = "auto"
+_OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
 }
-_ONLY_DEEPSPEED = {"torch_adam": None, "bias_correction": True, "fp32_optimizer_states": True, "legacy_fusion": None}
-"""Parameters that name an implementation, and the value PyTorch's classes stand for (``None``: any)."""
+_SCHEDULERS = ("WarmupLR", "WarmupDecayLR")
+"""Classes of ``deepspeed.runtime.lr_schedules``."""
 
 
-def make_optimizer(raw: RawConfig, parameters: Iterable[Any]) -> Optimizer:
-    """The optimizer of the file's section, over ``parameters`` (tensors or groups).
+def make_optimizer(raw: RawConfig, parameters: Iterable[torch.Tensor]) -> Optimizer:
+    """The optimizer of the file's section, over those of ``parameters`` that are trained.
 
     ``"auto"`` leaves a value to PyTorch's default, except ``lr``, which has none that would fit.
 
@@ -42,11 +35,9 @@ def make_optimizer(raw: RawConfig, parameters: Iterable[Any]) -> Optimizer:
         ValueError: Naming the value in the file and the one to write instead.
     """
     made, settings = _optimizer_of(raw)
-    parameters = [p for p in parameters if not isinstance(p, torch.Tensor) or p.requires_grad]
-    try:
-        return made(parameters, **settings)
-    except TypeError as error:
-        raise ValueError(f"optimizer.params={settings} in {raw.origin}: {made.__name__} says {error}.") from error
+    if raw.section("optimizer").get("params", {}).get("lr") == _AUTO:
+        raise ValueError(f'optimizer.params.lr="auto" in {raw.origin}: Lightning has no learning rate; use a number.')
+    return made([p for p in parameters if p.requires_grad], **settings)
 
 
 def make_scheduler(raw: RawConfig, optimizer: Optimizer, total_steps: Callable[[], float]) -> LRScheduler | None:
@@ -58,25 +49,27 @@ def make_scheduler(raw: RawConfig, optimizer: Optimizer, total_steps: Callable[[
         total_steps: Says how many optimizer steps the whole run takes, for ``total_num_steps: "auto"``.
     """
     section = raw.section("scheduler")
-    name = section.get("type")
-    if not section or name is None:
+    name, given = section.get("type"), section.get("params") or {}
+    if name is None:
         return None
-    settings = dict(section.get("params") or {})
-    if settings.get("total_num_steps") == "auto":
+    if name not in _SCHEDULERS:
+        raise ValueError(
+            f"scheduler.type={name!r} in {raw.origin}: use {' or '.join(_SCHEDULERS)}, or return another one from"
+            " configure_optimizers()."
+        )
+    from deepspeed.runtime import lr_schedules  # only this engine needs it
+
+    made = getattr(lr_schedules, name)
+    settings = _params(raw, "scheduler", made)
+    if given.get("warmup_num_steps") == _AUTO:
+        raise ValueError(f'scheduler.params.warmup_num_steps="auto" in {raw.origin}: use a number of steps.')
+    if given.get("warmup_max_lr") == _AUTO:
+        settings["warmup_max_lr"] = optimizer.defaults["lr"]
+    if given.get("total_num_steps") == _AUTO:
         steps = total_steps()
         if not math.isfinite(steps):
             raise ValueError(f'scheduler.params.total_num_steps="auto" in {raw.origin}: set Trainer(max_steps=...).')
         settings["total_num_steps"] = int(steps)
-    if settings.get("warmup_num_steps") == "auto":
-        raise ValueError(f'scheduler.params.warmup_num_steps="auto" in {raw.origin}: use a number of steps.')
-    settings = {key: value for key, value in settings.items() if value != "auto"}
-    made = _scheduler_class(name, raw)
-    known = [p for p in inspect.signature(made).parameters if p != "optimizer"]
-    for key in settings:
-        if key not in known:
-            raise ValueError(f"scheduler.params.{key} in {raw.origin} is no setting of {name}: use {', '.join(known)}.")
-    if issubclass(made, LRScheduler):
-        return made(optimizer, **settings)
     return DeepSpeedSchedule(made(optimizer, **settings))
 
 
@@ -85,23 +78,18 @@ def check_optimizer(raw: RawConfig, optimizers: Iterable[Optimizer]) -> None:
 
     Values that the file leaves out or calls ``"auto"`` are the module's.
     """
-    section = raw.section("optimizer")
-    if not section or section.get("type", "auto") == "auto":
+    if raw.section("optimizer").get("type", _AUTO) == _AUTO:
         return
-    made, settings = _optimizer_of(raw, auto_lr=True)
-    repair = 'leave one of the two out, make them equal, or "auto" in the file.'
+    made, settings = _optimizer_of(raw)
     for optimizer in optimizers:
-        if type(optimizer) is not made:
-            raise ValueError(
-                f"optimizer.type={section['type']!r} in {raw.origin} means {made.__name__}, but configure_optimizers()"
-                f" returned {type(optimizer).__name__}: {repair}"
-            )
-        for key, value in settings.items():
-            mine = optimizer.defaults.get(key)
-            if _plain(mine) != _plain(value):
+        its, mine = {"type": made.__name__}, {"type": type(optimizer).__name__}
+        if type(optimizer) is made:
+            its, mine = settings, optimizer.defaults
+        for key, value in its.items():
+            if _plain(mine.get(key)) != value:
                 raise ValueError(
-                    f"optimizer.params.{key}={value!r} in {raw.origin}, but configure_optimizers() set {mine!r}:"
-                    f" {repair}"
+                    f"optimizer: {key}={value!r} in {raw.origin}, but configure_optimizers() set {mine.get(key)!r}:"
+                    ' leave one of the two out, make them equal, or "auto" in the file.'
                 )
 
 
@@ -129,62 +117,33 @@ class DeepSpeedSchedule(LRScheduler):
 # -- meaning of a section -------------------------------------------------------------------------------------------
 
 
-def _optimizer_of(raw: RawConfig, auto_lr: bool = False) -> tuple[type[Optimizer], dict[str, Any]]:
-    section = raw.section("optimizer")
-    name = section.get("type")
-    if not isinstance(name, str):
-        raise ValueError(f"optimizer.type={name!r} in {raw.origin}: use a name such as 'AdamW'.")
-    given = dict(section.get("params") or {})
-    if "max_grad_norm" in given:
+def _optimizer_of(raw: RawConfig) -> tuple[type[Optimizer], dict[str, Any]]:
+    """As in DeepSpeed: ``"Adam"`` decays weights as AdamW does, unless ``adam_w_mode`` says otherwise."""
+    name = raw.section("optimizer").get("type")
+    made = _OPTIMIZERS.get(str(name).lower())
+    if made is None:
         raise ValueError(
-            f"optimizer.params.max_grad_norm={given['max_grad_norm']!r} in {raw.origin}: use"
-            " Trainer(gradient_clip_val=...)."
+            f"optimizer.type={name!r} in {raw.origin}: use 'AdamW', 'Adam' or 'SGD', or return another one from"
+            " configure_optimizers()."
         )
-    if given.get("lr") == "auto" and not auto_lr:
-        raise ValueError(f'optimizer.params.lr="auto" in {raw.origin}: Lightning has no learning rate; use a number.')
-    lower = name.lower()
-    if lower in _FOREIGN:
-        raise ValueError(
-            f"optimizer.type={name!r} in {raw.origin} is {_FOREIGN[lower]}, which PyTorch has not: return one from"
-            " configure_optimizers(), or use AdamW."
-        )
-    settings = {key: value for key, value in given.items() if value != "auto"}
-    for key, stands_for in _ONLY_DEEPSPEED.items():
-        value = settings.pop(key, stands_for)
-        if stands_for is not None and value != stands_for:
-            raise ValueError(f"optimizer.params.{key}={value!r} in {raw.origin}: use {stands_for!r}, or leave it out.")
-    if lower in _ADAMS:
-        # As in DeepSpeed: "Adam" decays weights as AdamW does, unless it says otherwise.
-        decoupled = settings.pop("adam_w_mode", True) or lower == "adamw"
-        return (torch.optim.AdamW if decoupled else torch.optim.Adam), _lists_as_tuples(settings)
-    known = {key.lower(): value for key, value in vars(torch.optim).items() if isinstance(value, type)}
-    if lower not in known or not issubclass(known[lower], Optimizer) or known[lower] is Optimizer:
-        raise ValueError(
-            f"optimizer.type={name!r} in {raw.origin} is no optimizer of torch.optim: use one, such as 'AdamW' or"
-            " 'SGD', or return yours from configure_optimizers()."
-        )
-    return known[lower], _lists_as_tuples(settings)
+    settings = _params(raw, "optimizer", made, "adam_w_mode", "torch_adam")
+    settings.pop("torch_adam", None)
+    decoupled = settings.pop("adam_w_mode", True)
+    return (torch.optim.AdamW if made is torch.optim.Adam and decoupled else made), settings
 
 
-def _scheduler_class(name: str, raw: RawConfig) -> Any:
-    try:
-        from deepspeed.runtime import lr_schedules  # only this engine needs it
-    except ImportError:
-        lr_schedules = None
-    if lr_schedules is not None and name in lr_schedules.VALID_LR_SCHEDULES:
-        return getattr(lr_schedules, name)
-    made = getattr(torch.optim.lr_scheduler, name, None)
-    if not (isinstance(made, type) and issubclass(made, LRScheduler)):
-        raise ValueError(
-            f"scheduler.type={name!r} in {raw.origin}: use WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle,"
-            " LRRangeTest or a class of torch.optim.lr_scheduler."
-        )
-    return made
-
-
-def _lists_as_tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+def _params(raw: RawConfig, section: str, made: type, *more: str) -> dict[str, Any]:
+    """Arguments for ``made`` (or ``more``) that the section gives a value other than ``"auto"``."""
+    given = raw.section(section).get("params") or {}
+    known = [*list(inspect.signature(made).parameters)[1:], *more]
+    for key, value in given.items():
+        if key not in known:
+            raise ValueError(
+                f"{section}.params.{key}={value!r} in {raw.origin} is not a setting of {made.__name__}: use"
+                f" {', '.join(known)}."
+            )
+    return {key: _plain(value) for key, value in given.items() if value != _AUTO}
 
 
 def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, (list, tuple)) else value
+    return tuple(value) if isinstance(value, list) else value

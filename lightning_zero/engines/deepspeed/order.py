@@ -74,7 +74,7 @@ class Order:
         """The largest and the smallest number that a rank has said, between the hosts; not about buckets."""
         assert self._agreement is not None
         # One message for both kinds: a rank at a gather and one at a bucket must meet here, and be told
-        ends = torch.tensor([number, -number])
+        ends = torch.tensor([number, -number], device="cpu")
         self._agreement.all_reduce(ends, dist.ReduceOp.MAX, IN_STEP).wait()
         high, low = ends.tolist()
         said = {high, -low}

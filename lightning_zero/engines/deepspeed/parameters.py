@@ -72,24 +72,6 @@ class Parameters:
             names = names | {name for name in set(vars(p)) - self._added[p] if not private.is_late(name)}
         return {name: value for name, value in vars(p).items() if name in names}
 
-    def table(self) -> str:
-        """Stages 1 and 2: one row per flat. Stage 3: one per module that is gathered by itself."""
-        if self.stage3:
-            named = [(n or "(root)", list(m.parameters(recurse=False))) for n, m in self.module.named_modules()]
-            rows = [(name, [p for p in params if p in self.held]) for name, params in named]
-        else:
-            flats: dict[int, list[Any]] = {}
-            for p, piece in self.managed.shards.pieces.items() if self.managed is not None else ():
-                flats.setdefault(piece.flat, []).append(p)
-            rows = [(f"flat {i}", params) for i, params in flats.items()]
-        lines = [f"{'unit':<40}{'tensors':>8}{'elements':>14}{'bytes':>14}"]
-        for name, params in rows:
-            numel = [self.shapes[p].numel() for p in params]
-            size = sum(n * p.element_size() for n, p in zip(numel, params, strict=True))
-            if params:
-                lines.append(f"{name:<40}{len(params):>8}{sum(numel):>14}{size:>14}")
-        return "\n".join(lines)
-
 
 def _stride(p: Any) -> tuple[int, ...]:
     return torch.empty(private.whole_shape(p), device="meta").stride() if private.is_partitioned(p) else p.stride()

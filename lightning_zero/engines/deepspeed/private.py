@@ -20,17 +20,17 @@ import inspect
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.engines.base import outside_inference_mode
-from lightning_zero.private.check import Library, Needed, check
+from lightning_zero.private.check import Library, Needed, check, importing
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     in_transform,
@@ -43,6 +43,15 @@ _ZERO = "deepspeed.runtime.zero"
 _STAGE3, _STAGE12 = f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3", f"{_ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer"
 _ENGINE, _OFFLOAD = "deepspeed.runtime.engine:DeepSpeedEngine", f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload"
 _INIT = f"{_ZERO}.partition_parameters:Init"
+_MODELS = {
+    "bf16": "deepspeed.runtime.precision_config:DeepSpeedBF16Config",
+    "bfloat16": "deepspeed.runtime.precision_config:DeepSpeedBF16Config",
+    "comms_logger": "deepspeed.comm.config:CommsLoggerConfig",
+    "compile": "deepspeed.compile.config:CompileConfig",
+    "fp16": "deepspeed.runtime.precision_config:DeepSpeedFP16Config",
+    "zero_optimization": "deepspeed.runtime.zero.config:DeepSpeedZeroConfig",
+}
+"""Sections that pydantic models declare -> those."""
 DEEPSPEED = Library(
     "deepspeed",
     ">=0.19.8,<0.20",
@@ -54,6 +63,7 @@ DEEPSPEED = Library(
         Needed("deepspeed.utils.groups:_release_process_group_references", takes="*group"),
         Needed("deepspeed.accelerator:set_accelerator", takes="accel_obj"),
         Needed("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.__init__", takes="self"),
+        *(Needed(model) for model in _MODELS.values()),
         Needed(f"{_INIT}", stores="param_id"),
         Needed(f"{_OFFLOAD}._register_deepspeed_module", takes="self, module, count"),
         Needed(f"{_ZERO}.partitioned_param_coordinator:iter_params", takes="module, recurse"),
@@ -199,8 +209,7 @@ def prepare(device: torch.device) -> Any:
     run, or nobody, makes it whole, so there is no moment at which the last user has gone. Each change leaves alone what
     DeepSpeed does without us, but for the levels of its loggers, which whoever wants its lines sets afterwards.
     """
-    for name in ("DeepSpeed", "deepspeed"):  # a line per parameter group and more, in mid-run too
-        logging.getLogger(name).setLevel(logging.WARNING)
+    _quieten()
     import deepspeed
     from deepspeed import comm
 
@@ -223,6 +232,11 @@ def prepare(device: torch.device) -> Any:
         comm.comm.cdb._lightning_zero_world = dist.group.WORLD
         _call_by_new_names(comm.comm.cdb)
     return deepspeed
+
+
+def _quieten() -> None:
+    for name in ("DeepSpeed", "deepspeed"):  # a line per parameter group and more, in mid-run too
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 @contextlib.contextmanager
@@ -258,6 +272,68 @@ def use_accelerator(device: torch.device) -> None:
     if get_accelerator().device_name() != kind and kind in ACCELERATORS:
         home = import_module(f"deepspeed.accelerator.{kind}_accelerator")
         set_accelerator(getattr(home, f"{kind.upper()}_Accelerator")())
+
+
+# -- its config files ----------------------------------------------------------------------------------------------
+
+
+def known_settings(section: Sequence[str]) -> dict[str, str]:
+    """Settings that DeepSpeed reads in a section of a config file -> the replacement of a deprecated one, else ``""``.
+
+    Empty for a section in which the user chooses the names, or whose names DeepSpeed checks when its engine starts.
+
+    Args:
+        section: ``["zero_optimization", "offload_param"]``; ``[]`` is the top level.
+    """
+    _quieten()
+    with environment(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")):
+        import deepspeed
+    if not section or section[0] not in _MODELS:
+        looked_up = probe = _Probe()
+        for name in reversed(section):
+            probe = _Probe(**{name: probe})
+        probe["train_micro_batch_size_per_gpu"] = 1
+        deepspeed.DeepSpeedConfig(probe)
+        return dict.fromkeys(looked_up.names, "")
+    module, _, name = _MODELS[section[0]].partition(":")
+    with importing(DEEPSPEED):
+        model = getattr(import_module(module), name)
+    for name in section[1:]:
+        fields = {field.alias or name: field for name, field in model.model_fields.items()}
+        model = _model_in(fields[name].annotation)
+    return {
+        field.alias or name: (field.json_schema_extra or {}).get("new_param", "")
+        for name, field in (model.model_fields.items() if model is not None else ())
+    }
+
+
+def _model_in(annotation: Any) -> Any:
+    """The pydantic model in ``Optional[Model]`` and the like; ``None`` if there is none."""
+    if hasattr(annotation, "model_fields"):
+        return annotation
+    return next(filter(None, map(_model_in, get_args(annotation))), None)
+
+
+class _Probe(dict[str, Any]):
+    """A section without settings that notes which ones are looked up in it."""
+
+    def __init__(self, **sections: _Probe) -> None:
+        super().__init__(sections)
+        self.names: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return True  # readers pass over an empty section
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.names.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: Any) -> bool:
+        self.names.add(key)
+        return super().__contains__(key)
+
+    def keys(self) -> Any:  # `key in section.keys()`
+        return self
 
 
 def count_parameters_from_zero() -> None:

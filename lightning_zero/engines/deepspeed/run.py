@@ -25,9 +25,9 @@ from lightning_zero.engines.base import Engine
 from lightning_zero.engines.compiled import CompiledUnits
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.activations import InsideBackward, configure_deepspeeds_own
-from lightning_zero.engines.deepspeed.ds_config import RunFacts, check_micro_batch, ds_config, inert_sections
+from lightning_zero.engines.deepspeed.ds_config import RunFacts, batches, ds_config, inert_sections
 from lightning_zero.engines.deepspeed.file_optimizer import check_optimizer, make_optimizer, make_scheduler
-from lightning_zero.engines.deepspeed.known_keys import check_keys, deprecated_keys
+from lightning_zero.engines.deepspeed.known_keys import check_keys
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.recompute import Recomputed
 from lightning_zero.engines.run import EngineRun, Place
@@ -168,12 +168,13 @@ class DeepSpeedRun(EngineRun):
     def _warn_of_the_file(self) -> None:
         if (raw := self.config.raw) is None:
             return
-        if inert := inert_sections(raw):
+        inert = inert_sections(raw)
+        if self._supplied is None and raw.section("scheduler"):
+            inert.append("scheduler")
+        if inert:
             rank_zero_warn(
                 f"{raw.origin}: {', '.join(inert)} has no effect here, as batches, steps and logs are Lightning's."
             )
-        for line in deprecated_keys(raw):
-            rank_zero_warn(line)
 
     def facts(self, module: nn.Module, trainer_facts: Mapping[str, Any], device_type: str) -> RunFacts:
         """``trainer_facts`` are the Trainer's settings, in the names of :class:`RunFacts`."""
@@ -195,7 +196,7 @@ class DeepSpeedRun(EngineRun):
         for loader in _flat(loaders):
             sampler = getattr(loader, "batch_sampler", None)
             size = getattr(sampler, "batch_size", None) or getattr(loader, "batch_size", None)
-            check_micro_batch(self.config.raw, facts, size if isinstance(size, int) else None)
+            batches(self.config.raw, facts, size if isinstance(size, int) else None)
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -97,7 +97,7 @@ class Build:
         """Around ``configure_model`` (collective).
 
         Raises:
-            RuntimeError: On all ranks, where they build different modules or one of them fails.
+            RuntimeError: On all ranks, where they build different modules. All raise the error of one that fails.
         """
 
         def on_parameter(module: nn.Module, name: str, p: Any) -> None:
@@ -120,7 +120,7 @@ class Build:
                 raise self._misuse
         except Exception as error:
             if not self._differs:
-                self._agreement.agree(error)  # the others are in an exchange, or at their end
+                self._agreement.gather(None, error=error)  # the others are in an exchange, or at their end
             raise
         finally:
             for handle in handles:
@@ -329,13 +329,11 @@ class Build:
         """Raises ``RuntimeError`` on all ranks unless they are about to do the same."""
         lots = [self._lots[key] for key in keys]
         mine = (event, tuple((lot.serial, lot.name, lot.nbytes) for lot in lots), more)
+        self._differs = True  # also where another rank has failed, whose error is raised here
         found = self._agreement.gather(mine, "configure_model at stage 3 with build='auto'")
-        if all(each == mine for each in found):
+        self._differs = any(each != mine for each in found)
+        if not self._differs:
             return
-        self._differs = True
-        for rank, each in enumerate(found):
-            if isinstance(each, tuple) and isinstance(each[0], int):  # a rank that has failed, see Agreement.agree
-                raise RuntimeError(f"on rank {rank}: {each[1]}")
         raise RuntimeError(
             "ranks build different modules, or some use parameters that others do not: "
             + "; ".join(f"rank {rank}: {_said(each)}" for rank, each in enumerate(found))
@@ -431,6 +429,6 @@ def _bytes_of(storage: Any) -> Tensor:
 
 
 def _said(event: Any) -> str:
-    what, lots, more = event if isinstance(event, tuple) and len(event) == 3 else (repr(event), (), "")
+    what, lots, more = event
     names = ", ".join(name for _, name, _ in lots[:3]) + (", ..." if len(lots) > 3 else "")
     return " ".join(filter(None, (what, names, more)))

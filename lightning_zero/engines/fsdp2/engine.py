@@ -160,7 +160,6 @@ class Fsdp2Engine(Engine):
         # autocast keeps BatchNorm in fp32, and its kernels refuse low-precision weights beside fp32 statistics
         keep_whole = (BatchNorm,) if self.dtypes.is_mixed else ()
         plan = plan_units(module, self.config.units, self.config.min_unit_numel, keep_whole)
-        self.units_table = plan.table()
         recomputed = [unit.module for unit in plan.units[:-1]]
         self._recomputed = Recomputed(
             self.config.activation_checkpointing, module, recomputed, before=lambda m: self._beside.recomputes(m)

@@ -70,10 +70,6 @@ class Usage:
         """Unit ``index``, not the root, is about to reduce its gradients inside the backward."""
         self._reduced.add(index)
 
-    def uses(self, shard: Tensor) -> None:
-        """``shard`` is given a gradient outside of its unit."""
-        self._used.add(shard)
-
     def complete(self, params: Sequence[private.ShardedParam]) -> None:
         """Every one of ``params`` has a gradient to reduce, all of one dtype."""
         for p in params:
