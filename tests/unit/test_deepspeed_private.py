@@ -66,7 +66,7 @@ def running(stage: int, model: nn.Module | None = None, **zero: Any) -> Iterator
             dist_init_required=False,
         )
     if stage == 3:
-        private.without_view(engine, lambda: False)
+        private.without_residency(engine, lambda: False)
     try:
         yield model, engine, (private.Shards3 if stage == 3 else private.Shards12)(engine)
     finally:
@@ -176,9 +176,11 @@ def test_built_sharded() -> None:
             self.scalar = nn.Parameter(torch.tensor(2.0))
             self.linear = nn.Linear(4, 3)
 
-    with private.sharding(config(3)):
+    sharded: list[Any] = []
+    with private.sharding(config(3), sharded.append):
         model = WithScalar()
     weight = model.linear.weight
+    assert {*map(id, sharded)} == {id(weight), id(model.linear.bias)}
     weight.mine = 1  # type: ignore[attr-defined]
     assert not private.is_managed(model.scalar)
     assert private.is_managed(weight)
@@ -192,8 +194,11 @@ def test_built_sharded() -> None:
     assert cut is not None
     assert cut.numel() == 12
     value = torch.arange(12.0).reshape(3, 4)
-    private.store(weight, value)
+    weight.data = value
+    private.store_part(weight)
+    private.empty(weight)
     assert private.is_partitioned(weight)
+    assert weight.numel() == 0
     assert torch.equal(private.gathered_copy(weight), value)
     weight.data = weight.data.double()  # as module.to() does to what is there
     private.keep_dtype(weight)
@@ -252,7 +257,8 @@ def test_masters_and_weights(stage: int) -> None:
             assert torch.equal(shards.whole(p), torch.full_like(expected, 7.0))
             with torch.no_grad():
                 if stage == 3:
-                    private.store(p, torch.full_like(expected, 8.0))
+                    p.data = torch.full_like(expected, 8.0)
+                    private.store_part(p)
                 else:
                     p.fill_(8.0)
             shards.adopt(p)
@@ -390,7 +396,7 @@ def test_inputs_that_stage_3_gives_modules_may_be_changed() -> None:
 def test_while_the_module_is_whole_nothing_is_gathered() -> None:
     whole = [True]
     with running(3) as (_, engine, _):
-        private.without_view(engine, lambda: whole[0])
+        private.without_residency(engine, lambda: whole[0])
         with pytest.raises(RuntimeError):
             engine(torch.ones(1, 4))  # what is registered, partitioned as it is
         from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK

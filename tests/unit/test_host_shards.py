@@ -298,8 +298,8 @@ class _Hosts:
     def __init__(self) -> None:
         self.collected: list[tuple[int, list[int], set[str]]] = []
 
-    def agree(self, error: Exception | None) -> None:
-        assert error is None
+    def gather(self, value: None, error: Exception | None = None) -> None:
+        assert value is error is None
 
     def collect(self, mine: Tensor, sizes: list[int], members: list[int], into: Tensor | None) -> None:
         assert into is not None
