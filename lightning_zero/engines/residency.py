@@ -314,6 +314,12 @@ class Residency:
             with _quietly():
                 self._store.close(key)
 
+    def forget(self) -> list[Tensor]:
+        """Nothing that is open is stored any more. Returns its parameters, which are full still."""
+        params = [p for key in self._open for p in self._store.parameters(key)]
+        self._open.clear()
+        return params
+
     def meet(self) -> None:
         """Waits until all ranks are done with their user code, and gives its parts to those that are not
         (collective)."""

@@ -66,11 +66,16 @@ class Build:
             self._is_entered = True
             self._view.__enter__()
 
-    def end_view(self) -> None:
+    def end_view(self, stores: bool = True) -> None:
+        """``stores``: what was written counts (collective); not after an error, which other ranks may not have."""
         if self._is_entered:
             self._is_entered = False
             self._view.__exit__(None, None, None)
+        if stores:
             self._residency.end_window()
+        with DisableTorchFunction():
+            for p in filter(private.is_partitioned, self._residency.forget()):
+                private.empty(p)
 
     def restore(self, whole: bool, optimizers: Iterable[Any] = (), on_whole: OnWhole = unheard) -> None:
         """The module is an ordinary one again; for a run that ended before its engine started (collective)."""

@@ -69,7 +69,7 @@ from lightning_zero.engines.refusals import (
     refuse_tracing,
     refuse_transforms,
 )
-from lightning_zero.engines.residency import Memories, Mode, Residency
+from lightning_zero.engines.residency import Guards, Memories, Mode, Residency
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     EnableTorchFunction,
@@ -142,6 +142,8 @@ class DeepSpeedEngine(Engine):
         meeting = Meeting(agreement) if meets and agreement is not None else None
         self._residency = Residency(self._store, self._under_way.is_between, meeting, memories)
         self._store.residency = self._residency
+        self._guards = Guards(self._residency, params.held)
+        self._store.watch = self._guards.watch_all
         self._end_transforms = translate_transformed(self._touched)
 
     def _touched(self, value: Any) -> Any:
@@ -272,7 +274,8 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def _in(self, phase: Phase) -> Iterator[None]:
-        with self._under_way.during(phase), private.linear(self._linear) if self._stage3 else nullcontext():
+        linear = private.linear(self._linear) if self._stage3 else nullcontext()
+        with self._under_way.during(phase), self._guards.instead_of_mode(), linear:
             yield
 
     def reshard(self) -> None:

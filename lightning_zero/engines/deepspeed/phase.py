@@ -8,16 +8,16 @@ from enum import Enum, auto
 
 
 class Phase(Enum):
-    """One thing that may be under way; none is, between steps and in hooks there: whole tensors are lent to user code,
-    and dropped when it lets go of them."""
+    """One thing that may be under way; none is, between steps and in hooks there: parameters are whole from the moment
+    user code touches them until its window ends, and DeepSpeed's own hooks do nothing."""
 
     STEP = auto()
     """Inside ``DeepSpeedEngine.run``: a stage-3 parameter that user code reads is gathered in place, and stays for its
     module's forward and backward."""
     BACKWARD = auto()
-    """DeepSpeed and autograd read and write tensors as they are: the view translates nothing."""
+    """DeepSpeed and autograd read and write tensors as they are: nothing is brought or opened."""
     WHOLE = auto()
-    """Whole copies are registered on the module: nothing is translated, gathered, released or agreed on."""
+    """Whole copies are registered on the module: nothing is opened, gathered, released or agreed on."""
 
 
 class UnderWay:

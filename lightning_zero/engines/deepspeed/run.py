@@ -121,7 +121,7 @@ class DeepSpeedRun(EngineRun):
     def take_built(self) -> Build | None:
         built, self.built = self.built, None
         if built is not None:
-            built.end_view()
+            built.end_view(stores=False)
         return built if built is not None and built.found else None
 
     # -- before the engine starts --------------------------------------------------------------------------------

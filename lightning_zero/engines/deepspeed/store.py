@@ -196,6 +196,9 @@ class BuiltStore:
 class DeepSpeedStore(BuiltStore):
     """The same during a run.
 
+    Attributes:
+        watch: Set by the engine. Called when user code holds memory inside a step, so that plain tensors matter.
+
     Args:
         params: All that DeepSpeed holds, in an order that all ranks share.
         names: Of the module's parameters.
@@ -204,6 +207,8 @@ class DeepSpeedStore(BuiltStore):
         backward: The engine's own, for a backward that user code starts inside a step.
         before_bring: Called before a parameter is gathered in a step.
     """
+
+    watch: Callable[[], None]
 
     def __init__(
         self,
@@ -285,13 +290,11 @@ class DeepSpeedStore(BuiltStore):
         self._maybe_written.discard(key)
 
     def _is_written(self, key: int, p: Tensor) -> bool:
-        if key in self._homes or key in self._maybe_written or self._versions.get(key) != version_of(p):
-            return True
-        return p.device.type == "cpu" and not p.untyped_storage().resizable()  # NumPy has seen it
+        return key in self._homes or key in self._maybe_written or self._versions.get(key) != version_of(p)
 
     def settle(self) -> None:
         """What was written inside a step counts, and all lies in DeepSpeed's memory."""
-        held = {key for key, (buffer, num_users) in self._buffers.items() if users_of(buffer) > num_users}
+        held = {key for key, (each, num) in self._buffers.items() if users_of(each) > num or _is_numpys(each)}
         if held:  # by user code, which may write there at any time
             self._maybe_written.update(key for key, p in enumerate(self._params) if _memory(p) in held)
         for key, p in enumerate(self._params):
@@ -334,11 +337,13 @@ class DeepSpeedStore(BuiltStore):
     def before_empty(self, p: Tensor) -> None:
         super().before_empty(p)
         key = self._own[id(p)]
-        if self._is_written(key, p):
+        if self._is_written(key, p) or _is_numpys(p.untyped_storage()):
             self._store(p)
         taken = self._taken.pop(key, None) if self._taken else None
         if self._homes.pop(key, None) is not None or (taken is not None and _is_held(p, taken)):
             self._memories.keep(key, 0, p.data)
+            if Phase.STEP in self._under_way:
+                self.watch()
 
     def go_where_it_is_held(self) -> None:
         """Inside a step, parameters of which user code holds memory lie there, so that both are one."""
@@ -398,6 +403,11 @@ class DeepSpeedStore(BuiltStore):
 
 def _memory(tensor: Tensor) -> int:
     return storage_key(tensor.untyped_storage())
+
+
+def _is_numpys(memory: Any) -> bool:
+    """Whether NumPy has seen it; no version counts what NumPy writes."""
+    return memory.device.type == "cpu" and not memory.resizable()
 
 
 def _lie_alike(a: Tensor, b: Tensor) -> bool:
