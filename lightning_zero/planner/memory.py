@@ -93,8 +93,8 @@ class Layout:
 
     units: tuple[UnitSize, ...]
     replicated: tuple[ParameterSize, ...] = ()
-    buffer_bytes: int = 0
-    """Of the module's buffers: whole on every rank, broadcast before each synchronized training forward."""
+    broadcast_bytes: int = 0
+    """Of the module's buffers, before each synchronized training forward."""
 
     @property
     def root(self) -> int:
@@ -126,8 +126,6 @@ class Trace:
     """Units whose forward ran, without the root; each time they ran."""
     returning: set[int] = field(default_factory=set)
     """Of these the ones that the backward comes back to."""
-    used: set[str] = field(default_factory=set)
-    """Names of the parameters that received a gradient."""
     flops: float = 0.0
     """Forward and backward; a multiply-add counts two."""
     host_bytes: float = 0.0
@@ -187,7 +185,6 @@ class StepRules:
     automatic: bool = True
     """Under automatic optimization Lightning zeroes gradients after the next forward, and stage 3 keeps the unit whose
     backward comes first gathered."""
-    broadcasts_buffers: bool = True
     offload: str = "none"
     host_is_device: bool = False
     """Host memory is the device's, so offload to it moves nothing."""
@@ -322,8 +319,7 @@ def traffic(layout: Layout, trace: Trace, rules: StepRules) -> tuple[dict[str, f
     sent: dict[str, float] = defaultdict(float)
     averaged = layout.replicated if rules.stage else layout.parameters
     sent["all_reduce"] = wire_bytes("all_reduce", trainable_bytes(averaged), ranks)
-    if rules.broadcasts_buffers:
-        sent["broadcast"] = wire_bytes("broadcast", layout.buffer_bytes, ranks)
+    sent["broadcast"] = wire_bytes("broadcast", layout.broadcast_bytes, ranks)
     gathered = reduced = 0.0
     gathers = _num_gathers(layout, trace, rules)
     reductions = 1 if rules.stage == 1 else rules.micro_batches

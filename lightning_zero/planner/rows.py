@@ -101,110 +101,91 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def table(self) -> str:
-        """The plan as text, GiB per rank."""
-        return _table(self)
-
-    def plot(self, path: str) -> None:
-        """Writes the chart as PNG; needs matplotlib (``pip install lightning-zero[plot]``)."""
-        _plot(self, path)
-
     def __str__(self) -> str:
         return self.table()
 
+    def table(self) -> str:
+        """The plan as text, GiB per rank."""
+        head = [
+            f"{self.module}: {self.num_parameters:,} parameters ({self.num_trainable:,} trainable),"
+            f" {', '.join(self.optimizers) or 'no optimizer'}, {self.precision}",
+            f"{self.world_size} rank(s), micro-batch {self.micro_batch}, {self.micro_batches} per optimizer step,"
+            f" on {self.device}; GiB per rank",
+            "",
+        ]
+        numbers = ["param", "grad", "optim", "unit", "act", "peak", "act ckpt", "peak ckpt"]
+        rows = [["", *numbers, "host", "disk", "sent/step", "PCIe/step", "fits", "max batch"]]
+        for r in self.rows:
+            fits = "?" if self.usable_bytes is None else "yes" if r.fits else "ckpt" if r.fits_checkpointed else "no"
+            largest = f"{r.max_micro_batch}/{r.max_micro_batch_checkpointed}"
+            rows.append(
+                [
+                    r.name + (" <-" if r.name == self.choice else ""),
+                    *map(gib, (r.parameters, r.gradients, r.optimizer, r.gathered_unit)),
+                    *map(gib, (r.activations, r.peak, r.activations_checkpointed, r.peak_checkpointed)),
+                    "/".join(gib(host) if host else "-" for host in dict.fromkeys((r.host, r.host_checkpointed))),
+                    *(gib(v) if v else "-" for v in (r.disk, r.sent_total, r.pcie)),
+                    fits,
+                    "-" if self.usable_bytes is None else largest,
+                ]
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+        lines = ["  ".join(cells).rstrip() for cells in aligned]
+        lines.insert(1, "-" * max(map(len, lines)))
+        foot = [
+            "",
+            "param, grad, optim: between two steps; unit: the largest gathered one; act: most that activations take;",
+            "peak: most of a step together, within 10 % of what is measured; max batch: the largest micro-batch that",
+            f"fits, without / with ckpt: {self.recomputed}.",
+        ]
+        if any(r.host != r.host_checkpointed for r in self.rows):
+            foot.append("host: without / with that; the way of saved inputs there and back is not in PCIe/step.")
+        foot += [f"note: {note}." for note in self.notes]
+        return "\n".join([*head, *lines, *foot, "", f"take {self.reason}" if self.choice else self.reason])
 
-# -- as text and as a chart --------------------------------------------------------------------------------------------
+    def plot(self, path: str) -> None:
+        """Writes the chart as PNG; needs matplotlib (``pip install lightning-zero[plot]``)."""
+        try:
+            import matplotlib  # optional: pip install lightning-zero[plot]
+        except ImportError as error:
+            raise ValueError(f"plan.plot={path!r} needs matplotlib: pip install 'lightning-zero[plot]'.") from error
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
 
-
-def _table(plan: Plan) -> str:
-    head = [
-        f"{plan.module}: {plan.num_parameters:,} parameters ({plan.num_trainable:,} trainable),"
-        f" {', '.join(plan.optimizers) or 'no optimizer'}, {plan.precision}",
-        f"{plan.world_size} rank(s), micro-batch {plan.micro_batch}, {plan.micro_batches} per optimizer step,"
-        f" on {plan.device}; GiB per rank",
-        "",
-    ]
-    numbers = ["param", "grad", "optim", "unit", "act", "peak", "act ckpt", "peak ckpt"]
-    rows = [["", *numbers, "host", "disk", "sent/step", "PCIe/step", "fits", "max batch"]]
-    for r in plan.rows:
-        fits = "?" if plan.usable_bytes is None else "yes" if r.fits else "ckpt" if r.fits_checkpointed else "no"
-        largest = f"{r.max_micro_batch}/{r.max_micro_batch_checkpointed}"
-        rows.append(
-            [
-                r.name + (" <-" if r.name == plan.choice else ""),
-                *map(gib, (r.parameters, r.gradients, r.optimizer, r.gathered_unit)),
-                *map(gib, (r.activations, r.peak, r.activations_checkpointed, r.peak_checkpointed)),
-                "/".join(gib(host) if host else "-" for host in dict.fromkeys((r.host, r.host_checkpointed))),
-                *(gib(v) if v else "-" for v in (r.disk, r.sent_total, r.pcie)),
-                fits,
-                "-" if plan.usable_bytes is None else largest,
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
-        for row in rows
-    ]
-    lines.insert(1, "-" * max(map(len, lines)))
-    foot = [
-        "",
-        "param, grad, optim: between two steps; unit: the largest gathered one; act: most that activations take;",
-        "peak: most of a step together, within 10 % of what is measured; max batch: the largest micro-batch that fits,",
-        f"without / with ckpt: {plan.recomputed}.",
-    ]
-    if any(r.host != r.host_checkpointed for r in plan.rows):
-        foot.append("host: without / with that; the way of saved inputs there and back is not in PCIe/step.")
-    foot += [f"note: {note}." for note in plan.notes]
-    return "\n".join([*head, *lines, *foot, "", f"take {plan.reason}" if plan.choice else plan.reason])
-
-
-def _plot(plan: Plan, path: str) -> None:
-    try:
-        import matplotlib  # optional: pip install lightning-zero[plot]
-    except ImportError as error:
-        raise ValueError(f"plan.plot={path!r} needs matplotlib: pip install 'lightning-zero[plot]'.") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    figure, axes = pyplot.subplots(figsize=(9.0, 1.2 + 0.5 * len(plan.rows)), layout="constrained")
-    colors = dict(zip(KINDS, pyplot.colormaps["tab10"].colors, strict=False))  # type: ignore[attr-defined]
-    limit = _limit(plan)
-    for place, row in enumerate(plan.rows):
-        for offset, parts, checkpointed in ((-0.2, row.at_peak, False), (0.2, row.at_peak_checkpointed, True)):
-            picked = row.name == plan.choice and plan.checkpointing == checkpointed
-            y, left = place + offset, 0.0
-            for kind in KINDS:
-                style = {"color": colors[kind], "hatch": "///" if checkpointed else None, "edgecolor": "white"}
-                axes.barh(y, parts[kind] / GIB, height=0.36, left=left, linewidth=0, **style)
-                left += parts[kind] / GIB
-            text = f"{gib(left * GIB)}{' <- take' if picked else ''}{' >' if left > limit else ''}"
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}  # a bar that is cut off says how long it is
-            place_of_text = {"x": limit * 0.99, "ha": "right", "bbox": box} if left > limit else {"x": left}
-            axes.text(y=y, s=f" {text}", va="center", fontsize=7, **place_of_text)
-    if plan.device_bytes is not None and plan.usable_bytes is not None:
-        axes.axvline(plan.device_bytes / GIB, color="black", linestyle="--")
-        axes.axvline(plan.usable_bytes / GIB, color="black", linestyle=":")
-    axes.set_xlim(0, limit * 1.001)
-    axes.set_yticks(range(len(plan.rows)), [row.name for row in plan.rows])
-    axes.invert_yaxis()
-    axes.set_xlabel("GiB per rank at the peak of a step")
-    axes.set_title(f"{plan.module}, {plan.num_parameters / 1e9:.3g} B parameters, {plan.world_size} rank(s)")
-    shown: list[Any] = [Patch(color=colors[kind], label=kind) for kind in KINDS]
-    shown.append(Patch(facecolor="white", edgecolor="grey", hatch="///", label=f"with {plan.recomputed}"))
-    if plan.device_bytes is not None and plan.usable_bytes is not None:
-        shown.append(Line2D([], [], color="black", linestyle="--", label=f"device, {gib(plan.device_bytes)} GiB"))
-        shown.append(Line2D([], [], color="black", linestyle=":", label=f"usable, {gib(plan.usable_bytes)} GiB"))
-    figure.legend(handles=shown, fontsize="small", loc="outside lower center", ncols=4)
-    figure.savefig(path, format="png", dpi=120)
-    pyplot.close(figure)
-
-
-def _limit(plan: Plan) -> float:
-    """The end of the chart's scale in GiB: the bar to take is shown whole, and bars far beyond it or the memory are cut
-    off."""
-    longest = max(max(row.peak, row.peak_checkpointed) for row in plan.rows) / GIB
-    taken = [plan.row(plan.choice)] if plan.choice is not None else []
-    seen = max([plan.device_bytes or 0.0, *(max(row.peak, row.peak_checkpointed) for row in taken)]) / GIB
-    return 1.1 * longest if longest < 1.5 * seen or not seen else 1.3 * seen
+        figure, axes = pyplot.subplots(figsize=(9.0, 1.2 + 0.5 * len(self.rows)), layout="constrained")
+        colors = dict(zip(KINDS, pyplot.colormaps["tab10"].colors, strict=False))  # type: ignore[attr-defined]
+        peaks = [max(row.peak, row.peak_checkpointed) / GIB for row in self.rows]
+        seen = [peak for row, peak in zip(self.rows, peaks, strict=True) if row.name == self.choice]
+        shown = max([*seen, (self.device_bytes or 0.0) / GIB]) or max(peaks)
+        limit = 1.1 * max(peaks) if max(peaks) < 1.5 * shown else 1.3 * shown  # longer bars are cut off
+        for place, row in enumerate(self.rows):
+            for offset, parts, checkpointed in ((-0.2, row.at_peak, False), (0.2, row.at_peak_checkpointed, True)):
+                picked = row.name == self.choice and self.checkpointing == checkpointed
+                y, left = place + offset, 0.0
+                for kind in KINDS:
+                    style = {"color": colors[kind], "hatch": "///" if checkpointed else None, "edgecolor": "white"}
+                    axes.barh(y, parts[kind] / GIB, height=0.36, left=left, linewidth=0, **style)
+                    left += parts[kind] / GIB
+                text = f"{gib(left * GIB)}{' <- take' if picked else ''}{' >' if left > limit else ''}"
+                box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+                cut_off: dict[str, Any] = {"x": limit * 0.99, "ha": "right", "bbox": box}
+                axes.text(y=y, s=f" {text}", va="center", fontsize=7, **(cut_off if left > limit else {"x": left}))
+        if self.device_bytes is not None and self.usable_bytes is not None:
+            axes.axvline(self.device_bytes / GIB, color="black", linestyle="--")
+            axes.axvline(self.usable_bytes / GIB, color="black", linestyle=":")
+        axes.set_xlim(0, limit * 1.001)
+        axes.set_yticks(range(len(self.rows)), [row.name for row in self.rows])
+        axes.invert_yaxis()
+        axes.set_xlabel("GiB per rank at the peak of a step")
+        axes.set_title(f"{self.module}, {self.num_parameters / 1e9:.3g} B parameters, {self.world_size} rank(s)")
+        handles: list[Any] = [Patch(color=colors[kind], label=kind) for kind in KINDS]
+        handles.append(Patch(facecolor="white", edgecolor="grey", hatch="///", label=f"with {self.recomputed}"))
+        if self.device_bytes is not None and self.usable_bytes is not None:
+            handles.append(Line2D([], [], color="black", linestyle="--", label=f"device, {gib(self.device_bytes)} GiB"))
+            handles.append(Line2D([], [], color="black", linestyle=":", label=f"usable, {gib(self.usable_bytes)} GiB"))
+        figure.legend(handles=handles, fontsize="small", loc="outside lower center", ncols=4)
+        figure.savefig(path, format="png", dpi=120)
+        pyplot.close(figure)

@@ -86,7 +86,6 @@ def plan(
             keep_gathered=keep_gathered,
             in_place=on_cpu and config.transport != "torch",
             automatic=module.automatic_optimization,
-            broadcasts_buffers=config.broadcast_buffers,
             host_is_device=on_cpu,
         )
         sharded = dataclasses.replace(ddp, world_size=shards, replicas=world_size // shards)
@@ -117,7 +116,7 @@ def plan(
             checkpointing=checkpointing,
             recomputed=str(config.activation_checkpointing) if recomputes else "each unit's activations recomputed",
             reason=reason,
-            notes=tuple(study.notes),
+            notes=tuple(dict.fromkeys(study.notes)),
         )
 
     if config.shard_size == "auto":

@@ -22,19 +22,8 @@ from lightning_zero.config import ActivationCheckpointingConfig, ZeroConfig
 from lightning_zero.engines.elementwise import is_elementwise
 from lightning_zero.engines.optimizer_family import family, states
 from lightning_zero.engines.units import UnitPlan, plan_units
-from lightning_zero.planner.memory import (
-    Layout,
-    ParameterSize,
-    StepRules,
-    Trace,
-    UnitSize,
-    account,
-    kept_bytes,
-    offloaded_bytes,
-    state_bytes,
-    traffic,
-    untraced,
-)
+from lightning_zero.planner import memory
+from lightning_zero.planner.memory import Layout, ParameterSize, StepRules, Trace, UnitSize
 from lightning_zero.planner.rows import Row
 from lightning_zero.planner.tracing import LiveBytes, NotTraceable, fake, shadow, trace
 from lightning_zero.private.lightning import MockOptimizer
@@ -120,16 +109,17 @@ class Study:
         """The device of the plan, and the one whose operators are traced."""
         if device.type != "cpu" and not torch.get_device_module(device.type).is_available():
             self.device = torch.device("cpu")
-            self._note(f"this machine has no {device.type}, so the CPU's operators were traced")
+            self.notes.append(f"this machine has no {device.type}, so the CPU's operators were traced")
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.batch, self.batch_size = batch, _batch_size(batch)
+        leaves = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
+        self.batch, self.batch_size = batch, leaves[0].shape[0] if leaves else 0
         self.copy = cast(LightningModule, shadow(module, self.mode, self.device, lambda name, t: self._stored(t)))
         with self.mode:
             self.copy.configure_model()
         if not any(p.requires_grad for p in self.copy.parameters()):
             raise ValueError(f"{type(module).__name__} has no trainable parameter, so there is nothing to plan.")
         if not module.automatic_optimization:
-            self._note("manual optimization: traffic and peak are those of one forward and backward of every unit")
+            self.notes.append("manual optimization: traffic and peak are those of one forward and backward")
         self.units = self._plan_units(self.copy)
         self.optimizers = self._set_up_optimizers(self.copy)
         given = config.activation_checkpointing
@@ -137,12 +127,14 @@ class Study:
             given = dataclasses.replace(given, offload=False)  # host memory is the device's
         recompute = given if given.is_on else ActivationCheckpointingConfig(target="full")
         plain, recomputed = self._trace(None), self._trace(recompute)
-        used = plain.used if plain else {n for n, p in self.copy.named_parameters() if p.requires_grad}
+        used = {name for name, p in self.copy.named_parameters() if p.requires_grad}
+        if plain is not None:
+            used = {m.gradient for m in plain.moments}
         self.optimizer_peak = 0.0
         """Bytes of temporaries of a step on unsharded parameters."""
         self.layout = self._layout(used, self._optimizer_states(used))
         self.is_traced = plain is not None and recomputed is not None
-        self.plain, self.recomputed = plain or untraced(self.layout), recomputed or untraced(self.layout)
+        self.plain, self.recomputed = plain or memory.untraced(self.layout), recomputed or memory.untraced(self.layout)
 
     def _stored(self, t: Tensor) -> torch.dtype:
         return self.stored if self.stored is not None and t.is_floating_point() else t.dtype
@@ -182,7 +174,7 @@ class Study:
         return Layout(
             units=units,
             replicated=tuple(size(n, p, True) for n, p in self.units.replicated.items()),
-            buffer_bytes=sum(b.numel() * b.element_size() for b in self.copy.buffers()),
+            broadcast_bytes=sum(b.nbytes for b in self.copy.buffers()) if self.config.broadcast_buffers else 0,
         )
 
     # -- activations
@@ -191,7 +183,7 @@ class Study:
         """One micro-batch with parameters in the compute dtype, as they are gathered; ``None`` where it cannot be
         traced."""
         if self.batch is None:
-            self._note("no batch was given, so activations are not counted")
+            self.notes.append("no batch was given, so activations are not counted")
             return None
         gathered = {name for unit in self.units.units for name in unit.parameters}
 
@@ -213,7 +205,7 @@ class Study:
                 return trace(copied, self._plan_units(copied), step, known, recompute)
         except NotTraceable as error:
             what = "with activation checkpointing " if recompute is not None else ""
-            self._note(f"the step {what}could not be traced, so activations are not counted ({error})")
+            self.notes.append(f"the step {what}could not be traced, so activations are not counted ({error})")
             return None
         finally:
             torch.set_default_dtype(default)
@@ -231,7 +223,7 @@ class Study:
                 return [o for o in trainer.strategy.optimizers if not isinstance(o, MockOptimizer)]
             except Exception as error:  # user code that wants more of a Trainer than there is
                 found = f"{type(error).__name__}: {error}"
-                self._note(f"configure_optimizers could not be run ({found}), so AdamW on everything is assumed")
+                self.notes.append(f"configure_optimizers could not be run ({found}), so AdamW on everything is assumed")
                 return [torch.optim.AdamW([p for p in copied.parameters() if p.requires_grad])]
 
     def _is_elementwise(self, optimizer: Optimizer) -> bool:
@@ -250,7 +242,7 @@ class Study:
                 peak = self._fake_step(optimizer)
             except Exception as error:  # an optimizer that needs values
                 reason = f"{type(optimizer).__name__} could not be traced ({type(error).__name__}: {error})"
-                self._note(f"a step of {reason}, so two states per parameter are assumed")
+                self.notes.append(f"a step of {reason}, so two states per parameter are assumed")
                 found |= {names[p]: (2.0 * p.element_size(), 0.0) for p in mine}
                 continue
             self.optimizer_peak = max(self.optimizer_peak, peak)
@@ -279,17 +271,17 @@ class Study:
         step_bytes = 0.0 if from_host else self.optimizer_peak
         if all(map(self._is_elementwise, self.optimizers)):
             step_bytes /= n
-        plain, recomputed = (account(layout, each, rules, step_bytes) for each in (self.plain, self.recomputed))
+        plain, recomputed = (memory.account(layout, each, rules, step_bytes) for each in (self.plain, self.recomputed))
         at_peak, at_peak_recomputed = (max(each, key=_total) for each in (plain, recomputed))
-        state, off = state_bytes(layout, rules.stage, n), offloaded_bytes(layout, rules)
-        sent, gathered, reduced = traffic(layout, self.plain, rules)
+        state, off = memory.state_bytes(layout, rules.stage, n), memory.offloaded_bytes(layout, rules)
+        sent, gathered, reduced = memory.traffic(layout, self.plain, rules)
         files = off["parameters"] + off["optimizer"] if rules.offload == "nvme" else 0.0
         host = sum(off.values()) - files
         return Row(
             name=name,
             stage=rules.stage,
             offload=rules.offload,
-            parameters=state["parameters"] + kept_bytes(layout, rules),
+            parameters=state["parameters"] + memory.kept_bytes(layout, rules),
             gradients=state["gradients"],
             optimizer=state["optimizer"],
             gathered_unit=float(max(u.gathered_bytes(n) for u in layout.units)) if rules.stage else 0.0,
@@ -322,10 +314,6 @@ class Study:
         times = min((left / taken for left, taken in room if taken), default=math.inf)
         return int(min(self.batch_size * times, MAX_MICRO_BATCH)) if all(left >= 0 for left, _ in room) else 0
 
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
 
 def _total(kinds: Mapping[str, float]) -> float:
     return sum(kinds.values())
@@ -345,7 +333,3 @@ def _state_of(states_of_parameter: Iterable[Mapping[str, Any]], p: Tensor) -> tu
     tensors = [value for state in states_of_parameter for value in state.values() if isinstance(value, Tensor)]
     per_element = sum(t.element_size() for t in tensors if t.dim() and t.shape == p.shape)
     return per_element, sum(t.nbytes for t in tensors) - per_element * p.numel()
-
-
-def _batch_size(batch: Any) -> int:
-    return next((t.shape[0] for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()), 0)

@@ -144,14 +144,8 @@ def trace(
     batch: Sequence[Tensor],
     recompute: ActivationCheckpointingConfig | None = None,
 ) -> Trace:
-    """Runs ``step`` (a forward that returns the loss, or ``None`` if it ran its own backward) and its backward.
-
-    Args:
-        module: A :func:`shadow`, which is of no use afterwards.
-        units: Of this very module.
-        step: What to run, under the ``FakeTensorMode`` of the module.
-        batch: The tensors that are there before.
-        recompute: Modules that compute their forward again in the backward.
+    """Runs ``step`` (a forward that returns the loss, or ``None`` if it ran its own backward) and its backward, on a
+    :func:`shadow` that is of no use afterwards and under its ``FakeTensorMode``.
 
     Raises:
         NotTraceable: With the reason.
@@ -193,7 +187,6 @@ class _Watch:
         def complete(p: Tensor) -> None:
             assert p.grad is not None
             self.live.exclude(p.grad)
-            self.made.used.add(name)
             self.moment(unit, name)
 
         if p.requires_grad:
