@@ -183,8 +183,8 @@ processes on CPUs only small parameters from other hosts need one, the next unit
 message of the last reduced unit) and activations. The plan traces one micro-batch with fake tensors, notes what is
 alive whenever a unit has run or a gradient is complete, and has a formula for what each stage holds at these moments.
 It promises peaks within 10 % of those measured; states and bytes sent are nearer. A step that cannot be traced (it
-reads values, as `.numpy()` does, or a function that the module holds runs the module) is counted by its states alone,
-and the plan says that activations are not counted.
+reads values, as `.numpy()` does, or the module holds hooks and functions that know the module, which a copy would run
+on the module itself) is counted by its states alone, and the plan says that activations are not counted.
 
 ## What goes over the wire
 

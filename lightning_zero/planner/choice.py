@@ -45,12 +45,9 @@ def choose(
                     reason += f" {gib(least.peak_checkpointed)}."
                 return row.name, checkpointing, reason
     least = min(candidates, key=lambda r: r.peak_checkpointed)
-    return (
-        None,
-        False,
-        f"nothing fits: even {least.name} with activation checkpointing needs {gib(least.peak_checkpointed)} of"
-        f" {gib(usable)} usable GiB; use more ranks, a smaller micro-batch or a larger device.",
-    )
+    needs = f"{gib(least.peak_checkpointed)} of {gib(usable)} usable GiB"
+    advice = "use more ranks, a smaller micro-batch or a larger device."
+    return None, False, f"nothing fits: even {least.name} with activation checkpointing needs {needs}; {advice}"
 
 
 def smallest_group(

@@ -124,17 +124,12 @@ class Trace:
     moments: list[Moment] = field(default_factory=list)
     forwards: list[int] = field(default_factory=list)
     """Units whose forward ran, without the root; each time they ran."""
-    returning: set[int] = field(default_factory=set)
-    """Of these the ones that the backward comes back to."""
+    returning: list[int] = field(default_factory=list)
+    """Of these the ones that a backward comes back to, each time."""
     flops: float = 0.0
     """Forward and backward; a multiply-add counts two."""
     host_bytes: float = 0.0
     """Saved inputs that wait in host memory (``activation_checkpointing.offload``)."""
-
-    @property
-    def last(self) -> int | None:
-        """The unit whose backward comes first."""
-        return next((u for u in reversed(self.forwards) if u in self.returning), None)
 
 
 def untraced(layout: Layout) -> Trace:
@@ -143,7 +138,11 @@ def untraced(layout: Layout) -> Trace:
     moments = [Moment(unit=u) for u in (*forwards, layout.root)]
     for unit in (*reversed(forwards), layout.root):
         moments += [Moment(unit=unit, gradient=p.name) for p in layout.units[unit].stepped]
-    return Trace(moments=moments, forwards=forwards, returning=set(forwards))
+    return Trace(moments=moments, forwards=forwards, returning=forwards)
+
+
+def trainable_bytes(parameters: Sequence[ParameterSize]) -> float:
+    return float(sum(p.numel * p.itemsize for p in parameters if p.trainable))
 
 
 # -- states between two steps ----------------------------------------------------------------------------------------
@@ -282,9 +281,8 @@ def _gathered(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[float]
     next one, which is gathered meanwhile; where a gather needs a message, that is as large as the copy."""
     copies = [0 if rules.aliases(u) else u.gathered_bytes(rules.world_size) for u in layout.units]
     kept = kept_bytes(layout, rules)
-    order = [u for u in trace.forwards if u in trace.returning]
-    then = {later: earlier for earlier, later in itertools.pairwise(order)}
-    first_back = trace.last  # stays gathered until its backward
+    then = {later: earlier for earlier, later in itertools.pairwise(trace.returning)}
+    first_back = trace.returning[-1] if trace.returning else None  # stays gathered until its backward
     for m in trace.moments:
         if m.gradient and m.unit != layout.root:
             first_back = None
@@ -292,10 +290,6 @@ def _gathered(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[float]
         in_use = {layout.root, unit, then.get(unit, unit) if m.gradient else unit}
         message = 0 if rules.in_place or m.gradient or rules.world_size == 1 else copies[unit]
         yield kept + message + sum(copies if rules.stage < 3 else (copies[u] for u in in_use))
-
-
-def trainable_bytes(parameters: Sequence[ParameterSize]) -> float:
-    return float(sum(p.numel * p.itemsize for p in parameters if p.trainable))
 
 
 def _whole_step_bytes(unit: UnitSize, n: int) -> float:
@@ -322,8 +316,10 @@ def traffic(layout: Layout, trace: Trace, rules: StepRules) -> tuple[dict[str, f
     sent["broadcast"] = wire_bytes("broadcast", layout.broadcast_bytes, ranks)
     gathered = reduced = 0.0
     gathers = _num_gathers(layout, trace, rules)
-    reductions = 1 if rules.stage == 1 else rules.micro_batches
+    completed = Counter(m.gradient for m in trace.moments)
     for index, unit in enumerate(layout.units if rules.stage else ()):
+        backwards = max((completed[p.name] for p in unit.stepped), default=0)
+        reductions = 1 if rules.stage == 1 else rules.micro_batches * backwards
         gathered += gathers[index] * unit.shard_bytes(n)
         reduced += reductions * unit.gradient_shard_bytes(n)
         whole = gathers[index] * unit.gathered_bytes(n) + _whole_step_bytes(unit, n)
@@ -339,9 +335,7 @@ def _num_gathers(layout: Layout, trace: Trace, rules: StepRules) -> Counter[int]
     if rules.stage < 3:
         stays = rules.keep_gathered or all(map(rules.aliases, layout.units))
         return Counter(dict.fromkeys(range(len(layout.units)), 1 if stays else a))
-    gathers = Counter({layout.root: a})
-    for unit in trace.forwards:
-        gathers[unit] += 2 * a if unit in trace.returning else a
-    if rules.automatic and trace.last is not None:
-        gathers[trace.last] -= a
-    return gathers
+    stays_gathered = trace.returning[-1:] if rules.automatic else []
+    gathers = Counter([layout.root, *trace.forwards, *trace.returning])
+    gathers.subtract(stays_gathered)
+    return Counter({unit: a * times for unit, times in gathers.items()})

@@ -89,9 +89,7 @@ def plan(
             host_is_device=on_cpu,
         )
         sharded = dataclasses.replace(ddp, world_size=shards, replicas=world_size // shards)
-        ways = [
-            (stage, offload) for offload in OFFLOAD_TARGETS for stage in (1, 2, 3) if offload != "nvme" or stage == 3
-        ]
+        ways = [(s, offload) for offload in OFFLOAD_TARGETS for s in (1, 2, 3) if offload != "nvme" or s == 3]
         rules = [ddp, *(dataclasses.replace(sharded, stage=stage, offload=offload) for stage, offload in ways)]
         rows = tuple(study.row(each, usable) for each in rules)
         recomputes = config.activation_checkpointing.is_on
@@ -129,8 +127,8 @@ class Planner:
     :func:`plan`."""
 
     def __init__(self, module: LightningModule, **settings: Any) -> None:
-        copied = shadow(module, nullcontext(), torch.device("meta"), lambda name, t: t.dtype)
-        self.module = cast(LightningModule, copied)
+        meta = torch.device("meta")
+        self.module = cast(LightningModule, shadow(module, nullcontext(), meta, lambda name, t: t.dtype))
         self.settings = settings
         self._original = weakref.ref(module)
 

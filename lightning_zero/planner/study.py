@@ -119,7 +119,9 @@ class Study:
         if not any(p.requires_grad for p in self.copy.parameters()):
             raise ValueError(f"{type(module).__name__} has no trainable parameter, so there is nothing to plan.")
         if not module.automatic_optimization:
-            self.notes.append("manual optimization: traffic and peak are those of one forward and backward")
+            self.notes.append(
+                "manual optimization: gradients of all optimizers are counted as if they were there together"
+            )
         self.units = self._plan_units(self.copy)
         self.optimizers = self._set_up_optimizers(self.copy)
         given = config.activation_checkpointing
@@ -138,9 +140,6 @@ class Study:
 
     def _stored(self, t: Tensor) -> torch.dtype:
         return self.stored if self.stored is not None and t.is_floating_point() else t.dtype
-
-    def _fake(self, value: Any) -> Any:
-        return fake(value, self.device, self._stored(value)) if isinstance(value, Tensor) else value
 
     def _plan_units(self, copied: nn.Module) -> UnitPlan:
         whole = (BatchNorm,) if self.compute is not None else ()
@@ -199,8 +198,9 @@ class Study:
             for optimizer in self._set_up_optimizers(copied):
                 optimizer.step = lambda closure=None: closure and closure()  # type: ignore[assignment, method-assign]
             with quiet(), self.mode:
-                batch = pytree.tree_map(self._fake, self.batch)
-                known = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
+                leaves, spec = pytree.tree_flatten(self.batch)
+                leaves = [fake(t, self.device, self._stored(t)) if isinstance(t, Tensor) else t for t in leaves]
+                batch, known = pytree.tree_unflatten(leaves, spec), [t for t in leaves if isinstance(t, Tensor)]
                 step = partial(_training_step, copied, batch, autocast)
                 return trace(copied, self._plan_units(copied), step, known, recompute)
         except NotTraceable as error:

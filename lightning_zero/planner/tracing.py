@@ -10,6 +10,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -96,9 +97,9 @@ class LiveBytes(TorchDispatchMode):
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ITEM:  # of a check or a log: nothing is wrong
+        if func is ITEM:  # of a check or a log: something is true of all values, and nothing is wrong with any
             dtype = args[0].dtype
-            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+            return hasattr(args[0], "of_all") if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if any(issubclass(type(t), nn.Parameter) for t in pytree.tree_leaves(args)):  # a fake one is of another class
             raise NotTraceable("the step of the copy uses a parameter of the module itself")
         if func is _INDEX:
@@ -106,6 +107,8 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket in flop_registry:
             self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        if "all" in str(func.overloadpacket):  # all, _is_all_true
+            out.of_all = True
         for tensor in pytree.tree_leaves(out):
             if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.untyped_storage() not in self._seen:
                 self._seen.add(tensor.untyped_storage())
@@ -150,6 +153,7 @@ def trace(
     Raises:
         NotTraceable: With the reason.
     """
+    _refuse_functions(module)
     live = LiveBytes([*module.parameters(), *module.buffers(), *batch])
     watch = _Watch(module, units, live)
     if recompute is not None and (recompute.units is not None or watch.root):
@@ -162,10 +166,26 @@ def trace(
                 loss.backward()
             del loss
             watch.moment(watch.root)
+        if not any(m.gradient for m in watch.made.moments):
+            raise NotTraceable("no parameter received a gradient")
     except Exception as error:  # user code under fake tensors can raise anything
         raise NotTraceable(_first_line(error)) from error
     watch.made.flops = live.flops
     return watch.made
+
+
+def _refuse_functions(copied: nn.Module) -> None:
+    """Refuses functions that would write to the module itself: deepcopy leaves them as they are."""
+    own = {id(value) for m in copied.modules() for value in (m, *vars(m).values())}
+    for m in copied.modules():
+        hooks = [hook for value in vars(m).values() if isinstance(value, dict) for hook in value.values()]
+        for function in (f for f in (*vars(m).values(), *hooks) if isinstance(f, FunctionType)):
+            for content in (cell.cell_contents for cell in function.__closure__ or ()):
+                held = content.__self__ if isinstance(content, MethodType) else content
+                if isinstance(held, (nn.Module, Tensor, list, dict, set)) and id(held) not in own:
+                    raise NotTraceable(
+                        f"{type(m).__name__} holds {function.__qualname__}, which knows its surroundings"
+                    )
 
 
 class _Watch:
@@ -202,7 +222,7 @@ class _Watch:
         self.moment(unit)
         self.made.forwards.append(unit)
         if any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output)):
-            self.made.returning.add(unit)
+            self.made.returning.append(unit)
 
     def moment(self, unit: int, gradient: str = "") -> None:
         self.made.moments.append(Moment(unit=unit, gradient=gradient, activations=self.live.peak))

@@ -188,26 +188,48 @@ OUTSIDE: dict[str, Any] = {}
 
 
 class RunsItself(zoo.Zoo):
-    """Its step reaches the network, or a weight, past its copy."""
+    """Its step reaches the network, or a weight, past its copy; or a hook writes to the module."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
         OUTSIDE["net"], self.what = self.net, what
+        self.seen: list[torch.Tensor] = []
+        if what == "hook":
+            self.net.register_forward_hook(lambda m, args, output: self.seen.append(output))
 
     def loss(self, batch: Any) -> torch.Tensor:
+        if self.what == "hook":
+            return super().loss(batch)
         if self.what == "layer":
             return OUTSIDE["net"](batch[0]).square().mean()
         return next(OUTSIDE["net"].parameters()).sum()
 
 
-@pytest.mark.parametrize("what", ["layer", "weight"])
+@pytest.mark.parametrize("what", ["layer", "weight", "hook"])
 @pytest.mark.parametrize("make", [plan, lambda module, batch: Planner(module)(batch)])
 def test_the_module_itself_does_not_run(make, what):
     """It may be sharded by then, and one rank alone would gather."""
     module = RunsItself(what)
-    assert any("of the module itself" in note or "the module's own" in note for note in make(module, PAIR).notes)
+    assert any("could not be traced" in note for note in make(module, PAIR).notes)
+    assert not module.seen
     assert all(p.grad is None for p in module.parameters())
     assert not any(m._forward_pre_hooks for m in module.modules())
+
+
+class Checks(zoo.Zoo):
+    """Looks at values, and selects by a mask."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        assert torch.isfinite(x).all()
+        if torch.isnan(x).any().item():
+            raise RuntimeError("never")
+        keep = y > 0
+        return -torch.distributions.Normal(self(x)[keep], 1.0).log_prob(y[keep]).mean()
+
+
+def test_checks_of_values_find_nothing_wrong():
+    assert not plan(Checks(), PAIR).notes
 
 
 def test_gpt_with_its_metrics_and_schedule_is_planned():
