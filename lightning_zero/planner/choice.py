@@ -1,11 +1,12 @@
-"""The row of a plan to take, and the reason."""
+"""The row of a plan to take, and the size of its groups (``shard_size="auto"``), each with the reason."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
-from lightning_zero.planner.rows import Row
-from lightning_zero.planner.show import GIB, gib
+from lightning_zero.config import ZeroConfig
+from lightning_zero.planner.rows import GIB, Plan, Row, gib
 
 
 def choose(
@@ -21,48 +22,72 @@ def choose(
     checkpointing, then with offload. DDP is never the answer: stage 1 sends the same and stores less. With
     ``recomputes`` activation checkpointing is on already.
     """
-    candidates = [r for r in rows if r.stage]
     if usable is None:
         return "zero3", recomputes, "zero3: no device memory was given, and stage 3 stores the least."
+    candidates = [r for r in rows if r.stage]
     on_device = [r for r in candidates if r.offload == "none"]
     offloaded = [r for r in candidates if r.offload != "none"]
-    tried: list[str] = []
     for group in (on_device, offloaded):
         for checkpointing in (True,) if recomputes else (False, True):
-            for row in group:
-                peak = row.peak_with(checkpointing)
-                if peak > usable:
-                    tried.append(f"{row.name} {gib(peak)}")
-                elif host_gib is not None and row.host_with(checkpointing) * ranks_per_host > host_gib * GIB:
-                    tried.append(f"{row.name} {gib(row.host_with(checkpointing) * ranks_per_host)} of host memory")
-                else:
-                    reason = _reason(row, peak, usable, checkpointing, group, on_device)
-                    if checkpointing and not recomputes and row.offload == "none":
+            for index, row in enumerate(group):
+                peak, of_host = row.peak_with(checkpointing), row.host_with(checkpointing) * ranks_per_host
+                if peak > usable or (host_gib is not None and of_host > host_gib * GIB):
+                    continue
+                reason = f"{row.name}: needs {gib(peak)} of {gib(usable)} usable GiB per rank"
+                if group is on_device:
+                    before = ", ".join(f"{r.name} {gib(r.peak_with(checkpointing))}" for r in group[:index])
+                    reason += f", where {before} would be needed." if before else ", and no stage sends less per step."
+                    if checkpointing and not recomputes:
                         reason += " It needs activation_checkpointing='full': without it no stage fits."
-                    return row.name, checkpointing, reason
-    least = min((r for r in candidates), key=lambda r: r.peak_checkpointed)
-    return (
-        None,
-        False,
-        f"nothing fits: even {least.name} with activation checkpointing needs {gib(least.peak_checkpointed)} of"
-        f" {gib(usable)} usable GiB; use more ranks, a smaller micro-batch or a larger device.",
-    )
+                elif on_device:  # else offload was asked for
+                    least = min(on_device, key=lambda r: r.peak_checkpointed)
+                    reason += f"; without offload even {least.name} with activation checkpointing needs"
+                    reason += f" {gib(least.peak_checkpointed)}."
+                return row.name, checkpointing, reason
+    least = min(candidates, key=lambda r: r.peak_checkpointed)
+    needs = f"{gib(least.peak_checkpointed)} of {gib(usable)} usable GiB"
+    advice = "use more ranks, a smaller micro-batch or a larger device."
+    return None, False, f"nothing fits: even {least.name} with activation checkpointing needs {needs}; {advice}"
 
 
-def _reason(
-    row: Row, peak: float, usable: float, checkpointing: bool, group: Sequence[Row], on_device: Sequence[Row]
-) -> str:
-    before = [r for r in group if r.name != row.name and group.index(r) < group.index(row)]
-    needs = f"{row.name}: needs {gib(peak)} of {gib(usable)} usable GiB per rank"
-    extra = ""
-    if row.offload != "none":
-        if on_device:  # else offload was asked for
-            least = min(on_device, key=lambda r: r.peak_checkpointed)
-            extra = f"; without offload even {least.name} with activation checkpointing needs"
-            extra += f" {gib(least.peak_checkpointed)}"
-    elif before:
-        short = ", ".join(f"{r.name} {gib(r.peak_with(checkpointing))}" for r in before)
-        extra = f", where {short} would be needed"
-    else:
-        extra = ", and no stage sends less per step"
-    return f"{needs}{extra}."
+def smallest_group(
+    planned: Callable[[int | None], Plan],
+    config: ZeroConfig,
+    world_size: int,
+    ranks_per_host: int,
+    host_gib: float | None,
+) -> Plan:
+    """The plan of the run in groups, :attr:`Plan.shard_size` among it; its last note says why.
+
+    The smaller a group, the fewer hosts a gather crosses and the shorter its ring; the more each rank stores. So groups
+    are tried from one host on, in numbers of hosts that divide all of them, for the stage and offload of ``config``.
+    ``planned`` gives the plan of a ``shard_size``.
+    """
+
+    def noted(made: Plan, size: int | None, why: str) -> Plan:
+        return dataclasses.replace(made, shard_size=size, notes=(*made.notes, f"shard_size='auto' takes {why}"))
+
+    everyone = planned(None)
+    hosts, rest = divmod(world_size, ranks_per_host)
+    if hosts < 2 or rest:
+        where = "are on one host" if hosts == 1 and not rest else "are not in hosts of equally many"
+        return noted(everyone, None, f"all ranks: they {where}")
+    if everyone.usable_bytes is None:
+        return noted(everyone, None, "all ranks: no device memory was given, and they store the least")
+    in_files = "_nvme" if config.stage == 3 else "_offload"  # plans have files at stage 3 only
+    name = f"zero{config.stage}" + {"cpu": "_offload", "nvme": in_files}.get(str(config.offload.target), "")
+    recomputes, usable, tried = config.activation_checkpointing.is_on, everyone.usable_bytes, ""
+    for count in (n for n in range(1, hosts) if hosts % n == 0 and n * ranks_per_host > 1):
+        size = count * ranks_per_host
+        made = planned(size)
+        peak = made.row(name).peak_with(recomputes)
+        of_host = made.row(name).host_with(recomputes) * ranks_per_host
+        if peak > usable:
+            tried = f"; groups of {size} would need {gib(peak)} of {gib(usable)} usable GiB"
+        elif host_gib is not None and of_host > host_gib * GIB:
+            tried = f"; groups of {size} would need {gib(of_host)} GiB of a host's memory"
+        else:
+            group = "the ranks of one host" if count == 1 else f"the ranks of {count} hosts"
+            why = f"{name} needs {gib(peak)} of {gib(usable)} usable GiB there{tried}"
+            return noted(made, size, f"{size}, {group}: {why}")
+    return noted(everyone, None, f"all ranks{tried}")

@@ -1,4 +1,4 @@
-"""A plan's content: a row for each way to train."""
+"""A plan: a row for each way to train; as text and as a chart."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_zero.planner import show
-from lightning_zero.planner.life import Life
+from lightning_zero.planner.memory import KINDS
+
+GIB = 2**30
+
+
+def gib(nbytes: float) -> str:
+    """Bytes in GiB, in three figures or so."""
+    value = nbytes / GIB
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.4f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +86,6 @@ class Plan:
     usable_bytes: float | None
     flops_per_micro_batch: float
     rows: Sequence[Row]
-    life: Life | None
-    """Host memory at ``zero3``, from birth to end, under the run's offload; ``None`` for one rank."""
     choice: str | None
     """Name of the row to take; ``None`` if none fits."""
     checkpointing: bool
@@ -96,13 +101,91 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
+    def __str__(self) -> str:
+        return self.table()
+
     def table(self) -> str:
         """The plan as text, GiB per rank."""
-        return show.table(self)
+        head = [
+            f"{self.module}: {self.num_parameters:,} parameters ({self.num_trainable:,} trainable),"
+            f" {', '.join(self.optimizers) or 'no optimizer'}, {self.precision}",
+            f"{self.world_size} rank(s), micro-batch {self.micro_batch}, {self.micro_batches} per optimizer step,"
+            f" on {self.device}; GiB per rank",
+            "",
+        ]
+        numbers = ["param", "grad", "optim", "unit", "act", "peak", "act ckpt", "peak ckpt"]
+        rows = [["", *numbers, "host", "disk", "sent/step", "PCIe/step", "fits", "max batch"]]
+        for r in self.rows:
+            fits = "?" if self.usable_bytes is None else "yes" if r.fits else "ckpt" if r.fits_checkpointed else "no"
+            largest = f"{r.max_micro_batch}/{r.max_micro_batch_checkpointed}"
+            rows.append(
+                [
+                    r.name + (" <-" if r.name == self.choice else ""),
+                    *map(gib, (r.parameters, r.gradients, r.optimizer, r.gathered_unit)),
+                    *map(gib, (r.activations, r.peak, r.activations_checkpointed, r.peak_checkpointed)),
+                    "/".join(gib(host) if host else "-" for host in dict.fromkeys((r.host, r.host_checkpointed))),
+                    *(gib(v) if v else "-" for v in (r.disk, r.sent_total, r.pcie)),
+                    fits,
+                    "-" if self.usable_bytes is None else largest,
+                ]
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+        lines = ["  ".join(cells).rstrip() for cells in aligned]
+        lines.insert(1, "-" * max(map(len, lines)))
+        foot = [
+            "",
+            "param, grad, optim: between two steps; unit: the largest gathered one; act: most that activations take;",
+            "peak: most of a step together, within 10 % of what is measured; max batch: the largest micro-batch that",
+            f"fits, without / with ckpt: {self.recomputed}.",
+        ]
+        if any(r.host != r.host_checkpointed for r in self.rows):
+            foot.append("host: without / with that; the way of saved inputs there and back is not in PCIe/step.")
+        foot += [f"note: {note}." for note in self.notes]
+        return "\n".join([*head, *lines, *foot, "", f"take {self.reason}" if self.choice else self.reason])
 
     def plot(self, path: str) -> None:
         """Writes the chart as PNG; needs matplotlib (``pip install lightning-zero[plot]``)."""
-        show.plot(self, path)
+        try:
+            import matplotlib  # optional: pip install lightning-zero[plot]
+        except ImportError as error:
+            raise ValueError(f"plan.plot={path!r} needs matplotlib: pip install 'lightning-zero[plot]'.") from error
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
 
-    def __str__(self) -> str:
-        return self.table()
+        figure, axes = pyplot.subplots(figsize=(9.0, 1.2 + 0.5 * len(self.rows)), layout="constrained")
+        colors = dict(zip(KINDS, pyplot.colormaps["tab10"].colors, strict=False))  # type: ignore[attr-defined]
+        peaks = [max(row.peak, row.peak_checkpointed) / GIB for row in self.rows]
+        seen = [peak for row, peak in zip(self.rows, peaks, strict=True) if row.name == self.choice]
+        shown = max([*seen, (self.device_bytes or 0.0) / GIB]) or max(peaks)
+        limit = 1.1 * max(peaks) if max(peaks) < 1.5 * shown else 1.3 * shown  # longer bars are cut off
+        for place, row in enumerate(self.rows):
+            for offset, parts, checkpointed in ((-0.2, row.at_peak, False), (0.2, row.at_peak_checkpointed, True)):
+                picked = row.name == self.choice and self.checkpointing == checkpointed
+                y, left = place + offset, 0.0
+                for kind in KINDS:
+                    style = {"color": colors[kind], "hatch": "///" if checkpointed else None, "edgecolor": "white"}
+                    axes.barh(y, parts[kind] / GIB, height=0.36, left=left, linewidth=0, **style)
+                    left += parts[kind] / GIB
+                text = f"{gib(left * GIB)}{' <- take' if picked else ''}{' >' if left > limit else ''}"
+                box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+                cut_off: dict[str, Any] = {"x": limit * 0.99, "ha": "right", "bbox": box}
+                axes.text(y=y, s=f" {text}", va="center", fontsize=7, **(cut_off if left > limit else {"x": left}))
+        if self.device_bytes is not None and self.usable_bytes is not None:
+            axes.axvline(self.device_bytes / GIB, color="black", linestyle="--")
+            axes.axvline(self.usable_bytes / GIB, color="black", linestyle=":")
+        axes.set_xlim(0, limit * 1.001)
+        axes.set_yticks(range(len(self.rows)), [row.name for row in self.rows])
+        axes.invert_yaxis()
+        axes.set_xlabel("GiB per rank at the peak of a step")
+        axes.set_title(f"{self.module}, {self.num_parameters / 1e9:.3g} B parameters, {self.world_size} rank(s)")
+        handles: list[Any] = [Patch(color=colors[kind], label=kind) for kind in KINDS]
+        handles.append(Patch(facecolor="white", edgecolor="grey", hatch="///", label=f"with {self.recomputed}"))
+        if self.device_bytes is not None and self.usable_bytes is not None:
+            handles.append(Line2D([], [], color="black", linestyle="--", label=f"device, {gib(self.device_bytes)} GiB"))
+            handles.append(Line2D([], [], color="black", linestyle=":", label=f"usable, {gib(self.usable_bytes)} GiB"))
+        figure.legend(handles=handles, fontsize="small", loc="outside lower center", ncols=4)
+        figure.savefig(path, format="png", dpi=120)
+        pyplot.close(figure)

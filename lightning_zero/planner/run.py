@@ -1,32 +1,34 @@
-"""The plan itself, for a module and for a run that is about to start."""
+"""The plan itself: for a module, and for a run that is about to start, on all ranks alike."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import DataLoader
 
-from lightning_zero.comm.direct import SMALL_BYTES
 from lightning_zero.config import OFFLOAD_TARGETS, ZeroConfig
 from lightning_zero.engines.hooks import user_hooks
 from lightning_zero.host import available_host_bytes
-from lightning_zero.planner.choice import choose
-from lightning_zero.planner.groups import smallest_group
-from lightning_zero.planner.life import Life, life_of
+from lightning_zero.planner.choice import choose, smallest_group
 from lightning_zero.planner.memory import StepRules
-from lightning_zero.planner.rows import Plan, Row
-from lightning_zero.planner.show import GIB
-from lightning_zero.planner.silent import quiet
-from lightning_zero.planner.study import Study, precision_name
+from lightning_zero.planner.rows import GIB, Plan
+from lightning_zero.planner.study import Study, precision_name, quiet
 from lightning_zero.planner.tracing import NotTraceable, shadow
+from lightning_zero.private.lightning import training_source
+
+HEADROOM = 0.1
+"""Of a device's memory, where a run is planned by itself."""
 
 
 def plan(
@@ -39,7 +41,7 @@ def plan(
     device: str = "cpu",
     device_memory_gib: float | None = None,
     host_memory_gib: float | None = None,
-    headroom: float = 0.1,
+    headroom: float = HEADROOM,
     micro_batches: int = 1,
     max_steps: int = 1000,
     keep_gathered: bool = True,
@@ -68,108 +70,79 @@ def plan(
         ValueError: For an unknown precision, a module without trainable parameters, or groups that are not equal.
     """
     config = config or ZeroConfig()
-    on_host = ranks_per_host or world_size
-    if config.shard_size == "auto":
-
-        def planned(size: int | None) -> Plan:
-            return plan(
-                module,
-                batch,
-                world_size=world_size,
-                ranks_per_host=ranks_per_host,
-                precision=precision,
-                device=device,
-                device_memory_gib=device_memory_gib,
-                host_memory_gib=host_memory_gib,
-                headroom=headroom,
-                micro_batches=micro_batches,
-                max_steps=max_steps,
-                keep_gathered=keep_gathered,
-                config=config.with_(shard_size=size),
-            )
-
-        return smallest_group(planned, config, world_size, on_host, host_memory_gib)
-    name, shards = precision_name(precision), config.shard_size or world_size
-    if world_size % shards:
-        raise ValueError(f"shard_size={shards} does not divide {world_size} ranks into equal groups.")
-    study = Study(module, batch, name, torch.device(device), config, shards, max_steps)
+    on_host, name = ranks_per_host or world_size, precision_name(precision)
+    study = Study(module, batch, name, torch.device(device), config, max_steps)
     usable = None if device_memory_gib is None else device_memory_gib * GIB * (1 - headroom)
-    exchanges_directly = study.target.type == "cpu" and study.config.transport != "torch"
-    rules = StepRules(
-        stage=3,
-        world_size=shards,
-        replicas=world_size // shards,
-        micro_batches=micro_batches,
-        keep_gathered=keep_gathered,
-        gathers_up_front=exchanges_directly,
-        gathers_in_place_from=SMALL_BYTES if exchanges_directly else None,
-        keeps_shards_in_copies=exchanges_directly,
-        keeps_last=module.automatic_optimization,
-        agrees_per_unit=exchanges_directly and world_size > 1 and study.config.find_unused_parameters,
-        agrees_on_unused=study.config.find_unused_parameters,
-        broadcasts_buffers=study.config.broadcast_buffers,
-        zeroes_late=module.automatic_optimization,
-    )
-    rows = [study.row(0, "none", dataclasses.replace(rules, world_size=world_size, replicas=1), usable)]
-    for offload in OFFLOAD_TARGETS:
-        for stage in (3,) if offload == "nvme" else (1, 2, 3):
-            rows.append(study.row(stage, offload, rules, usable))
-    choice, checkpointing, reason = choose(
-        rows, usable, host_memory_gib, on_host, recomputes=config.activation_checkpointing.is_on
-    )
-    return Plan(
-        module=type(module).__name__,
-        num_parameters=study.layout.num_parameters,
-        num_trainable=sum(p.numel for p in study.layout.parameters if p.trainable),
-        world_size=world_size,
-        shard_size=config.shard_size,
-        ranks_per_host=on_host,
-        precision=name,
-        micro_batch=study.batch_size,
-        micro_batches=micro_batches,
-        optimizers=study.optimizer_names,
-        device=study.target.type,
-        device_bytes=None if device_memory_gib is None else device_memory_gib * GIB,
-        usable_bytes=usable,
-        flops_per_micro_batch=study.flops,
-        rows=tuple(rows),
-        life=None if world_size == 1 else _life(study, shards, rows),
-        choice=choice,
-        checkpointing=checkpointing,
-        recomputed=str(config.activation_checkpointing)
-        if config.activation_checkpointing.is_on
-        else "each unit's activations recomputed",
-        reason=reason,
-        notes=tuple(study.notes),
-    )
+    on_cpu = study.target.type == "cpu"
 
+    def planned(size: int | None) -> Plan:
+        shards = size or world_size
+        if world_size % shards:
+            raise ValueError(f"shard_size={shards} does not divide {world_size} ranks into equal groups.")
+        ddp = StepRules(
+            stage=0,
+            world_size=world_size,
+            micro_batches=micro_batches,
+            keep_gathered=keep_gathered,
+            in_place=on_cpu and config.transport != "torch",
+            automatic=module.automatic_optimization,
+            host_is_device=on_cpu,
+        )
+        sharded = dataclasses.replace(ddp, world_size=shards, replicas=world_size // shards)
+        ways = [(s, offload) for offload in OFFLOAD_TARGETS for s in (1, 2, 3) if offload != "nvme" or s == 3]
+        rules = [ddp, *(dataclasses.replace(sharded, stage=stage, offload=offload) for stage, offload in ways)]
+        rows = tuple(study.row(each, usable) for each in rules)
+        recomputes = config.activation_checkpointing.is_on
+        choice, checkpointing, reason = choose(rows, usable, host_memory_gib, on_host, recomputes)
+        return Plan(
+            module=type(module).__name__,
+            num_parameters=sum(p.numel for p in study.layout.parameters),
+            num_trainable=sum(p.numel for p in study.layout.parameters if p.trainable),
+            world_size=world_size,
+            shard_size=size,
+            ranks_per_host=on_host,
+            precision=name,
+            micro_batch=study.batch_size,
+            micro_batches=micro_batches,
+            optimizers=[type(o).__name__ for o in study.optimizers],
+            device=study.target.type,
+            device_bytes=None if device_memory_gib is None else device_memory_gib * GIB,
+            usable_bytes=usable,
+            flops_per_micro_batch=study.plain.flops,
+            rows=rows,
+            choice=choice,
+            checkpointing=checkpointing,
+            recomputed=str(config.activation_checkpointing) if recomputes else "each unit's activations recomputed",
+            reason=reason,
+            notes=tuple(dict.fromkeys(study.notes)),
+        )
 
-def _life(study: Study, shards: int, rows: Sequence[Row]) -> Life:
-    config, offload, host_is_device = study.config, study.config.offload.target or "none", study.target.type == "cpu"
-    (row,) = (r for r in rows if r.stage == 3 and r.offload == offload)
-    recomputes = config.activation_checkpointing.is_on
-    peak, host = row.peak_with(recomputes) if host_is_device else 0.0, row.host_with(recomputes)
-    return life_of(study.layout, shards, offload, host_is_device, config.build, peak + host)
+    if config.shard_size == "auto":
+        return smallest_group(planned, config, world_size, on_host, host_memory_gib)
+    return planned(config.shard_size)
 
 
 class Planner:
-    """A plan that waits for its batch: copies the module's structure now, while it is whole.
-
-    Args:
-        module: As for :func:`plan`.
-        **settings: Its keywords.
-    """
+    """A plan that waits for its batch: copies the module's structure now, while it is whole. Settings are keywords of
+    :func:`plan`."""
 
     def __init__(self, module: LightningModule, **settings: Any) -> None:
-        copied = shadow(module, nullcontext(), torch.device("meta"), lambda name, t: t.dtype)
-        self.module = cast(LightningModule, copied)
+        meta = torch.device("meta")
+        self.module = cast(LightningModule, shadow(module, nullcontext(), meta, lambda name, t: t.dtype))
         self.settings = settings
         self._original = weakref.ref(module)
 
     def __call__(self, batch: Any) -> Plan:
         """The plan for that batch. A step that runs layers of the module itself, which may be sharded by now, counts as
         one that cannot be traced."""
-        with quiet(), _at_rest(self._original()):
+        original = self._original()
+        layers = set() if original is None else set(original.modules())
+
+        def refuse(layer: nn.Module, args: Any) -> None:  # a function outside of the copy knows the module
+            if layer in layers:
+                raise NotTraceable(f"the step of the copy runs the module's own {type(layer).__name__}")
+
+        with quiet(), register_module_forward_pre_hook(refuse):
             return plan(self.module, batch, **self.settings)
 
     @classmethod
@@ -195,26 +168,6 @@ class Planner:
         )
 
 
-@contextmanager
-def _at_rest(module: nn.Module | None) -> Iterator[None]:
-    """No layer of ``module`` runs: a function that a copy could not be given (a global one that knows the module) would
-    gather, on this rank alone."""
-
-    def refuse(layer: nn.Module, args: Any) -> None:
-        raise NotTraceable(
-            f"the step of the copy runs the run's own {type(layer).__name__}: a function or object that is no part of"
-            " the module knows it"
-        )
-
-    layers = [] if module is None else list(module.modules())
-    handles = [layer.register_forward_pre_hook(refuse, prepend=True) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def device_memory_bytes(device: torch.device, ranks_per_host: int) -> float:
     """Memory of one device; on the CPU this rank's share of the host's available memory."""
     if device.type == "cuda":
@@ -225,16 +178,66 @@ def device_memory_bytes(device: torch.device, ranks_per_host: int) -> float:
 def first_batch(loader: Any) -> Any:
     """The first micro-batch of a ``DataLoader`` over a map-style dataset, without its workers, its sampler or a trace
     in the random generators; ``None`` where there is no such thing."""
-    dataset, size = getattr(loader, "dataset", None), getattr(loader, "batch_size", None)
+    dataset: Any = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return None
-    batch_sampler = loader.batch_sampler
-    size = size or getattr(batch_sampler, "batch_size", None)
-    if not size or not len(dataset):  # type: ignore[arg-type]
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if not size or not len(dataset):
         return None
     state = random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
-            return loader.collate_fn([dataset[i % len(dataset)] for i in range(size)])  # type: ignore[index, arg-type]
+            return loader.collate_fn([dataset[i % len(dataset)] for i in range(size)])
     finally:
         random.setstate(state)
+
+
+# -- a run that is about to start -------------------------------------------------------------------------------------
+
+
+def training_batch(trainer: Trainer) -> Any:
+    """:func:`first_batch` of the fit that ``trainer`` is about to start, before its loops have set data up."""
+    source = training_source(trainer)
+    if source is not None and (isinstance(source, LightningModule) or hasattr(source, "train_dataloader")):
+        source = source.train_dataloader()
+    return first_batch(source)
+
+
+def smallest_device_bytes(trainer: Trainer, config: ZeroConfig) -> float:
+    """The least of all ranks' device memory, or what ``config`` says (collective)."""
+    if config.device_memory_gib is not None:
+        return config.device_memory_gib * GIB
+    mine = device_memory_bytes(trainer.strategy.root_device, trainer.num_devices)
+    if not dist.is_initialized() or trainer.world_size == 1:
+        return mine
+    everyone: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(everyone, mine)
+    return min(everyone)
+
+
+def resolve_shard_size(
+    trainer: Trainer, module: LightningModule, config: ZeroConfig, broadcast: Callable[[Any], Any]
+) -> tuple[int | None, str]:
+    """The groups of ``shard_size="auto"`` for the run that ``trainer`` is about to start, and the reason (collective).
+
+    Raises:
+        ValueError: On all ranks, where rank 0 cannot plan the run.
+    """
+    memory = smallest_device_bytes(trainer, config)
+    answer: Any = None
+    if trainer.is_global_zero:  # every rank would find the same; one of them asks the data
+        settings = {"device_memory_gib": memory / GIB, "headroom": HEADROOM, "config": config}
+        try:
+            if trainer.state.fn != TrainerFn.FITTING:
+                answer = None, "shard_size='auto' takes all ranks: nothing is trained"
+            else:
+                planner = Planner.of_run(trainer, module, host_memory_gib=available_host_bytes() / GIB, **settings)
+                made = planner(training_batch(trainer))
+                answer = made.shard_size, made.notes[-1]
+        except Exception as error:  # whatever the module raises while it is traced: every rank has to hear of it
+            reason = f"({type(error).__name__}: {error})"
+            answer = ValueError(f"shard_size='auto': the run could not be planned {reason}; use a number.")
+    answer = broadcast(answer)
+    if isinstance(answer, ValueError):
+        raise answer
+    return answer

@@ -40,7 +40,6 @@ TORCH = Library(
         Needed("torch:UntypedStorage._new_with_weak_ptr"),
         Needed("torch:_C._disabled_torch_function_impl"),
         Needed("torch:_C._are_functorch_transforms_active"),
-        Needed("torch:_C._autograd._top_saved_tensors_default_hooks"),
         Needed("torch:Tensor._version"),
         Needed("torch:Tensor._base"),
         Needed("torch:Tensor._backward_hooks"),
@@ -48,7 +47,6 @@ TORCH = Library(
         Needed("torch:Tensor._make_wrapper_subclass"),
         Needed("torch:ops.aten._local_scalar_dense.default"),
         Needed("torch:ops.aten.detach.default._schema.is_mutable"),
-        Needed("torch:ops.aten.detach.default._overloadpacket"),
         Needed("torch.autograd:Variable._execution_engine.queue_callback"),
         # private/torch_optim.py
         Needed("torch:Tensor._make_subclass"),
@@ -164,8 +162,8 @@ __all__ = [
     "forget_meshes", "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward",
     "in_fx_trace", "in_transform", "is_compiled", "is_traced", "local_tensor",
     "loss_scale", "module_tables", "never_a_frame", "outside_modes",
-    "overload_packet", "own_parameters", "pause_dynamo", "put_below", "puts_other_memory", "pytree",
-    "run_first", "saved_tensors", "saves_elsewhere", "schema_of",
+    "own_parameters", "pause_dynamo", "put_below", "puts_other_memory", "pytree",
+    "run_first", "saved_tensors", "schema_of",
     "set_compiled_call", "set_data", "set_found_inf",
     "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "set_torch_function", "storage_key",
     "torch_function_of", "translate_transformed", "uncompiled", "users_of", "version_of", "without_modes",
@@ -538,11 +536,6 @@ def schema_of(func: Any) -> Any:
     return func._schema
 
 
-def overload_packet(func: Any) -> Any:
-    """The operator without its overload, as ``torch.utils.flop_counter`` has it in its table."""
-    return func._overloadpacket
-
-
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Called within a backward: ``call`` comes when it ends. ``fully_shard`` and DDP use the same."""
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
@@ -551,11 +544,6 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether autograd runs on this thread, which of an accelerator's backward is one of torch's own."""
     return torch._C._current_graph_task_id() != -1
-
-
-def saves_elsewhere() -> bool:
-    """Whether hooks (``saved_tensors_hooks``) decide what autograd saves right now."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def abort_process_groups() -> None:

@@ -9,7 +9,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroConfig, auto, plan, strategy
-from lightning_zero.planner import GIB, at_start
+from lightning_zero.planner import GIB
+from lightning_zero.planner import run as planning
 from tests.helpers import account, zoo
 from tests.helpers.ranks import outcome
 
@@ -62,8 +63,8 @@ def test_the_cheapest_stage_that_fits_is_run_on_every_rank(ranks2):
 
 
 def _fit_as_if_on_two_hosts(settings: Any) -> tuple[Any, list[str]]:
-    of_run = at_start.Planner.of_run
-    at_start.Planner.of_run = lambda trainer, module, **more: of_run(trainer, module, **{**more, "ranks_per_host": 2})
+    of_run = planning.Planner.of_run
+    planning.Planner.of_run = lambda trainer, module, **more: of_run(trainer, module, **{**more, "ranks_per_host": 2})
     said: list[str] = []
     original, strategy.rank_zero_info = strategy.rank_zero_info, rank_zero_only(said.append)
     try:
@@ -72,7 +73,7 @@ def _fit_as_if_on_two_hosts(settings: Any) -> tuple[Any, list[str]]:
         for _ in range(2):  # the second decides anew
             trainer.fit(module, DataLoader(account.Tokens(), batch_size=4))
     finally:
-        at_start.Planner.of_run, strategy.rank_zero_info = of_run, original
+        planning.Planner.of_run, strategy.rank_zero_info = of_run, original
     return trainer.strategy.config.shard_size, said
 
 

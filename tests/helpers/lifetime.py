@@ -80,11 +80,6 @@ def peaks(settings: dict[str, Any], sizes: dict[str, int], folder: str, target: 
     return {"imports": before, **{phase: module.peaks[phase] - before for phase in PHASES}}
 
 
-def planned(plan: Any) -> dict[str, float]:
-    """Phase -> bytes, by the plan."""
-    return {phase: getattr(plan.life, phase) for phase in PHASES}
-
-
 def _fit(settings: dict[str, Any], module: Gpt) -> None:
     loader: Any = DataLoader(torch.arange(16 * TOKENS).view(16, TOKENS) % 8, batch_size=1)
     make_trainer(settings, max_steps=2, limit_val_batches=0).fit(module, loader)

@@ -199,45 +199,27 @@ def copied() -> dict[tuple[int, bool, int], tuple[float, float]]:
 
 def _planned() -> list[tuple[float, float]]:
     """``(measured, planned)`` bytes copied per step, for every stage, precision and number of micro-batches."""
-    from lightning_zero.planner.memory import (
-        Layout,
-        ParameterSize,
-        StepRules,
-        UnitSize,
-        offload_bytes,
-        simulate,
-        untraced,
-    )
+    from lightning_zero.planner.memory import Layout, ParameterSize, StepRules, UnitSize, traffic, untraced
+
+    def size(name: str, p: torch.Tensor, mixed: bool) -> ParameterSize:
+        compute = 2 if mixed else 4
+        return ParameterSize(name=name, shape=tuple(p.shape), itemsize=4, compute_itemsize=compute, reduce_itemsize=4)
 
     pairs = []
     with pretend.accelerator(RANKS) as device:
         for stage in (1, 2, 3):
             for mixed, micro_batches in ((False, 1), (True, 3)):
                 engine = _engine(device, stage, mixed)
-                compute = 2 if mixed else 4
-                units = tuple(
-                    UnitSize(
-                        name=unit.name,
-                        parameters=tuple(
-                            ParameterSize(
-                                name=name,
-                                shape=tuple(dict(engine.module.named_parameters())[name].shape),
-                                itemsize=4,
-                                compute_itemsize=compute,
-                                reduce_itemsize=4,
-                            )
-                            for name in unit.parameters
-                        ),
-                    )
-                    for unit in engine._sharded.plan.units
-                )
-                layout = Layout(units=units)
-                rules = StepRules(stage=stage, world_size=RANKS, micro_batches=micro_batches, from_host=True)
-                planned = offload_bytes(layout, simulate(layout, untraced(layout), rules), rules, "cpu")
+                named = dict(engine.module.named_parameters())
+                units = engine._sharded.plan.units
+                sizes = [tuple(size(name, named[name], mixed) for name in unit.parameters) for unit in units]
+                layout = Layout(units=tuple(UnitSize(parameters=each) for each in sizes))
+                rules = StepRules(stage=stage, world_size=RANKS, micro_batches=micro_batches, offload="cpu")
+                _, gathered, reduced = traffic(layout, untraced(layout), rules)
                 optimizer = torch.optim.AdamW(engine.module.parameters())
                 _train(engine, optimizer, 1)  # tells which unit runs last
                 step = _train(engine, optimizer, micro_batches)
-                pairs.append((step["up"] + step["down"], planned.pcie_per_step))
+                pairs.append((step["up"] + step["down"], gathered + reduced))
     return pairs
 
 
