@@ -5,7 +5,7 @@
 
 A *room* is a module or a folder of ``lightning_zero``, each engine's folder one of its own; an *arrow* says that a room
 imports from another, inside functions too; an arrow *back* is part of a circle of rooms; a *floor* is the length of the
-longest chain of arrows. ``docs/decisions/`` keeps what it printed before and after the rooms were made.
+longest chain of arrows. ``docs/architecture.md`` shows the rooms.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def reachable(arrows: set[tuple[str, str]], start: str) -> set[str]:
 
 @dataclass(frozen=True)
 class Figures:
-    """What ``docs/decisions/31-rooms.md`` states."""
+    """Rooms, arrows between them and the largest classes of a package."""
 
     rooms: int
     floors: int

@@ -1,4 +1,4 @@
-"""``zero_auto``: stage and offload are those that the plan picks, when the run is set up."""
+"""``zero_auto``: the plan picks stage and offload when the run is set up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of ours that users catch by name. Everything else is a ``ValueError`` that names the setting."""
+"""Errors that users may catch by class. All others are a ``ValueError`` that names the setting."""
 
 from __future__ import annotations
 

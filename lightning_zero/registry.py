@@ -1,8 +1,9 @@
 """The names that ``Trainer(strategy=...)`` takes once this package is imported.
 
-Lightning has no entry point for strategies, so the names are put into its registry: at once where Lightning is
-imported already, else when it is. Importing this package alone therefore costs nothing, which the command's ``--help``
-and its refusals of what was mistyped live by. ``pytorch_lightning`` has the names, too (``lightning_zero.twins``).
+Lightning has no entry point for strategies, so this module adds the names to Lightning's registry: immediately if
+Lightning is already imported, otherwise when it is imported. So importing this package alone is cheap, which keeps
+``--help`` and errors about mistyped arguments fast. ``pytorch_lightning`` gets the names, too
+(``lightning_zero.twins``).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ NAMES["zero_auto"] = {"auto": True, "engine": "fsdp2"}
 
 _LIGHTNING = "lightning.pytorch"
 _REGISTRIES = {f"{_LIGHTNING}.strategies": "lightning.fabric", "pytorch_lightning.strategies": "lightning_fabric"}
-"""The modules of Lightning's that make a registry of the Trainer's -> the Fabric beside it."""
+"""Module of Lightning that makes the Trainer's registry -> the Fabric package that belongs to it."""
 
 
 def register_strategies(trainers: str = f"{_LIGHTNING}.strategies") -> None:

@@ -1,7 +1,8 @@
 """``ZeroStrategy``: Lightning's contract on top of an engine.
 
-It is a :class:`~lightning.pytorch.strategies.DDPStrategy` to Lightning (launching, ranks, reductions, samplers, sync
-BatchNorm, the compile allow-list), because to users it is DDP that stores everything once. What differs is below.
+Lightning treats it as a :class:`~lightning.pytorch.strategies.DDPStrategy` (launching, ranks, reductions, samplers,
+sync BatchNorm, the compile allow-list), because to users it is DDP that stores everything once. This module overrides
+what differs.
 """
 
 from __future__ import annotations
@@ -151,13 +152,14 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     @classmethod
     def from_config(cls, config: ZeroConfig, **of_lightning: Any) -> Self:
-        """The strategy of a config that is valid already; ``of_lightning`` is ``accelerator``, ..., as above."""
+        """Makes a strategy from a validated config; ``of_lightning`` takes ``accelerator`` and the others of
+        Lightning."""
         strategy = cls.__new__(cls)
         strategy._take(config, **of_lightning)  # noqa: SLF001
         return strategy
 
     def _take(self, config: ZeroConfig, **of_lightning: Any) -> None:
-        """The one way in: what the constructor, the names, LightningCLI and Hydra end in."""
+        """Sets up from a config; the constructor, the registered names, LightningCLI and Hydra all call it."""
         check_libraries(config.engine)
         self.config = config
         self.start_method, self.rank_logs = config.start_method, config.rank_logs

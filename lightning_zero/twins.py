@@ -1,9 +1,9 @@
 """Lightning is published twice, as ``lightning`` and as ``pytorch_lightning``: the same code, two sets of classes.
 
-A Trainer of one takes neither strategies nor modules of the other. So whichever a process imports first answers to
-both names from then on: a script that says ``import pytorch_lightning as pl``, and a package that was written for it,
-meet the same classes as this package does. Where both were imported before this package, or their versions differ,
-nothing is replaced, and ``lightning_zero.registry`` refuses the Trainer that cannot run us.
+A Trainer of one accepts neither strategies nor modules of the other. So the package that a process imports first is
+used under both names from then on: a script that says ``import pytorch_lightning as pl``, or a package written for it,
+gets the same classes as this package. If both were imported before this package, or their versions differ, nothing is
+replaced, and ``lightning_zero.registry`` refuses the Trainer that cannot run our strategies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command ``lightning-zero``.
 
-The first word is the command, everything after it Hydra's. How the other processes of a run are started stands in
-:mod:`lightning_zero.launch.launcher`.
+The first word is the command; Hydra parses the rest. :mod:`lightning_zero.launch.launcher` starts the other processes
+of a run.
 """
 
 from __future__ import annotations

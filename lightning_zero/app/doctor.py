@@ -1,6 +1,7 @@
-"""``lightning-zero doctor``: reports the machine's means of training under ZeRO, and the missing ones.
+"""``lightning-zero doctor``: reports what this machine has for training under ZeRO, and what is missing.
 
-Every probe answers in a line and none can hang: probes that talk to other processes are children with a time limit.
+Each probe reports one line. No probe can hang: probes that use other processes run in child processes with a time
+limit.
 """
 
 from __future__ import annotations

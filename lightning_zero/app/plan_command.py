@@ -1,7 +1,6 @@
 """``lightning-zero plan``: from the groups of a run to its plan.
 
-Nothing of the run is started: the module is built on the meta device, the Trainer not at all, so that a plan for 64
-GPUs can be made on a laptop.
+No run is started: the module is built on the meta device, and there is no Trainer. So a laptop can plan for 64 GPUs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``lightning-zero init FOLDER``: a small project of one's own, copied from ``template/``. Standard library only."""
+"""``lightning-zero init FOLDER``: creates a small project, copied from ``template/``. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The results of a Hydra sweep's jobs, as one table.
 
-Each job leaves ``result.json`` in its folder, wherever and by whichever Hydra launcher it was run; when the sweep ends,
-the process that started it reads them all. The command brings :class:`CompareRuns` along; an app of one's own asks for
-it in its defaults: ``override hydra/callbacks: compare_runs``.
+Each job writes ``result.json`` to its folder, under any Hydra launcher. When the sweep ends, the process that started
+it reads all of them. The command uses :class:`CompareRuns` by default; another app adds
+``override hydra/callbacks: compare_runs`` to its defaults.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Meetings of the ranks' main threads, in which one rank may ask for what only all of them can give.
+"""Barriers of the ranks' main threads, in which one rank may request a collective that all ranks must join.
 
 Code written for DDP reads parameters on rank 0 alone (``if trainer.is_global_zero: torch.save(net.state_dict())``). A
-gather is collective, so all ranks must make it. They meet in *rounds*, of one small message each: a rank says the key
-of what it wants, or that it is done with its user code. The highest key is served, by all ranks; a rank that is done
-says so again, round by round, until all of them are. Ranks that want the same get it in one round.
+gather is collective, so all ranks must join it. They exchange *rounds* of one small message each: a rank sends the key
+of what it needs, or reports that its user code is done. All ranks then serve the highest key. A rank that is done
+sends that report in each round until all ranks are done. Ranks that need the same key get it in one round.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ranks of one host read each other's memory: one copy, where a socket takes several.
 
-Linux lets a process read the memory of another one that it might trace (``process_vm_readv(2)``), which is how MPI
-libraries exchange within a host. Messages of a few bytes on local sockets say where something lies, and when it has
-been read.
+Linux lets a process read the memory of another process that it may trace (``process_vm_readv(2)``). MPI libraries
+exchange data within a host in this way. Messages of a few bytes on local sockets carry the addresses and confirm the
+reads.
 
 [Plan of one exchange]
 
@@ -10,8 +10,8 @@ been read.
     read            each peer copies the bytes it needs out of the owner's memory, and confirms
     await_readers   the owner holds the tensors, and nobody writes to them, until all peers have confirmed
 
-When the ranks of a host connect, each tries to read all others. If one of them may not (no Linux; a container or a
-kernel setting forbids it), none of that host does, and the caller uses sockets for everything.
+When the ranks of a host connect, each tries to read all others. If one of them cannot (not on Linux, or a container or
+kernel setting forbids it), no rank of that host does, and the caller uses sockets for everything.
 
 *Peers* are the other ranks of the group on the same host.
 """

@@ -2,10 +2,10 @@
 
 [Plan of one round, N ranks]
 
-    up      each rank waits for its children, combines what they say with its own, and tells its parent
-    down    rank 0 has everyone's; each rank passes it on to its children
+    up      each rank receives from its children, combines their values with its own, and sends to its parent
+    down    rank 0 has the combined value; each rank forwards it to its children
 
-The parent of a rank is the rank without its lowest set bit, so a subtree is a block of neighbours, and few edges leave
+The parent of a rank is the rank without its lowest set bit, so a subtree is a block of neighbors, and few edges leave
 a host. A rank sends and receives two messages on average and ``log2(N)`` each at most, over as many connections; a
 round takes ``2 log2(N)`` hops. Gloo's own all-reduce and all-gather are rings: ``2 (N - 1)`` messages per rank, one
 after the other.

@@ -1,4 +1,4 @@
-"""A module after its run: whole or still sharded; known to the next run, under any strategy object."""
+"""A module after its run: full or still sharded. The next run finds it, under any strategy object."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The setting ``compile="units"``: ``torch.compile`` for the forward of each shard unit, as one would do by hand with
 ``block.compile()``.
 
-What is compiled is the unit's ``forward`` alone. Its hooks, ``fully_shard``'s and ours among them, run around it once,
-so that a unit whose forward turns out not to be compilable can go on without. Copies and pickles of a unit are of an
+Only the unit's ``forward`` is compiled. Its hooks, including those of ``fully_shard`` and ours, run around it once, so
+a unit whose forward cannot be compiled runs uncompiled. Copies and pickles of a unit are of an
 ordinary module: nothing but the attribute is set that torch itself leaves out of them.
 """
 

@@ -1,10 +1,10 @@
-"""Inputs of compiled code: no graph of Dynamo's ever computes with a parameter that is not there.
+"""Inputs of compiled code: no Dynamo graph computes with a parameter that is not gathered.
 
 Dynamo hands a module's parameters to its graphs as inputs. The units' hooks run between graphs, so where a unit runs,
 its parameters are gathered. Other code may use any parameter at any time: a penalty over ``parameters()``, another
 unit's weight, an average that a hook follows. A graph's operators read memory directly, which is empty or stale. So
-each graph is called through here, and what it is given is touched first. ``.grad`` and ``.data`` of a parameter are
-:mod:`~lightning_zero.engines.residency`'s to answer, so a graph ends there.
+each graph is called through this module, which touches the graph's inputs first. ``.grad`` and ``.data`` of a parameter
+are :mod:`~lightning_zero.engines.residency`'s to answer, so a graph ends there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Calls of Dynamo's graphs that are given parameters: the layer between Dynamo and the engine of the run under way.
 
-A graph's operators read memory directly, so no view can translate for them. Code is compiled once per process and runs
-in any run, so this layer is there once, too.
+A graph's operators read memory directly, so calls are intercepted graph by graph. Code is compiled once per process and
+is used in all runs, so this layer exists once per process, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Modules and calls that no engine can make right, each refused by name on all ranks, before anything is gathered."""
+"""Modules and calls that no engine can train correctly. Each is refused by name, on all ranks, before any gather."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a run beside its engine: methods lent to the module, the folder for files."""
+"""The parts of a run besides its engine: methods added to the module for the run, the folder for files."""
 
 from __future__ import annotations
 

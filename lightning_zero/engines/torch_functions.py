@@ -1,4 +1,4 @@
-"""Effects of torch functions on their arguments, as far as their names tell."""
+"""Torch functions by name: which ones return views of their arguments, and which collectives write to them."""
 
 from __future__ import annotations
 

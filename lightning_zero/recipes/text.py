@@ -1,4 +1,4 @@
-"""Real English that every Python brings along, and a byte-pair tokenizer trained on it on the spot."""
+"""English text from Python's own documentation topics, and a byte-pair tokenizer that is trained on it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Results of a unit's parameters that reach the loss beside the unit's output.
+"""Terms computed from a unit's parameters that reach the loss by another way than the unit's output.
 
-``fully_shard`` gathers a unit for its backward as gradients of its output arrive. A term that a layer keeps (a router's
-auxiliary loss), features that a hook takes, and outputs in objects that are no containers of tensors come to their
-backward without that, maybe before it: the parameters would be empty, or about to be filled. Each operator that was
-given a parameter therefore looks, before its part of the backward, whether that is there.
+``fully_shard`` gathers a unit for its backward when gradients of its output arrive. A term that a layer keeps (a
+router's auxiliary loss), features that a hook takes, and outputs in objects that are not containers of tensors start
+their backward without that gather, perhaps before it: the parameters would be empty or still being filled. So each
+operator that was given a parameter checks, before its part of the backward, that the parameter is gathered.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A module that is shared out while ``configure_model`` builds it: no process ever holds all of it.
+"""Shards a module while ``configure_model`` builds it, so that no process ever holds all of it.
 
 [Memory]
 - *lot*: the memory that a parameter lies in, its untyped storage, whatever parameters and views share it.
@@ -18,8 +18,8 @@ An open lot may be read and written by one rank alone: rank 0's bytes count when
 
 [Escapes] Bytes that leave the reach of operators (``numpy()``, ``data_ptr()``, ...) are never closed.
 
-[Threads] Only the thread that builds takes part in exchanges: the order of others' operators is no rank's to promise.
-An open lot that another thread uses stays open; a closed one makes it, and then every rank, raise.
+[Threads] Only the thread that builds takes part in exchanges: no rank can guarantee the order of other threads'
+operators. An open lot that another thread uses stays open; a closed one makes it, and then every rank, raise.
 """
 
 from __future__ import annotations
