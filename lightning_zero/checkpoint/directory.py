@@ -14,7 +14,6 @@ import os
 import pickle
 import shutil
 import tempfile
-import time
 import uuid
 import zipfile
 import zlib
@@ -45,7 +44,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from lightning_zero.checkpoint import file, layout, owner
+from lightning_zero.checkpoint import file, layout
 from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.errors import CheckpointError
@@ -65,21 +64,21 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
     Raises:
         CheckpointError: On every rank, if any cannot write; an earlier checkpoint at ``path`` stays whole.
     """
-    path, data = agreement.gather((path, layout.DATA_PREFIX + uuid.uuid4().hex[:12]))[0]
+    data = layout.DATA_PREFIX + uuid.uuid4().hex[:12]
+    path, data, unfinished = agreement.gather((path, data, file.unfinished(data)))[0]
     fs, target = fsspec.core.url_to_fs(path)
     is_local = isinstance(fs, LocalFileSystem)
     with contextlib.ExitStack() as stack:
         temporary = "" if is_local else stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero-"))
-        folder = Path(target) / data if is_local else Path(temporary)
+        folder = Path(target) / unfinished if is_local else Path(temporary)
         try:
             with agreement.raise_if_any_failed(), file.naming(path):
                 if agreement.rank == 0:
                     prepare(path)
-                    remove_leftovers(path)
+                    if is_local:
+                        file.remove_stale(Path(target).absolute().parent, f"*/{layout.DATA_PREFIX}")
             with agreement.raise_if_any_failed(), file.naming(path):
                 folder.mkdir(parents=True, exist_ok=True)
-                if agreement.rank == 0 and is_local:
-                    stack.callback(os.close, owner.mark(folder))
             with agreement.raise_if_any_failed(), file.naming(path):
                 tensors, rest = split(checkpoint)
                 if agreement.rank:  # plain tensors (buffers) are equal on all ranks: rank 0 writes them, as in one file
@@ -93,13 +92,13 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
         except BaseException:
             if agreement.rank == 0:
                 with contextlib.suppress(OSError):
-                    fs.rm(f"{target}/{data}", recursive=True)
+                    fs.rm(f"{target}/{unfinished if is_local else data}", recursive=True)
                 with contextlib.suppress(OSError):
                     fs.rmdir(target)  # if the save would have been its first
             raise
         with agreement.raise_if_any_failed(), file.naming(path):
             if agreement.rank == 0:
-                commit(path, data)
+                commit(path, data, unfinished)
 
 
 def prepare(path: str) -> None:
@@ -165,10 +164,12 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path, agreement: Agreement
     agreement.decide(write_data, write_index, "a checkpoint's index")
 
 
-def commit(path: str, data: str) -> None:
-    """Declares the folder ``data`` inside ``path`` complete and deletes the others, unless a run still writes them."""
+def commit(path: str, data: str, unfinished: str) -> None:
+    """Gives the folder ``unfinished`` inside ``path`` the name ``data``, which a remote one has already; declares it
+    complete and deletes the others, but those that are not finished."""
     fs, target = fsspec.core.url_to_fs(path)
     if isinstance(fs, LocalFileSystem):
+        (Path(target) / unfinished).rename(Path(target) / data)
         Index(Path(target) / data)  # finds files that other hosts have written to disks of their own
         file.sync_folder(Path(target) / data)
         file.sync_folder(Path(target))
@@ -176,48 +177,10 @@ def commit(path: str, data: str) -> None:
         stream.write(layout.marker_text(data, index.read()).encode())
     if isinstance(fs, LocalFileSystem):
         file.sync_folder(Path(target).parent)
-        (Path(target) / data / owner.MARK).unlink(missing_ok=True)
     for other in fs.ls(target, detail=False):
         name = other.rstrip("/").rpartition("/")[2]
-        is_alive = isinstance(fs, LocalFileSystem) and _is_being_written(Path(target) / name)
-        if name.startswith(layout.DATA_PREFIX) and name != data and not is_alive:
+        if name.startswith(layout.DATA_PREFIX) and name != data and not name.endswith(file.UNFINISHED):
             fs.rm(other, recursive=True)
-
-
-def remove_leftovers(path: str) -> None:
-    """Deletes unfinished data of killed saves in ``path`` and in the folders beside it: data that no marker declares
-    complete and whose mark names an owner that has ended."""
-    fs, target = fsspec.core.url_to_fs(path)
-    if not isinstance(fs, LocalFileSystem):  # there a save appears only once it is whole on this host
-        return
-    for mark in Path(target).absolute().parent.glob(f"*/{layout.DATA_PREFIX}*/{owner.MARK}"):
-        data, checkpoint = mark.parent, mark.parents[1]
-        with contextlib.suppress(OSError, ValueError, CheckpointError):  # others may be doing the same
-            if _is_being_written(data):
-                continue
-            marker = checkpoint / layout.MARKER
-            if marker.is_file() and layout.read_marker(marker.read_text(), str(checkpoint))[0] == data.name:
-                mark.unlink()  # the save was killed after the marker was written and before the mark was removed
-                continue
-            shutil.rmtree(data)
-            checkpoint.rmdir()  # unless it holds anything else
-
-
-def _is_being_written(data: Path) -> bool:
-    mark = data / owner.MARK
-    try:
-        if not owner.lives(mark):
-            return False
-        if owner.is_locked(mark):
-            return True
-    except (OSError, ValueError, KeyError, TypeError):  # no mark, or none of ours
-        return False
-    newest = max((entry.stat().st_mtime for entry in data.iterdir()), default=0.0)
-    return time.time() - newest < _STALE_SECONDS  # another host's, of which no lock is to be seen here
-
-
-_STALE_SECONDS = 24 * 3600.0
-"""A save that has written nothing for this long has ended."""
 
 
 def remove(path: Path) -> None:

@@ -614,7 +614,7 @@ def _saves_after_killed_ones(folder: str) -> None:
     root = Path(folder)
     for name, when in (("a.ckpt", "within"), ("b.ckpt", "before"), ("new.ckpt", "within")):
         _killed(root / name, when)
-        assert list((root / name).glob("data-*/owner.json"))
+        assert list((root / name).glob("data-*.partial"))
     (root / "foreign.ckpt" / "data-0").mkdir(parents=True)
     live = _killed(root / "live.ckpt", "live")
     content = {"state_dict": {"w": torch.ones(2000, 3)}, "epoch": 1}
@@ -622,7 +622,7 @@ def _saves_after_killed_ones(folder: str) -> None:
         directory.write(content, str(root / "new.ckpt"), Agreement(alone=True))
         assert {p.name for p in root.iterdir()} == {"foreign.ckpt", "live.ckpt", "new.ckpt"}
         assert len(list((root / "new.ckpt").iterdir())) == 2  # the marker and one folder
-        assert not list(root.glob("new.ckpt/*/owner.json"))
+        assert not list(root.glob("new.ckpt/*.partial"))
         assert directory.read(root / "new.ckpt", None)["epoch"] == 1
         directory.write(content, str(root / "live.ckpt"), Agreement(alone=True))
         assert len(list((root / "live.ckpt").glob("data-*"))) == 2
@@ -635,7 +635,7 @@ def _saves_after_killed_ones(folder: str) -> None:
 
 
 def test_the_next_save_removes_what_killed_ones_have_left(ranks1, tmp_path: Path) -> None:
-    """Of dead runs only, beside it and in its own folder; a folder that lives, or that has no mark, stays."""
+    """Of dead runs only, beside it and in its own folder; a folder that lives, or that names no process, stays."""
     ranks1(_saves_after_killed_ones, str(tmp_path))
 
 
