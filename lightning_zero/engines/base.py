@@ -275,10 +275,7 @@ class Engine(ABC):
                 return gathered(tensor).cpu()
             agreement, memory = on_rank_0
             value = gathered_on_rank_0(tensor, agreement, memory.empty)
-            if value is None:
-                return placeholder(tensor)
-            memory.filled(value)
-            return value.cpu()
+            return placeholder(tensor) if value is None else value.cpu()
 
         with torch.no_grad(), DisableTorchFunction():
             if on_rank_0 is not None:

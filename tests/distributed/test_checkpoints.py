@@ -27,8 +27,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 import lightning_zero
-from lightning_zero.checkpoint import collected, directory, paged_file
-from lightning_zero.checkpoint.paged_file import PagedFile
+from lightning_zero.checkpoint import collected, directory
 from lightning_zero.checkpoint.store import BackgroundSaver
 from lightning_zero.comm.agree import Agreement, shared_agreement
 from lightning_zero.errors import CheckpointError
@@ -211,18 +210,14 @@ def test_one_file_is_what_ddp_writes(ranks2, tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.first.weight, weights["first.weight"], rtol=0, atol=0)
 
 
-class _Full(PagedFile):
-    def take(self, nbytes: int) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def _fit_edits_short(file: type[PagedFile], path: str) -> tuple[bool, list[str]]:
+def _fit_edits_short(is_full: bool, path: str) -> tuple[bool, list[str]]:
     """The same, twice: where nothing is free, and as ever; whether both are alike, and what was warned of."""
     ours = {"stage": 3, "min_unit_numel": 1, "after_fit": "sharded"}  # collected by the save after fit
-    warned = mock.Mock()
-    full = mock.patch.multiple(collected, available_host_bytes=lambda: 0, warnings=warned, PagedFile=file)
-    with full, mock.patch.object(paged_file, "SEGMENT_BYTES", 1 << 14):
-        _fit_edits(ours, f"{path}/short.ckpt")
+    warned, room = mock.Mock(), os.posix_fallocate
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with mock.patch.multiple(collected, available_host_bytes=lambda: 0, warnings=warned):
+        with mock.patch.object(os, "posix_fallocate", full if is_full else room):
+            _fit_edits(ours, f"{path}/short.ckpt")
     _fit_edits(ours, f"{path}/ample.ckpt")
     short, ample = (torch.load(f"{path}/{name}.ckpt", weights_only=True) for name in ("short", "ample"))
     alike = all(map(torch.equal, _tensors(short), _tensors(ample)))
@@ -234,14 +229,14 @@ def _tensors(checkpoint: dict[str, Any]) -> list[Tensor]:
     return [*checkpoint["state_dict"].values(), *(t for state in states for t in state.values())]
 
 
-@pytest.mark.parametrize("file", [PagedFile, _Full])
-def test_a_file_collected_beyond_memory_is_the_same(file: type[PagedFile], ranks2, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_file_collected_beyond_memory_is_the_same(is_full: bool, ranks2, tmp_path: Path) -> None:
     """A disk that has no room either costs a warning."""
-    (alike, said), (also, nothing) = ranks2(_fit_edits_short, file, str(tmp_path))
+    (alike, said), (also, nothing) = ranks2(_fit_edits_short, is_full, str(tmp_path))
     assert alike
     assert also
     assert not nothing
-    assert ["takes no more (No space left on device)" in text for text in said] == [True] * (file is _Full)
+    assert ["takes no more (No space left on device)" in text for text in said] == [True] * is_full
     assert {each.name for each in tmp_path.iterdir()} == {"short.ckpt", "ample.ckpt"}
 
 

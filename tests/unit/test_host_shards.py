@@ -298,7 +298,7 @@ class _Hosts:
     def __init__(self) -> None:
         self.collected: list[tuple[int, list[int], set[str]]] = []
 
-    def agree(self, error: Exception | None) -> None:
+    def gather(self, value: Any, error: Exception | None) -> None:
         assert error is None
 
     def collect(self, mine: Tensor, sizes: list[int], members: list[int], into: Tensor | None) -> None:
