@@ -284,8 +284,8 @@ class Index:
             CheckpointError: If the index lacks it or a part of it, or has another shape.
         """
         pieces, shape = self._pieces.get(key, []), like.shape
-        is_whole = pieces and sum(math.prod(piece.sizes) for piece in pieces) == like.numel()
-        if not is_whole or any(len(piece.sizes) != len(shape) for piece in pieces):
+        found = [math.prod(piece.sizes) for piece in pieces if len(piece.sizes) == len(shape)]
+        if key not in self._pieces or sum(found) != like.numel():
             raise CheckpointError(
                 f"{self.folder}: {key!r}, {tuple(shape)} in {layout.REST}, is missing in {layout.INDEX}, in parts or as"
                 " a whole; use another checkpoint."
