@@ -273,8 +273,7 @@ class Engine(ABC):
         def on_cpu(tensor: Tensor) -> Tensor:
             if on_rank_0 is None:
                 return gathered(tensor).cpu()
-            agreement, memory = on_rank_0
-            value = gathered_on_rank_0(tensor, agreement, memory.empty)
+            value = gathered_on_rank_0(tensor, on_rank_0[1].empty)
             return placeholder(tensor) if value is None else value.cpu()
 
         with torch.no_grad(), DisableTorchFunction():
