@@ -1,13 +1,14 @@
 """Memory for the whole tensors that rank 0 collects for one file.
 
 A run whose shards fill a host's memory has no room for all of them whole. What goes beyond half of the free memory lies
-in the pages of a file without a name, beside the checkpoint's: ordinary tensors for callbacks and for ``torch.save``,
+in the pages of files without a name, beside the checkpoint's: ordinary tensors for callbacks and for ``torch.save``,
 while the kernel writes them out for whoever needs the room.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import tempfile
 import warnings
@@ -17,7 +18,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.paged_file import PagedFile, Region
 from lightning_zero.errors import CheckpointError
 from lightning_zero.host import available_host_bytes, own_room_bytes
 
@@ -28,14 +28,12 @@ class Collected:
     """See the module's text. One object lasts for one checkpoint.
 
     Args:
-        folders: Where the file may be made: the first that is a folder is taken, else the system's for such files.
+        folders: Where the files may be made: the first that is a folder is taken, else the system's for such files.
     """
 
     def __init__(self, folders: Sequence[str | None]) -> None:
         self._folder = next((f for f in folders if f is not None and Path(f).is_dir()), tempfile.gettempdir())
         self._left: int | None = None  # of plain memory, in bytes; asked for on rank 0 alone
-        self._file: PagedFile | None = None
-        self._regions: dict[int, Region] = {}
 
     def why_not(self, nbytes: int) -> CheckpointError | None:
         """Why this process cannot collect as much: pages of files count, too, under a limit of its address space."""
@@ -55,7 +53,7 @@ class Collected:
             self._left = available_host_bytes() // 2
         if nbytes > self._left:
             try:
-                return self._in_file(nbytes).view(dtype).view(shape)
+                return paged(shape, dtype, self._folder)
             except OSError as error:  # on this rank alone, in the middle of a collective
                 warnings.warn(
                     f"Half of the free memory holds the first part of a checkpoint, and {self._folder} takes no more"
@@ -66,15 +64,17 @@ class Collected:
         self._left -= nbytes
         return torch.empty(shape, dtype=dtype, device="cpu")
 
-    def filled(self, tensor: Tensor) -> None:
-        """``tensor``, of :meth:`empty`, has its values: where it lies in the file they are on their way to the disk."""
-        region = self._regions.pop(tensor.data_ptr(), None)
-        if region is not None and self._file is not None:
-            self._file.write_behind(region)
 
-    def _in_file(self, nbytes: int) -> Tensor:
-        if self._file is None:
-            self._file = PagedFile(self._folder)
-        region, memory = self._file.take(nbytes)
-        self._regions[region.address] = region
-        return memory[:nbytes]
+def paged(shape: Sequence[int], dtype: torch.dtype, folder: str) -> Tensor:
+    """As ``torch.empty``, in the pages of a file in ``folder`` without a name: whatever ends the process, nothing is
+    left behind.
+
+    Raises:
+        OSError: If the disk is full, which would be a SIGBUS in the first write.
+    """
+    numel = math.prod(shape)
+    if not numel:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)
+        return torch.from_file(file.name, shared=True, size=numel, dtype=dtype, device="cpu").view(shape)

@@ -10,17 +10,16 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fsspec
-import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from lightning_zero.checkpoint import directory, file, layout
+from lightning_zero.checkpoint.collected import paged
 from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.checkpoint.store import Loaded, is_directory, load
 from lightning_zero.comm.agree import Agreement
@@ -98,43 +97,30 @@ def _write(
     if form == "sharded":
         directory.write(loaded.content, target, agreement)
         return
-    with _on_disk(target) as on_disk:
-        if form == "file":
-            file.write(layout.map_tensors(on_disk, loaded.content), target)
-        else:
-            weights = without_prefix(dict(loaded.content["state_dict"]), prefix)
-            _write_safetensors(layout.map_tensors(on_disk, weights), target)
+    if form == "file":
+        file.write(layout.map_tensors(_on_disk(target), loaded.content), target)
+    else:
+        weights = without_prefix(dict(loaded.content["state_dict"]), prefix)
+        _write_safetensors(layout.map_tensors(_on_disk(target), weights), target)
     if form == "safetensors" and not target.endswith(".safetensors"):
         _write_config(loaded.content, Path(target), config)
 
 
-@contextmanager
-def _on_disk(target: str) -> Iterator[Any]:
-    """Gives a function for :func:`layout.map_tensors` that copies lazy tensors into mapped files beside ``target``."""
+def _on_disk(target: str) -> Callable[[layout.Path, Tensor], Tensor]:
+    """A function for :func:`layout.map_tensors` that copies lazy tensors into files beside ``target``."""
     fs, place = fsspec.core.url_to_fs(target)
-    folder = Path(place).parent if isinstance(fs, LocalFileSystem) else Path(tempfile.gettempdir())
+    folder = Path(place).absolute().parent if isinstance(fs, LocalFileSystem) else Path(tempfile.gettempdir())
     folder.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".convert-", dir=folder))
     done: dict[int, Tensor] = {}
 
     def on_disk(path: layout.Path, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, LazyTensor):
             return tensor
         if id(tensor) not in done:
-            done[id(tensor)] = _mapped_copy(tensor, scratch / str(len(done)))
+            done[id(tensor)] = paged(tensor.shape, tensor.dtype, str(folder)).copy_(tensor)
         return done[id(tensor)]
 
-    try:
-        yield on_disk
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _mapped_copy(tensor: LazyTensor, path: Path) -> Tensor:
-    if not tensor.numel():
-        return tensor.materialize()
-    copy = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype)
-    return copy.view(tensor.shape).copy_(tensor)
+    return on_disk
 
 
 # -- safetensors -----------------------------------------------------------------------------------------------------

@@ -1,55 +1,39 @@
 """The sharded directory, on ``torch.distributed.checkpoint``.
 
 Its format is described in ``layout``. That library unpickles its index and non-tensor entries freely, so only tensors
-are given to it, and its index is read by :class:`Index` through a list of the few classes it consists of.
+are given to it, and :class:`Index` reads an index of our own beside it, which is JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import math
-import mmap
 import os
 import pickle
 import shutil
 import tempfile
-import time
 import uuid
 import zipfile
 import zlib
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    FileSystemReader,
-    FileSystemWriter,
-    LoadPlan,
-    Metadata,
-    SavePlan,
-)
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata, SavePlan
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from lightning_zero.checkpoint import file, layout, owner
+from lightning_zero.checkpoint import file, layout
 from lightning_zero.checkpoint.lazy import LazyTensor
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.errors import CheckpointError
-from lightning_zero.private.torch import PICKLED, MemoryFormats, StorageInfo
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
@@ -65,21 +49,21 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
     Raises:
         CheckpointError: On every rank, if any cannot write; an earlier checkpoint at ``path`` stays whole.
     """
-    path, data = agreement.gather((path, layout.DATA_PREFIX + uuid.uuid4().hex[:12]))[0]
+    data = layout.DATA_PREFIX + uuid.uuid4().hex[:12]
+    path, data, unfinished = agreement.gather((path, data, file.unfinished(data)))[0]
     fs, target = fsspec.core.url_to_fs(path)
     is_local = isinstance(fs, LocalFileSystem)
     with contextlib.ExitStack() as stack:
         temporary = "" if is_local else stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero-"))
-        folder = Path(target) / data if is_local else Path(temporary)
+        folder = Path(target) / unfinished if is_local else Path(temporary)
         try:
             with agreement.raise_if_any_failed(), file.naming(path):
                 if agreement.rank == 0:
                     prepare(path)
-                    remove_leftovers(path)
+                    if is_local:
+                        file.remove_stale(Path(target).absolute().parent, f"*/{layout.DATA_PREFIX}")
             with agreement.raise_if_any_failed(), file.naming(path):
                 folder.mkdir(parents=True, exist_ok=True)
-                if agreement.rank == 0 and is_local:
-                    stack.callback(os.close, owner.mark(folder))
             with agreement.raise_if_any_failed(), file.naming(path):
                 tensors, rest = split(checkpoint)
                 if agreement.rank:  # plain tensors (buffers) are equal on all ranks: rank 0 writes them, as in one file
@@ -93,13 +77,13 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
         except BaseException:
             if agreement.rank == 0:
                 with contextlib.suppress(OSError):
-                    fs.rm(f"{target}/{data}", recursive=True)
+                    fs.rm(f"{target}/{unfinished if is_local else data}", recursive=True)
                 with contextlib.suppress(OSError):
                     fs.rmdir(target)  # if the save would have been its first
             raise
         with agreement.raise_if_any_failed(), file.naming(path):
             if agreement.rank == 0:
-                commit(path, data)
+                commit(path, data, unfinished)
 
 
 def prepare(path: str) -> None:
@@ -159,65 +143,45 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path, agreement: Agreement
     def write_index(results: list[Any]) -> list[None]:
         with file.naming(str(folder)):
             writer.finish(planner.metadata, results)
+            with file.writing(str(folder / layout.INDEX)) as stream:
+                stream.write(json.dumps(_pieces(planner.metadata)).encode())
         return [None] * len(results)
 
     plan = agreement.decide(plan_of_rank, plan_of_all, "a checkpoint's plan")
     agreement.decide(write_data, write_index, "a checkpoint's index")
 
 
-def commit(path: str, data: str) -> None:
-    """Declares the folder ``data`` inside ``path`` complete and deletes the others, unless a run still writes them."""
+def _pieces(metadata: Metadata) -> dict[str, list[Piece]]:
+    """Where each tensor lies, of the index that a writer has finished."""
+
+    def piece(key: str, number: int, chunk: Any) -> Piece:
+        stored = metadata.storage_data[MetadataIndex(key, chunk.offsets, number)]
+        return Piece(list(chunk.offsets), list(chunk.sizes), stored.relative_path, stored.offset, stored.length)
+
+    return {
+        key: [piece(key, number, chunk) for number, chunk in enumerate(entry.chunks)]
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def commit(path: str, data: str, unfinished: str) -> None:
+    """Gives the folder ``unfinished`` inside ``path`` the name ``data``, which a remote one has already; declares it
+    complete and deletes the others, but those that are not finished."""
     fs, target = fsspec.core.url_to_fs(path)
     if isinstance(fs, LocalFileSystem):
+        (Path(target) / unfinished).rename(Path(target) / data)
         Index(Path(target) / data)  # finds files that other hosts have written to disks of their own
         file.sync_folder(Path(target) / data)
         file.sync_folder(Path(target))
-    with fs.open(f"{target}/{data}/.metadata", "rb") as index, file.writing(f"{path}/{layout.MARKER}") as stream:
+    with fs.open(f"{target}/{data}/{layout.INDEX}", "rb") as index, file.writing(f"{path}/{layout.MARKER}") as stream:
         stream.write(layout.marker_text(data, index.read()).encode())
     if isinstance(fs, LocalFileSystem):
         file.sync_folder(Path(target).parent)
-        (Path(target) / data / owner.MARK).unlink(missing_ok=True)
     for other in fs.ls(target, detail=False):
         name = other.rstrip("/").rpartition("/")[2]
-        is_alive = isinstance(fs, LocalFileSystem) and _is_being_written(Path(target) / name)
-        if name.startswith(layout.DATA_PREFIX) and name != data and not is_alive:
+        if name.startswith(layout.DATA_PREFIX) and name != data and not name.endswith(file.UNFINISHED):
             fs.rm(other, recursive=True)
-
-
-def remove_leftovers(path: str) -> None:
-    """Deletes unfinished data of killed saves in ``path`` and in the folders beside it: data that no marker declares
-    complete and whose mark names an owner that has ended."""
-    fs, target = fsspec.core.url_to_fs(path)
-    if not isinstance(fs, LocalFileSystem):  # there a save appears only once it is whole on this host
-        return
-    for mark in Path(target).absolute().parent.glob(f"*/{layout.DATA_PREFIX}*/{owner.MARK}"):
-        data, checkpoint = mark.parent, mark.parents[1]
-        with contextlib.suppress(OSError, ValueError, CheckpointError):  # others may be doing the same
-            if _is_being_written(data):
-                continue
-            marker = checkpoint / layout.MARKER
-            if marker.is_file() and layout.read_marker(marker.read_text(), str(checkpoint))[0] == data.name:
-                mark.unlink()  # the save was killed after the marker was written and before the mark was removed
-                continue
-            shutil.rmtree(data)
-            checkpoint.rmdir()  # unless it holds anything else
-
-
-def _is_being_written(data: Path) -> bool:
-    mark = data / owner.MARK
-    try:
-        if not owner.lives(mark):
-            return False
-        if owner.is_locked(mark):
-            return True
-    except (OSError, ValueError, KeyError, TypeError):  # no mark, or none of ours
-        return False
-    newest = max((entry.stat().st_mtime for entry in data.iterdir()), default=0.0)
-    return time.time() - newest < _STALE_SECONDS  # another host's, of which no lock is to be seen here
-
-
-_STALE_SECONDS = 24 * 3600.0
-"""A save that has written nothing for this long has ended."""
 
 
 def remove(path: Path) -> None:
@@ -280,125 +244,89 @@ def complete_data(path: Path) -> Path:
         )
     data, crc32 = layout.read_marker(marker.read_text(encoding="utf-8", errors="replace"), str(path))
     folder = path / data
-    for name in (layout.REST, ".metadata"):
+    for name in (layout.REST, layout.INDEX):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing: the checkpoint is damaged, use another one.")
-    if crc32 is not None and zlib.crc32((folder / ".metadata").read_bytes()) != crc32:
-        raise CheckpointError(f"{folder / '.metadata'} is damaged (its checksum is another): use another checkpoint.")
+    if zlib.crc32((folder / layout.INDEX).read_bytes()) != crc32:
+        raise CheckpointError(f"{folder / layout.INDEX} is damaged (its checksum is another): use another checkpoint.")
     return folder
 
 
-_ALLOWED = {
-    ("torch.distributed.checkpoint.metadata", name)
-    for name in "Metadata TensorStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta".split()
-} | {
-    ("torch", "Size"),
-    ("collections", "OrderedDict"),
-    *PICKLED,
-}
-_WITH_STATE = (
-    Metadata, TensorStorageMetadata, ChunkStorageMetadata, TensorProperties, MetadataIndex, StorageMeta, StorageInfo
-)  # fmt: skip
+class Piece(NamedTuple):
+    """A part of a tensor as one rank has written it, an archive of ``torch.save`` inside a file."""
+
+    offsets: list[int]
+    """In the tensor, by dim."""
+    sizes: list[int]
+    file: str
+    start: int
+    """First byte, from the file's beginning."""
+    nbytes: int
 
 
-class _IndexUnpickler(pickle._Unpickler):  # Python's, not C's: only there load_build can be overridden
-    """Knows the classes an index of tensors consists of and no other, and gives state to their instances only: given
-    to a class itself, state would change it for the whole process."""
-
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
-
-    def load_build(self) -> None:
-        if type(self.stack[-2]) not in _WITH_STATE:  # type: ignore[attr-defined]
-            raise pickle.UnpicklingError("it gives state to something that has none")
-        super().load_build()  # type: ignore[misc]
-
-    dispatch[pickle.BUILD[0]] = load_build
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.split(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
-            # the path that the checkpoint was written to, which nothing uses
-            return lambda *parts: "/".join(map(str, parts))
-        if (module, name) == ("builtins", "getattr"):
-            return _memory_format
-        known = (module, name) in _ALLOWED or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        )
-        if not known:
-            raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
-        return super().find_class(module, name)
-
-
-def _memory_format(kind: Any, name: str) -> Any:
-    """An enumeration's member is pickled as an attribute of its class by Python 3.11.0-3.11.3, else as its value."""
-    if kind is not MemoryFormats:
-        raise pickle.UnpicklingError("an attribute of anything else than a memory format does not belong there")
-    return MemoryFormats[name]
-
-
-class Index(FileSystemReader):
-    """The tensors in a data folder: reads any rows of any of them, unpickling nothing that is not on the list."""
+class Index:
+    """The tensors in a data folder: reads any rows of any of them."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
         self.folder = folder
+        path = folder / layout.INDEX
         try:
-            self.metadata = self.read_metadata()
-            self.set_up_storage_reader(self.metadata, is_coordinator=True)
+            found = json.loads(path.read_text(encoding="utf-8"))
+            self._pieces = {key: [Piece(*piece) for piece in pieces] for key, pieces in found.items()}
             self._require_whole_files()
-        except CheckpointError:
-            raise
-        except Exception as error:  # a damaged pickle raises anything
-            path = folder / ".metadata"
+        except (ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged or not ours ({error}): use another checkpoint.") from error
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(self.folder / ".metadata", "rb") as stream:
-            metadata = _IndexUnpickler(stream).load()
-        if type(metadata) is not Metadata or not isinstance(metadata.storage_data, dict):
-            raise pickle.UnpicklingError("it is no index")
-        if not all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()):
-            raise pickle.UnpicklingError("it lists other things than tensors")
-        return metadata
 
     def lazy(self, key: str, like: Tensor) -> LazyTensor:
         """The tensor named ``key``, with the shape and dtype of ``like``.
 
         Raises:
-            CheckpointError: If the index lacks it or a part of it, or has another shape or dtype.
+            CheckpointError: If the index lacks it or a part of it, or has another shape.
         """
-        entry = self.metadata.state_dict_metadata.get(key)
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{self.folder}: the tensor {key!r} is missing; use another checkpoint.")
-        if entry.size != like.shape or entry.properties.dtype != like.dtype:
+        pieces, shape = self._pieces.get(key, []), like.shape
+        found = [math.prod(piece.sizes) for piece in pieces if len(piece.sizes) == len(shape)]
+        if key not in self._pieces or sum(found) != like.numel():
             raise CheckpointError(
-                f"{self.folder}: {key!r} is {tuple(entry.size)} {entry.properties.dtype} in .metadata and"
-                f" {tuple(like.shape)} {like.dtype} in {layout.REST}; use another checkpoint."
+                f"{self.folder}: {key!r}, {tuple(shape)} in {layout.REST}, is missing in {layout.INDEX}, in parts or as"
+                " a whole; use another checkpoint."
             )
-        stored = [self.storage_data.get(MetadataIndex(key, c.offsets, i)) for i, c in enumerate(entry.chunks)]
-        if None in stored or sum(math.prod(c.sizes) for c in entry.chunks) != like.numel():
-            raise CheckpointError(f"{self.folder}: parts of {key!r} are missing; use another checkpoint.")
-        return LazyTensor(like.shape, like.dtype, lambda start, stop: self.rows(key, start, stop))
+        return LazyTensor(shape, like.dtype, partial(self._rows, key, shape, like.dtype))
 
-    def rows(self, key: str, start: int, stop: int) -> Tensor:
-        """Rows ``start`` to ``stop`` of dim 0 of the tensor named ``key``; all of a 0-dim tensor."""
-        entry = self.metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
-        shape, offsets = list(entry.size), [0] * len(entry.size)
-        if shape:
-            shape[0], offsets[0] = stop - start, start
-        rows = torch.empty(shape, dtype=entry.properties.dtype, device="cpu")
-        if rows.numel():
-            wanted = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(shape))
-            items = create_read_items_for_chunk_list(key, entry, [wanted])
-            if sum(math.prod(item.lengths) for item in items) != rows.numel():
-                raise CheckpointError(f"{self.folder}: parts of {key!r} are missing; use another checkpoint.")
-            self.read_data(LoadPlan(items), _Into(rows))
+    def _rows(self, key: str, shape: Sequence[int], dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop``, as :data:`~lightning_zero.checkpoint.lazy.Read` has it."""
+        if not shape:
+            return self._stored(key, self._pieces[key][0], dtype)
+        rows = torch.empty((stop - start, *shape[1:]), dtype=dtype, device="cpu")
+        for piece in self._pieces[key]:
+            at = piece.offsets[0]
+            first, last = max(start, at), min(stop, at + piece.sizes[0])
+            if first < last:
+                beside = [slice(o, o + size) for o, size in zip(piece.offsets[1:], piece.sizes[1:], strict=True)]
+                target = rows[(slice(first - start, last - start), *beside)]
+                target.copy_(self._stored(key, piece, dtype)[first - at : last - at])
         return rows
+
+    def _stored(self, key: str, piece: Piece, dtype: torch.dtype) -> Tensor:
+        try:
+            tensor = torch.load(self._content(piece), map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            tensor = error
+        if not isinstance(tensor, Tensor) or (list(tensor.shape), tensor.dtype) != (piece.sizes, dtype):
+            raise CheckpointError(
+                f"{self.folder / piece.file}: {key!r} should be {dtype} {piece.sizes} there, and is {tensor!r:.200}:"
+                " use another checkpoint."
+            )
+        return tensor
+
+    def _content(self, piece: Piece) -> io.BytesIO:
+        with open(self.folder / piece.file, "rb") as stream:
+            stream.seek(piece.start)
+            return io.BytesIO(stream.read(piece.nbytes))
 
     def _require_whole_files(self) -> None:
         ends: dict[str, int] = {}
-        for info in self.storage_data.values():
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for piece in (piece for pieces in self._pieces.values() for piece in pieces):
+            ends[piece.file] = max(ends.get(piece.file, 0), piece.start + piece.nbytes)
         for name, end in ends.items():
             path = self.folder / name
             if os.path.basename(name) != name or not path.is_file():
@@ -411,22 +339,16 @@ class Index(FileSystemReader):
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
         """Compares every ``parts``-th stored piece, from ``part`` on, with its checksum."""
-        for where, info in list(self.storage_data.items())[part::parts]:
-            with open(self.folder / info.relative_path, "rb") as stream, _mapped(stream) as content:
-                piece = io.BytesIO(content[info.offset : info.offset + info.length])
+        pieces = [(key, piece) for key, pieces in self._pieces.items() for piece in pieces]
+        for key, piece in pieces[part::parts]:
             try:
-                broken = zipfile.ZipFile(piece).testzip()
+                broken = zipfile.ZipFile(self._content(piece)).testzip()
             except zipfile.BadZipFile as error:
                 broken = str(error)
             if broken:
                 raise CheckpointError(
-                    f"{self.folder / info.relative_path} is damaged at the tensor {where.fqn!r} ({broken}): use another"
-                    " checkpoint."
+                    f"{self.folder / piece.file} is damaged at the tensor {key!r} ({broken}): use another checkpoint."
                 )
-
-
-def _mapped(stream: Any) -> mmap.mmap:
-    return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 class _Materializing(DefaultSavePlanner):
@@ -435,20 +357,3 @@ class _Materializing(DefaultSavePlanner):
     def resolve_data(self, write_item: Any) -> Any:
         data = super().resolve_data(write_item)
         return data.materialize() if isinstance(data, LazyTensor) else data
-
-
-class _Into(DefaultLoadPlanner):
-    """Reads pieces directly into one tensor."""
-
-    def __init__(self, rows: Tensor) -> None:
-        super().__init__()
-        self.target = rows
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        target = self.target
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            target = target.narrow(dim, offset, length)
-        return target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing is left to do: ``tensor`` is a view of the target."""

@@ -20,7 +20,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lightning_zero.errors import CheckpointError
 
-_PARTIAL = ".partial"
+UNFINISHED = ".partial"
+"""Ends the names of files and folders that are being written."""
 
 
 def write(checkpoint: dict[str, Any], path: str) -> None:
@@ -52,8 +53,8 @@ def writing(path: str) -> Iterator[IO[bytes]]:
         folder.mkdir(parents=True, exist_ok=True)
         if Path(target).is_dir():
             raise CheckpointError(f"{path} is a folder: choose another name for the file, or delete the folder.")
-        remove_stale(folder)
-        aside = folder / f".{Path(target).name}.{_writer()}{_PARTIAL}"
+        remove_stale(folder, ".")
+        aside = folder / unfinished(f".{Path(target).name}")
         try:
             with open(aside, "wb") as stream:
                 yield stream
@@ -107,16 +108,23 @@ def repair(path: str, cause: BaseException | None) -> str:
 _ELSEWHERE = "choose another dirpath or Trainer(default_root_dir=...)"
 
 
-def _writer() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
+def unfinished(name: str) -> str:
+    """The name of ``name`` while this process writes it."""
+    return f"{name}.{socket.gethostname()}-{os.getpid()}{UNFINISHED}"
 
 
-def remove_stale(folder: Path) -> None:
-    """Deletes files in ``folder`` that processes of this host had not finished when they ended."""
-    for leftover in folder.glob(f".*.{socket.gethostname()}-*{_PARTIAL}"):
-        pid = leftover.name.removesuffix(_PARTIAL).rpartition("-")[2]
+def remove_stale(folder: Path, prefix: str) -> None:
+    """Deletes what begins with ``prefix`` in ``folder`` and processes of this host had not finished when they ended;
+    and the folders in which nothing else is."""
+    for leftover in folder.glob(f"{prefix}*.{socket.gethostname()}-*{UNFINISHED}"):
+        pid = leftover.name.removesuffix(UNFINISHED).rpartition("-")[2]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
-            leftover.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # others may be doing the same
+                if leftover.is_dir():
+                    shutil.rmtree(leftover)
+                    leftover.parent.rmdir()
+                else:
+                    leftover.unlink()
 
 
 def sync_folder(folder: Path) -> None:

@@ -5,11 +5,12 @@
 *Sharded directory*::
 
     x.ckpt/
-        checkpoint.json     the marker, written last: {"format": 1, "data": "data-1f0c…", "index_crc32": …}
+        checkpoint.json     the marker, written last: {"format": 2, "data": "data-1f0c…", "index_crc32": …}
         data-1f0c…/
             rest.pt         the same dictionary, with a meta tensor in place of each one in *.distcp; torch.save
             *.distcp        the tensors, by torch.distributed.checkpoint; each rank its own shards
-            .metadata       torch.distributed.checkpoint's index of them
+            index.json      in which bytes of which file each part of a tensor lies
+            .metadata       the same for torch.distributed.checkpoint, a pickle: never read here
 
 The marker names the data folder that is complete, so a killed save leaves the earlier checkpoint valid. Beside
 Lightning's keys both forms hold one of our own: :data:`EXTRA`.
@@ -34,8 +35,9 @@ EXTRA = "lightning_zero"
 """Key of the random states and loader states of every rank, which Lightning does not keep, and ignores."""
 MARKER = "checkpoint.json"
 REST = "rest.pt"
+INDEX = "index.json"
 DATA_PREFIX = "data-"
-FORMAT = 1
+FORMAT = 2
 SMALL_BYTES = 4096
 """Plain tensors below this stay in ``rest.pt``: an index entry would cost more than they do."""
 
@@ -93,15 +95,15 @@ def marker_text(data: str, index: bytes) -> str:
     return json.dumps({"format": FORMAT, "data": data, "index_crc32": zlib.crc32(index)}) + "\n"
 
 
-def read_marker(text: str, where: str) -> tuple[str, int | None]:
+def read_marker(text: str, where: str) -> tuple[str, int]:
     """The name of the data folder that the marker ``text`` declares complete, and the checksum of its index.
 
     Raises:
-        CheckpointError: For a marker of another kind or of a later format.
+        CheckpointError: For a marker of another kind or of another format.
     """
     try:
         marker = json.loads(text)
-        number, data, crc32 = int(marker["format"]), str(marker["data"]), marker.get("index_crc32")
+        number, data, crc32 = int(marker["format"]), str(marker["data"]), int(marker["index_crc32"])
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"{where}/{MARKER} is damaged ({error!r}): the folder is no checkpoint of lightning_zero, or the file was"
@@ -110,6 +112,11 @@ def read_marker(text: str, where: str) -> tuple[str, int | None]:
     if number > FORMAT:
         raise CheckpointError(
             f"{where} has format {number}, this version reads up to {FORMAT}: upgrade lightning_zero."
+        )
+    if number < FORMAT:
+        raise CheckpointError(
+            f"{where} has format {number}, this version reads {FORMAT}: make one file of it with the version that wrote"
+            " it (lightning-zero convert)."
         )
     if not data.startswith(DATA_PREFIX) or "/" in data or "\\" in data:
         raise CheckpointError(f"{where}/{MARKER} names {data!r}, which is no data folder: use another checkpoint.")

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
+import numpy
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
@@ -36,13 +37,13 @@ from lightning_zero.private.lightning import combined_loader, data_fetcher, set_
 def rng_state(device: torch.device | None = None) -> dict[str, Any]:
     """The global random states as tensors and numbers, which ``weights_only`` loading admits."""
     version, words, gauss = random.getstate()
+    of_numpy: Any = numpy.random.get_state()
+    name, keys, position, has_gauss, cached = of_numpy
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": (version, torch.tensor(words, device="cpu"), gauss),
+        "numpy": (name, torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)),
     }
-    if (numpy := _numpy()) is not None:
-        name, keys, position, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached))
     if device is not None and device.type != "cpu":
         state["device"] = getattr(torch, device.type).get_rng_state(device)
     return state
@@ -53,9 +54,8 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
-    if "numpy" in state and (numpy := _numpy()) is not None:
-        name, keys, *rest = state["numpy"]
-        numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+    name, keys, *rest = state["numpy"]
+    numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
     if "device" in state and device is not None and device.type != "cpu":
         getattr(torch, device.type).set_rng_state(state["device"], device)
 
@@ -71,14 +71,6 @@ def _drawing_from(state: dict[str, Any] | None) -> Iterator[None]:
         yield
     finally:
         set_rng_state(before)
-
-
-def _numpy() -> Any:
-    try:
-        import numpy
-    except ImportError:  # torch works without it
-        return None
-    return numpy
 
 
 # -- loaders ---------------------------------------------------------------------------------------------------------

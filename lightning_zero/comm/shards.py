@@ -7,7 +7,6 @@ it lies in host memory while the mesh is of an accelerator, and the gathered ten
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -18,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_zero.comm import direct
-from lightning_zero.comm.agree import Agreement
 from lightning_zero.private.torch import DisableTorchFunction, local_tensor, set_local_tensor
 
 
@@ -159,41 +157,28 @@ Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 
 
 @torch.no_grad()
-def gathered_on_rank_0(tensor: Tensor, agreement: Agreement, empty: Empty) -> Tensor | None:
-    """As :func:`gathered` on rank 0, in memory of ``empty``; ``None`` on the others, which only send their rows
-    (collective).
+def gathered_on_rank_0(tensor: Tensor, empty: Empty) -> Tensor | None:
+    """As :func:`gathered` on rank 0, in memory of ``empty``; ``None`` on the others (collective).
 
-    Rows are received directly in the result: an all-gather over gloo needs room for the result twice on every rank.
-    From an accelerator they travel between the hosts, over the channel of ``agreement``, into host memory: NCCL opens a
-    communicator for each pair of ranks that send and receive.
+    On an accelerator all ranks gather, through the communicator that they have: NCCL opens another for each pair of
+    ranks that send and receive. Between hosts rank 0 receives rows directly in the result: an all-gather over gloo
+    needs room for the result twice on every rank.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach() if dist.get_rank() == 0 else None
     mesh, shard = tensor.device_mesh, local(tensor)
+    if mesh.device_type != "cpu":
+        on_device = gathered(tensor)
+        return None if dist.get_rank() else empty(tensor.shape, tensor.dtype).copy_(on_device)
     axis, coordinate = _sharded_axis(tensor), mesh.get_coordinate()
     assert axis is not None
     assert coordinate is not None
     if any(at for i, at in enumerate(coordinate) if i != axis):
         return None  # a further replica; the shards of the first are sent
-    group, each = mesh.get_group(axis), -(-tensor.shape[0] // mesh.size(axis))
-    if mesh.device_type != "cpu" and mesh.size(axis) > 1:
-        return _collected_between_hosts(tensor, group, each, agreement, empty)
+    each = -(-tensor.shape[0] // mesh.size(axis))
     whole = None if coordinate[axis] else empty(tensor.shape, tensor.dtype)
     parts = [] if whole is None or not each else [_bytes_of(part) for part in whole.split(each)]
-    direct.collect(_bytes_of(shard.contiguous()), group, parts)
-    return whole
-
-
-def _collected_between_hosts(
-    tensor: DTensor, group: dist.ProcessGroup, each: int, agreement: Agreement, empty: Empty
-) -> Tensor | None:
-    """``each`` is the number of rows that the first ranks of ``group`` have."""
-    mine, rows = local(tensor).detach().cpu().contiguous(), tensor.shape[0]
-    row_bytes = tensor.element_size() * math.prod(tensor.shape[1:])
-    sizes = [max(min(each, rows - i * each), 0) * row_bytes for i in range(group.size())]
-    whole = empty(tensor.shape, mine.dtype) if group.rank() == 0 else None
-    members = dist.get_process_group_ranks(group)
-    agreement.collect(_bytes_of(mine), sizes, members, None if whole is None else _bytes_of(whole))
+    direct.collect(_bytes_of(shard.contiguous()), mesh.get_group(axis), parts)
     return whole
 
 

@@ -273,12 +273,8 @@ class Engine(ABC):
         def on_cpu(tensor: Tensor) -> Tensor:
             if on_rank_0 is None:
                 return gathered(tensor).cpu()
-            agreement, memory = on_rank_0
-            value = gathered_on_rank_0(tensor, agreement, memory.empty)
-            if value is None:
-                return placeholder(tensor)
-            memory.filled(value)
-            return value.cpu()
+            value = gathered_on_rank_0(tensor, on_rank_0[1].empty)
+            return placeholder(tensor) if value is None else value.cpu()
 
         with torch.no_grad(), DisableTorchFunction():
             if on_rank_0 is not None:

@@ -108,8 +108,6 @@ TORCH = Library(
         Needed("torch.distributed.tensor:DTensor.to_local", stores="_local_tensor"),
         Needed("torch.distributed.tensor.debug:_clear_sharding_prop_cache", takes=""),
         Needed("torch.distributed._functional_collectives:wait_tensor", takes="tensor"),
-        Needed("torch.distributed.checkpoint.filesystem:_StorageInfo"),
-        Needed("torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING"),
         Needed("torch._subclasses.fake_tensor:FakeTensorMode", takes="*allow_non_fake_inputs"),
         Needed("torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__", takes="self, func, types"),
         Needed("torch.utils._python_dispatch:_disable_current_modes", takes=""),
@@ -124,8 +122,6 @@ with importing(TORCH):
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as without_transforms
     from torch._subclasses.fake_tensor import FakeTensorMode  # no public path
     from torch.distributed import _functional_collectives as functional_collectives  # what DTensor calls, to be counted
-    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo  # stands in checkpoints' indexes
-    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormats  # the same
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_meshes
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # of any dimension; no public class is all of them
     from torch.utils import _pytree as pytree  # what torch itself takes arguments apart with; no public path yet
@@ -154,9 +150,9 @@ with importing(TORCH):
     """Attributes that autograd itself reads, as a ``TorchFunctionMode`` meets them."""
 
 __all__ = [
-    "GETTERS", "INITIALIZERS", "ITEM", "PICKLED", "TORCH", "BatchNorm", "DisableTorchFunction",
+    "GETTERS", "INITIALIZERS", "ITEM", "TORCH", "BatchNorm", "DisableTorchFunction",
     "DisableTorchFunctionSubclass", "Dynamo", "EnableTorchFunction", "FakeTensorMode", "Graph",
-    "MemoryFormats", "StorageInfo", "TorchDispatchMode", "abort_process_groups", "as_traced", "at_end_of_backward",
+    "TorchDispatchMode", "abort_process_groups", "as_traced", "at_end_of_backward",
     "backwards_inside", "base_of", "beside_transforms", "call_with_hooks", "compiled_call",
     "disabled_torch_function", "dynamo_error",
     "forget_meshes", "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward",
@@ -169,13 +165,6 @@ __all__ = [
     "torch_function_of", "translate_transformed", "uncompiled", "users_of", "version_of", "without_modes",
     "without_transforms", "wrapper_subclass",
 ]  # fmt: skip
-
-PICKLED = {
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-}
-"""Names that stand in the index of a sharded checkpoint: a part of torch's file format."""
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Grows with each in-place write to a tensor or a view of it. torch's notes on autograd describe it."""

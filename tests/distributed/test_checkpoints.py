@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import zlib
-from enum import Enum
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,13 +23,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 import lightning_zero
-from lightning_zero.checkpoint import collected, directory, paged_file
-from lightning_zero.checkpoint.paged_file import PagedFile
+from lightning_zero.checkpoint import collected, directory
 from lightning_zero.checkpoint.store import BackgroundSaver
 from lightning_zero.comm.agree import Agreement, shared_agreement
 from lightning_zero.errors import CheckpointError
@@ -213,18 +210,14 @@ def test_one_file_is_what_ddp_writes(ranks2, tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.first.weight, weights["first.weight"], rtol=0, atol=0)
 
 
-class _Full(PagedFile):
-    def take(self, nbytes: int) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def _fit_edits_short(file: type[PagedFile], path: str) -> tuple[bool, list[str]]:
+def _fit_edits_short(is_full: bool, path: str) -> tuple[bool, list[str]]:
     """The same, twice: where nothing is free, and as ever; whether both are alike, and what was warned of."""
     ours = {"stage": 3, "min_unit_numel": 1, "after_fit": "sharded"}  # collected by the save after fit
-    warned = mock.Mock()
-    full = mock.patch.multiple(collected, available_host_bytes=lambda: 0, warnings=warned, PagedFile=file)
-    with full, mock.patch.object(paged_file, "SEGMENT_BYTES", 1 << 14):
-        _fit_edits(ours, f"{path}/short.ckpt")
+    warned, room = mock.Mock(), os.posix_fallocate
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with mock.patch.multiple(collected, available_host_bytes=lambda: 0, warnings=warned):
+        with mock.patch.object(os, "posix_fallocate", full if is_full else room):
+            _fit_edits(ours, f"{path}/short.ckpt")
     _fit_edits(ours, f"{path}/ample.ckpt")
     short, ample = (torch.load(f"{path}/{name}.ckpt", weights_only=True) for name in ("short", "ample"))
     alike = all(map(torch.equal, _tensors(short), _tensors(ample)))
@@ -236,14 +229,14 @@ def _tensors(checkpoint: dict[str, Any]) -> list[Tensor]:
     return [*checkpoint["state_dict"].values(), *(t for state in states for t in state.values())]
 
 
-@pytest.mark.parametrize("file", [PagedFile, _Full])
-def test_a_file_collected_beyond_memory_is_the_same(file: type[PagedFile], ranks2, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_file_collected_beyond_memory_is_the_same(is_full: bool, ranks2, tmp_path: Path) -> None:
     """A disk that has no room either costs a warning."""
-    (alike, said), (also, nothing) = ranks2(_fit_edits_short, file, str(tmp_path))
+    (alike, said), (also, nothing) = ranks2(_fit_edits_short, is_full, str(tmp_path))
     assert alike
     assert also
     assert not nothing
-    assert ["takes no more (No space left on device)" in text for text in said] == [True] * (file is _Full)
+    assert ["takes no more (No space left on device)" in text for text in said] == [True] * is_full
     assert {each.name for each in tmp_path.iterdir()} == {"short.ckpt", "ample.ckpt"}
 
 
@@ -358,7 +351,9 @@ def _damage_folder(path: Path, how: str) -> None:
     if how == "no marker":
         (path / "checkpoint.json").unlink()
     elif how == "later format":
-        (path / "checkpoint.json").write_text('{"format": 99, "data": "data-0"}')
+        (path / "checkpoint.json").write_text('{"format": 99, "data": "data-0", "index_crc32": 0}')
+    elif how == "earlier format":
+        (path / "checkpoint.json").write_text('{"format": 1, "data": "data-0", "index_crc32": 0}')
     elif how == "no shard":
         shards[1].unlink()
     elif how == "short shard":
@@ -370,9 +365,9 @@ def _damage_folder(path: Path, how: str) -> None:
         content[at + 1] ^= 0x10
         shards[0].write_bytes(content)
     elif how == "changed index":
-        content = bytearray((data / ".metadata").read_bytes())
+        content = bytearray((data / "index.json").read_bytes())
         content[-20] ^= 1
-        (data / ".metadata").write_bytes(content)
+        (data / "index.json").write_bytes(content)
     elif how == "no rest":
         (data / "rest.pt").unlink()
     elif how == "foreign":
@@ -384,10 +379,11 @@ def _damage_folder(path: Path, how: str) -> None:
 DAMAGED_FOLDERS = {
     "no marker": "checkpoint.json is missing, so its saving was interrupted",
     "later format": "has format 99",
+    "earlier format": "make one file of it with the version that wrote it",
     "no shard": "__1_0.distcp is missing",
     "short shard": "__1_0.distcp is truncated",
     "flipped": "is damaged at the tensor",
-    "changed index": ".metadata is damaged (its checksum is another)",
+    "changed index": "index.json is damaged (its checksum is another)",
     "no rest": "rest.pt is missing",
     "foreign": "it is no sharded checkpoint of lightning_zero",
 }
@@ -414,13 +410,6 @@ class Harm:
         return (Path.write_text, (Path(self.path), "harm done"))
 
 
-def _replace_index(path: Path, content: bytes) -> None:
-    (data,) = path.glob("data-*")
-    (data / ".metadata").write_bytes(content)
-    marker = json.loads((path / "checkpoint.json").read_text())
-    (path / "checkpoint.json").write_text(json.dumps({**marker, "index_crc32": zlib.crc32(content)}))
-
-
 def _plant(path: Path, where: str, harm: Path) -> None:
     """Something that should not be unpickled."""
     if where == "file":
@@ -429,49 +418,37 @@ def _plant(path: Path, where: str, harm: Path) -> None:
     (data,) = path.glob("data-*")
     if where == "rest":
         torch.save({**torch.load(data / "rest.pt", weights_only=True), "evil": Harm(str(harm))}, data / "rest.pt")
-        return
-    metadata: Any = pickle.loads((data / ".metadata").read_bytes())
-    assert isinstance(metadata, Metadata)
-    metadata.planner_data = Harm(str(harm)) if where == "index" else moves.Features
-    content = pickle.dumps(metadata)
-    if where == "state of a class":  # would make every such object of the process answer with it
-        content = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}Vversion\nVharm\nstb."
-    if where == "attribute":
-        content = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\nMetadata\nV__init__\ntR."
-    _replace_index(path, content)
+    elif where == "torch's index":
+        (data / ".metadata").write_bytes(pickle.dumps(Harm(str(harm))))
+    else:
+        content = io.BytesIO()
+        torch.save(Harm(str(harm)), content)
+        (data / "evil").write_bytes(content.getvalue())
+        index = json.loads((data / "index.json").read_text())
+        for piece in (piece for pieces in index.values() for piece in pieces):
+            piece[2:] = ["evil", 0, len(content.getvalue())]
+        text = json.dumps(index)
+        (data / "index.json").write_text(text)
+        marker = json.loads((path / "checkpoint.json").read_text())
+        (path / "checkpoint.json").write_text(json.dumps({**marker, "index_crc32": zlib.crc32(text.encode())}))
 
 
 def test_nothing_beyond_the_allow_list_is_unpickled(ranks2, tmp_path: Path) -> None:
     file, folder, harm = tmp_path / "file.ckpt", tmp_path / "folder.ckpt", tmp_path / "harm"
     ranks2(_save, "file", str(file))
     ranks2(_save, "sharded", str(folder))
-    paths = [file]
-    _plant(file, "file", harm)
-    for where in ("rest", "index", "index class", "state of a class", "attribute"):
-        paths.append(shutil.copytree(folder, tmp_path / f"{where}.ckpt"))
-        _plant(paths[-1], where, harm)
-    for path in paths:
+    rest, piece = (shutil.copytree(folder, tmp_path / f"{where}.ckpt") for where in ("rest", "piece"))
+    for path, where in ((file, "file"), (rest, "rest"), (piece, "piece"), (folder, "torch's index")):
+        _plant(path, where, harm)
+    for path in (file, rest):
         for text in ranks2(_said, _resume, str(path)):
             assert str(path) in text
-            assert "weights_only" in text or "does not belong there" in text or "state to something" in text
+            assert "weights_only" in text
+    state = lightning_zero.load_checkpoint(piece)["state_dict"]
+    with pytest.raises(CheckpointError, match=r"evil: 'state_dict/first.weight' .* is UnpicklingError"):
+        state["first.weight"].clone()
+    assert len(ranks2(_resume, str(folder))[0]) == 2  # of four steps
     assert not harm.exists()
-    assert not hasattr(Metadata, "version") or Metadata.version != "harm"
-
-
-def test_members_of_an_enumeration_that_were_pickled_by_name_are_read(ranks2, tmp_path: Path) -> None:
-    """As Python 3.11.0 to 3.11.3 do it; others pickle their values."""
-
-    class ByName(pickle.Pickler):
-        def reducer_override(self, value: Any) -> Any:
-            return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
-
-    path, content = tmp_path / "x.ckpt", io.BytesIO()
-    ranks2(_save, "sharded", str(path))
-    (index,) = path.glob("data-*/.metadata")
-    ByName(content).dump(pickle.loads(index.read_bytes()))
-    assert b"getattr" in content.getvalue()
-    _replace_index(path, content.getvalue())
-    assert len(ranks2(_resume, str(path))[0]) == 2  # of four steps
 
 
 def _unpickles_if_told(path: str) -> int:
@@ -614,7 +591,7 @@ def _saves_after_killed_ones(folder: str) -> None:
     root = Path(folder)
     for name, when in (("a.ckpt", "within"), ("b.ckpt", "before"), ("new.ckpt", "within")):
         _killed(root / name, when)
-        assert list((root / name).glob("data-*/owner.json"))
+        assert list((root / name).glob("data-*.partial"))
     (root / "foreign.ckpt" / "data-0").mkdir(parents=True)
     live = _killed(root / "live.ckpt", "live")
     content = {"state_dict": {"w": torch.ones(2000, 3)}, "epoch": 1}
@@ -622,7 +599,7 @@ def _saves_after_killed_ones(folder: str) -> None:
         directory.write(content, str(root / "new.ckpt"), Agreement(alone=True))
         assert {p.name for p in root.iterdir()} == {"foreign.ckpt", "live.ckpt", "new.ckpt"}
         assert len(list((root / "new.ckpt").iterdir())) == 2  # the marker and one folder
-        assert not list(root.glob("new.ckpt/*/owner.json"))
+        assert not list(root.glob("new.ckpt/*.partial"))
         assert directory.read(root / "new.ckpt", None)["epoch"] == 1
         directory.write(content, str(root / "live.ckpt"), Agreement(alone=True))
         assert len(list((root / "live.ckpt").glob("data-*"))) == 2
@@ -635,7 +612,7 @@ def _saves_after_killed_ones(folder: str) -> None:
 
 
 def test_the_next_save_removes_what_killed_ones_have_left(ranks1, tmp_path: Path) -> None:
-    """Of dead runs only, beside it and in its own folder; a folder that lives, or that has no mark, stays."""
+    """Of dead runs only, beside it and in its own folder; a folder that lives, or that names no process, stays."""
     ranks1(_saves_after_killed_ones, str(tmp_path))
 
 

@@ -13,11 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_zero.checkpoint.collected import Collected
-from lightning_zero.comm import tree
-from lightning_zero.comm.agree import shared_agreement
 from lightning_zero.comm.shards import gathered, gathered_on_rank_0
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
@@ -105,19 +102,17 @@ def test_other_copies_go(ranks2, stage, dtypes, settings):
 
 
 def _on_rank_0(shard_size: int | None) -> tuple[bool, int]:
-    """Whether tensors that the hosts collect are those that all gather, on rank 0 and nowhere else."""
+    """Whether tensors that rank 0 collects are those that all gather, and are nowhere else."""
     engine = _engine(3, shard_size=shard_size)
-    agreement, alike = shared_agreement(60), []
+    alike = []
     for shard in engine.shards.values():
-        with mock.patch.object(DeviceMesh, "device_type", "cuda"), mock.patch.object(tree, "PIECE_BYTES", 48):
-            found = gathered_on_rank_0(shard, agreement, Collected([]).empty)
+        found = gathered_on_rank_0(shard, Collected([]).empty)
         alike.append(torch.equal(found, gathered(shard)) if found is not None else gathered(shard) is None)
     return all(alike), sum(alike)
 
 
 @pytest.mark.parametrize(("world_size", "shard_size"), [(3, None), (4, 2)])
-def test_hosts_collect_what_ranks_gather(ranks, world_size, shard_size):
-    """As for one file on an accelerator, whose shards are copied to the host first."""
+def test_rank_0_collects_what_ranks_gather(ranks, world_size, shard_size):
     first, *others = ranks(_on_rank_0, shard_size, world_size=world_size)
     assert first == (True, 6)
     assert all(each == (False, 0) for each in others)

@@ -129,8 +129,8 @@ def steps(
         num_steps: Measured, beside the warm ones.
         short: Whether memory is taken to be short: what ``fsdp2`` lets go of is on the disk at once, and nowhere else.
     """
-    from lightning_zero.checkpoint.paged_file import PagedFile
     from lightning_zero.config import OffloadConfig
+    from lightning_zero.engines.fsdp2.paged_file import PagedFile
 
     given = dict(settings)
     offload = given.pop("offload", {"target": "none"})

@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
 from lightning_zero import OffloadConfig
-from lightning_zero.checkpoint.paged_file import PagedFile
 from lightning_zero.engines.fsdp2.files import FileShards
+from lightning_zero.engines.fsdp2.paged_file import PagedFile
 from lightning_zero.engines.model_state import KINDS, PLACES
 from tests.helpers import account, disk, whereabouts, zoo
 from tests.helpers.ranks import outcome

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.collected import Collected
+from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import OffloadConfig, ZeroConfig
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
@@ -272,48 +273,25 @@ def test_reads_lie_on_the_device_and_writes_reach_the_host(rank):
     assert all(places == {"host"} for places in found.values()), found
 
 
-class _Hosts:
-    """Stands in for the agreement of all ranks, whose first one this is: notes what it collects between the hosts."""
-
-    rank = 0
-
-    def __init__(self) -> None:
-        self.collected: list[tuple[int, list[int], set[str]]] = []
-
-    def gather(self, value: None, error: Exception | None = None) -> None:
-        assert value is error is None
-
-    def collect(self, mine: Tensor, sizes: list[int], members: list[int], into: Tensor | None) -> None:
-        assert into is not None
-        assert (mine.numel(), into.numel()) == (sizes[0], sum(sizes))
-        self.collected.append((sum(sizes), members, {pretend.where(mine), pretend.where(into)}))
-
-
-def _into_one_file(offload: Any) -> tuple[list[int], list[tuple[int, list[int], set[str]]], set[str]]:
-    """Bytes of every sharded tensor; what was collected; where the results lie. A collective of the device raises."""
+def _into_one_file(offload: Any) -> set[str]:
+    """Where the tensors of one file lie on rank 0; sending to one rank raises."""
     with pretend.accelerator(RANKS) as device:
         engine = _engine(device, 3, mixed=True, offload=offload)
         engine.backward(engine.run("training_step", torch.randn(4, zoo.WIDTH, device=device)).backward)
         optimizer = torch.optim.AdamW(engine.module.parameters())
         engine.step(optimizer)
         states = [engine.sharded_state_dict(), engine.sharded_optimizer_state(optimizer)["state"]]
-        hosts: Any = _Hosts()
         refused = mock.Mock(side_effect=AssertionError("a communicator of NCCL's for each pair"))
         with ExitStack() as stack:
-            for name in ("send", "recv", "isend", "irecv", "all_gather_into_tensor", "batch_isend_irecv"):
+            for name in ("send", "recv", "isend", "irecv", "batch_isend_irecv"):
                 stack.enter_context(mock.patch.object(dist, name, refused))
-            files = [engine.full(state, (hosts, Collected([]))) for state in states]
-        sharded = {id(t): t for t in tree_leaves(states) if isinstance(t, DTensor)}
-        places = {pretend.where(t) for t in tree_leaves(files) if isinstance(t, Tensor)}
-        return sorted(t.nbytes for t in sharded.values()), hosts.collected, places
+            files = [engine.full(state, (Agreement(alone=True), Collected([]))) for state in states]
+        return {pretend.where(t) for t in tree_leaves(files) if isinstance(t, Tensor)}
 
 
 @pytest.mark.parametrize("offload", [pretend.OFFLOAD, "none"], ids=["offloaded", "on the device"])
-def test_one_file_is_collected_between_the_hosts(offload, rank):
-    sizes, collected, places = rank(_into_one_file, offload)[0]
-    assert sorted(size for size, _, _ in collected) == sizes
-    assert all(members == list(range(RANKS)) for _, members, _ in collected)
-    assert {place for _, _, each in collected for place in each} == places == {"host"}
+def test_one_file_is_gathered_on_the_device_and_held_by_the_host(offload, rank):
+    assert rank(_into_one_file, offload)[0] == {"host"}
 
 
 def _scaled() -> dict[str, Any]:

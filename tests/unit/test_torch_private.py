@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import subprocess
 import sys
 import weakref
@@ -605,18 +604,6 @@ def test_loss_scales_and_what_unscaling_finds() -> None:
     assert p.tolist() == [1.0, 1.0]  # skipped
     scaler.update()
     assert private.loss_scale(scaler) == 4.0
-
-
-def test_names_in_an_index_are_found_there(world_of_one, tmp_path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "data", no_dist=True)
-    index = (tmp_path / "data" / ".metadata").read_bytes()
-    metadata = pickle.loads(index)
-    assert {type(info) for info in metadata.storage_data.values()} == {private.StorageInfo}
-    properties = next(iter(metadata.state_dict_metadata.values())).properties
-    assert isinstance(properties.__getstate__()[3], private.MemoryFormats)
-    assert {name for _, name in private.PICKLED if name.encode() in index} == {name for _, name in private.PICKLED}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Shards in files: ``offload="nvme"``.
 
-[Tensors] Host shards (see ``engine``) whose memory is a file's (``checkpoint.paged_file``): the master weights, and the
+[Tensors] Host shards (see ``engine``) whose memory is a file's (``paged_file``): the master weights, and the
 states of an optimizer that have their shape. Gradients stay in host memory. To everybody else they are tensors like
 others; who touches one that is not in memory waits for the disk.
 
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.paged_file import PagedFile, Region
 from lightning_zero.engines.fsdp2 import private
+from lightning_zero.engines.fsdp2.paged_file import PagedFile, Region
 
 UNITS_BEHIND = 2
 """Stepped and not yet given up."""
