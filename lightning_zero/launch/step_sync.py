@@ -39,6 +39,7 @@ from lightning_zero.launch.failure import AgreedInterrupt, saves_on_exception
 from lightning_zero.launch.interrupt import keep_forks, set_starting
 from lightning_zero.launch.shortest import cut
 from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
+from lightning_zero.launch.waiting import Watch
 from lightning_zero.private.lightning import (
     HandlersCompose,
     answer_sigterm_by,
@@ -332,6 +333,8 @@ def sync_steps(trainer: Any, strategy: Any, uneven: Uneven = "error") -> StepSyn
     trainer.callbacks.insert(0, watching := StepSync(strategy))
     keep_forks(bool(saves_on_exception(trainer)))
     answer_sigterm_by(trainer, watching.on_signal)
+    if trainer.world_size > 1:
+        watching.undo.callback(Watch().close)
     if uneven == "shortest" and trainer.world_size > 1:
         watching.undo.callback(change_training_loader(trainer, partial(cut, trainer=trainer, sync=watching)))
     return watching
