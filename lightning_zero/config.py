@@ -18,6 +18,7 @@ EngineName = Literal["fsdp2", "deepspeed"]
 OffloadTarget = Literal["none", "cpu", "nvme"]
 CheckpointForm = Literal["file", "sharded", "sharded-async"]
 AfterFit = Literal["auto", "whole", "sharded"]
+Uneven = Literal["error", "shortest"]
 TransportName = Literal["auto", "direct", "torch"]
 StartMethod = Literal["auto", "popen", "spawn", "fork"]
 CompileTarget = Literal["none", "units"]
@@ -28,6 +29,7 @@ ENGINES: tuple[str, ...] = get_args(EngineName)
 OFFLOAD_TARGETS: tuple[str, ...] = get_args(OffloadTarget)
 CHECKPOINTS: tuple[str, ...] = get_args(CheckpointForm)
 AFTER_FIT: tuple[str, ...] = get_args(AfterFit)
+UNEVEN: tuple[str, ...] = get_args(Uneven)
 TRANSPORTS: tuple[str, ...] = get_args(TransportName)
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
 COMPILE_TARGETS: tuple[str, ...] = get_args(CompileTarget)
@@ -367,6 +369,9 @@ class ZeroConfig:
     build: BuildName = "auto"
     """``"auto"`` shares out what ``configure_model`` builds at stage 3 as it comes, so that no rank holds all of it;
     ``"whole"`` builds the whole module on every rank first. ``deepspeed`` shards at stage 3 whatever is set here."""
+    uneven: Uneven = "error"
+    """Training loaders of which some ranks' have fewer batches: ``"error"`` ends the run on all ranks where the first
+    runs dry, ``"shortest"`` ends each epoch on all ranks with the shortest, as DDP does with loaders cut to it."""
     after_fit: AfterFit = "auto"
     """``"whole"`` gives every rank plain full parameters when the run ends, ``"sharded"`` leaves the shards,
     ``"auto"`` takes whole where host memory allows."""
@@ -416,6 +421,7 @@ class ZeroConfig:
         _one_of("transport", self.transport, TRANSPORTS)
         _boolean("broadcast_buffers", self.broadcast_buffers)
         _one_of("build", self.build, BUILDS)
+        _one_of("uneven", self.uneven, UNEVEN)
         _one_of("after_fit", self.after_fit, AFTER_FIT)
         _one_of("checkpoint", self.checkpoint, CHECKPOINTS)
         if self.process_group_backend is not None and not isinstance(self.process_group_backend, str):

@@ -47,6 +47,7 @@ from lightning_zero.config import (
     Stage,
     StartMethod,
     TransportName,
+    Uneven,
     ZeroConfig,
 )
 from lightning_zero.engines.advice import advice_on
@@ -126,6 +127,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         elementwise_optimizers: Sequence[str] | None = None,
         broadcast_buffers: bool = True,
         build: BuildName = "auto",
+        uneven: Uneven = "error",
         after_fit: AfterFit = "auto",
         checkpoint: CheckpointForm = "file",
         process_group_backend: str | None = None,
@@ -270,7 +272,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._run.begin_setup()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self._step_sync = sync_steps(trainer, self)
+        self._step_sync = sync_steps(trainer, self, self.config.uneven)
         self._failed = False
         self._resolve_stage(trainer)
         if self._in_groups_that_fit:

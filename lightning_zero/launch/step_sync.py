@@ -19,8 +19,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +33,33 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_zero.comm.agree import STEP_SYNC, Agreement, run_agreement, shared_agreement
 from lightning_zero.comm.peer_memory import PeerMemory
+from lightning_zero.config import Uneven
 from lightning_zero.launch import restart
 from lightning_zero.launch.failure import AgreedInterrupt, saves_on_exception
 from lightning_zero.launch.interrupt import keep_forks, set_starting
+from lightning_zero.launch.shortest import cut
 from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
-from lightning_zero.private.lightning import HandlersCompose, answer_sigterm_by, timeout_of, without_sigterm_broadcast
+from lightning_zero.launch.waiting import Watch
+from lightning_zero.private.lightning import (
+    HandlersCompose,
+    answer_sigterm_by,
+    change_training_loader,
+    timeout_of,
+    without_sigterm_broadcast,
+)
 from lightning_zero.private.torch import DisableTorchFunction
 
 _PLACES = {
     1: "begins training batch {}",
     2: "begins a validation after {} training batches",
+    3: "fetches a batch after {} training batches",
     4: "ends its validation after {} training batches",
     5: "ends its epoch after {} training batches",
     6: "ends its training after {} steps",
 }
 _SHIFT = 40
+_RAN_DRY = 1 << 8
+"""Beyond the numbers of signals."""
 
 
 class StepSync(Callback):
@@ -66,7 +79,8 @@ class StepSync(Callback):
         self._agreed: int = 0
         self._step = -1
         self._loop: Any = None
-        self._broadcast_again: Callable[[], None] | None = None
+        self.undo = ExitStack()
+        """Of what the trainer's parts were given."""
         self._hears_at_once = False
         self._handlers: dict[int, Any] = {}
         self._interrupted = False
@@ -96,7 +110,8 @@ class StepSync(Callback):
             advance(data_fetcher)
 
         loop.advance = watched
-        self._broadcast_again = without_sigterm_broadcast(loop)
+        self.undo.callback(vars(loop).pop, "advance", None)
+        self.undo.callback(without_sigterm_broadcast(loop))
         if trainer.world_size > 1:
             # Messages of its own kind: ranks at different places of the loop would mix them up with the engine's.
             limit = (timeout_of(self._strategy) or timedelta(minutes=30)).total_seconds()
@@ -141,13 +156,10 @@ class StepSync(Callback):
             if signal.getsignal(number) in (self.on_signal, self._on_interrupt):
                 signal.signal(number, handler)
         self._handlers.clear()
-        if self._loop is not None:
-            vars(self._loop).pop("advance", None)
-        if self._broadcast_again is not None:
-            self._broadcast_again()
+        self.undo.close()
         if self._peer_memory is not None and self._owns_peer_memory:
             self._peer_memory.close()
-        self._loop = self._broadcast_again = self._agreement = self._peer_memory = self._pending = None
+        self._loop = self._agreement = self._peer_memory = self._pending = None
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.is_global_zero:
@@ -197,33 +209,57 @@ class StepSync(Callback):
         self._say(6, trainer.global_step)
         self.hear()
 
-    def _say(self, place: int, index: int) -> None:
+    # -- where training loaders differ in length -----------------------------------------------------------------
+
+    def shortest(self, trainer: Any, length: float) -> float:
+        """The least ``length`` of all ranks' training loaders (collective)."""
+        self._begin(trainer)
+        assert self._agreement is not None
+        self._end_window()
+        return min(self._agreement.gather(length, "the lengths of the training loaders"))
+
+    def any_ran_dry(self, this: bool) -> bool:
+        """Whether any rank's training loader has no batch left, as ``this`` says of this rank's (collective)."""
+        self._say(3, self._loop.batch_idx + 1, _RAN_DRY * this)
+        return self.hear()
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _end_window(self) -> None:
+        """Other ranks may need this one in hooks that it has left."""
+        if (engine := getattr(self._strategy, "engine", None)) is not None:
+            engine.end_window(engine.hooks.anywhere)
+
+    def _say(self, place: int, index: int, dry: int = 0) -> None:
         if self._loop is None:
             return
-        asked = self._signal or 0
+        asked = dry or self._signal or 0  # a signal is asked again with the next message
         if self._agreement is None:
             self._agreed = max(self._agreed, asked)
             return
         self.hear()
-        if (engine := getattr(self._strategy, "engine", None)) is not None:
-            engine.end_window(engine.hooks.anywhere)
+        self._end_window()
         here = (place << _SHIFT) + max(index, 0)
         with DisableTorchFunction():  # a plain tensor: the engine's view must not see it
             message = torch.tensor([here, -here, asked], device="cpu")  # the maximum of -here is minus the least place
             work = self._agreement.all_reduce(message, dist.ReduceOp.MAX, STEP_SYNC, self._peer_memory)
         self._pending = (work, message, here)
 
-    def hear(self) -> None:
-        """Waits for the message under way, if there is one; raises on all ranks if their places differ."""
+    def hear(self) -> bool:
+        """Waits for the message under way, if there is one; raises on all ranks if their places differ. Whether any
+        rank's training loader ran dry."""
         if self._pending is None:
-            return
+            return False
         (work, message, here), self._pending = self._pending, None
         with DisableTorchFunction():
             work.wait()
             furthest, nearest, asked = message.tolist()  # on the host: no device waits
         if furthest != -nearest:
             self._refuse(here)
+        if asked >= _RAN_DRY:
+            return True
         self._agreed = max(self._agreed, asked)
+        return False
 
     def _refuse(self, here: int) -> None:
         assert self._agreement is not None
@@ -236,6 +272,7 @@ class StepSync(Callback):
         )
         validates = any(place >> _SHIFT == 4 for place in places)
         limit = "trainer.limit_val_batches" if validates else "trainer.limit_train_batches"
+        end = "" if validates else ", or end with the shortest (uneven='shortest' of the strategy)"
         if any(place >> _SHIFT == 6 for place in places):
             cause = (
                 "A callback that some ranks only have, or a stop that each decides by its own, does this: give all"
@@ -244,7 +281,7 @@ class StepSync(Callback):
         else:
             cause = (
                 "A dataloader that gives fewer batches on some ranks does this: give all ranks equally many (a"
-                f" DistributedSampler, drop_last=True, or {limit})."
+                f" DistributedSampler, drop_last=True, or {limit}){end}."
             )
         raise ValueError(f"the ranks no longer do the same: {said}. {cause}")
 
@@ -285,7 +322,7 @@ def listen_early() -> None:
         signal.signal(signal.SIGUSR1, lambda number, frame: _early.append(number))
 
 
-def sync_steps(trainer: Any, strategy: Any) -> StepSync:
+def sync_steps(trainer: Any, strategy: Any, uneven: Uneven = "error") -> StepSync:
     """Gives ``trainer`` a :class:`StepSync` in front of all other callbacks.
 
     ``strategy`` lets it :meth:`~StepSync.hear` before the first collective of a step.
@@ -296,6 +333,10 @@ def sync_steps(trainer: Any, strategy: Any) -> StepSync:
     trainer.callbacks.insert(0, watching := StepSync(strategy))
     keep_forks(bool(saves_on_exception(trainer)))
     answer_sigterm_by(trainer, watching.on_signal)
+    if trainer.world_size > 1:
+        watching.undo.callback(Watch().close)
+    if uneven == "shortest" and trainer.world_size > 1:
+        watching.undo.callback(change_training_loader(trainer, partial(cut, trainer=trainer, sync=watching)))
     return watching
 
 

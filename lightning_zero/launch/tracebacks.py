@@ -72,7 +72,13 @@ def is_users(filename: str) -> bool:
     path = os.path.realpath(filename)
     if filename.startswith("<") or path.startswith(_OURS + os.sep):
         return False
-    return "site-packages" not in path and "dist-packages" not in path and not path.startswith(_STDLIB)
+    return "site-packages" not in path and "dist-packages" not in path and not is_python(filename)
+
+
+def is_python(filename: str) -> bool:
+    """Whether code in this file is of Python's standard library."""
+    path = os.path.realpath(filename)
+    return path.startswith(_STDLIB) and "site-packages" not in path
 
 
 def _frames(tb: TracebackType | None) -> Iterator[str]:

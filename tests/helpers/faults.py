@@ -1,4 +1,4 @@
-"""Breaks a run on purpose, in every way that runs break, and looks at what is left.
+"""Breaks a run on purpose, in every way that runs break, and looks at what is left; lets ranks do unlike things, too.
 
 ``FAULTS`` is the table; :func:`break_run` starts this very file as a user would start a script (two ranks, stage 3, a
 data loader with a worker process, a checkpoint after every step), lets the fault happen on one rank in step 3, and
@@ -33,6 +33,8 @@ class Fault:
     """What the user must see."""
     hangs: bool = False
     """Whether the end may take ``timeout_seconds`` longer."""
+    breaks: bool = True
+    """Whether the run ends with it; else it goes on, and ends as if nothing had happened."""
 
 
 OUT_OF_MEMORY = "killed by SIGKILL, probably out of memory (it last held"
@@ -47,9 +49,27 @@ FAULTS = {
     "kill-1": Fault("kill -9 of rank 1", 1, ("rank 1 (process", OUT_OF_MEMORY)),
     "stop-0": Fault("rank 0 stops answering (SIGSTOP)", 0, ("rank 0 (process", "is stopped"), hangs=True),
     "stop-1": Fault("rank 1 stops answering (SIGSTOP)", 1, ("rank 1 (process", "is stopped"), hangs=True),
-    "dry-0": Fault("data loader of rank 0 runs dry early", 0, ("rank 0 ends its epoch after 3 training batches",)),
-    "dry-1": Fault("data loader of rank 1 runs dry early", 1, ("rank 1 ends its epoch after 3 training batches",)),
+    "dry-0": Fault(
+        'data loader of rank 0 runs dry early, `uneven="error"`',
+        0,
+        ("rank 0 ends its epoch after 3 training batches",),
+    ),
+    "dry-1": Fault(
+        'data loader of rank 1 runs dry early, `uneven="error"`',
+        1,
+        ("rank 1 ends its epoch after 3 training batches",),
+    ),
     "memory-1": Fault("out of memory on rank 1", 1, ("rank 1 (process", "allocate memory", "Traceback")),
+    **{
+        f"uneven-{name}": Fault(f"uneven {text}", 0, (f"rank 0 has done {name}",), breaks=False)
+        for name, text in (
+            ("shortest", '`fit`: 3 and 20 batches, `uneven="shortest"`'),
+            ("validate", "validation in `fit`: 1 and 3 batches"),
+            ("test", "`test`: 1 and 3 batches"),
+            ("predict", "`predict`: 1 and 3 batches"),
+        )
+    },
+    "alone-0": Fault("rank 0 alone runs a forward in a hook", 0, ("rank 0 has done alone",), breaks=False),
     "interrupt": Fault("Ctrl-C", 0, ("Detected KeyboardInterrupt",)),
 }
 
@@ -148,7 +168,7 @@ def _main(name: str) -> None:
             self.net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 
         def train_dataloader(self) -> Any:
-            dry = name.startswith("dry") and self.global_rank == fault.rank
+            dry = name.startswith(("dry", "uneven-shortest")) and self.global_rank == fault.rank
             batches = 3 if dry else 10_000 if name == "interrupt" else 20
             return DataLoader(torch.ones(4 * batches, 8), batch_size=4, num_workers=1)
 
@@ -157,21 +177,53 @@ def _main(name: str) -> None:
                 _happen(name)
             return self.net(batch).square().mean()
 
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if name.startswith("alone") and batch_idx == 2 and self.global_rank == fault.rank:
+                with torch.no_grad():
+                    self.net(batch)
+
+        def val_dataloader(self) -> Any:
+            batches = 3 if self.global_rank or not name.startswith("uneven") else 1
+            return DataLoader(torch.ones(4 * batches, 8), batch_size=4)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", self.net(batch).square().mean(), sync_dist=True)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch)
+
+        test_step = validation_step
+        test_dataloader = predict_dataloader = val_dataloader
+
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     Path(f"pid{os.getpid()}").touch()
-    L.Trainer(
-        strategy=ZeroStrategy(stage=3, timeout_seconds=HANG_SECONDS if fault.hangs else 600.0, units=["Linear"]),
+    strategy = ZeroStrategy(
+        stage=3,
+        timeout_seconds=HANG_SECONDS if fault.hangs else 600.0,
+        units=["Linear"],
+        uneven="shortest" if name == "uneven-shortest" else "error",
+    )
+    module, loop = Module(), name.partition("-")[2]
+    trainer = L.Trainer(
+        strategy=strategy,
         accelerator="cpu",
         devices=2,
         max_epochs=1,
+        num_sanity_val_steps=0,
+        limit_val_batches=1.0 if name == "uneven-validate" else 0,
         use_distributed_sampler=False,
         callbacks=[L.pytorch.callbacks.ModelCheckpoint("checkpoints", every_n_train_steps=1, save_last=True)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-    ).fit(Module())
+    )
+    trainer.fit(module)
+    if loop in ("test", "predict"):
+        getattr(trainer, loop)(module)
+    if not fault.breaks and trainer.is_global_zero:
+        print(f"rank 0 has done {name.removeprefix('uneven-').removesuffix('-0')}", flush=True)
 
 
 if __name__ == "__main__":

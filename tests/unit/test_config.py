@@ -125,6 +125,7 @@ def test_every_stage_is_accepted(stage: int) -> None:
         ({"broadcast_buffers": "yes"}, ["broadcast_buffers='yes'", "True or False"]),
         ({"build": "sharded"}, ["build='sharded'", "'auto'", "'whole'"]),
         ({"after_fit": "keep"}, ["after_fit='keep'", "'whole'", "'sharded'"]),
+        ({"uneven": "join"}, ["uneven='join'", "'error'", "'shortest'"]),
         ({"process_group_backend": 1}, ["process_group_backend=1", "'gloo'"]),
         ({"auto": "yes"}, ["auto='yes'", "True or False"]),
         ({"device_memory_gib": 0}, ["device_memory_gib=0", "GiB above 0"]),
