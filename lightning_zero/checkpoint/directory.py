@@ -310,6 +310,8 @@ class _IndexUnpickler(pickle._Unpickler):  # Python's, not C's: only there load_
     def load_build(self) -> None:
         if type(self.stack[-2]) not in _WITH_STATE:  # type: ignore[attr-defined]
             raise pickle.UnpicklingError("it gives state to something that has none")
+        if type(self.stack[-2]) is TensorProperties:  # type: ignore[attr-defined]
+            self.stack[-1] = self.stack[-1][:5]  # type: ignore[attr-defined]  # torch 2.15 adds strides, unused here
         super().load_build()  # type: ignore[misc]
 
     dispatch[pickle.BUILD[0]] = load_build
