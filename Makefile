@@ -40,24 +40,24 @@ test: lint ## Lint, types and the tests of every change: each package, both engi
 test-system: setup ## Commands as typed, faults, SLURM, several nodes, what compiles (a quarter of an hour)
 	$(GATE) --timeout 180 tests/system
 
-# For another set of versions, without this package's own bounds: its private names, and each kind of module
+# For another set of versions, without this package's own bounds: what a release may break, and its row of docs/versions.md
 define try
 	$(1)/bin/python -m pip install --quiet -c constraints.txt "setuptools>=77" wheel
 	$(1)/bin/python -m pip install --quiet $$(grep -E '^pytest' constraints.txt)
 	$(1)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
-	$(1)/bin/python tests/gate.py $$(ls tests/unit/test_*private*.py) tests/distributed/test_parity.py
+	$(1)/bin/python benchmarks/versions.py docs/versions.md
 endef
 
 # torch has no small CPU build of other versions in every registry: then its CUDA libraries come along, 5 GB.
 test-lowest: ## The lowest versions that pyproject.toml admits (5 GB)
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
-	sed -nE 's/^    "([a-z-]+)>=([0-9.]+),<.*/\1==\2/p' pyproject.toml > $(LOWEST)/lowest.txt
+	sed -nE 's/^    "([a-z-]+)>=([0-9.]+)[,"].*/\1==\2/p' pyproject.toml > $(LOWEST)/lowest.txt
 	$(LOWEST)/bin/python -m pip install --quiet -r $(LOWEST)/lowest.txt
 	$(call try,$(LOWEST))
 
 test-latest: ## The newest versions that the registry has (5 GB)
 	test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
-	sed -nE 's/^    "([a-z-]+)>=([0-9.]+),<.*/\1/p' pyproject.toml > $(LATEST)/latest.txt
+	sed -nE 's/^    "([a-z-]+)>=([0-9.]+)[,"].*/\1/p' pyproject.toml > $(LATEST)/latest.txt
 	$(LATEST)/bin/python -m pip install --quiet --upgrade -r $(LATEST)/latest.txt
 	$(call try,$(LATEST))
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_zero.config import ActivationCheckpointingConfig
 from lightning_zero.engines.units import matching
-from lightning_zero.private.torch import call_with_hooks, compiled_call, set_compiled_call
+from lightning_zero.private.torch import KEPT_WITHOUT_HOOKS, call_with_hooks, compiled_call, set_compiled_call
 
 Forward = Callable[..., Any]
 Recompute = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
@@ -193,7 +193,7 @@ def on_unpacking(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _keeping_what_is_costly(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=costly_is_kept, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=costly_is_kept, **KEPT_WITHOUT_HOOKS, **kwargs)
 
 
 def costly_is_kept() -> Any:

@@ -1,12 +1,15 @@
 """Tells at the start of a run which private parts of a library have moved, instead of failing or misleading later.
 
 Each private file has a table of :class:`Needed` parts. :func:`check` compares it with the installed library: whether a
-name is there, takes its parameters in the order in which we pass them, and stores the attributes that we read.
+name is there, takes its parameters in the order in which we pass them, and stores the attributes that we read and set.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +33,8 @@ class Needed:
     stores: str = ""
     """Attributes and variables that its code uses by these names, ``"_main_port _timeout"``; of a class: any of its
     methods' code. So attributes of instances are checked without making one."""
+    sets: str = ""
+    """Of a class: those that we assign, so that a property without setter will not do."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +44,16 @@ class Library:
     name: str
     """As the package index has it."""
     tested: str
-    """The versions that were read and tested, as in ``pyproject.toml``: ``">=2.6,<2.7"``."""
+    """The versions that were read and tested: ``">=2.6,<2.7"``."""
     needed: tuple[Needed, ...]
 
 
 _checked: set[Library] = set()
+_log = logging.getLogger(__name__)
 
 
 def check(library: Library) -> None:
-    """Compares the installed library with its table, once per process.
+    """Compares the installed library with its table, once per process; rank 0 says so if it is newer than tested.
 
     Raises:
         MovedError: Naming everything that is gone or another than what was tested, and the versions to use.
@@ -57,6 +63,9 @@ def check(library: Library) -> None:
     if moved := [text for needed in library.needed for text in _moved(needed)]:
         raise MovedError(_message(library, moved))
     _checked.add(library)
+    if _is_newer(library) and {os.environ.get(name, "0") for name in _RANKS} == {"0"}:
+        found = _found(library)
+        _log.warning("%s", f"{library.name} {found} is newer than {library.name}{library.tested}, which was tested.")
 
 
 @contextmanager
@@ -69,14 +78,27 @@ def importing(library: Library) -> Iterator[None]:
         raise MovedError(_message(library, [str(error)])) from error
 
 
-def _message(library: Library, moved: list[str]) -> str:
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+"""Set by launchers; unset on the only process."""
+
+
+def _found(library: Library) -> str:
     try:
-        found = version(library.name)
+        return version(library.name)
     except PackageNotFoundError:
-        found = "an unknown version"
+        return "an unknown version"
+
+
+def _is_newer(library: Library) -> bool:
+    _, _, end = library.tested.partition("<")
+    found, bound = ([int(number) for number in re.findall(r"\d+", text)] for text in (_found(library), end))
+    return bool(bound) and found >= bound
+
+
+def _message(library: Library, moved: list[str]) -> str:
     return (
         f"lightning_zero uses private parts of {library.name}, tested with {library.name}{library.tested}; found"
-        f" {found}: {'; '.join(moved)}. Use '{library.name}{library.tested}'."
+        f" {_found(library)}: {'; '.join(moved)}. Use '{library.name}{library.tested}'."
     )
 
 
@@ -98,6 +120,10 @@ def _moved(needed: Needed) -> Iterator[str]:
         yield f"{shown} {difference}"
     names = _names_in(found) if needed.stores else set()
     yield from (f"{shown} no longer has {name}" for name in needed.stores.split() if name not in names)
+    for name in needed.sets.split():
+        attribute = inspect.getattr_static(found, name, None)
+        if isinstance(attribute, property) and attribute.fset is None:
+            yield f"{shown}.{name} is read-only"
 
 
 def _innermost(function: Any) -> Any:

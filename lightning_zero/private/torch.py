@@ -1,4 +1,4 @@
-"""Private parts of PyTorch, beside those of ``fully_shard`` (``engines/fsdp2/private.py``). Read in torch 2.11-2.13.
+"""Private parts of PyTorch, beside those of ``fully_shard`` (``engines/fsdp2/private.py``). Read in torch 2.11-2.15.
 
 ``torch._foreach_*`` is not here: torch documents these functions on its page of operators, as beta, and they are used
 under their own names. So are ``os._exit`` and ``sys._getframe``, which Python documents.
@@ -28,7 +28,12 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero.private.check import Library, Needed, importing
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
-TESTED = ">=2.11,<2.14"
+TESTED = ">=2.11,<2.16"
+VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
+"""Where versions of torch differ in what we use, this decides; in private files alone."""
+_GET_ATTRIBUTE = "tp_getattro_impl" if VERSION >= (2, 14) else "var_getattr"
+_SET_DATA = "shallow_copy_data_" if VERSION >= (2, 14) else "set_"
+"""The operator that Dynamo writes ``p.data = value`` as."""
 TORCH = Library(
     "torch",
     TESTED,
@@ -65,7 +70,12 @@ TORCH = Library(
         Needed("torch._dynamo.output_graph:OutputGraph.call_user_compiler", takes="self, gm, example_inputs"),
         Needed("torch._dynamo.output_graph:OutputGraph", stores="grapharg"),
         Needed("torch._dynamo.variables.builder:GraphArg", stores="example"),
-        Needed("torch._dynamo.variables.tensor:TensorVariable.var_getattr", takes="self, tx, name"),
+        Needed(f"torch._dynamo.variables.tensor:TensorVariable.{_GET_ATTRIBUTE}", takes="self, tx, name"),
+        *(
+            (Needed("torch._dynamo.variables.builtin:SetAttrBuiltinVariable._call_setattr", stores=_SET_DATA),)
+            if VERSION >= (2, 13)
+            else ()
+        ),
         Needed("torch._dynamo.variables.optimizer:OptimizerVariable.call_method", takes="self, tx, name, args, kwargs"),
         Needed("torch.optim.optimizer:_global_optimizer_pre_hooks"),
         Needed("torch.optim.optimizer:_global_optimizer_post_hooks"),
@@ -150,7 +160,7 @@ with importing(TORCH):
     """Attributes that autograd itself reads, as a ``TorchFunctionMode`` meets them."""
 
 __all__ = [
-    "GETTERS", "INITIALIZERS", "ITEM", "TORCH", "BatchNorm", "DisableTorchFunction",
+    "GETTERS", "INITIALIZERS", "ITEM", "KEPT_WITHOUT_HOOKS", "TORCH", "BatchNorm", "DisableTorchFunction",
     "DisableTorchFunctionSubclass", "Dynamo", "EnableTorchFunction", "FakeTensorMode", "Graph",
     "TorchDispatchMode", "abort_process_groups", "as_traced", "at_end_of_backward",
     "backwards_inside", "base_of", "beside_transforms", "call_with_hooks", "compiled_call",
@@ -165,6 +175,9 @@ __all__ = [
     "torch_function_of", "translate_transformed", "uncompiled", "users_of", "version_of", "without_modes",
     "without_transforms", "wrapper_subclass",
 ]  # fmt: skip
+
+KEPT_WITHOUT_HOOKS: dict[str, Any] = {"respect_saved_tensors_hooks": False} if VERSION >= (2, 14) else {}
+"""Has ``checkpoint`` leave what selective recomputation keeps where it is, as all versions do, and not warn of it."""
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Grows with each in-place write to a tensor or a view of it. torch's notes on autograd describe it."""
@@ -424,7 +437,7 @@ class Dynamo:
         from torch._dynamo.variables.optimizer import OptimizerVariable
         from torch._dynamo.variables.tensor import TensorVariable
 
-        compile_graph, get_attribute = OutputGraph.call_user_compiler, TensorVariable.var_getattr
+        compile_graph, get_attribute = OutputGraph.call_user_compiler, getattr(TensorVariable, _GET_ATTRIBUTE)
         call_of_optimizer = OptimizerVariable.call_method
 
         def leave_to_eager(what: str) -> None:
@@ -436,7 +449,7 @@ class Dynamo:
             return wrap(gm, compile_graph(self, gm, example_inputs))
 
         @functools.wraps(get_attribute)
-        def var_getattr(self: TensorVariable, tx: Any, name: str) -> Any:
+        def read(self: TensorVariable, tx: Any, name: str) -> Any:
             if name in ("grad", "data") and issubclass(self.python_type(), nn.Parameter):
                 given = self.proxy.node.meta.get("grapharg")
                 if given is not None and own(given.example):
@@ -453,7 +466,7 @@ class Dynamo:
 
         OptimizerVariable.call_method = call_method  # type: ignore[method-assign, assignment]
         OutputGraph.call_user_compiler = call_user_compiler  # type: ignore[method-assign]
-        TensorVariable.var_getattr = var_getattr  # type: ignore[method-assign]
+        setattr(TensorVariable, _GET_ATTRIBUTE, read)
 
     def forget_graphs(self) -> None:
         """All code is traced anew."""
@@ -469,7 +482,7 @@ def puts_other_memory(graph: Any) -> bool:
     return any(isinstance(given.get(n), nn.Parameter) for n in writes)
 
 
-_SET = ("set_",)  # with which Dynamo writes it
+_SET = ("set_", _SET_DATA)
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

@@ -35,6 +35,8 @@ OFFLOAD = OffloadConfig(target="cpu", pin_memory=False)
 class _Nothing:
     """A stream and an event: whatever is asked of it is done."""
 
+    stream_id = device_index = device_type = 0
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: None
 

@@ -177,7 +177,7 @@ def _copied(parts, shards, process_group):
         ({}, torch.bfloat16, True),
         ({}, torch.float16, False),  # divided by a part of the world size afterwards
         ({}, torch.float64, False),
-        ({"param_dtype": torch.bfloat16}, torch.float32, False),  # cast afterwards
+        ({"param_dtype": torch.bfloat16}, torch.float32, not private._WAITS_APART),  # cast afterwards before 2.15
         ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, torch.float32, True),
     ],
 )
@@ -303,13 +303,13 @@ def _params(model):
     return [p for unit in _units(model) for group in private.groups(unit) for p in group.fsdp_params]
 
 
-def _own():
+def _own(**policy):
     """As the engine has it: ``(model, the user's parameters, what is known of them)``, the user's own registered."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     users = dict(model.named_parameters())
     mesh = dist.init_device_mesh("cpu", (1,))
     for unit in _units(model):
-        fully_shard(unit, mesh=mesh)
+        fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
     originals = {p: users[name] for name, p in model.named_parameters()}
     for p in originals.values():
         p.data = p.data.new_empty(0)
@@ -461,6 +461,7 @@ def test_gradients_before_and_after_they_are_reduced(world_of_one):
     assert users[1].grad.tolist() == [0.0] * 4
     private.reduce_now(inner)
     assert not private.has_grad(p)
+    assert not inner.comm_ctx._last_post_reduce_events  # else an optimizer on a GPU may read them unreduced
     assert private.grad_of(p) is p.sharded_param.grad
     assert [each.sharded_param.grad.to_local().unique().tolist() for each in known[:2]] == [[2.0], [0.0]]
     private.set_requires_gradient_sync(_units(model), False)
@@ -468,6 +469,28 @@ def test_gradients_before_and_after_they_are_reduced(world_of_one):
     assert private.has_grad(p)
     private.drop_whole_grad(p)
     assert not private.has_grad(p)
+
+
+def test_gradients_wait_for_later_ones_in_the_dtype_of_the_reduction(world_of_one):
+    """Those of earlier micro-batches, each counted once; after the run gradients have the parameter's dtype again."""
+    model, users, known = _own(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    private.set_requires_gradient_sync(_units(model), False)
+    for times in (1, 2):
+        model(X.bfloat16()).sum().backward()
+        (whole,) = private._whole_grads(known[3])
+        assert (whole.dtype, whole.tolist()) == (torch.float32, [times] * 4)
+        assert private.whole_bytes(known[3])[1] == 16
+    private.unshard(model)
+    private.drop_whole_grad(known[3])
+    private.zero_grad(known[3])
+    private.add_whole_grad(known[3], torch.ones(4))
+    private.set_requires_gradient_sync(_units(model), True)
+    private.accumulate_alike(known[2:])
+    private.reduce_now(private.groups(model)[0])
+    assert known[3].sharded_param.grad.to_local().tolist() == [1.0] * 4
+    private.set_data(users[0], torch.ones(4, 4))
+    private.give_grad_dtype_back(known[0], users[0])
+    assert users[0].grad_dtype == torch.float32
 
 
 def test_what_is_pinned_stays_gathered(world_of_one):

@@ -23,6 +23,13 @@ class AClass:
     def there(self) -> int:
         return self._looked_up  # type: ignore[attr-defined]
 
+    @property
+    def settable(self) -> int:
+        return 0
+
+    @settable.setter
+    def settable(self, value: int) -> None: ...
+
 
 def _silent(function: Any) -> Any:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -56,6 +63,7 @@ HERE = __name__
         Needed(f"{HERE}:decorated", takes="a, b", stores="_variable"),
         Needed(f"{HERE}:AClass.__init__", stores="_made_here"),
         Needed(f"{HERE}:AClass", stores="_made_here _looked_up there"),
+        Needed(f"{HERE}:AClass", sets="settable _made_here"),
         Needed(f"{HERE}:Patched.__init__", stores="_made_here"),
         Needed(f"{HERE}:AClass.there.fget", takes="self", stores="_looked_up"),
     ],
@@ -77,6 +85,7 @@ def test_what_is_there(needed: Needed) -> None:
         (Needed(f"{HERE}:a_function", takes="a, b, *e"), "instead of"),
         (Needed(f"{HERE}:AClass.__init__", stores="_made_here _other"), "no longer has _other"),
         (Needed(f"{HERE}:AClass", stores="_other"), "no longer has _other"),
+        (Needed(f"{HERE}:AClass", stores="there", sets="there"), r"AClass\.there is read-only"),
     ],
 )
 def test_what_moved(needed: Needed, text: str) -> None:
@@ -95,6 +104,21 @@ def test_the_error_names_everything_and_the_versions(monkeypatch) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("found", "rank", "lines"),
+    [("2.7.3", "0", 0), ("2.8.0", "0", 1), ("2.10.0+cu130", "0", 1), ("3.0.0.dev1", "0", 1), ("2.8.0", "1", 0)],
+)
+def test_a_newer_version_is_named_once(monkeypatch, caplog, found: str, rank: str, lines: int) -> None:
+    """Where all parts are there."""
+    monkeypatch.setattr(checking, "version", lambda name: found)
+    monkeypatch.setattr(checking, "_checked", set())
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    for _ in range(2):
+        check(Library("lightning", ">=2.6,<2.8", (Needed(f"{HERE}:AClass"),)))
+    text = f"lightning {found} is newer than lightning>=2.6,<2.8, which was tested."
+    assert caplog.messages == [text] * lines
+
+
 def test_imports_name_what_moved() -> None:
     library = Library("pytest", ">=8", (Needed(f"{HERE}:AClass"),))
     with pytest.raises(MovedError, match="cannot import name '_nowhere'"), importing(library):
@@ -111,7 +135,7 @@ def test_a_strategy_is_checked_when_it_is_made(monkeypatch) -> None:
     monkeypatch.setattr(strategy, "check", seen.append)
     strategy.ZeroStrategy(stage=2)
     assert seen == [strategy.TORCH, strategy.LIGHTNING, strategy.TORCHMETRICS, strategy.FULLY_SHARD]
-    gone = Library("torch", ">=2.11,<2.14", (Needed("torch:Tensor._nowhere"),))
+    gone = Library("torch", ">=2.11,<2.16", (Needed("torch:Tensor._nowhere"),))
     monkeypatch.setattr(strategy, "check", check)
     monkeypatch.setattr(strategy, "TORCH", gone)
     with pytest.raises(MovedError, match=r"Tensor\._nowhere is gone"):

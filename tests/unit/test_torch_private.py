@@ -350,7 +350,7 @@ def test_graphs_are_wrapped_and_hold_no_attribute_of_a_parameter(dynamo: None, m
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.variables.tensor import TensorVariable
 
-    for cls, name in ((OutputGraph, "call_user_compiler"), (TensorVariable, "var_getattr")):
+    for cls, name in ((OutputGraph, "call_user_compiler"), (TensorVariable, private._GET_ATTRIBUTE)):
         monkeypatch.setattr(cls, name, getattr(cls, name))  # which is put back
     ran: list[str] = []
     assigns: list[bool] = []

@@ -97,6 +97,7 @@ class Identity:
         self.own.clear()
         for original, p in self._params:
             set_data(original, values(p.sharded_param))
+            private.give_grad_dtype_back(p, original)
             original.requires_grad_(p.sharded_param.requires_grad)
             private.register(p, original)
             p.sharded_param.grad = None

@@ -1,7 +1,7 @@
 """Every private part of ``fully_shard`` that we touch, and nothing else.
 
 ``fully_shard`` has no undo, no public way to know its groups and none to act before a group's reduction. What follows
-was read in torch 2.11-2.13; :data:`FULLY_SHARD` is checked when a strategy is made, and
+was read in torch 2.11-2.15; :data:`FULLY_SHARD` is checked when a strategy is made, and
 ``tests/unit/test_fsdp2_private.py`` tells when something behaves otherwise.
 """
 
@@ -25,10 +25,21 @@ from torch.profiler import record_function
 from lightning_zero.errors import MovedError
 from lightning_zero.host import in_large_pages, mapped_apart
 from lightning_zero.private.check import Library, Needed, importing
-from lightning_zero.private.torch import TESTED, DisableTorchFunction, in_transform, set_data, storage_key, users_of
+from lightning_zero.private.torch import (
+    TESTED,
+    VERSION,
+    DisableTorchFunction,
+    in_transform,
+    set_data,
+    storage_key,
+    users_of,
+)
 
 _HOME, _FUNCTION = "torch.distributed.fsdp._fully_shard", "RegisterPostBackwardFunction"
 _GROUP, _PARAM = f"{_HOME}._fsdp_param_group:FSDPParamGroup", f"{_HOME}._fsdp_param:FSDPParam"
+_WAITS_APART = VERSION < (2, 15)
+"""Whether gradients of earlier micro-batches wait in ``unsharded_accumulated_grad`` to be reduced, in the dtype of the
+reduction. Since torch 2.15 they stay on the user's parameter, whose ``grad_dtype`` is that."""
 FULLY_SHARD = Library(
     "torch",
     TESTED,
@@ -54,6 +65,11 @@ FULLY_SHARD = Library(
             " _all_gather_result _post_forward_indices _module_to_pre_save_state_dict_hook_handle"
             " _module_to_pre_load_state_dict_hook_handle",
         ),
+        Needed(
+            _GROUP,
+            sets="_training_state _all_gather_result post_forward_mesh_info reduce_grads all_reduce_grads unshard"
+            " wait_for_unshard reshard post_backward pre_backward finalize_backward",
+        ),
         Needed(f"{_HOME}._fsdp_common:TrainingState.PRE_BACKWARD"),
         Needed(f"{_HOME}._fsdp_common:TrainingState.IDLE"),
         Needed(f"{_HOME}._fsdp_collectives:_get_param_all_gather_inputs", takes="fsdp_params"),
@@ -71,13 +87,25 @@ FULLY_SHARD = Library(
         Needed(f"{_PARAM}.free_unsharded_param", takes="self"),
         Needed(f"{_PARAM}._setattr_on_modules", takes="self, param"),
         Needed(f"{_PARAM}.reset_sharded_param", takes="self"),
-        Needed(f"{_PARAM}.to_accumulated_grad_if_needed", takes="self"),
+        *(
+            (
+                Needed(f"{_PARAM}.to_accumulated_grad_if_needed", takes="self"),
+                Needed(_PARAM, stores="unsharded_accumulated_grad", sets="unsharded_accumulated_grad"),
+            )
+            if _WAITS_APART
+            else (
+                Needed(f"{_PARAM}.unsharded_grad_dtype"),
+                Needed(f"{_HOME}._fsdp_param_group:FSDPCommContext", stores="_last_post_reduce_events"),
+            )
+        ),
         Needed(f"{_HOME}._fsdp_param:ShardedState.UNSHARDED"),
         Needed(
             _PARAM,
             stores="all_gather_outputs sharded_param padded_sharded_param_size param_dtype reduce_dtype orig_dtype"
-            " unsharded_accumulated_grad _sharded_param_data _unsharded_param _module_info _post_load_hook_handle"
+            " _sharded_param_data _unsharded_param _module_info _post_load_hook_handle"
             " shared_modules shared_param_names _orig_size _contiguous_orig_stride sharded_state",
+            sets="sharded_param _sharded_param_data _unsharded_param _setattr_on_modules reset_sharded_param"
+            " free_unsharded_param",
         ),
         Needed(f"{_HOME}._fsdp_state:FSDPState._lazy_init", takes="self"),
         Needed(f"{_HOME}._fsdp_state:FSDPState._pre_backward", takes="self, grad"),
@@ -238,7 +266,10 @@ def keep_registered(group: Group, originals: Mapping[Tensor, nn.Parameter]) -> N
         size, data = group.mesh_info.shard_mesh_size, p._sharded_param_data
         is_new = not p.all_gather_outputs
         p.init_all_gather_outputs([data.numel()], [p.param_dtype or data.dtype], size, group.device)
+        dtype_before = original.grad_dtype
         set_memory(p, original)
+        if not _WAITS_APART and p.unsharded_grad_dtype != original.grad_dtype:
+            p.dtype_before, original.grad_dtype = dtype_before, p.unsharded_grad_dtype
         if is_new:
             p.free_unsharded_param()
         p._unsharded_param = original
@@ -253,6 +284,14 @@ def keep_registered(group: Group, originals: Mapping[Tensor, nn.Parameter]) -> N
     ):
         for handle in handles.values():  # they reshard, in the middle of a step
             handle.remove()
+
+
+def give_grad_dtype_back(p: ShardedParam, original: nn.Parameter) -> None:
+    """Gradients have the dtype of before the run; torch cannot unset a ``grad_dtype``."""
+    if "dtype_before" in vars(p):
+        grad, original.grad = original.grad, None
+        original.grad_dtype = p.dtype_before
+        original.grad = None if grad is None else grad.to(grad.device, p.dtype_before)
 
 
 def set_memory(p: ShardedParam, original: nn.Parameter) -> None:
@@ -395,22 +434,28 @@ def grad_of(p: ShardedParam) -> Tensor | None:
 
 def drop_whole_grad(p: ShardedParam) -> None:
     """Forgets a gradient that has not been reduced."""
-    p._unsharded_param.grad = p.unsharded_accumulated_grad = None
+    p._unsharded_param.grad = None
+    if _WAITS_APART:
+        p.unsharded_accumulated_grad = None
 
 
 def set_whole_grad(p: ShardedParam, grad: Tensor) -> None:
     """``grad`` is this rank's own, and takes part in the next reduction."""
     whole = p._unsharded_param
-    whole.grad = grad.to(whole)
+    whole.grad = grad.to(whole.device, whole.grad_dtype)
 
 
 def add_whole_grad(p: ShardedParam, grad: Tensor) -> None:
     """Adds ``grad`` to this rank's own, which has not been reduced."""
-    own = p._unsharded_param.grad
-    if own is None:  # it waits in the dtype of the reduction
-        own = p.unsharded_accumulated_grad
+    own, *_ = _whole_grads(p)
     with torch.no_grad():
         own.add_(grad)
+
+
+def _whole_grads(p: ShardedParam) -> list[Tensor]:
+    """This rank's own, not reduced: of this micro-batch, and of earlier ones where that one lies apart."""
+    found = [p._unsharded_param.grad, p.unsharded_accumulated_grad if _WAITS_APART else None]
+    return [grad for grad in found if grad is not None]
 
 
 def groups(module: nn.Module) -> list[Group]:
@@ -742,7 +787,7 @@ def keeps_what_is_reduced(group: Group) -> bool:
     """Whether a reduction's output becomes the gradients' storage as it is: not cast, scaled, or added to others."""
 
     def is_kept(p: ShardedParam) -> bool:
-        reduced = p.reduce_dtype or p.param_dtype or p.orig_dtype
+        reduced = (p.reduce_dtype or p.param_dtype or p.orig_dtype) if _WAITS_APART else p.unsharded_grad_dtype
         is_scaled = reduced not in (torch.float32, torch.bfloat16)  # by a part of the world size, afterwards
         return p.sharded_param.grad is None and reduced == p.orig_dtype and not is_scaled
 
@@ -752,6 +797,11 @@ def keeps_what_is_reduced(group: Group) -> bool:
 def reduce_now(group: Group) -> None:
     """Reduces the gradients lying on the group's whole parameters, outside autograd's own schedule."""
     type(group).post_backward(group)
+    if VERSION >= (2, 15):  # before, finalize_backward does it
+        events = group.comm_ctx._last_post_reduce_events
+        for event in events.values():
+            group.device_handle.current_stream().wait_event(event)
+        events.clear()
     group.finalize_backward()
     group._training_state = type(group._training_state).IDLE
 
@@ -763,7 +813,7 @@ def trainable(group: Group) -> list[ShardedParam]:
 
 def has_grad(p: ShardedParam) -> bool:
     """Whether an unreduced gradient lies on the whole parameter."""
-    return p._unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None
+    return bool(_whole_grads(p))
 
 
 def whole_bytes(p: ShardedParam) -> tuple[int, int]:
@@ -773,8 +823,7 @@ def whole_bytes(p: ShardedParam) -> tuple[int, int]:
         copies -= p._sharded_param_data.nbytes
     if not hasattr(p, "_unsharded_param"):
         return copies, 0
-    grads = [g for g in (p._unsharded_param.grad, p.unsharded_accumulated_grad) if g is not None]
-    return copies, sum(g.numel() * g.element_size() for g in grads)
+    return copies, sum(g.numel() * g.element_size() for g in _whole_grads(p))
 
 
 def copies(group: Group) -> list[tuple[Tensor, DTensor]]:
@@ -789,13 +838,14 @@ def version(group: Group) -> int:
 
 def zero_grad(p: ShardedParam) -> None:
     """Puts zeros where a reduction needs something to add."""
-    p._unsharded_param.grad = torch.zeros_like(p._unsharded_param)
+    whole = p._unsharded_param
+    whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
 
 
 def accumulate_alike(params: Sequence[ShardedParam]) -> None:
-    """Gradients of earlier micro-batches wait in the dtype of the reduction, which takes one dtype: one that began with
-    this micro-batch is cast, too."""
-    if any(p.unsharded_accumulated_grad is not None for p in params):
+    """Gradients of earlier micro-batches wait in the dtype of the reduction. Before torch 2.15 it takes one dtype: one
+    that began with this micro-batch is cast, too."""
+    if _WAITS_APART and any(p.unsharded_accumulated_grad is not None for p in params):
         for p in params:
             if p.unsharded_accumulated_grad is None:
                 p.to_accumulated_grad_if_needed()
