@@ -236,12 +236,6 @@ class Agreement:
             work.wait()
         yield
 
-    def collect(self, mine: Tensor, sizes: Sequence[int], members: Sequence[int], into: Tensor | None) -> None:
-        """See :func:`~lightning_zero.comm.tree.collect`."""
-        assert self.channel is not None
-        with self.channel.in_use():
-            tree.collect(mine, sizes, members, self.channel.group, self._tag(_COLLECTED), into)
-
     def _tag(self, kind: int) -> int:
         """Of this run's messages of ``kind``."""
         return tree.FIRST_TAG + KINDS + self.run * KINDS + kind
@@ -265,9 +259,9 @@ class Agreement:
 
 KINDS = 8
 """Tags of a run: what may be under way at the same time."""
-OF_RUN, IN_STEP, STEP_SYNC, IN_BACKGROUND, _COLLECTED, READS = range(6)
+OF_RUN, IN_STEP, STEP_SYNC, IN_BACKGROUND, READS = range(5)
 """The main thread's agreements; the engine's; the step sync's, which travel ahead; those of a save in the background;
-shards on their way into one file; meetings (see :mod:`~lightning_zero.comm.meeting`).
+meetings (see :mod:`~lightning_zero.comm.meeting`).
 """
 
 

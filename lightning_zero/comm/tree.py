@@ -22,10 +22,8 @@ import pickle
 import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
-from itertools import accumulate, chain
 from typing import Any, Protocol
 
 import torch
@@ -230,89 +228,6 @@ def _gathered_up(
             of_subtree += pickle.loads(round_.receive(child))
         yield round_, of_subtree
         round_.finish()
-
-
-PIECE_BYTES = 4 * 2**20
-"""Of what :func:`collect` sends at a time: all that a rank needs room for is four of them."""
-
-
-@torch.no_grad()
-def collect(
-    mine: Tensor, sizes: Sequence[int], members: Sequence[int], group: dist.ProcessGroup, tag: int, into: Tensor | None
-) -> None:
-    """Everyone's bytes, one after the other, into rank 0's ``into``; 1D, in host memory.
-
-    They travel up the tree in messages of :data:`PIECE_BYTES`: a subtree's ranks are neighbours, so what it sends is
-    one stretch of the result, and a rank passes on what comes from below without holding it. Rank 0 has ``log2(N)``
-    connections and receives no more messages than there are pieces and children.
-
-    Args:
-        mine: This rank's, ``sizes[i]`` of them on the ``i``-th rank of ``members``.
-        sizes: Of every member.
-        members: The ranks of ``group`` that take part; the first of them collects.
-        group: Of processes on the host.
-        tag: Of these messages alone.
-        into: On the first member.
-    """
-    at = members.index(group.rank())
-    starts = list(accumulate(sizes, initial=0))
-    below = children(at, len(members))
-    blocks = {child: starts[min(child + (child & -child), len(members))] - starts[child] for child in below}
-    if into is not None:
-        into[: mine.numel()] = mine
-        works: list[Any] = [
-            dist.irecv(piece, group=group, group_src=members[child], tag=tag)
-            for child, size in blocks.items()
-            for piece in _cut(into[starts[child] : starts[child] + size], PIECE_BYTES)
-        ]
-        for work in works:
-            work.wait()
-        return
-    from_below = chain.from_iterable(_arriving(members[child], blocks[child], group, tag) for child in below)
-    _pass_on(chain([mine], from_below), members[parent(at)], group, tag)
-
-
-def _arriving(peer: int, size: int, group: dist.ProcessGroup, tag: int) -> Iterator[Tensor]:
-    """The pieces of ``size`` bytes of ``peer``, each valid until the next one is requested."""
-    slots = [torch.empty(min(size, PIECE_BYTES), dtype=torch.uint8, device="cpu") for _ in range(2)]
-    under_way: list[tuple[Any, Tensor]] = []
-    for i, start in enumerate(range(0, size, PIECE_BYTES)):
-        piece = slots[i % 2][: min(PIECE_BYTES, size - start)]
-        under_way.append((dist.irecv(piece, group=group, group_src=peer, tag=tag), piece))
-        if i:
-            yield _waited_for(*under_way.pop(0))
-    for each in under_way:
-        yield _waited_for(*each)
-
-
-def _waited_for(work: Any, piece: Tensor) -> Tensor:
-    work.wait()
-    return piece
-
-
-def _pass_on(parts: Iterable[Tensor], peer: int, group: dist.ProcessGroup, tag: int) -> None:
-    """Sends all ``parts`` as one stretch, in pieces."""
-    slots = [torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2)]
-    works, filled = deque[Any](), 0
-    for part in parts:
-        for taken in _cut(part, PIECE_BYTES - filled):
-            slots[0][filled : filled + taken.numel()] = taken
-            filled += taken.numel()
-            if filled == PIECE_BYTES:
-                works.append(dist.isend(slots[0], group=group, group_dst=peer, tag=tag))
-                slots.reverse()
-                if len(works) == 2:  # the slot to be filled next has been sent
-                    works.popleft().wait()
-                filled = 0
-    if filled:
-        works.append(dist.isend(slots[0][:filled], group=group, group_dst=peer, tag=tag))
-    for work in works:
-        work.wait()
-
-
-def _cut(part: Tensor, first: int) -> list[Tensor]:
-    """``part`` in pieces, the first of ``first`` bytes at most."""
-    return [piece for piece in (part[:first], *part[first:].split(PIECE_BYTES)) if piece.numel()]
 
 
 class _Round:

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_zero.comm.agree import STEP_SYNC, Agreement, run_agreement, shared_agreement
 from lightning_zero.comm.peer_memory import PeerMemory
@@ -326,7 +327,19 @@ def sync_steps(trainer: Any, strategy: Any, uneven: Uneven = "error") -> StepSyn
     """Gives ``trainer`` a :class:`StepSync` in front of all other callbacks.
 
     ``strategy`` lets it :meth:`~StepSync.hear` before the first collective of a step.
+
+    Raises:
+        ValueError: On all ranks, for a step that fetches its batches itself where epochs are to end with the shortest
+            loader.
     """
+    ends_with_shortest = uneven == "shortest" and trainer.world_size > 1
+    step = trainer.lightning_module.training_step
+    if ends_with_shortest and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            "uneven='shortest' and training_step(self, dataloader_iter): ranks would agree on the end of the epoch in"
+            " the middle of a step, which fetches its batches itself. Take the batch as an argument, or use"
+            " uneven='error'."
+        )
     for old in [callback for callback in trainer.callbacks if isinstance(callback, StepSync)]:
         old.teardown(trainer, None, "")  # Lightning does not call it after a run that raised
     trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, StepSync)]
@@ -335,7 +348,7 @@ def sync_steps(trainer: Any, strategy: Any, uneven: Uneven = "error") -> StepSyn
     answer_sigterm_by(trainer, watching.on_signal)
     if trainer.world_size > 1:
         watching.undo.callback(Watch().close)
-    if uneven == "shortest" and trainer.world_size > 1:
+    if ends_with_shortest:
         watching.undo.callback(change_training_loader(trainer, partial(cut, trainer=trainer, sync=watching)))
     return watching
 

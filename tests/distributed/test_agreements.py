@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from lightning_zero.comm.agree import (
     IN_BACKGROUND,
     IN_STEP,
     STEP_SYNC,
-    Agreement,
     broadcast_coalesced,
     shared_agreement,
 )  # fmt: skip
@@ -26,7 +24,7 @@ from tests.helpers import zoo
 from tests.helpers.lifetime import forget_peak, resident
 from tests.helpers.ranks import job_store, outcome
 
-LIMIT = 1.0
+LIMIT = 4.0
 """Of an agreement that one rank does not come to."""
 
 
@@ -58,16 +56,13 @@ def test_objects_of_any_size_are_everyones(ranks3):
 def _under_a_default_device() -> None:
     dist.init_process_group("gloo")
     agreement, rank, n = shared_agreement(60), dist.get_rank(), dist.get_world_size()
-    parts = [torch.full((70,), member, dtype=torch.uint8) for member in range(n)]
-    into, message = torch.zeros(70 * n, dtype=torch.uint8) if rank == 0 else None, torch.tensor([rank])
+    message = torch.tensor([rank])
     with torch.device("meta"):  # as `torch.set_default_device`
         assert Meeting(agreement).round(rank, lambda: "").key == n - 1
         agreement.all_reduce(message, dist.ReduceOp.MAX, IN_STEP).wait()
         assert agreement.gather(bytes(5000)) == [bytes(5000)] * n
         assert agreement.decide(lambda: rank, list, "the call") == rank
-        agreement.collect(parts[rank], [70] * n, list(range(n)), into)
     assert message.item() == n - 1
-    assert into is None or torch.equal(into, torch.cat(parts))
 
 
 def test_messages_are_on_the_host_whatever_the_default_device(ranks3):
@@ -129,28 +124,6 @@ def _at_once() -> None:
 
 def test_messages_of_different_kinds_never_meet(ranks4):
     ranks4(_at_once)
-
-
-def _collected() -> None:
-    dist.init_process_group("gloo")
-    agreement, rank = shared_agreement(60), dist.get_rank()
-    for members in ([0, 1, 2, 3], [0, 2], [1, 2, 3]):
-        for sizes in ([3, 3, 3, 1], [64, 64, 64, 64], [70, 200, 1, 0], [0, 0, 0, 0]):
-            if rank in members:
-                _collect(agreement, sizes[: len(members)], members, members.index(rank))
-
-
-def _collect(agreement: Agreement, sizes: list[int], members: list[int], at: int) -> None:
-    each = [(torch.arange(size) + 50 * member).to(torch.uint8) for member, size in enumerate(sizes)]
-    into = torch.zeros(sum(sizes), dtype=torch.uint8) if at == 0 else None
-    with mock.patch.object(tree, "PIECE_BYTES", 64):
-        agreement.collect(each[at], sizes, members, into)
-    assert into is None or torch.equal(into, torch.cat(each))
-
-
-def test_everyones_bytes_end_one_after_the_other_on_the_first(ranks4):
-    """Pieces that end where a rank's bytes do, and that do not."""
-    ranks4(_collected)
 
 
 def _left_under_way() -> tuple[bool, list[int]]:

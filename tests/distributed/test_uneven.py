@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torchmetrics import MeanMetric
 
 from tests.helpers import moves, zoo
+from tests.helpers.ranks import outcome
 
 
 class Batches(IterableDataset[Tensor]):
@@ -249,6 +250,20 @@ def test_training_ends_with_the_shortest(ranks: Any, settings: dict[str, Any], c
         for kind in KINDS:
             for key, value in of_ddp[kind].items():  # sums of three ranks in another order
                 assert result[kind][key] == pytest.approx(value, rel=1e-4, abs=1e-6), (kind, key)
+
+
+def _fetches_itself() -> str:
+    class Fetches(zoo.Zoo):
+        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+            raise AssertionError("the run is refused before its first step")
+
+    trainer = zoo.make_trainer({"stage": 3, "uneven": "shortest", **zoo.BLOCKS}, max_steps=1)
+    return outcome(trainer.fit, Fetches(), DataLoader(zoo.RandomDataset(), zoo.BATCH))[1]
+
+
+def test_a_step_that_fetches_its_batches_is_refused_by_name(ranks2: Any) -> None:
+    for text in ranks2(_fetches_itself):
+        assert "uneven='shortest' and training_step(self, dataloader_iter)" in text
 
 
 def test_a_run_goes_on_in_mid_epoch(ranks2: Any, tmp_path: Path) -> None:
