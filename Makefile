@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	# torch by its pin and alone first: a range would select the largest build the registry has
 	$(BIN)/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
-	$(BIN)/python -m pip install --quiet -c constraints.txt "setuptools>=77" wheel
+	$(BIN)/python -m pip install --quiet -c constraints.txt "setuptools>=77" wheel "hatchling>=1.27"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,examples,plot]'
 	touch $@
 
@@ -42,7 +42,7 @@ test-system: setup ## Commands as typed, faults, SLURM, several nodes, what comp
 
 # For another set of versions, without this package's own bounds: what a release may break, and its row of docs/versions.md
 define try
-	$(1)/bin/python -m pip install --quiet -c constraints.txt "setuptools>=77" wheel
+	$(1)/bin/python -m pip install --quiet -c constraints.txt "setuptools>=77" wheel "hatchling>=1.27"
 	$(1)/bin/python -m pip install --quiet $$(grep -E '^pytest' constraints.txt)
 	$(1)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	$(1)/bin/python benchmarks/versions.py docs/versions.md
@@ -96,7 +96,7 @@ reliability: setup ## Write the table of docs/reliability.md and, where there is
 $(BENCH)/.ready: pyproject.toml constraints.txt
 	test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
-	$(BENCH)/bin/python -m pip install --quiet -c constraints.txt "setuptools>=77" wheel
+	$(BENCH)/bin/python -m pip install --quiet -c constraints.txt "setuptools>=77" wheel "hatchling>=1.27"
 	$(BENCH)/bin/python -m pip install --quiet -c constraints.txt -e . accelerate
 	$(BENCH)/bin/python -m pip install --quiet -c constraints.txt --target $(BENCH)/accelerate transformers
 	touch $@
