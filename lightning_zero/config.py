@@ -372,6 +372,10 @@ class ZeroConfig:
     uneven: Uneven = "error"
     """Training loaders of which some ranks' have fewer batches: ``"error"`` ends the run on all ranks where the first
     runs dry, ``"shortest"`` ends each epoch on all ranks with the shortest, as DDP does with loaders cut to it."""
+    hook_budget_bytes: int | None = None
+    """Bytes of full parameters, gradients and optimizer states that user hooks may hold gathered at a time; beyond them
+    those that were gathered first are resharded. ``None`` is an eighth of what is free on the device when a run
+    starts, or of this rank's share of the host on CPUs."""
     after_fit: AfterFit = "auto"
     """``"whole"`` gives every rank plain full parameters when the run ends, ``"sharded"`` leaves the shards,
     ``"auto"`` takes whole where host memory allows."""
@@ -422,6 +426,7 @@ class ZeroConfig:
         _boolean("broadcast_buffers", self.broadcast_buffers)
         _one_of("build", self.build, BUILDS)
         _one_of("uneven", self.uneven, UNEVEN)
+        _count_or_none("hook_budget_bytes", self.hook_budget_bytes, least=0)
         _one_of("after_fit", self.after_fit, AFTER_FIT)
         _one_of("checkpoint", self.checkpoint, CHECKPOINTS)
         if self.process_group_backend is not None and not isinstance(self.process_group_backend, str):

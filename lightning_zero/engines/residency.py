@@ -44,11 +44,13 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from lightning_zero.comm.agree import Agreement
 from lightning_zero.comm.meeting import FORWARD, Meeting
 from lightning_zero.comm.shards import before_host_write, gathered, local, mesh_device, rows_of
 from lightning_zero.engines.graphs import end_graph
 from lightning_zero.engines.refusals import refuse_tracing
 from lightning_zero.engines.torch_functions import IN_PLACE_COLLECTIVES, VIEW_PROPERTIES, VIEWS, tensors_in
+from lightning_zero.host import available_host_bytes
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
@@ -69,7 +71,26 @@ from lightning_zero.private.torch import (
 )
 
 BUDGET_BYTES = 1 << 30
-"""Of full tensors that are open at a time, beside those of the call that is under way."""
+"""The budget outside of a run, where ranks have no agreement on what is free."""
+
+
+def budget_bytes(given: int | None, device: torch.device, agreement: Agreement | None) -> int:
+    """Bytes of full tensors that may be open at a time, beside those of the call that is under way (collective).
+
+    By default an eighth of what is free now on the device, or of this rank's share of the host. All ranks take the
+    least of it: inside a step they close and gather the same keys.
+    """
+    if given is not None:
+        return given
+    if agreement is None:
+        return BUDGET_BYTES
+    module = torch.get_device_module(device)
+    if hasattr(module, "mem_get_info"):
+        free = module.mem_get_info(device)[0]
+    else:
+        free = available_host_bytes() // agreement.world_size
+    return int(min(agreement.gather(free // 8, "the strategy's set-up")))
+
 
 _METADATA = frozenset(
     "size dim ndimension numel nelement stride storage_offset is_contiguous is_inference get_device register_hook"
@@ -275,6 +296,7 @@ class Residency:
         is_between: Whether no step is under way.
         meeting: Of the ranks; ``None`` where there is one rank, or no run.
         memories: Those that the store keeps.
+        budget_bytes: See :func:`budget_bytes`.
     """
 
     def __init__(
@@ -283,10 +305,11 @@ class Residency:
         is_between: Callable[[], bool] = lambda: True,
         meeting: Meeting | None = None,
         memories: Memories | None = None,
+        budget_bytes: int = BUDGET_BYTES,
     ) -> None:
         self._store, self._is_between, self._meeting = store, is_between, meeting
         self._memories = Memories() if memories is None else memories
-        self._budget_bytes = BUDGET_BYTES
+        self._budget_bytes = budget_bytes
         self._open: dict[int, _Open] = {}  # the one that was opened first in front
         self._dumps = False
         self.as_they_are = _AS_THEY_ARE - _GETTERS_OF_SHAPE if store.hides_shapes else _AS_THEY_ARE

@@ -241,7 +241,7 @@ def test_writes_in_a_step_that_no_version_counts_reach_parameters(ranks2) -> Non
         assert found[0] == found[1] == pytest.approx(expected[0], rel=1e-6)
 
 
-def _loop_over_all(budget_bytes: int) -> tuple[int, int]:
+def _loop_over_all(settings: dict[str, Any], budget_bytes: int) -> tuple[int, int]:
     """The most bytes of parameters that are there at a time, and of all of them."""
 
     class Loops(zoo.Zoo):
@@ -254,16 +254,20 @@ def _loop_over_all(budget_bytes: int) -> tuple[int, int]:
                     self.most = max(self.most, sum(q.untyped_storage().nbytes() for q in self.parameters()))
 
     module = Loops()
-    with mock.patch.object(residency, "BUDGET_BYTES", budget_bytes):
-        zoo.make_trainer({"stage": 3, **zoo.BLOCKS}, max_steps=2).fit(
-            module, DataLoader(zoo.RandomDataset(), zoo.BATCH)
-        )
+    trainer = zoo.make_trainer({"stage": 3, "hook_budget_bytes": budget_bytes, **settings}, max_steps=2)
+    trainer.fit(module, DataLoader(zoo.RandomDataset(), zoo.BATCH))
     return module.most, sum(p.nbytes for p in module.parameters())
 
 
-def test_a_loop_over_all_parameters_holds_a_few_units(ranks2) -> None:
-    for most, total in ranks2(_loop_over_all, 0):
+@pytest.mark.parametrize("settings", [zoo.BLOCKS, DEEPSPEED])
+def test_a_loop_over_all_parameters_holds_a_few_units(ranks2, settings) -> None:
+    for most, total in ranks2(_loop_over_all, settings, 0):
         assert 0 < most < total / 2
+
+
+def test_by_default_the_budget_is_a_part_of_what_is_free(ranks2) -> None:
+    for most, total in ranks2(_loop_over_all, zoo.BLOCKS, None):
+        assert most == total
 
 
 def _bare() -> None:

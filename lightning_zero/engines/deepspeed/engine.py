@@ -69,7 +69,7 @@ from lightning_zero.engines.refusals import (
     refuse_tracing,
     refuse_transforms,
 )
-from lightning_zero.engines.residency import Guards, Memories, Mode, Residency
+from lightning_zero.engines.residency import Guards, Memories, Mode, Residency, budget_bytes
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     EnableTorchFunction,
@@ -140,7 +140,8 @@ class DeepSpeedEngine(Engine):
         agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
         meets = agreement is not None and dist.get_world_size() > 1
         meeting = Meeting(agreement) if meets and agreement is not None else None
-        self._residency = Residency(self._store, self._under_way.is_between, meeting, memories)
+        budget = budget_bytes(self.config.hook_budget_bytes, self.device, agreement)
+        self._residency = Residency(self._store, self._under_way.is_between, meeting, memories, budget)
         self._store.residency = self._residency
         self._guards = Guards(self._residency, params.held)
         self._store.watch = self._guards.watch_all

@@ -106,7 +106,7 @@ from lightning_zero.engines.refusals import (
     refuse_tracing,
     refuse_transforms,
 )
-from lightning_zero.engines.residency import Guards, Memories, Mode, Residency
+from lightning_zero.engines.residency import Guards, Memories, Mode, Residency, budget_bytes
 from lightning_zero.engines.state_dicts import WholeStateDicts
 from lightning_zero.engines.torch_functions import tensors_in
 from lightning_zero.engines.units import plan_units
@@ -220,7 +220,8 @@ class Fsdp2Engine(Engine):
             self._identity.own, self._groups, self._assigned, self._writes, memories, lambda: self.optimizers or (),
             names, self._touches, self._transport.user_writes, self._shards_have_changed, self._bring, self._used,
         )  # fmt: skip
-        self._residency = Residency(store, lambda: self._phase is Phase.BETWEEN, meeting, memories)
+        budget = budget_bytes(self.config.hook_budget_bytes, self.device, agreement)
+        self._residency = Residency(store, lambda: self._phase is Phase.BETWEEN, meeting, memories, budget)
         self._assigned.residency = self._residency
         self._guards = Guards(self._residency, self._identity.shards)
         self._held = HeldViews(store.keep_home, self._guards.watch_all, self._writes.data_is_taken)
