@@ -431,7 +431,6 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def teardown(self) -> None:
         set_run_agreement(None)
-        self.requeue_again()
         try:
             self._saving.end(self._failed)
         finally:
@@ -535,6 +534,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         note = advice_on(str(exception), collecting_failed, self.config.engine)
         if note and hasattr(exception, "add_note"):
             exception.add_note(note)
+        super().on_exception(exception)
 
     # -- collectives of Lightning's: while ranks wait in one, another may still read parameters in its hook -------
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.callbacks import ZeroMonitor
-from lightning_zero.launch.launcher import LaunchedDDP, destroy_process_group
+from lightning_zero.launch.launcher import destroy_process_group
 from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
 from tests.helpers.ranks import outcome
 
@@ -98,31 +98,10 @@ def _one_task(folder: str) -> None:
     os.chdir(folder)
 
 
-def _requeues(ddp: bool, fails_at: int, folder: str) -> tuple[list[bool], bool]:
-    _one_task(folder)
-    environment = SLURMEnvironment()
-    module = Module(fails_at)
-    module.look = lambda: environment.auto_requeue  # type: ignore[method-assign]
-    trainer = _trainer(LaunchedDDP() if ddp else ZeroStrategy(), plugins=[environment], max_steps=3)
-    assert environment.auto_requeue  # nothing has begun
-    _ = outcome(lambda: trainer.fit(module, _data()))
-    return module.seen, environment.auto_requeue
-
-
-@pytest.mark.parametrize(("ddp", "fails_at"), [(False, 1), (False, 99), (True, 99)])
-def test_requeueing_by_lightning_is_off_for_the_run_alone(
-    ranks1: Any, ddp: bool, fails_at: int, tmp_path: Path
-) -> None:
-    ((seen, after),) = ranks1(_requeues, ddp, fails_at, str(tmp_path))
-    assert seen
-    assert not any(seen)
-    assert after
-
-
 class _SignalledInSetup(L.Callback):
     """The step sync is there, and has not yet taken over the signal."""
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
 
 

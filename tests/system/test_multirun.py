@@ -21,7 +21,7 @@ def test_jobs_in_workers_of_another_launcher(tmp_path):
     assert done.returncode == 0
     folders = [tmp_path / "sweep" / str(job) for job in range(2)]
     for folder in folders:
-        assert sorted(path.name for path in (folder / "ranks").iterdir()) == ["rank0.log", "rank1.log"]
+        assert sorted(path.name for path in (folder / "ranks").iterdir()) == ["rank1.log"]
     losses = [json.loads((folder / "result.json").read_text())["metrics"]["loss"] for folder in folders]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # the order of fp32 sums differs
 
