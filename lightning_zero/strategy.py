@@ -534,7 +534,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         note = advice_on(str(exception), collecting_failed, self.config.engine)
         if note and hasattr(exception, "add_note"):
             exception.add_note(note)
-        super().on_exception(exception)
 
     # -- collectives of Lightning's: while ranks wait in one, another may still read parameters in its hook -------
 

@@ -85,11 +85,9 @@ def choose_start_method(method: str) -> str:
 # -- popen -----------------------------------------------------------------------------------------------------------
 
 
-_refusal: tuple[str | None, str] | None = None
+refusal: tuple[str | None, str] | None = None
 """Hydra job (``None`` outside of Hydra), and why no other run is possible with its ranks."""
 _reporter: failure.Reporter | None = None
-_runs_inside = 0
-"""Runs under way in this process, one inside the other."""
 
 
 class PopenLauncher(SubprocessScriptLauncher):
@@ -108,7 +106,7 @@ class PopenLauncher(SubprocessScriptLauncher):
         _end_session_of_an_earlier_job()
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        global _reporter, _runs_inside
+        global _reporter
         _end_session_of_an_earlier_job()
         _refuse_after_failure()
         check_world(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -116,7 +114,6 @@ class PopenLauncher(SubprocessScriptLauncher):
         failure.save_again()
         if _reporter is None and (failure.ERROR_FILE in os.environ or self._starts_ranks):
             _reporter = failure.Reporter()
-        _runs_inside += 1
         try:
             self._find_ranks()
             return function(*args, **kwargs)
@@ -125,7 +122,6 @@ class PopenLauncher(SubprocessScriptLauncher):
             raise
         finally:
             tell_supervisor("first step")  # the program may have something to lose again
-            _runs_inside -= 1
 
     @property
     def _starts_ranks(self) -> bool:
@@ -148,18 +144,17 @@ class PopenLauncher(SubprocessScriptLauncher):
             failure.note_scratch()
         _has_run |= self.num_processes > 1
         set_num_threads_if_needed(num_processes=self.num_processes)
-        if dist.is_available():
-            atexit.unregister(destroy_process_group)
-            atexit.register(destroy_process_group)
+        atexit.unregister(destroy_process_group)
+        atexit.register(destroy_process_group)
 
     def _end_after(self, error: BaseException, trainer: Any) -> None:
         """``error`` has come out of a run; see :mod:`~lightning_zero.launch.failure`."""
-        global _refusal
+        global refusal
         if isinstance(error, SystemExit):
             if error.code == supervisor.PREEMPTED_EXIT_CODE:
                 end_session("preempted")
             else:
-                _end_other_ranks(error, failure.Verdict(None))
+                self._end_other_ranks(error, failure.Verdict(None))
             return
         session = current()
         if self._starts_ranks and session is None:  # no rank was started, so there is nothing to end or agree on
@@ -172,10 +167,37 @@ class PopenLauncher(SubprocessScriptLauncher):
         if verdict.alike:
             _note(error, "all ranks failed alike, rank 0 with" if self.num_processes > 1 else "the run failed with")
             return
-        _refusal = hydra_output_dir(), f"{tracebacks.summary(error)}, {verdict.why}"
+        refusal = hydra_output_dir(), f"{tracebacks.summary(error)}, {verdict.why}"
         if trainer is not None:
             failure.skip_saves(trainer, str(verdict.why), verdict.first in (None, self._strategy.global_rank))
-        _end_other_ranks(error, verdict)
+        self._end_other_ranks(error, verdict)
+
+    def _end_other_ranks(self, error: BaseException, verdict: failure.Verdict) -> None:
+        """``error`` cannot be survived together: not all ranks have raised it."""
+        global refusal
+        if self._strategy.queues_collectives:
+            # Lightning's teardown frees memory of the device, which waits for all that is queued there: also for a
+            # collective that other ranks will never join.
+            _drop_process_group()
+        session = current()
+        if session is None:
+            failure.end_soon()
+            _note(error, "this rank failed with")
+            return
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        found = end_session("interrupted" if is_interrupt else "failed").get("failed")
+        first = session.first_rank
+        if found:
+            cause, is_shown = f"rank {found['rank']} {found['what']}", True
+        elif verdict.first is not None and verdict.first != first:  # of another machine
+            cause, is_shown = f"rank {verdict.first} failed: {verdict.what}", False
+        else:
+            _note(error, f"rank {first} failed with")
+            return
+        refusal = hydra_output_dir(), cause
+        _note(error, f"rank {first} has ended because of that", is_effect=is_shown)
+        if hasattr(error, "add_note"):
+            error.add_note(f"lightning_zero: {cause} before this.")
 
     def kill(self, signum: int) -> None:
         """The supervisor ends the other ranks; signals that this rank receives are not theirs."""
@@ -205,37 +227,13 @@ def _end_session_of_an_earlier_job() -> None:
 def _refuse_after_failure() -> None:
     """Ranks that ended are not started again: they would execute this script from its top, and train what it trained
     first beside what rank 0 trains now."""
-    if _refusal is not None and _refusal[0] == hydra_output_dir():
+    if refusal is not None and refusal[0] == hydra_output_dir():
         error = RuntimeError(
-            f"another run in this script is not possible after one that failed on some ranks only ({_refusal[1]}): the"
+            f"another run in this script is not possible after one that failed on some ranks only ({refusal[1]}): the"
             " ranks are no longer at the same place. Repair the cause and start the script again."
         )
         _note(error, "this run did not begin")
         raise error
-
-
-def _end_other_ranks(error: BaseException, verdict: failure.Verdict) -> None:
-    """``error`` cannot be survived together: not all ranks have raised it."""
-    global _refusal
-    session = current()
-    if session is None:
-        failure.end_soon()
-        _note(error, "this rank failed with")
-        return
-    is_interrupt = isinstance(error, KeyboardInterrupt)
-    found = end_session("interrupted" if is_interrupt else "failed").get("failed")
-    first = session.first_rank
-    if found:
-        cause, is_shown = f"rank {found['rank']} {found['what']}", True
-    elif verdict.first is not None and verdict.first != first:  # of another machine
-        cause, is_shown = f"rank {verdict.first} failed: {verdict.what}", False
-    else:
-        _note(error, f"rank {first} failed with")
-        return
-    _refusal = hydra_output_dir(), cause
-    _note(error, f"rank {first} has ended because of that", is_effect=is_shown)
-    if hasattr(error, "add_note"):
-        error.add_note(f"lightning_zero: {cause} before this.")
 
 
 def _note(error: BaseException, headline: str, is_effect: bool = False) -> None:
@@ -423,19 +421,9 @@ class Launched(DDPStrategy):
     def before_fork(self) -> None:
         """Called by the launcher: what is imported here, the ranks share."""
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Ends the process group of a device, after callbacks have saved and before Lightning's teardown.
-
-        Teardown frees memory of the device, which waits for all that is queued there: also for a collective that other
-        ranks will never join. Ranks that start another run meet again.
-        """
-        super().on_exception(exception)
-        if self.queues_collectives and not _runs_inside:
-            _drop_process_group()
-
     @property
     def queues_collectives(self) -> bool:
-        """Whether collectives wait on the device for other ranks, and not in this process."""
+        """Whether collectives wait for other ranks on the device, and not in this process."""
         return bool(self.root_device.type != "cpu")
 
     @property

@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
@@ -60,6 +61,38 @@ def _trainer(strategy: Any, **more: Any) -> L.Trainer:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     devices = int(os.environ["WORLD_SIZE"])
     return L.Trainer(strategy=strategy, accelerator="cpu", devices=devices, **{**quiet, "max_epochs": 1, **more})
+
+
+# -- collectives that are queued on a device -------------------------------------------------------------------------
+
+
+class _Device(ZeroStrategy):
+    """As on a GPU, where collectives wait in a queue."""
+
+    queues_collectives = True
+
+
+class _Parts(Module):
+    def look(self) -> Any:
+        if self.global_rank == 1 and len(self.seen) == 1:
+            raise ValueError("elsewhere")
+
+
+def _in_a_group_at_teardown() -> tuple[str, list[bool], str]:
+    trainer, seen = _trainer(_Device(stage=3)), []
+    trainer.strategy.accelerator.teardown = lambda: seen.append(dist.is_initialized())  # frees the device's memory
+    kind, _ = outcome(trainer.fit, _Parts(fails_at=1), _data())
+    return kind, seen, outcome(trainer.fit, Module(), _data())[1]
+
+
+def test_ranks_that_part_leave_their_group_before_memory_is_freed(ranks2: Any) -> None:
+    """To free it waits for all that is queued: for ever, if another rank never joins."""
+    for (kind, seen, then), expected in zip(
+        ranks2(_in_a_group_at_teardown), ("LookupError", "ValueError"), strict=True
+    ):
+        assert kind == expected
+        assert seen == [False]
+        assert "another run in this script is not possible" in then
 
 
 # -- warnings --------------------------------------------------------------------------------------------------------
