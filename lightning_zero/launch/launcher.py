@@ -393,7 +393,6 @@ SAME_DEVICES = (
     " strategy='auto'."
 )
 
-
 _FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 """PyTorch notes the latest collectives of each rank, and writes them into a file when NCCL's watchdog ends a rank."""
 

@@ -135,7 +135,8 @@ class Supervisor:
         while _presses:
             self._presses += _presses.pop()
             yield "second Ctrl-C" if self._presses > 1 and self.state is not State.STARTING else "Ctrl-C", None
-        if any([self._has_failed(spec) for spec in self.plan["ranks"]]):  # all are looked at: which one was the cause?
+        failed = [spec for spec in self.plan["ranks"] if self._has_failed(spec)]
+        if failed:  # all were looked at before one is named
             yield "rank failed", None
         if _is_stopped(self.rank0):
             yield "rank 0 stopped", None
