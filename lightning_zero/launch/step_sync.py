@@ -314,8 +314,6 @@ os.register_at_fork(after_in_child=_in_fork)
 def sync_steps(trainer: Any, strategy: Any, uneven: Uneven = "error") -> StepSync:
     """Gives ``trainer`` a :class:`StepSync` in front of all other callbacks.
 
-    ``strategy`` lets it :meth:`~StepSync.hear` before the first collective of a step.
-
     Raises:
         ValueError: On all ranks, for a step that fetches its batches itself where epochs are to end with the shortest
             loader.
