@@ -131,6 +131,10 @@ class Supervisor:
         """The events since the last call, which is :data:`POLL_SECONDS` ago if there are none."""
         for line in self.lines.read():
             request: dict[str, Any] = json.loads(line) if line else {"do": "rank 0 gone"}
+            if request["do"] == "run begins":  # a rank that has ended in an error of all ranks does not take part
+                for spec in self.plan["ranks"]:
+                    with contextlib.suppress(OSError):
+                        os.unlink(spec["error"])
             yield request["do"], request.get("seconds")
         while _presses:
             self._presses += _presses.pop()
@@ -146,14 +150,16 @@ class Supervisor:
             yield "time over", None
 
     def _has_failed(self, spec: dict[str, Any]) -> bool:
-        """Whether this rank has just ended in an error that not all ranks have raised."""
+        """Whether this rank has ended in an error that not all ranks have raised."""
         rank = spec["rank"]
-        if rank in self.codes or self.ranks[rank].poll() is None:
+        if rank not in self.codes:
+            if (code := self.ranks[rank].poll()) is None:
+                return False
+            self.codes[rank] = code
+            if code not in (0, PREEMPTED_EXIT_CODE):
+                _send({"lost": rank})
+        if (code := self.codes[rank]) in (0, PREEMPTED_EXIT_CODE):
             return False
-        code = self.codes[rank] = self.ranks[rank].returncode
-        if code in (0, PREEMPTED_EXIT_CODE):
-            return False
-        _send({"lost": rank})
         error = _error_of(spec) if code > 0 else None
         if error is None and self.failure is None and self.state is not State.ENDING:  # it could not say anything
             what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"

@@ -71,6 +71,13 @@ def test_an_error_of_all_ranks_is_rank_0s_to_show(watch):
     assert said == ""
 
 
+def test_a_rank_that_ended_does_not_take_part_in_the_next_run(watch):
+    """Rank 0 has caught the error of all ranks, and this rank has not."""
+    watched, said = watch({1: "os._exit(1)"}, {1: {"first": True, "alike": True}}, ["run begins", "rank 0 failed"])
+    assert watched.failure["rank"] == 1
+    assert "failed with exit code 1" in said
+
+
 def test_ranks_that_end_well_are_waited_for(watch):
     watched, said = watch({1: "pass"}, {}, ["first step", "rank 0 done"])
     assert (watched.failure, watched.codes, said) == (None, {1: 0}, "")
