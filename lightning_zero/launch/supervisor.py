@@ -102,6 +102,7 @@ class Supervisor:
         self._pressed_until = 0.0
         self._presses = 0
         self._late: list[int] = []
+        self._has_killed_rank0 = False
 
     def start(self) -> None:
         for spec in self.plan["ranks"]:
@@ -210,6 +211,7 @@ class Supervisor:
             why = "was asked to end, and did not" if self._pressed_until else "did not react to that"
             _tell(f"{self._rank0()} {STOPPED if _is_stopped(self.rank0) else why}: ending it.")
             os.kill(self.rank0, signal.SIGKILL)
+            self._has_killed_rank0 = True
 
     def end(self) -> None:
         """Kills the ranks that are left and the processes that ranks have started, and removes files."""
@@ -227,7 +229,7 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
         if self._pressed_until:
             self._kill_rank0()
-        if os.getppid() != self.rank0:
+        if self._has_killed_rank0 or os.getppid() != self.rank0:
             shutil.rmtree(self.plan["scratch"], ignore_errors=True)
 
 
