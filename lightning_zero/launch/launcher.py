@@ -55,6 +55,7 @@ from lightning_zero.private.lightning import (
     LIGHTNING,
     Collector,
     GlobalStateSnapshot,
+    Launcher,
     SubprocessScriptLauncher,
     backend_of,
     choose_port_again,
@@ -260,12 +261,30 @@ def _drop_process_group() -> None:
 # -- spawn and fork --------------------------------------------------------------------------------------------------
 
 
-class ProcessesLauncher(Collector):
+class ProcessesLauncher(Launcher):
     """All ranks of a machine are children of this process, which gets back what they have made.
 
-    Beyond Lightning's own: predictions of all ranks come back, not only rank 0's; nothing is left in the environment
-    or in the temporary folder; a rank that fails ends the others within seconds.
+    Beyond Lightning's own, whose subclasses get no predictions: those of all ranks come back; nothing is left in the
+    environment or in the temporary folder; a rank that fails ends the others within seconds.
     """
+
+    def __init__(self, strategy: Any, start_method: Any) -> None:
+        self.strategy, self.start_method = strategy, start_method
+        self.has_fit = False
+        self.folder = ""
+        self.procs: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "procs": []}  # a process cannot be pickled
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return bool(self.start_method == "fork")
+
+    def kill(self, signum: int) -> None:
+        for process in self.procs:
+            if process.is_alive():
+                os.kill(process.pid, signum)
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         environment: Any = self.strategy.cluster_environment
@@ -329,7 +348,7 @@ class ProcessesLauncher(Collector):
             gc.freeze()  # a group in garbage of the parent's is not collected here, where its threads are not
         results: list[Any] = []
         try:
-            output = self.run_rank(
+            output = self._collector().run_rank(
                 index, trainer, lambda *a, **k: results.append(function(*a, **k)), args, kwargs, snapshot
             )
             predicts = trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
@@ -339,12 +358,15 @@ class ProcessesLauncher(Collector):
         finally:
             destroy_process_group()  # one that is left to the end of the interpreter may end it in std::terminate
 
+    def _collector(self) -> Collector:
+        return Collector(self.strategy, self.start_method, self.folder)
+
     def _results(self, trainer: Any) -> Any:
         paths = [os.path.join(self.folder, f"rank{index}") for index in range(self.strategy.num_processes)]
         ranks = [torch.load(path, map_location="cpu", weights_only=False) for path in paths]
         if trainer is None:
             return ranks[0]["results"]
-        self.recover(ranks[0]["output"], trainer)
+        self._collector().recover(ranks[0]["output"], trainer)
         if trainer.lightning_module is not None:  # attached in its copies only, where the run was
             trainer.lightning_module.trainer = trainer
         if trainer.state.fn == TrainerFn.PREDICTING:

@@ -232,11 +232,9 @@ def checkpoint_connector(trainer: Any) -> Any:
 class Collector(_MultiProcessingLauncher):
     """Lightning's way of bringing results back from processes, without the empty folder that it leaves behind."""
 
-    def __init__(self, strategy: Any, start_method: Any) -> None:
+    def __init__(self, strategy: Any, start_method: Any, folder: str) -> None:
         super().__init__(strategy, start_method)
-        self.strategy, self.start_method = strategy, start_method
-        self.has_fit = False
-        self.folder = ""
+        self.folder = folder
 
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
         tempfile.tempdir = self.folder  # of a rank that has nothing else to do

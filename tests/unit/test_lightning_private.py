@@ -209,8 +209,7 @@ def test_results_come_back_from_a_rank(quiet: dict[str, Any], tmp_path: Path, mo
     module = Module()
     trainer.strategy.connect(module)
     trainer.state.fn = "fit"  # type: ignore[assignment]
-    collector = private.Collector(trainer.strategy, "fork")
-    collector.folder = str(tmp_path)
+    collector = private.Collector(trainer.strategy, "fork", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)  # which a rank sets
     trainer.callback_metrics["loss"] = torch.tensor(1.0)
     output = collector.run_rank(0, trainer, lambda a, b: a + b, (1,), {"b": 2}, None)
