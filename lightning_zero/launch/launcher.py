@@ -166,6 +166,7 @@ class PopenLauncher(SubprocessScriptLauncher):
         is_over = session.lacks_a_rank if session is not None else lambda: False
         verdict = failure.judge(error, self._strategy, trainer, is_over)
         if verdict.alike:
+            tell_supervisor("all raised")
             _note(error, "all ranks failed alike, rank 0 with" if self.num_processes > 1 else "the run failed with")
             return
         refusal = hydra_output_dir(), f"{tracebacks.summary(error)}, {verdict.why}"

@@ -12,7 +12,8 @@ Who failed first? A rank that raises asks the other ranks, through their store, 
 stopped cannot do so: the supervisor sees it. :meth:`Supervisor._report` puts the two together, and nothing else does.
 
     rank 0 sends      lines of JSON: a plan, then ``{"do": event, "seconds": ...}`` with an event of the table; end of
-                      file: rank 0 is gone
+                      file: rank 0 is gone;
+                      ``"all raised"``, which changes no state: rank 0 shows the error of all ranks
     supervisor sends  lines of JSON: ``{"started": [pid, ...]}``, ``{"lost": rank}`` for each rank that ended in an
                       error, last ``{"ended": {rank: code}, "failed": {...} or None, "late": [rank, ...],
                       "insists": bool}``; one that insists on the end of rank 0 does not end before it
@@ -102,6 +103,8 @@ class Supervisor:
         self._pressed_until = 0.0
         self._presses = 0
         self._late: list[int] = []
+        self._all_raised = False
+        """Rank 0 knows that all ranks have raised its error; the others may not have noted it yet."""
         self._has_killed_rank0 = False
 
     def start(self) -> None:
@@ -132,6 +135,7 @@ class Supervisor:
         """The events since the last call, which is :data:`POLL_SECONDS` ago if there are none."""
         for line in self.lines.read():
             request: dict[str, Any] = json.loads(line) if line else {"do": "rank 0 gone"}
+            self._all_raised = request["do"] == "all raised" or (self._all_raised and request["do"] != "run begins")
             if request["do"] == "run begins":  # a rank that has ended in an error of all ranks does not take part
                 for spec in self.plan["ranks"]:
                     with contextlib.suppress(OSError):
@@ -165,7 +169,11 @@ class Supervisor:
         if error is None and self.failure is None and self.state is not State.ENDING:  # it could not say anything
             what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
             self.failure = self._describe(spec, KILLED if code == -signal.SIGKILL else what, _tail(spec["log"]))
-        return error is None or not error["alike"]  # rank 0 has raised an error of all ranks too, and shows it
+        return error is None or self._is_alone(error)
+
+    def _is_alone(self, error: dict[str, Any]) -> bool:
+        """Whether not all ranks have raised ``error``: rank 0 has raised those of all ranks too, and shows them."""
+        return not (error["alike"] or self._all_raised)
 
     def _follow(self, event: str, seconds: float | None) -> None:
         for states, name, following, report in TABLE:
@@ -191,7 +199,7 @@ class Supervisor:
             for spec in self.plan["ranks"]:
                 if _is_stopped(self.ranks[spec["rank"]].pid):  # ranks that failed were waiting for this one
                     self.failure = self._describe(spec, STOPPED, "")
-                elif self.failure is None and (error := _error_of(spec)) and error["first"] and not error["alike"]:
+                elif self.failure is None and (error := _error_of(spec)) and error["first"] and self._is_alone(error):
                     self.failure = self._describe(spec, f"failed: {error['summary']}", error["traceback"])
             if self.failure is not None and not self.failure["told"]:
                 self.failure["told"] = True

@@ -71,6 +71,12 @@ def test_an_error_of_all_ranks_is_rank_0s_to_show(watch):
     assert said == ""
 
 
+def test_what_rank_0_knows_of_all_ranks_counts_before_they_have_noted_it(watch):
+    watched, said = watch({1: "os._exit(0)"}, {1: {"first": True}}, ["all raised", "rank 0 failed"])
+    assert watched.failure is None
+    assert said == ""
+
+
 def test_a_rank_that_ended_does_not_take_part_in_the_next_run(watch):
     """Rank 0 has caught the error of all ranks, and this rank has not."""
     watched, said = watch({1: "os._exit(1)"}, {1: {"first": True, "alike": True}}, ["run begins", "rank 0 failed"])
