@@ -272,7 +272,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._run.begin_setup()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self._step_sync = sync_steps(trainer, self, self.config.uneven)
+        sync_steps(trainer, self, self.config.uneven)
         self._failed = False
         self._resolve_stage(trainer)
         if self._in_groups_that_fit:
@@ -431,7 +431,6 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def teardown(self) -> None:
         set_run_agreement(None)
-        self.requeue_again()
         try:
             self._saving.end(self._failed)
         finally:
@@ -573,13 +572,7 @@ class ZeroStrategy(Launched, DDPStrategy):
                 return getattr(self.lightning_module, name)(*args, **kwargs)
             return self.engine.run(name, *args, **kwargs)
 
-    def _require_same_place(self) -> None:
-        """All ranks are about to begin the same step; on an accelerator they hear of it while the forward is queued."""
-        if self.root_device.type == "cpu":
-            self._step_sync.hear()
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._require_same_place()
         return self._step("training_step", self.precision_plugin.train_step_context(), *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -611,7 +604,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         return plugin.post_backward(loss, module)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        self._require_same_place()  # an optimizer that evaluates its closure itself gathers before
         return Strategy.optimizer_step(self, optimizer, closure, model, **kwargs)
 
     # -- state ---------------------------------------------------------------------------------------------------

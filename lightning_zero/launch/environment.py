@@ -3,97 +3,12 @@
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
-_MPI = (
-    # rank, world size, local rank, local world size
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
-)
-_MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "HYDRA_JOBID")
-
-
-class MpiEnvironment(ClusterEnvironment):
-    """Ranks started by ``mpirun`` (Open MPI, MPICH, Intel MPI), read from its variables; ``mpi4py`` is not needed."""
-
-    def __init__(self) -> None:
-        names = _mpi_names()
-        assert names is not None
-        self._rank, self._world_size, self._local_rank, self.local_size = (int(os.environ[name]) for name in names)
-
-    @staticmethod
-    def detect() -> bool:
-        names = _mpi_names()
-        return names is not None and int(os.environ[names[1]]) > 1
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        if "MASTER_ADDR" not in os.environ and self.local_size < self._world_size:
-            raise ValueError(
-                f"mpirun started {self._world_size} ranks, {self.local_size} of them on this host, but MASTER_ADDR is"
-                " not set: name the first host, as mpirun -x MASTER_ADDR=<host> (Open MPI) or -genv MASTER_ADDR <host>."
-            )
-        return os.environ.get("MASTER_ADDR", "127.0.0.1")
-
-    @property
-    def main_port(self) -> int:
-        if "MASTER_PORT" in os.environ:
-            return int(os.environ["MASTER_PORT"])
-        job = next((os.environ[name] for name in _MPI_JOB if name in os.environ), "")
-        return 20_000 + zlib.crc32(job.encode()) % 10_000  # below the range that systems give out by themselves
-
-    def world_size(self) -> int:
-        return self._world_size
-
-    def set_world_size(self, size: int) -> None:
-        """Is mpirun's to say."""
-
-    def global_rank(self) -> int:
-        return self._rank
-
-    def set_global_rank(self, rank: int) -> None:
-        """Is mpirun's to say."""
-
-    def local_rank(self) -> int:
-        return self._local_rank
-
-    def node_rank(self) -> int:
-        return self._rank // self.local_size
-
-
-def _mpi_names() -> tuple[str, ...] | None:
-    return next((names for names in _MPI if all(name in os.environ for name in names)), None)
-
-
-def adapt_environment(environment: ClusterEnvironment | None) -> ClusterEnvironment | None:
-    """``environment`` as Lightning found it, or the one it cannot see."""
-    if type(environment) is LightningEnvironment and "LOCAL_RANK" not in os.environ and MpiEnvironment.detect():
-        return MpiEnvironment()
-    return environment
-
-
-@contextmanager
-def without_requeueing(environment: ClusterEnvironment | None) -> Iterator[None]:
-    """Inside, Lightning does not requeue by itself, which saves inside a signal handler: the step sync does. The object
-    may be the user's, so it is as it was afterwards."""
-    if not isinstance(environment, SLURMEnvironment):
-        yield
-        return
-    before, environment.auto_requeue = environment.auto_requeue, False
-    try:
-        yield
-    finally:
-        environment.auto_requeue = before
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Set by mpirun of Open MPI; of MPICH and Intel MPI."""
 
 
 def check_world(environment: Any, devices: int, num_nodes: int) -> None:
@@ -104,6 +19,11 @@ def check_world(environment: Any, devices: int, num_nodes: int) -> None:
     """
     wanted = devices * num_nodes
     if not environment.creates_processes_externally:
+        if (by_mpirun := max(int(os.environ.get(name, "1")) for name in _MPI_SIZES)) > 1:
+            raise ValueError(
+                f"mpirun started {by_mpirun} ranks, which Lightning does not see without mpi4py: pip install mpi4py, or"
+                " start the ranks with torchrun."
+            )
         return
     if isinstance(environment, SLURMEnvironment):
         _check_slurm(devices, num_nodes)
@@ -111,9 +31,6 @@ def check_world(environment: Any, devices: int, num_nodes: int) -> None:
     if isinstance(environment, TorchElasticEnvironment):
         found, per_node = environment.world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", devices))
         who, options = "torchrun", f"--nproc-per-node={devices} --nnodes={num_nodes}"
-    elif isinstance(environment, MpiEnvironment):
-        found, per_node = environment.world_size(), environment.local_size
-        who, options = "mpirun", f"-n {wanted} with {devices} on each host"
     elif type(environment) is LightningEnvironment:
         _check_variables(wanted, devices, environment)
         return

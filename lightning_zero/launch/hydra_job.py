@@ -25,19 +25,11 @@ _FOREIGN_MAINS = ("joblib", "submitit", "multiprocessing", "ray")
 def job_command(command: list[str], folder: Path, words: Sequence[str] = ()) -> list[str]:
     """``command`` with arguments that make it run the current job, whose config is written into ``folder``; ``words``
     stand before Hydra's own arguments."""
-    from hydra.core.hydra_config import HydraConfig
-
-    job = running_job()
-    if job is None:  # the job has started a thread for its run: nearest is to compose the config again
-        hydra = HydraConfig.get()
-        return [
-            *command,
-            *words,
-            *hydra.overrides.task,
-            f"hydra.run.dir='{hydra.runtime.output_dir}'",
-            "hydra.output_subdir=null",
-            "hydra.mode=RUN",
-        ]
+    if (job := running_job()) is None:
+        raise RuntimeError(
+            "the run was started in a thread of the Hydra job, which hides its config from the other ranks: start it in"
+            " the thread that Hydra called."
+        )
     config = _for_another_process(job.task, job.config.hydra)
     path = folder / "job.pickle"
     spec = getattr(sys.modules["__main__"], "__spec__", None)

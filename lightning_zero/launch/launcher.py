@@ -22,15 +22,13 @@ import inspect
 import os
 import pickle
 import shutil
+import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.util import get_temp_dir
 from typing import Any
 
-import fsspec
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -42,18 +40,16 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_zero.comm.agree import forget_shared
 from lightning_zero.host import allow_open_files, files_of_a_run, require_open_files
 from lightning_zero.launch import failure, rendezvous, restart, supervisor, tracebacks
-from lightning_zero.launch.environment import adapt_environment, check_world, without_requeueing
-from lightning_zero.launch.interrupt import leave_at_once, set_starting
+from lightning_zero.launch.environment import check_world
 from lightning_zero.launch.session import (
-    ERROR_FILE,
     GRACE_SECONDS,
     current,
     end_session,
     hydra_output_dir,
-    ready_file,
     start_session,
+    tell_supervisor,
 )
-from lightning_zero.launch.step_sync import listen_early, sync_steps
+from lightning_zero.launch.step_sync import sync_steps
 from lightning_zero.private.check import check
 from lightning_zero.private.lightning import (
     LIGHTNING,
@@ -90,12 +86,9 @@ def choose_start_method(method: str) -> str:
 # -- popen -----------------------------------------------------------------------------------------------------------
 
 
-_refusals: dict[tuple[str | None, str], str] = {}
-"""Hydra job (``None`` outside of Hydra), port of ranks that were started from outside -> why no other run is possible
-with these ranks."""
+refusal: tuple[str | None, str] | None = None
+"""Hydra job (``None`` outside of Hydra), and why no other run is possible with its ranks."""
 _reporter: failure.Reporter | None = None
-_runs_inside = 0
-"""Runs under way in this process, one inside the other."""
 
 
 class PopenLauncher(SubprocessScriptLauncher):
@@ -114,27 +107,22 @@ class PopenLauncher(SubprocessScriptLauncher):
         _end_session_of_an_earlier_job()
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        global _reporter, _runs_inside
+        global _reporter
         _end_session_of_an_earlier_job()
         _refuse_after_failure()
         check_world(self.cluster_environment, self.num_processes, self.num_nodes)
         args, kwargs = _continued(function, args, kwargs, trainer)
-        if trainer is not None:
-            failure.save_again(trainer)
-        if _reporter is None and (ERROR_FILE in os.environ or self._starts_ranks):
+        failure.save_again()
+        if _reporter is None and (failure.ERROR_FILE in os.environ or self._starts_ranks):
             _reporter = failure.Reporter()
-        _runs_inside += 1
         try:
-            self._find_ranks(function, args, kwargs)
+            self._find_ranks()
             return function(*args, **kwargs)
         except BaseException as error:
             self._end_after(error, trainer)
             raise
         finally:
-            set_starting(False)
-            _runs_inside -= 1
-            if (session := current()) is not None and not _runs_inside:
-                session.stop_copying()
+            tell_supervisor("first step")  # the program may have something to lose again
 
     @property
     def _starts_ranks(self) -> bool:
@@ -142,72 +130,83 @@ class PopenLauncher(SubprocessScriptLauncher):
             not self.cluster_environment.creates_processes_externally and self.num_processes > 1
         )
 
-    def _find_ranks(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Returns when the other ranks of this machine, if they are ours to start, have come to the same run."""
-        global _run
-        _run += self.num_processes > 1
-        if (session := current()) is not None:
-            if _runs_inside == 1:  # not a validation inside a fit, whose end is not the end of the fit's output
-                session.copy_output()
-            set_starting(True)
-            if session.how is not None:  # all have raised in the run before: have all caught it?
-                session.wait_until_ready(_run)
-                session.how = None
+    def _find_ranks(self) -> None:
+        """The other ranks of this machine are there, or on their way."""
+        global _has_run
+        if current() is not None:
+            tell_supervisor("run begins")
         elif self._starts_ranks:
-            _run = 1
             _drop_process_group()
-            check_checkpoint(function, args, kwargs)
-            session = start_session(
+            start_session(
                 *(self.cluster_environment, self.num_processes, self.num_nodes, self._log_folder, program_arguments)
             )
-            session.wait_until_ready(_run)
-        elif errors := os.environ.get(ERROR_FILE):
-            if _run == 1:
-                _drop_process_group()
-            ready_file(errors, _run).write_text(get_temp_dir(), encoding="utf-8")
+        elif failure.ERROR_FILE in os.environ and not _has_run:
+            _drop_process_group()
+            failure.note_scratch()
+        _has_run |= self.num_processes > 1
         set_num_threads_if_needed(num_processes=self.num_processes)
-        if dist.is_available():
-            atexit.unregister(destroy_process_group)
-            atexit.register(destroy_process_group)
+        atexit.unregister(destroy_process_group)
+        atexit.register(destroy_process_group)
 
     def _end_after(self, error: BaseException, trainer: Any) -> None:
         """``error`` has come out of a run; see :mod:`~lightning_zero.launch.failure`."""
+        global refusal
         if isinstance(error, SystemExit):
             if error.code == supervisor.PREEMPTED_EXIT_CODE:
                 end_session("preempted")
             else:
-                _end_other_ranks(error)
+                self._end_other_ranks(error, failure.Verdict(None))
             return
-        if self._starts_ranks and current() is None:  # no rank was started, so there is nothing to end or agree on
-            _note(error, "the run did not begin", is_effect=isinstance(error, rendezvous.RankLost))
-            return
-        path = os.environ.get(ERROR_FILE)
-        if path and not isinstance(error, KeyboardInterrupt):
-            failure.write(path, error)
-        failed_at = time.time()
         session = current()
-        is_over = session.lacks_a_rank if session is not None else lambda: False
+        if self._starts_ranks and session is None:  # no rank was started, so there is nothing to end or agree on
+            _note(error, "the run did not begin")
+            return
         if session is not None:
             session.log(tracebacks.whole(error))
-        why, tells = failure.all_raised(error, self._strategy, trainer, is_over)
-        if path and (why is None or not isinstance(error, KeyboardInterrupt)):
-            failure.write(path, error, alike=why is None, alone=why is not None, at=failed_at)
-        if why is None:
-            if session is not None:
-                session.how = "failed"
+        is_over = session.lacks_a_rank if session is not None else lambda: False
+        verdict = failure.judge(error, self._strategy, trainer, is_over)
+        if verdict.alike:
+            tell_supervisor("all raised")
             _note(error, "all ranks failed alike, rank 0 with" if self.num_processes > 1 else "the run failed with")
             return
-        _refusals[_these_ranks()] = f"{tracebacks.summary(error)}, {why}"
+        refusal = hydra_output_dir(), f"{tracebacks.summary(error)}, {verdict.why}"
         if trainer is not None:
-            failure.skip_saves(trainer, why, tells)
-        _end_other_ranks(error, failed_at)
+            failure.skip_saves(trainer, str(verdict.why), verdict.first in (None, self._strategy.global_rank))
+        self._end_other_ranks(error, verdict)
+
+    def _end_other_ranks(self, error: BaseException, verdict: failure.Verdict) -> None:
+        """``error`` cannot be survived together: not all ranks have raised it."""
+        global refusal
+        if self._strategy.queues_collectives:
+            # Lightning's teardown frees memory of the device, which waits for all that is queued there: also for a
+            # collective that other ranks will never join.
+            _drop_process_group()
+        session = current()
+        if session is None:
+            failure.end_soon()
+            _note(error, "this rank failed with")
+            return
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        found = end_session("interrupted" if is_interrupt else "failed").get("failed")
+        first = session.first_rank
+        if found:
+            cause, is_shown = f"rank {found['rank']} {found['what']}", True
+        elif verdict.first is not None and verdict.first != first:  # of another machine
+            cause, is_shown = f"rank {verdict.first} failed: {verdict.what}", False
+        else:
+            _note(error, f"rank {first} failed with")
+            return
+        refusal = hydra_output_dir(), cause
+        _note(error, f"rank {first} has ended because of that", is_effect=is_shown)
+        if hasattr(error, "add_note"):
+            error.add_note(f"lightning_zero: {cause} before this.")
 
     def kill(self, signum: int) -> None:
         """The supervisor ends the other ranks; signals that this rank receives are not theirs."""
 
 
-_run = 0
-"""Number of the run in this process since its ranks were started, the same on all ranks."""
+_has_run = False
+"""Whether this process was a rank of a run before."""
 
 
 def _continued(function: Callable[..., Any], args: Any, kwargs: Any, trainer: Any) -> tuple[Any, Any]:
@@ -220,70 +219,23 @@ def _continued(function: Callable[..., Any], args: Any, kwargs: Any, trainer: An
     return bound.args, bound.kwargs
 
 
-def check_checkpoint(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Before any rank is started: the checkpoint that a run is to begin from is there.
-
-    Raises:
-        FileNotFoundError: Naming it.
-    """
-    bound = inspect.signature(function).bind(*args, **kwargs)
-    path = bound.arguments.get("ckpt_path")
-    if path is None or str(path) in _LIGHTNINGS_OWN or str(path).startswith("registry"):
-        return
-    fs, target = fsspec.core.url_to_fs(os.fspath(path))
-    if not fs.exists(target):
-        raise FileNotFoundError(f"Checkpoint file not found: {path}")
-
-
-_LIGHTNINGS_OWN = ("best", "last", "hpc")
-"""Words for ``ckpt_path`` that are no paths."""
-
-
 def _end_session_of_an_earlier_job() -> None:
     """In a sweep that runs in this process, each job has ranks of its own."""
     session = current()
-    if session is not None and session.job != hydra_output_dir():
-        answer = end_session(session.how or "clean")
-        if answer.get("failed") and session.how is None:
-            raise RuntimeError(f"rank {answer['failed']['rank']} of an earlier job {answer['failed']['what']}.")
-
-
-def _these_ranks() -> tuple[str | None, str]:
-    from_outside = current() is None and "LOCAL_RANK" in os.environ
-    return hydra_output_dir(), os.environ.get("MASTER_PORT", "") if from_outside else ""
+    if session is not None and session.job != hydra_output_dir() and (failed := end_session().get("failed")):
+        raise RuntimeError(f"rank {failed['rank']} of an earlier job {failed['what']}.")
 
 
 def _refuse_after_failure() -> None:
     """Ranks that ended are not started again: they would execute this script from its top, and train what it trained
     first beside what rank 0 trains now."""
-    cause = _refusals.get(_these_ranks())
-    if cause is not None:
+    if refusal is not None and refusal[0] == hydra_output_dir():
         error = RuntimeError(
-            f"another run in this script is not possible after one that failed on some ranks only ({cause}): the ranks"
-            " are no longer at the same place. Repair the cause and start the script again."
+            f"another run in this script is not possible after one that failed on some ranks only ({refusal[1]}): the"
+            " ranks are no longer at the same place. Repair the cause and start the script again."
         )
         _note(error, "this run did not begin")
         raise error
-
-
-def _end_other_ranks(error: BaseException, failed_at: float | None = None) -> None:
-    session = current()
-    if session is None:
-        _note(error, "this rank failed with")
-        return
-    first = session.first_rank
-    how = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-    answer = end_session(how, failed_at=None if how == "interrupted" else failed_at)
-    if how == "interrupted":
-        leave_at_once()
-    found = answer.get("failed") or session.failed_rank
-    if not found:
-        _note(error, f"rank {first} failed with")
-        return
-    _refusals[_these_ranks()] = f"rank {found['rank']} {found['what']}"
-    _note(error, f"rank {first} has ended because of that", is_effect=True)
-    if hasattr(error, "add_note"):
-        error.add_note(f"lightning_zero: rank {found['rank']} {found['what']} before this.")
 
 
 def _note(error: BaseException, headline: str, is_effect: bool = False) -> None:
@@ -301,7 +253,7 @@ def destroy_process_group() -> None:
 
 
 def _drop_process_group() -> None:
-    """Ends the group that a failed job of a sweep, or a run on one device, has left: a process has one at a time."""
+    """Ends the group that a failed run, or one on one device, has left: a process has one at a time."""
     if dist.is_initialized() and dist.is_nccl_available() and "nccl" in dist.get_backend_config():
         abort_process_groups()  # to destroy it would wait for them
     destroy_process_group()
@@ -313,16 +265,14 @@ def _drop_process_group() -> None:
 class ProcessesLauncher(Launcher):
     """All ranks of a machine are children of this process, which gets back what they have made.
 
-    Beyond Lightning's own: predictions of all ranks come back, not only rank 0's; nothing is left in the environment
-    or in the temporary folder; a rank that fails ends the others within seconds.
+    Beyond Lightning's own, whose subclasses get no predictions: those of all ranks come back; nothing is left in the
+    environment or in the temporary folder; a rank that fails ends the others within seconds.
     """
 
     def __init__(self, strategy: Any, start_method: Any) -> None:
-        self._strategy = strategy
-        self._start_method = start_method
-        self._collector = Collector(strategy, start_method)
-        self._folder = ""
-        self._already_fit = False
+        self.strategy, self.start_method = strategy, start_method
+        self.has_fit = False
+        self.folder = ""
         self.procs: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -330,7 +280,7 @@ class ProcessesLauncher(Launcher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        return bool(self._start_method == "fork")
+        return bool(self.start_method == "fork")
 
     def kill(self, signum: int) -> None:
         for process in self.procs:
@@ -338,51 +288,50 @@ class ProcessesLauncher(Launcher):
                 os.kill(process.pid, signum)
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        environment: Any = self._strategy.cluster_environment
-        check_world(environment, self._strategy.num_processes, getattr(self._strategy, "num_nodes", 1))
+        environment: Any = self.strategy.cluster_environment
+        check_world(environment, self.strategy.num_processes, getattr(self.strategy, "num_nodes", 1))
         if environment.creates_processes_externally:
             return function(*args, **kwargs)
-        check_checkpoint(function, args, kwargs)
-        if trainer is not None:
-            failure.save_again(trainer)
+        failure.save_again()
+        is_fit = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if self.has_fit and is_fit:
+            raise NotImplementedError(
+                f"start_method={self.start_method!r}: a second fit with the same Trainer would begin again with the"
+                " weights of the first; make a new Trainer and pass fit(ckpt_path=...)."
+            )
         before = dict(os.environ)
-        self._folder = self._collector.folder = tempfile.mkdtemp(prefix="lightning_zero-")
+        self.folder = tempfile.mkdtemp(prefix="lightning_zero-")
         try:
             os.environ["MASTER_PORT"] = str(environment.main_port)
-            return self._launch(function, args, kwargs, trainer)
+            self._run_ranks(trainer, function, args, kwargs)
+            self.has_fit |= is_fit
+            return self._results(trainer)
         except BaseException:
             if trainer is not None:
                 failure.skip_saves(trainer, "the state of the training was theirs and has gone with them")
             raise
         finally:
-            self.kill_all()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self.kill(signal.SIGKILL)
+            shutil.rmtree(self.folder, ignore_errors=True)
             os.environ.clear()
             os.environ.update(before)
             choose_port_again(environment)
 
-    def _launch(self, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Any) -> Any:
-        if self._already_fit and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            raise NotImplementedError(
-                f"start_method={self._start_method!r}: a second fit with the same Trainer would begin anew with the"
-                " weights of the first; make a new Trainer and pass fit(ckpt_path=...)."
-            )
-        if self._start_method == "fork" and torch.cuda.is_initialized():
-            raise RuntimeError(
-                "start_method='fork': CUDA was used in this process before, so forked ones cannot use it. Restart the"
-                " notebook and touch no CUDA tensor before fit, or use start_method='spawn'."
-            )
-        if self._start_method == "fork":
-            _leave_no_group_to_forks()
-            self._strategy.before_fork()
-        snapshot = GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
-        call, what = self._rank, (trainer, function, args, kwargs, snapshot)
+    def _run_ranks(self, *call: Any) -> None:
+        if self.start_method == "fork":
+            _check_fork()
+            self.strategy.before_fork()
+        snapshot = GlobalStateSnapshot.capture() if self.start_method == "spawn" else None
         try:
-            context = self._start(call, what)
+            context: Any = mp.start_processes(
+                self._rank, (*call, snapshot), self.strategy.num_processes, start_method=self.start_method, join=False
+            )
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            if self._start_method == "fork":
-                raise
-            context = self._start(*_by_value(call, what, error))
+            raise TypeError(
+                f"start_method={self.start_method!r} cannot send the run to other processes ({error}). Under pytest"
+                " ranks are spawned: move the classes that the test uses (module, data, callbacks) out of the function"
+                " to the top of the file, or use ZeroStrategy(start_method='fork'), which sends nothing."
+            ) from error
         self.procs = context.processes
         try:
             while not context.join(grace_period=GRACE_SECONDS["failed"]):
@@ -391,64 +340,52 @@ class ProcessesLauncher(Launcher):
             for path in context.error_files:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
-        ranks = [self._read(f"rank{i}") for i in range(self._strategy.num_processes)]
+
+    def _rank(
+        self, index: int, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any, snapshot: Any
+    ) -> None:
+        """Runs one rank; its results go into a file, as a queue would hold them in shared memory."""
+        if self.start_method == "fork":
+            gc.freeze()  # a group in garbage of the parent's is not collected here, where its threads are not
+        results: list[Any] = []
+        try:
+            output = self._collector().run_rank(
+                index, trainer, lambda *a, **k: results.append(function(*a, **k)), args, kwargs, snapshot
+            )
+            predicts = trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
+            loaders = trainer.predict_loop.num_dataloaders if predicts else 0
+            made = {"output": output, "results": results[0], "loaders": loaders}
+            torch.save(made, os.path.join(self.folder, f"rank{index}"))
+        finally:
+            destroy_process_group()  # one that is left to the end of the interpreter may end it in std::terminate
+
+    def _collector(self) -> Collector:
+        return Collector(self.strategy, self.start_method, self.folder)
+
+    def _results(self, trainer: Any) -> Any:
+        paths = [os.path.join(self.folder, f"rank{index}") for index in range(self.strategy.num_processes)]
+        ranks = [torch.load(path, map_location="cpu", weights_only=False) for path in paths]
         if trainer is None:
             return ranks[0]["results"]
-        self._already_fit |= trainer.state.fn == TrainerFn.FITTING
-        self._collector.recover(ranks[0]["output"], trainer)
+        self._collector().recover(ranks[0]["output"], trainer)
         if trainer.lightning_module is not None:  # attached in its copies only, where the run was
             trainer.lightning_module.trainer = trainer
         if trainer.state.fn == TrainerFn.PREDICTING:
             return whole_predictions([rank["results"] for rank in ranks], ranks[0]["loaders"])
         return ranks[0]["results"]
 
-    def _start(self, call: Any, args: tuple[Any, ...]) -> Any:
-        return mp.start_processes(
-            call, args=args, nprocs=self._strategy.num_processes, start_method=self._start_method, join=False
-        )
 
-    def _rank(
-        self, process_idx: int, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any, snapshot: Any
-    ) -> None:
-        """Runs one rank; its results go into files, as a queue would hold them in shared memory."""
-        if self._start_method == "fork":
-            gc.freeze()  # a group in garbage of the parent's is not collected here, where its threads are not
-        box: Any = _Box()
-        results: list[Any] = []
-
-        def call(*a: Any, **k: Any) -> Any:
-            results.append(function(*a, **k))
-            return results[0]
-
-        try:
-            self._collector.run_rank(process_idx, trainer, call, args, kwargs, box, snapshot)
-        except BaseException:
-            destroy_process_group()  # one that is left to the end of the interpreter may end it in std::terminate
-            raise
-        predicts = trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
-        loaders = trainer.predict_loop.num_dataloaders if predicts else 0
-        self._write(f"rank{process_idx}", {"output": box.value, "results": results[0], "loaders": loaders})
-        destroy_process_group()
-
-    def _write(self, name: str, value: Any) -> None:
-        torch.save(value, os.path.join(self._folder, name))
-
-    def _read(self, name: str) -> Any:
-        return torch.load(os.path.join(self._folder, name), map_location="cpu", weights_only=False)
-
-    def kill_all(self) -> None:
-        for process in self.procs:
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-
-def _leave_no_group_to_forks() -> None:
-    """A process group has threads, which a forked process has not: one that it inherits can neither work nor end there.
+def _check_fork() -> None:
+    """A forked process has none of the threads of CUDA and of a process group, and neither can work nor end there.
 
     Raises:
-        RuntimeError: This process is in one.
+        RuntimeError: This process has such threads.
     """
+    if torch.cuda.is_initialized():
+        raise RuntimeError(
+            "start_method='fork': CUDA was used in this process before, so forked ones cannot use it. Restart the"
+            " notebook and touch no CUDA tensor before fit, or use start_method='spawn'."
+        )
     if dist.is_initialized():
         raise RuntimeError(
             f"start_method='fork': this process is in a process group of {dist.get_world_size()} ranks already, which"
@@ -457,40 +394,6 @@ def _leave_no_group_to_forks() -> None:
             " start_method='spawn'."
         )
     forget_meshes()  # which hold the groups of earlier runs in this process
-
-
-def _by_value(call: Any, args: tuple[Any, ...], error: BaseException) -> tuple[Any, tuple[Any, ...]]:
-    """``call`` and ``args`` for a spawned process, which imports what it is given by name: not possible for a class
-    inside a function (as in a test), which cloudpickle sends itself.
-
-    Raises:
-        TypeError: Naming what cannot be sent, and what to do.
-    """
-    try:
-        import cloudpickle  # comes with other packages, and only such classes need it
-
-        return _run_pickled, (cloudpickle.dumps((call, args)),)
-    except Exception as second:
-        reason = error if isinstance(second, ModuleNotFoundError) else second
-        raise TypeError(
-            f"start_method='spawn' cannot send the run to other processes ({reason}). Under pytest ranks are spawned:"
-            " move the classes that the test uses (module, data, callbacks) out of the function to the top of the file,"
-            " or pip install cloudpickle, or use ZeroStrategy(start_method='fork'), which sends nothing."
-        ) from error
-
-
-def _run_pickled(process_idx: int, pickled: bytes) -> None:
-    call, args = pickle.loads(pickled)
-    call(process_idx, *args)
-
-
-class _Box:
-    """Takes the place of a queue that holds one thing."""
-
-    value: Any = None
-
-    def put(self, value: Any) -> None:
-        self.value = value
 
 
 def whole_predictions(of_ranks: list[Any], num_dataloaders: int = 1) -> Any:
@@ -513,6 +416,9 @@ SAME_DEVICES = (
     " strategy='auto'."
 )
 
+_FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+"""PyTorch notes the latest collectives of each rank, and writes them into a file when NCCL's watchdog ends a rank."""
+
 
 def _check_group(world_size: int) -> None:
     """The process group that is there already is this run's."""
@@ -528,102 +434,85 @@ def _check_group(world_size: int) -> None:
         )
 
 
-class Launched:
-    """Mixin for ``DDPStrategy`` and what derives from it: how its ranks are started, watched and ended."""
+class Launched(DDPStrategy):
+    """DDP whose ranks are started, watched and ended by this package."""
 
     start_method = "auto"
     rank_logs: str | None = None
-    cluster_environment_: Any = None
-    _not_requeueing: contextlib.ExitStack | None = None
-
-    @property
-    def cluster_environment(self) -> Any:
-        return self.cluster_environment_
-
-    @cluster_environment.setter
-    def cluster_environment(self, environment: Any) -> None:
-        self.cluster_environment_ = adapt_environment(environment)
 
     def before_fork(self) -> None:
         """Called by the launcher: what is imported here, the ranks share."""
 
-    def setup_environment(self) -> None:
-        self.requeue_again()  # a run that ended without its teardown
-        self._not_requeueing = contextlib.ExitStack()
-        self._not_requeueing.enter_context(without_requeueing(self.cluster_environment))
-        super().setup_environment()  # type: ignore[misc]
-
-    def teardown(self) -> None:
-        self.requeue_again()
-        super().teardown()  # type: ignore[misc]
-
-    def requeue_again(self) -> None:
-        """A run is over: Lightning's own requeueing is what the user has set."""
-        stack, self._not_requeueing = self._not_requeueing, None
-        if stack is not None:
-            stack.close()
+    @property
+    def queues_collectives(self) -> bool:
+        """Whether collectives wait for other ranks on the device, and not in this process."""
+        return bool(self.root_device.type != "cpu")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The ranks that are there, which an environment of the user's may count otherwise than the Trainer."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}  # type: ignore[attr-defined]
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_distributed(self) -> None:
         """As DDP's, but ranks that are still importing are waited for, by name and for as long as a start takes."""
-        self.set_world_ranks()  # type: ignore[attr-defined]
+        self.set_world_ranks()
         if dist.is_initialized():
-            _check_group(self.world_size)  # type: ignore[attr-defined]
-        elif self.world_size > 1:  # type: ignore[attr-defined]
+            _check_group(self.world_size)
+        elif self.world_size > 1:
             environment = self.cluster_environment
+            assert environment is not None
             os.environ["MASTER_ADDR"] = environment.main_address
             os.environ["MASTER_PORT"] = str(environment.main_port)
             # Each gloo group of each rank would connect with every other rank: more open files than a process may have.
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
             # Of the rest, rank 0's store and the exchange between CPU processes have one per rank (docs/scaling.md).
-            allow_open_files(files_of_a_run(self.world_size))  # type: ignore[attr-defined]
-            rank, size = self.global_rank, self.world_size  # type: ignore[attr-defined]
+            allow_open_files(files_of_a_run(self.world_size))
+            rank, size = self.global_rank, self.world_size
             keeps_store = rank == 0 and not rendezvous.is_kept_by_agent()
-            require_open_files(size, self.root_device.type == "cpu", keeps_store)  # type: ignore[attr-defined]
+            require_open_files(size, self.root_device.type == "cpu", keeps_store)
             limit: timedelta = timeout_of(self) or default_pg_timeout  # type: ignore[arg-type]
             backend = backend_of(self)
             rank_zero_info(f"Initializing distributed: {size} ranks, backend {backend}")
-            expected = f"devices={self.num_processes}, num_nodes={self.num_nodes}"  # type: ignore[attr-defined]
+            expected = f"devices={self.num_processes}, num_nodes={self.num_nodes}"
             is_over = session.lacks_a_rank if (session := current()) is not None else lambda: False
             at = environment.main_address, environment.main_port
             store = rendezvous.meet(*at, rank, size, expected, is_over)
+            if "nccl" in backend:
+                for name, value in _FLIGHT_RECORDER.items():
+                    os.environ.setdefault(name, value)
             dist.init_process_group(
                 backend,
                 store=store,
                 rank=rank,
                 world_size=size,
                 timeout=limit,
-                device_id=self.root_device if self.root_device.type != "cpu" else None,  # type: ignore[attr-defined]
+                device_id=self.root_device if self.root_device.type != "cpu" else None,
             )
-        super().setup_distributed()  # type: ignore[misc]
+        super().setup_distributed()
 
     def _configure_launcher(self) -> None:
         check(LIGHTNING)
-        listen_early()
         method = choose_start_method(self.start_method)
+        assert self.cluster_environment is not None
         if method == "popen" or self.cluster_environment.creates_processes_externally:
             set_launcher(self, PopenLauncher(self, self.rank_logs))
         else:
             set_launcher(self, ProcessesLauncher(self, start_method=method))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+        super().save_checkpoint(checkpoint, filepath, storage_options)
         self.note_checkpoint(checkpoint, filepath)
 
     def note_checkpoint(self, checkpoint: dict[str, Any], filepath: Any) -> None:
         """Lets the run that continues this one find what was just stored."""
-        if self.is_global_zero:  # type: ignore[attr-defined]
+        if self.is_global_zero:
             try:
                 restart.note(checkpoint, filepath)
             except OSError as error:  # the checkpoint itself is stored
                 rank_zero_warn(f"A run that continues this one will not find {filepath} by itself: {error}")
 
 
-class LaunchedDDP(Launched, DDPStrategy):
+class LaunchedDDP(Launched):
     """Lightning's DDP with this package's launching, watching and continuing."""
 
     def setup(self, trainer: Any) -> None:

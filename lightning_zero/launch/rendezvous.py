@@ -1,12 +1,13 @@
 """Meeting of a run's ranks at a key-value store that global rank 0 (or torchrun's agent) keeps.
 
-While it waits for the others a rank says for whom, and the wait ends after :data:`START_SECONDS`, however long a
+While it waits for the others rank 0 says for whom, and the wait ends after :data:`START_SECONDS`, however long a
 collective may take afterwards. The store stays for the life of the ranks: the words that they exchange when a run has
 failed, where no collective can be trusted, go through it as well (:mod:`~lightning_zero.launch.failure`).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -22,15 +23,12 @@ START_SECONDS = "LIGHTNING_ZERO_START_SECONDS"
 """In the environment: how long ranks wait for each other at the start; 300 if it is not set. Importing on a busy file
 system takes minutes."""
 PATIENCE_SECONDS = 5.0
-"""After which a rank says for whom it waits, and then each time after twice as long."""
-_CONNECT_SECONDS = 6.0
-"""Of one attempt. torch asks the resolver for the name behind each connection, and a question that gets lost among many
-takes 5 s: an attempt that ends before is made again, with more questions."""
+"""After which rank 0 says for whom it waits, and then each time after twice as long."""
+_WORD_SECONDS = 12.0
+"""To connect for a word about a failure."""
 _POLL_SECONDS = 0.05
 _ASKED_PER_SECOND = 20_000
 """At most, of a store by all ranks together. One process on two cores asks and is answered 55,000 times."""
-_POLLS_PER_CALL = 10
-"""A rank that is in a round looks this seldom whether there is a newer one, so that many ranks ask little."""
 
 
 def start_seconds() -> float:
@@ -77,7 +75,7 @@ def forget() -> None:
 def words(address: str, port: int, rank: int) -> Any:
     """The store, for words beside a run's own; connects where this rank is not yet."""
     of_round = _rounds.get((address, port), "lightning_zero")
-    return dist.PrefixStore(f"{of_round}/words", _store(address, port, rank, 2 * _CONNECT_SECONDS))
+    return dist.PrefixStore(f"{of_round}/words", _store(address, port, rank, _WORD_SECONDS))
 
 
 def meet(
@@ -99,15 +97,15 @@ def meet(
     limit = start_seconds()
     began = time.monotonic()
     base = _store(address, port, rank, limit)
-    base.set_timeout(timedelta(seconds=limit))  # one that connected in short attempts has theirs
-    meeting = _Meeting(base, rank, size)
+    base.set_timeout(timedelta(seconds=limit))  # one that connected for a word has less
+    meeting = _Round(base, rank, size)
     next_word = PATIENCE_SECONDS
     while not meeting.has_begun():
         if lacks_a_rank():
             raise RankLost("another rank ended before all had met (shown above).")
         waited = time.monotonic() - began
         if waited > min(next_word, limit):
-            missing = meeting.missing()
+            missing = meeting.missing() if rank == 0 else [0]
             text = (
                 f"rank {rank} has waited {waited:.0f} s at {address}:{port} for rank {_few(missing)} of {size} ranks"
                 f" ({expected})"
@@ -117,80 +115,58 @@ def meet(
                     f"{text}: start the missing ones, or correct what says how many there are (devices, num_nodes,"
                     f" WORLD_SIZE). More patience: {START_SECONDS}={2 * limit:g}."
                 )
-            if missing and meeting.speaks(missing):
-                _tell(f"{text}; it goes on waiting, {limit:.0f} s in all.")
+            if rank == 0:
+                print(f"lightning_zero: {text}; it goes on waiting, {limit:.0f} s in all.", file=sys.stderr, flush=True)
             next_word *= 2
         time.sleep(max(_POLL_SECONDS, size / _ASKED_PER_SECOND))
-    _rounds[address, port] = meeting.round
-    return dist.PrefixStore(meeting.round, base)
+    _rounds[address, port] = meeting.name
+    return dist.PrefixStore(meeting.name, base)
 
 
-class _Meeting:
+class _Round:
     """One rank's way into the round that a living rank 0 has called.
 
     A store may be older than the ranks: torchrun's agent keeps its own over a restart, with what the dead ranks have
     written, and nothing that it tells them names the restart alike on all nodes (TORCHELASTIC_RESTART_COUNT counts the
-    failures that an agent has seen itself). So rank 0 calls a round of a name that was never there, and declares it
-    begun once it is full. A rank that is early finds an old round: a full one takes nobody in, and one that
-    never was is not declared begun by anybody; it goes on to the next.
+    failures that an agent has seen itself). So rank 0 calls a round of a name that was never there, each rank answers
+    the newest call with a token of its own, and rank 0 begins the round with the tokens of all. A rank that finds a
+    round of dead ranks does not find its token there, and answers the next call.
     """
 
     def __init__(self, base: Any, rank: int, size: int) -> None:
-        self.round = ""
-        self._base, self._rank, self._ranks = base, rank, size
-        self._calls = f"lightning_zero/round_of_{size}"
-        self._place = size + 1
-        self._polls = 0
-        self._first = False
+        self.name = ""
+        self._base, self._rank, self._size = base, rank, size
+        self._token = uuid.uuid4().hex
+        self._call = f"lightning_zero/round_of_{size}"
         if rank == 0:
-            base.set(self._calls, f"lightning_zero/{uuid.uuid4().hex}")
+            base.set(self._call, f"lightning_zero/{self._token}")
 
     def has_begun(self) -> bool:
-        """Whether all ranks of this rank's round are there; once it has said so, for good."""
-        if self._is_in():
-            if self._rank == 0 and self._base.add(f"{self.round}/came", 0) >= self._ranks:
-                self._base.set(f"{self.round}/begun", "1")
-            if self._base.check([f"{self.round}/begun"]):
-                return True
-        if not self._is_in() or self._polls % _POLLS_PER_CALL == 0:
-            self._follow_call()
-        self._polls += 1
-        return False
+        """Whether all ranks of the newest round have answered its call, this one among them."""
+        if not self._base.check([self._call]):
+            return False
+        if (called := self._base.get(self._call).decode()) != self.name:
+            self.name = called
+            self._base.set(self._answer(self._rank), self._token)
+        if self._rank == 0 and self._base.check([self._answer(rank) for rank in range(self._size)]):
+            tokens = [self._base.get(self._answer(rank)).decode() for rank in range(self._size)]
+            self._base.set(f"{self.name}/begun", json.dumps(tokens))
+        begun = f"{self.name}/begun"
+        return self._base.check([begun]) and json.loads(self._base.get(begun))[self._rank] == self._token
 
     def missing(self) -> list[int]:
-        """Ranks that are not in this rank's round; rank 0, if it has called none that takes this rank in."""
-        if not self._is_in():
-            return [0]
-        return [other for other in range(self._ranks) if not self._base.check([f"{self.round}/here/{other}"])]
+        """The ranks that have not answered."""
+        return [rank for rank in range(self._size) if not self._base.check([self._answer(rank)])]
 
-    def speaks(self, missing: list[int]) -> bool:
-        """Whether this rank is the one that says who is missing."""
-        if self._is_in():
-            return self._rank == min(set(range(self._ranks)) - set(missing))
-        self._first = self._first or self._base.add(f"{self.round or self._calls}/uncalled", 1) == 1
-        return self._first
-
-    def _is_in(self) -> bool:
-        return self._place <= self._ranks
-
-    def _follow_call(self) -> None:
-        if not self._base.check([self._calls]):
-            return
-        called = self._base.get(self._calls).decode()
-        if called == self.round:
-            return
-        self.round = called
-        self._base.set(f"{called}/here/{self._rank}", "1")
-        self._place = self._base.add(f"{called}/came", 1)
+    def _answer(self, rank: int) -> str:
+        return f"{self.name}/here/{rank}"
 
 
 def _store(address: str, port: int, rank: int, seconds: float) -> Any:
     if (address, port) not in _stores:
         forget()  # ranks that this process belonged to before: a port may come again, with others who never counted
-        if rank == 0 and not is_kept_by_agent():
-            _stores[address, port] = _open(address, port, serves=True, seconds=seconds)
-        else:
-            _stores[address, port] = _connected(address, port, rank, seconds)
+        serves = rank == 0 and not is_kept_by_agent()
+        _stores[address, port] = _open(address, port, serves, seconds)
     return _stores[address, port]
 
 
@@ -205,7 +181,12 @@ def _open(address: str, port: int, serves: bool, seconds: float) -> Any:
             address, port, None, serves, timedelta(seconds=seconds), wait_for_workers=False, multi_tenant=True
         )
     except RuntimeError as error:  # torch's DistNetworkError
-        if not serves or "in use" not in str(error):
+        if not serves:
+            raise TimeoutError(
+                f"no rank 0 at {address}:{port} within {seconds:.0f} s ({str(error).splitlines()[0]}): start it there,"
+                f" or correct MASTER_ADDR and MASTER_PORT. More patience: {START_SECONDS}={2 * seconds:g}."
+            ) from None
+        if "in use" not in str(error):
             raise
         raise RuntimeError(
             f"port {port} of {address}, where the ranks are to find each other, is in use by another program: set"
@@ -213,31 +194,6 @@ def _open(address: str, port: int, serves: bool, seconds: float) -> Any:
         ) from None
 
 
-def _connected(address: str, port: int, rank: int, seconds: float) -> Any:
-    """In short attempts, so that this rank can speak and be interrupted between them."""
-    began = time.monotonic()
-    spoke = False
-    while True:
-        left = seconds - (time.monotonic() - began)
-        try:
-            return _open(address, port, serves=False, seconds=max(min(_CONNECT_SECONDS, left), 0.1))
-        except RuntimeError as error:
-            waited = time.monotonic() - began
-            text = f"rank {rank} has looked for rank 0 at {address}:{port} for {waited:.0f} s"
-            if waited > seconds:
-                raise TimeoutError(
-                    f"{text} ({str(error).splitlines()[0]}): start it there, or correct MASTER_ADDR and MASTER_PORT."
-                    f" More patience: {START_SECONDS}={2 * seconds:g}."
-                ) from None
-            if waited > PATIENCE_SECONDS and not spoke:
-                spoke = True
-                _tell(f"{text}; it goes on, {seconds:.0f} s in all.")
-
-
 def _few(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return f"{shown}, ... ({len(ranks)} in all)" if len(ranks) > 8 else shown
-
-
-def _tell(text: str) -> None:
-    print(f"lightning_zero: {text}", file=sys.stderr, flush=True)

@@ -6,10 +6,9 @@ and all raise the same error instead of waiting for each other. If any rank was 
 SLURM), all finish this step, store a checkpoint, and exit; the signal handler itself only sets a flag. Ctrl-C is raised
 at once as usual, unless a callback saves on exceptions: then all ranks raise it after this step, and save.
 
-A training batch's message travels while Lightning goes from the batch to the step; on an accelerator while the forward
-is queued. On the CPU the rank waits for it at once if code of the user's runs in between: that code may start a
-collective, which a rank at another place would not join. The message replaces Lightning's own broadcast before each
-batch, which waits for the device.
+On an accelerator a training batch's message travels while the forward is queued. On the CPU the rank waits for it at
+once: a forward may start a collective that a rank at another place would not join. The message replaces Lightning's own
+broadcast before each batch, which waits for the device.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,21 +28,19 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_zero.comm.agree import STEP_SYNC, Agreement, run_agreement, shared_agreement
-from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.config import Uneven
 from lightning_zero.launch import restart
 from lightning_zero.launch.failure import AgreedInterrupt, saves_on_exception
-from lightning_zero.launch.interrupt import keep_forks, set_starting
+from lightning_zero.launch.session import tell_supervisor
 from lightning_zero.launch.shortest import cut
 from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
 from lightning_zero.launch.waiting import Watch
 from lightning_zero.private.lightning import (
     HandlersCompose,
-    answer_sigterm_by,
+    answer_signals_by,
     change_training_loader,
     timeout_of,
     without_sigterm_broadcast,
@@ -73,8 +70,7 @@ class StepSync(Callback):
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self._agreement: Agreement | None = None
-        self._peer_memory: PeerMemory | None = None
-        self._owns_peer_memory = False
+        self._peer_memory: Any = None
         self._pending: tuple[Any, torch.Tensor, int] | None = None
         self._signal: int | None = None
         self._agreed: int = 0
@@ -82,7 +78,6 @@ class StepSync(Callback):
         self._loop: Any = None
         self.undo = ExitStack()
         """Of what the trainer's parts were given."""
-        self._hears_at_once = False
         self._handlers: dict[int, Any] = {}
         self._interrupted = False
         self._saves = False
@@ -100,13 +95,12 @@ class StepSync(Callback):
         if self._loop is not None:
             return
         self._loop = loop = trainer.fit_loop.epoch_loop
-        self._hears_at_once = self._strategy.root_device.type == "cpu" and _users_code_precedes_step(trainer, self)
         advance = loop.advance
 
         def watched(data_fetcher: Any) -> None:
             if not self._begun:
                 self._begun = True
-                set_starting(False)
+                tell_supervisor("first step")
             self._end_if_agreed(trainer)
             advance(data_fetcher)
 
@@ -117,11 +111,7 @@ class StepSync(Callback):
             # Messages of its own kind: ranks at different places of the loop would mix them up with the engine's.
             limit = (timeout_of(self._strategy) or timedelta(minutes=30)).total_seconds()
             self._agreement = run_agreement() or shared_agreement(limit)
-            if self._strategy.root_device.type == "cpu":
-                shared = getattr(getattr(self._strategy, "engine", None), "peer_memory", None)
-                assert self._agreement.group is not None
-                self._peer_memory = shared or PeerMemory(self._agreement.group, limit)
-                self._owns_peer_memory = shared is None
+            self._peer_memory = getattr(getattr(self._strategy, "engine", None), "peer_memory", None)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, *([signal.SIGUSR1] if _slurm_job() else [])):
                 self._handlers[number] = signal.getsignal(number)
@@ -130,8 +120,6 @@ class StepSync(Callback):
                 self._handlers[signal.SIGINT] = signal.default_int_handler
                 self._saves = bool(saves_on_exception(trainer))
                 signal.signal(signal.SIGINT, self._on_interrupt)
-        while _early:  # after our handlers are there: none comes to the early one any more
-            self._signal = max(self._signal or 0, _early.pop())
 
     def _on_interrupt(self, number: int, frame: Any) -> None:
         """Ctrl-C."""
@@ -158,8 +146,6 @@ class StepSync(Callback):
                 signal.signal(number, handler)
         self._handlers.clear()
         self.undo.close()
-        if self._peer_memory is not None and self._owns_peer_memory:
-            self._peer_memory.close()
         self._loop = self._agreement = self._peer_memory = self._pending = None
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -170,7 +156,7 @@ class StepSync(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._say(1, batch_idx)
-        if self._hears_at_once:
+        if self._strategy.root_device.type == "cpu":
             self.hear()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
@@ -300,7 +286,7 @@ class StepSync(Callback):
         number = signal.Signals(self._agreed)
         if number == signal.SIGINT:
             raise AgreedInterrupt
-        requeue = number == signal.SIGUSR1
+        requeue = number != signal.SIGTERM
         rank_zero_only(_tell)(f"{number.name} received: ending after step {trainer.global_step}")
         if trainer.checkpoint_callbacks or _slurm_job():
             path = _checkpoint_folder(trainer) / restart.PREEMPTED
@@ -311,22 +297,22 @@ class StepSync(Callback):
         sys.exit(PREEMPTED_EXIT_CODE)
 
 
-_early: list[int] = []
-"""SIGUSR1, if SLURM has sent it while the run was still being set up."""
+_forks_outlast_interrupts = False
+"""Whether workers of data loaders live on at Ctrl-C, which a terminal sends to them as well: this process needs them
+until the step is complete after which it saves."""
 
 
-def listen_early() -> None:
-    """From now on SIGUSR1 under SLURM does not kill a rank during set-up; it is kept for the step sync, which saves and
-    requeues after the first step."""
-    in_main = threading.current_thread() is threading.main_thread()
-    if _slurm_job() and in_main and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, lambda number, frame: _early.append(number))
+def _in_fork() -> None:
+    if _forks_outlast_interrupts:
+        with suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=_in_fork)
 
 
 def sync_steps(trainer: Any, strategy: Any, uneven: Uneven = "error") -> StepSync:
     """Gives ``trainer`` a :class:`StepSync` in front of all other callbacks.
-
-    ``strategy`` lets it :meth:`~StepSync.hear` before the first collective of a step.
 
     Raises:
         ValueError: On all ranks, for a step that fetches its batches itself where epochs are to end with the shortest
@@ -344,22 +330,14 @@ def sync_steps(trainer: Any, strategy: Any, uneven: Uneven = "error") -> StepSyn
         old.teardown(trainer, None, "")  # Lightning does not call it after a run that raised
     trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, StepSync)]
     trainer.callbacks.insert(0, watching := StepSync(strategy))
-    keep_forks(bool(saves_on_exception(trainer)))
-    answer_sigterm_by(trainer, watching.on_signal)
+    global _forks_outlast_interrupts
+    _forks_outlast_interrupts = bool(saves_on_exception(trainer))
+    answer_signals_by(trainer, watching.on_signal)
     if trainer.world_size > 1:
         watching.undo.callback(Watch().close)
     if ends_with_shortest:
         watching.undo.callback(change_training_loader(trainer, partial(cut, trainer=trainer, sync=watching)))
     return watching
-
-
-def _users_code_precedes_step(trainer: Any, watching: StepSync) -> bool:
-    """Whether code of the user's runs between a batch's begin and its step: it may read parameters, which is
-    collective."""
-    others = [callback for callback in trainer.callbacks if callback is not watching]
-    hooks = [(other, "on_train_batch_start") for other in others]
-    hooks += [(trainer.lightning_module, name) for name in ("on_train_batch_start", "optimizer_step")]
-    return any(is_overridden(name, owner) for owner, name in hooks)
 
 
 def _users_own(handler: Any) -> list[Any]:

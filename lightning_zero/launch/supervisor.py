@@ -1,32 +1,41 @@
-"""The supervisor: a process that starts, watches and ends the other ranks of one machine.
+"""The supervisor: a process that starts, watches and ends the other ranks of one machine, and decides how a run ends.
 
 Rank 0 runs this file by its path, not as part of the package, whose imports take seconds: import nothing here but the
-standard library. The two exchange lines of JSON. Rank 0 cannot do this work itself: it may be killed, or stopped, or
-hang inside a collective, and then none of its Python code runs any more.
+standard library. Rank 0 cannot do this work itself: it may be killed, or stopped, or hang inside a collective, and then
+none of its Python code runs any more.
 
-    rank 0 sends      a plan (first line), then one ``{"do": "wait" | "stop", ...}``; end of file: rank 0 is gone
-    supervisor sends  ``{"started": [pid, ...]}``, ``{"signal": n}`` for each SIGINT and SIGTERM of rank 0,
-                      ``{"exited": rank}`` for one that ended by an error that all raised, ``{"failed": {...}}``
-                      for the first other failure before the request, ``{"ended": {rank: code}, ...}`` last
+:data:`TABLE` lists the states of a run and what leads from one to the next. The process that is called rank 0 here is
+the first rank of its machine.
 
-The plan: ``ranks`` (of each ``rank``, ``command``, ``env``, the paths ``log``, ``errors``, ``ready``), ``rank0`` (the
-number of the rank that is called rank 0 here, the first of its machine), ``cwd``, ``folder`` (the run's own, removed at
-the end), ``scratch`` (rank 0's, removed if it was killed), ``stdout`` (the number of an open file for ranks without a
-log), ``signals`` (the number of an open file with the signals that rank 0 receives, or ``None``).
+Who failed first? A rank that raises asks the other ranks, through their store, whether it is the first
+(:mod:`~lightning_zero.launch.failure`), and writes the answer into a file for the supervisor. A rank that was killed or
+stopped cannot do so: the supervisor sees it. :meth:`Supervisor._report` puts the two together, and nothing else does.
 
-Each rank leads a session of its own, so that a kill of its group also ends the processes that it has started.
+    rank 0 sends      lines of JSON: a plan, then ``{"do": event, "seconds": ...}`` with an event of the table; end of
+                      file: rank 0 is gone;
+                      ``"all raised"``, which changes no state: rank 0 shows the error of all ranks
+    supervisor sends  lines of JSON: ``{"started": [pid, ...]}``, ``{"lost": rank}`` for each rank that ended in an
+                      error, last ``{"ended": {rank: code}, "failed": {...} or None, "late": [rank, ...],
+                      "insists": bool}``; one that insists on the end of rank 0 does not end before it
+
+The plan: ``ranks`` (of each ``rank``, ``command``, ``env``, the paths ``log``, ``error``, ``scratch``), ``rank0`` (its
+number), ``cwd``, ``folder`` (the run's own, removed at the end), ``scratch`` (rank 0's, removed if it was killed),
+``stdout`` (the number of an open file for ranks without a log).
+
+The supervisor is in rank 0's process group, so that it gets Ctrl-C of a terminal as well: Python tells rank 0's main
+thread of it by an exception, which is lost in code that catches all, and late while C++ code waits. Each rank leads a
+session of its own, so that a kill of its group also ends the processes that it has started.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import enum
 import json
 import os
 import select
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -35,33 +44,68 @@ from typing import Any
 
 PREEMPTED_EXIT_CODE = 143
 """128 + SIGTERM: the rank ended because it was asked to, after saving."""
-REACTION_SECONDS = 8.0
-"""Time for rank 0 to raise after another rank has failed; then rank 0 is killed."""
-BLAME_SECONDS = 2.0
-"""Time to look for a rank that failed before rank 0 did."""
-ALONE_SECONDS = 5.0
-"""Time for a rank to end after it raised an error that not all ranks raised; then it is killed."""
 POLL_SECONDS = 0.05
-MEMORY_SECONDS = 0.5
-"""Between two readings of the ranks' memory."""
 LOG_TAIL_BYTES = 6000
+
+
+class State(enum.Enum):
+    """Of a run, as its supervisor knows it."""
+
+    STARTING = "no step was made: a run that is asked to end has nothing to lose"
+    RUNNING = "steps are made"
+    PRESSED = "rank 0 was asked to end, and must do so now"
+    FAILED = "another rank has failed, and rank 0 must notice"
+    FINISHING = "rank 0 is done: the other ranks finish"
+    ENDING = "rank 0 has failed or was asked to end: the other ranks get a moment to end by themselves"
+    OVER = "ranks that are left are killed"
+
+
+S = State
+ALIVE = (S.STARTING, S.RUNNING, S.PRESSED)
+TABLE = (
+    # in one of these states  when this happens      comes this state  after reporting
+    ((S.RUNNING,), "run begins", S.STARTING, ""),
+    ((S.STARTING,), "first step", S.RUNNING, ""),
+    ((S.STARTING,), "Ctrl-C", S.PRESSED, ""),
+    ((S.RUNNING,), "second Ctrl-C", S.PRESSED, ""),
+    (ALIVE, "rank failed", S.FAILED, "rank"),
+    (ALIVE, "rank 0 gone", S.OVER, "rank 0 gone"),
+    (ALIVE, "rank 0 done", S.FINISHING, ""),
+    ((S.FAILED,), "rank 0 done", S.ENDING, ""),
+    ((*ALIVE, S.FAILED), "rank 0 failed", S.ENDING, "rank"),
+    ((S.PRESSED, S.FAILED), "time over", S.OVER, "rank 0 killed"),
+    ((S.FAILED,), "rank 0 stopped", S.OVER, "rank 0 killed"),
+    ((S.FINISHING,), "rank failed", S.ENDING, "rank"),
+    ((S.FINISHING,), "time over", S.OVER, "late"),
+    ((S.ENDING,), "time over", S.OVER, ""),
+    ((S.FINISHING, S.ENDING), "all ended", S.OVER, ""),
+    ((S.FAILED, S.FINISHING, S.ENDING), "rank 0 gone", S.OVER, ""),
+)
+SECONDS = {S.PRESSED: 3.5, S.FAILED: 8.0, S.FINISHING: 60.0, S.ENDING: 1.0}
+"""After which the time of a state is over, unless rank 0 says otherwise. The other states last."""
+KILLED = "was killed by SIGKILL, probably out of memory"
 STOPPED = "does not answer, it is stopped (SIGSTOP)"
 
 
 class Supervisor:
     """Starts the ranks of one run, and stays until all of them have ended."""
 
-    def __init__(self, plan: dict[str, Any], messages: Iterator[str | None]) -> None:
+    def __init__(self, plan: dict[str, Any], lines: _Lines) -> None:
         self.plan = plan
-        self.messages = messages
+        self.lines = lines
         self.rank0 = os.getppid()
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
         self.codes: dict[int, int] = {}
+        self.state = State.STARTING
         self.failure: dict[str, Any] | None = None
-        self._stopping = False
-        self._killed_rank0 = False
-        self.memory = Memory()
-        self._fate = Fate(self.rank0)
+        """The rank that failed first."""
+        self._deadline = float("inf")
+        self._pressed_until = 0.0
+        self._presses = 0
+        self._late: list[int] = []
+        self._all_raised = False
+        """Rank 0 knows that all ranks have raised its error; the others may not have noted it yet."""
+        self._has_killed_rank0 = False
 
     def start(self) -> None:
         for spec in self.plan["ranks"]:
@@ -78,277 +122,153 @@ class Supervisor:
             )
             if spec["log"]:
                 out.close()
-        _say({"started": [process.pid for process in self.ranks.values()]})
+        _send({"started": [process.pid for process in self.ranks.values()]})
 
     def watch(self) -> None:
-        """Watches until rank 0 requests the end, is gone, or has not reacted to another rank's failure."""
-        deadline = None
-        for message in self.messages:
-            self._hear_signals()
-            self.memory.look([self.rank0, *(process.pid for process in self.ranks.values())])
-            self._end_the_lonely()
-            self._reap()
-            if self.failure and deadline is None:
-                self._report()
-                _say({"failed": self.failure})
-                deadline = time.monotonic() + REACTION_SECONDS
-            if message is None:
-                # A stopped rank 0 could not react, however long it is given
-                if deadline is not None and (time.monotonic() > deadline or _is_stopped(self.rank0)):
-                    state = STOPPED if _is_stopped(self.rank0) else "did not react to that"
-                    _tell(f"rank 0 (process {self.rank0}) {state}: ending it.")
-                    self._kill_rank0()
-                    self.end(0.0)
-                    return
-            elif message == "":
-                if self.failure is None and len(self.codes) < len(self.ranks):
-                    how = self._fate.words()
-                    how += self.memory.about(self.rank0) if SIGKILL in how else ""
-                    first = self.plan["rank0"]
-                    _tell(f"rank {first} (process {self.rank0}) {how}. It ended unexpectedly: ending the others.")
-                self.end(0.0)
+        """Follows :data:`TABLE` until the run is over, then ends what is left of it."""
+        while self.state is not State.OVER:
+            for event, seconds in self._events():
+                self._follow(event, seconds)
+        self.end()
+
+    def _events(self) -> Iterator[tuple[str, float | None]]:
+        """The events since the last call, which is :data:`POLL_SECONDS` ago if there are none."""
+        for line in self.lines.read():
+            request: dict[str, Any] = json.loads(line) if line else {"do": "rank 0 gone"}
+            self._all_raised = request["do"] == "all raised" or (self._all_raised and request["do"] != "run begins")
+            if request["do"] == "run begins":  # a rank that has ended in an error of all ranks does not take part
+                for spec in self.plan["ranks"]:
+                    with contextlib.suppress(OSError):
+                        os.unlink(spec["error"])
+            yield request["do"], request.get("seconds")
+        while _presses:
+            self._presses += _presses.pop()
+            yield "second Ctrl-C" if self._presses > 1 and self.state is not State.STARTING else "Ctrl-C", None
+        failed = [spec for spec in self.plan["ranks"] if self._has_failed(spec)]
+        if failed:  # all were looked at before one is named
+            yield "rank failed", None
+        if _is_stopped(self.rank0):
+            yield "rank 0 stopped", None
+        if len(self.codes) == len(self.ranks):
+            yield "all ended", None
+        if time.monotonic() > self._deadline:
+            yield "time over", None
+
+    def _has_failed(self, spec: dict[str, Any]) -> bool:
+        """Whether this rank has ended in an error that not all ranks have raised."""
+        rank = spec["rank"]
+        if rank not in self.codes:
+            if (code := self.ranks[rank].poll()) is None:
+                return False
+            self.codes[rank] = code
+            if code not in (0, PREEMPTED_EXIT_CODE):
+                _send({"lost": rank})
+        if (code := self.codes[rank]) in (0, PREEMPTED_EXIT_CODE):
+            return False
+        error = _error_of(spec) if code > 0 else None
+        if error is None and self.failure is None and self.state is not State.ENDING:  # it could not say anything
+            what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+            self.failure = self._describe(spec, KILLED if code == -signal.SIGKILL else what, _tail(spec["log"]))
+        return error is None or self._is_alone(error)
+
+    def _is_alone(self, error: dict[str, Any]) -> bool:
+        """Whether not all ranks have raised ``error``: rank 0 has raised those of all ranks too, and shows them."""
+        return not (error["alike"] or self._all_raised)
+
+    def _follow(self, event: str, seconds: float | None) -> None:
+        for states, name, following, report in TABLE:
+            if self.state in states and name == event:
+                self.state = following
+                seconds = SECONDS.get(following) if seconds is None else seconds
+                self._deadline = float("inf") if seconds is None else time.monotonic() + seconds
+                if following is State.PRESSED:
+                    self._pressed_until = self._deadline
+                self._report(report)
                 return
-            else:
-                self._on_request(json.loads(message))
-                return
 
-    def _hear_signals(self) -> None:
-        """Passes rank 0's signals back to it: its interpreter writes their numbers to the file in C, at once, even
-        while its Python code is blocked."""
-        if self.plan.get("signals") is None:
-            return
-        with contextlib.suppress(OSError):
-            for number in os.read(self.plan["signals"], 64):
-                if number in (signal.SIGINT, signal.SIGTERM):
-                    _say({"signal": number})
-
-    def _end_the_lonely(self) -> None:
-        """Kills a rank that raised an error alone and lives on because its script caught it: the others would wait for
-        it in their next collective."""
-        for spec in self.plan["ranks"]:
-            rank = spec["rank"]
-            if rank in self.codes or not (error := _error_of(spec, before=time.time() - ALONE_SECONDS)):
-                continue
-            if error.get("alone"):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.ranks[rank].pid, signal.SIGKILL)
-
-    def _on_request(self, request: dict[str, Any]) -> None:
-        if request["do"] == "stop":
-            self._stopping = True
-            if self.failure is None and request.get("failed_at"):
-                self._find_earlier_failure(request["failed_at"])
-        self.end(request["seconds"])
-
-    def _find_earlier_failure(self, failed_at: float) -> None:
-        """Looks for a rank whose failure came before rank 0's and may be its cause, to report that one."""
-        deadline = time.monotonic() + BLAME_SECONDS
-        while time.monotonic() < deadline and self.failure is None and len(self.codes) < len(self.ranks):
-            if any(_error_of(spec, before=failed_at) for spec in self.plan["ranks"]):
-                break
-            self._reap()
-            time.sleep(POLL_SECONDS)
-        for spec in self.plan["ranks"]:
-            if (error := _error_of(spec, before=failed_at)) and not error.get("alike"):
-                self.failure = self._describe(spec, f"failed: {error['summary']}", error["traceback"])
-        for spec in self.plan["ranks"]:
-            if _is_stopped(self.ranks[spec["rank"]].pid):  # the cause: the ranks that failed were waiting for this one
-                self.failure = self._describe(spec, STOPPED, "")
-        if self.failure:
-            self._report()
-
-    def end(self, seconds: float) -> None:
-        """Gives the ranks ``seconds`` to end by themselves, then kills them and the processes they have started."""
-        deadline = time.monotonic() + seconds
-        while len(self.codes) < len(self.ranks) and time.monotonic() < deadline:
-            self._reap()
-            if self.failure and not self._stopping:  # rank 0 is done, and another rank has failed after it
-                self._report()
-                deadline = min(deadline, time.monotonic() + 1.0)
-                self._stopping = True
-            time.sleep(POLL_SECONDS)
-        late = [rank for rank in self.ranks if rank not in self.codes]
-        for rank, process in self.ranks.items():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # also processes that an ended rank has left behind
-            if rank in late:
-                self.codes[rank] = process.wait()
-        if late and seconds and not self._stopping:
-            _tell(f"rank {', '.join(map(str, late))} had not ended {seconds:.0f} s after rank 0: killed.")
-        self._remove_files()
-        _say({"ended": self.codes, "failed": self.failure, "late": late})
-
-    def _remove_files(self) -> None:
-        """The run's own folder, and the scratch folders (sockets of data loader workers) of killed processes."""
-        for spec in self.plan["ranks"]:
-            with contextlib.suppress(OSError), open(spec["ready"], encoding="utf-8") as path:
-                shutil.rmtree(path.read(), ignore_errors=True)
-        if os.getppid() != self.rank0 or self._killed_rank0:
-            shutil.rmtree(self.plan["scratch"], ignore_errors=True)
-        shutil.rmtree(self.plan["folder"], ignore_errors=True)
-
-    def _reap(self) -> None:
-        for spec in self.plan["ranks"]:
-            rank = spec["rank"]
-            if rank in self.codes or self.ranks[rank].poll() is None:
-                continue
-            code = self.codes[rank] = self.ranks[rank].returncode
-            if code in (0, PREEMPTED_EXIT_CODE) or self.failure:
-                continue
-            error = _error_of(spec)
-            if error and error.get("alike"):  # rank 0 has raised it too, and shows it
-                _say({"exited": rank})
-            elif error:
-                self.failure = self._describe(spec, f"failed: {error['summary']}", error["traceback"])
-            elif code == -signal.SIGKILL:
-                about = self.memory.about(self.ranks[rank].pid)
-                self.failure = self._describe(spec, f"was {SIGKILL}{about}", _tail(spec["log"]))
-            else:
-                what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-                self.failure = self._describe(spec, what, _tail(spec["log"]))
+    def _report(self, what: str) -> None:
+        """Tells the user what has led to the new state."""
+        if what == "rank 0 gone" and not self._pressed_until and len(self.codes) < len(self.ranks):
+            _tell(f"{self._rank0()} has ended unexpectedly, as if it {KILLED}: ending the others.")
+        elif what == "rank 0 killed":
+            self._kill_rank0()
+        elif what == "late":
+            self._late = [rank for rank in self.ranks if rank not in self.codes]
+            _tell(f"rank {', '.join(map(str, self._late))} had not ended in time after rank 0: killed.")
+        elif what == "rank":
+            for spec in self.plan["ranks"]:
+                if _is_stopped(self.ranks[spec["rank"]].pid):  # ranks that failed were waiting for this one
+                    self.failure = self._describe(spec, STOPPED, "")
+                elif self.failure is None and (error := _error_of(spec)) and error["first"] and self._is_alone(error):
+                    self.failure = self._describe(spec, f"failed: {error['summary']}", error["traceback"])
+            if self.failure is not None and not self.failure["told"]:
+                self.failure["told"] = True
+                log = f"; its log: {self.failure['log']}" if self.failure["log"] else ""
+                process = self.ranks[self.failure["rank"]].pid
+                text = f"rank {self.failure['rank']} (process {process}) {self.failure['what']}{log}"
+                _tell(f"{text}\n{self.failure['text']}".rstrip())
 
     def _describe(self, spec: dict[str, Any], what: str, text: str) -> dict[str, Any]:
-        return {"rank": spec["rank"], "what": what, "text": text, "log": spec["log"]}
+        return {"rank": spec["rank"], "what": what, "text": text, "log": spec["log"], "told": False}
 
-    def _report(self) -> None:
-        assert self.failure is not None
-        failure = self.failure
-        log = f"; its log: {failure['log']}" if failure.get("log") else ""
-        process = self.ranks[failure["rank"]].pid
-        _tell(f"rank {failure['rank']} (process {process}) {failure['what']}{log}\n{failure['text']}".rstrip())
+    def _rank0(self) -> str:
+        return f"rank {self.plan['rank0']} (process {self.rank0})"
 
     def _kill_rank0(self) -> None:
         if os.getppid() == self.rank0:
+            why = "was asked to end, and did not" if self._pressed_until else "did not react to that"
+            _tell(f"{self._rank0()} {STOPPED if _is_stopped(self.rank0) else why}: ending it.")
             os.kill(self.rank0, signal.SIGKILL)
-            self._killed_rank0 = True
+            self._has_killed_rank0 = True
+
+    def end(self) -> None:
+        """Kills the ranks that are left and the processes that ranks have started, and removes files."""
+        for rank, process in self.ranks.items():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # also processes that an ended rank has left behind
+            self.codes[rank] = process.wait()
+        for spec in self.plan["ranks"]:  # scratch folders of killed processes: sockets of data loader workers
+            with contextlib.suppress(OSError), open(spec["scratch"], encoding="utf-8") as path:
+                shutil.rmtree(path.read(), ignore_errors=True)
+        shutil.rmtree(self.plan["folder"], ignore_errors=True)
+        insists = time.monotonic() < self._pressed_until
+        _send({"ended": self.codes, "failed": self.failure, "late": self._late, "insists": insists})
+        while os.getppid() == self.rank0 and time.monotonic() < self._pressed_until:
+            time.sleep(POLL_SECONDS)
+        if self._pressed_until:
+            self._kill_rank0()
+        if self._has_killed_rank0 or os.getppid() != self.rank0:
+            shutil.rmtree(self.plan["scratch"], ignore_errors=True)
 
 
-SIGKILL = "killed by SIGKILL, probably out of memory"
+_presses: list[int] = []
+"""One for each Ctrl-C that was not heard yet."""
 
 
-class Memory:
-    """The memory that each rank last held, for the report on a rank that was killed."""
+class _Lines:
+    """Lines that rank 0 sends."""
 
     def __init__(self) -> None:
-        self.last: dict[int, int] = {}
-        """Process -> its resident memory at the last reading, KiB."""
-        self._kills = _oom_kills()
-        self._next = 0.0
+        self._rest = b""
 
-    def look(self, pids: list[int]) -> None:
-        """Reads the memory of ``pids``, at most every :data:`MEMORY_SECONDS`."""
-        if time.monotonic() < self._next:
-            return
-        self._next = time.monotonic() + MEMORY_SECONDS
-        for pid in pids:
-            if held := _field(f"/proc/{pid}/status", "VmRSS:"):
-                self.last[pid] = held
+    def read(self) -> list[str]:
+        """Those that are there, after at most :data:`POLL_SECONDS`; an empty one once rank 0 is gone."""
+        if not select.select([0], [], [], POLL_SECONDS)[0]:
+            return []
+        if not (chunk := os.read(0, 1 << 16)):
+            time.sleep(POLL_SECONDS)  # the end of file is there at once, each time
+            return [""]
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        return [line.decode() for line in lines]
 
-    def about(self, pid: int) -> str:
-        """The facts about the end of ``pid``, as a text that follows :data:`SIGKILL`."""
-        said = []
-        if pid in self.last:
-            said.append(f"it last held {_gib(self.last[pid])}")
-        total, free = _field("/proc/meminfo", "MemTotal:"), _field("/proc/meminfo", "MemAvailable:")
-        if total and free:
-            said.append(f"{_gib(free)} of the host's {_gib(total)} are available now")
-        kills = _oom_kills()
-        if kills is not None and self._kills is not None:
-            new = kills - self._kills
-            said.append(f"the kernel counted {new} kill{'' if new == 1 else 's'} for lack of memory since the start")
-        return f" ({', '.join(said)})" if said else ""
+    def first(self) -> str:
+        """The first line, of which no other is expected before it is answered."""
+        while not (lines := self.read()):
+            pass
+        return lines[0]
 
 
-def _gib(kib: int) -> str:
-    return f"{kib / 2**20:.2f} GiB"
-
-
-def _field(path: str, name: str) -> int | None:
-    try:
-        with open(path) as lines:
-            return next(int(line.split()[1]) for line in lines if line.startswith(name))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return None
-
-
-def _oom_kills() -> int | None:
-    """Kills for lack of memory in this control group (a container, a SLURM job), or on the whole host if the group has
-    no count."""
-    folders = ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"]
-    with contextlib.suppress(OSError), open("/proc/self/cgroup") as lines:
-        for line in lines:
-            number, controllers, path = line.strip().split(":", 2)
-            if number == "0":
-                folders[:0] = [f"/sys/fs/cgroup{path}", f"/sys/fs/cgroup/unified{path}"]
-            elif controllers == "memory":
-                folders.insert(0, f"/sys/fs/cgroup/memory{path}")
-    for folder in folders:
-        for name in ("memory.events", "memory.oom_control"):  # cgroup v2, v1
-            if (found := _field(f"{folder}/{name}", "oom_kill ")) is not None:
-                return found
-    return _field("/proc/vmstat", "oom_kill ")
-
-
-class Fate:
-    """Finds out how rank 0 ended, which is no child of this process, so that it cannot wait for its exit code."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._handle = -1
-        with contextlib.suppress(OSError, AttributeError):  # Linux
-            self._handle = os.pidfd_open(pid)
-
-    def words(self) -> str:
-        """Its end in words; the likeliest one if the kernel does not say."""
-        with contextlib.suppress(OSError):
-            select.select([self._handle], [], [], 1.0) if self._handle >= 0 else time.sleep(POLL_SECONDS)
-        status = self._from_handle()
-        status = self._from_parent() if status is None else status
-        if status is None:
-            return f"ended without a word, as if {SIGKILL}"
-        if number := status & 0x7F:
-            return f"was {SIGKILL}" if number == signal.SIGKILL else f"was killed by {signal.Signals(number).name}"
-        return f"ended with exit code {status >> 8}"
-
-    def _from_handle(self) -> int | None:
-        """Linux 6.15 and later: ``PIDFD_GET_INFO`` of ``PIDFD_INFO_EXIT``, ``struct pidfd_info`` of <linux/pidfd.h>."""
-        info = bytearray(struct.pack("=QQ11Ii", 1 << 3, 0, *[0] * 12))
-        try:
-            fcntl.ioctl(self._handle, (3 << 30) | (len(info) << 16) | (0xFF << 8) | 11, info)
-        except (OSError, ValueError):
-            return None
-        mask, *_, code = struct.unpack("=QQ11Ii", info)
-        return int(code) if mask & (1 << 3) else None
-
-    def _from_parent(self) -> int | None:
-        """Only while it is a zombie: until its parent has read the exit code."""
-        try:
-            with open(f"/proc/{self._pid}/stat") as line:
-                fields = line.read().rsplit(")", 1)[1].split()
-            return (int(fields[49]) or None) if fields[0] == "Z" else None
-        except (OSError, IndexError, ValueError):
-            return None
-
-
-def _messages() -> Iterator[str | None]:
-    """Lines from rank 0; ``None`` after each :data:`POLL_SECONDS` without one, ``""`` once at the end of file."""
-    buffer = b""
-    while True:
-        ready, _, _ = select.select([0], [], [], POLL_SECONDS)
-        if not ready:
-            yield None
-            continue
-        chunk = os.read(0, 1 << 16)
-        if not chunk:
-            yield ""
-            return
-        buffer += chunk
-        while b"\n" in buffer:
-            line, buffer = buffer.split(b"\n", 1)
-            yield line.decode()
-
-
-def _say(message: dict[str, Any]) -> None:
+def _send(message: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         os.write(1, json.dumps(message).encode() + b"\n")
 
@@ -358,14 +278,14 @@ def _tell(text: str) -> None:
         os.write(2, f"lightning_zero: {text}\n".encode(errors="replace"))
 
 
-def _error_of(spec: dict[str, Any], before: float = float("inf")) -> dict[str, Any] | None:
-    """The rank's own report of its failure, if it is from before ``before`` (seconds since the epoch)."""
+def _error_of(spec: dict[str, Any]) -> dict[str, Any] | None:
+    """The rank's own report of its failure."""
     try:
-        with open(spec["errors"], encoding="utf-8") as lines:
+        with open(spec["error"], encoding="utf-8") as lines:
             error: dict[str, Any] = json.load(lines)
     except (OSError, ValueError):
         return None
-    return error if error["at"] < before else None
+    return error
 
 
 def _tail(path: str | None) -> str:
@@ -397,19 +317,19 @@ def _die_with_parent() -> None:
 
 def main() -> None:
     """Reads the plan, starts the ranks, and returns when the last of them has ended."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         # Rank 0 decides what a signal means. No SIG_IGN, which the ranks would inherit, unlike a handler.
         signal.signal(number, lambda *_: None)
-    messages = _messages()
-    plan = next(message for message in messages if message is not None)
-    if not plan:
+    signal.signal(signal.SIGINT, lambda *_: _presses.append(1))
+    lines = _Lines()
+    if not (plan := lines.first()):
         return
-    supervisor = Supervisor(json.loads(plan), messages)
+    supervisor = Supervisor(json.loads(plan), lines)
     try:
         supervisor.start()
         supervisor.watch()
     except BaseException:
-        supervisor.end(0.0)
+        supervisor.end()
         raise
 
 

@@ -6,9 +6,7 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 
 FULL = "LIGHTNING_ZERO_FULL_TRACEBACK"
 """Set to 1 in the environment, tracebacks are shown whole."""
@@ -16,7 +14,6 @@ _OURS = str(Path(__file__).resolve().parents[1])
 _STDLIB = tuple({os.path.realpath(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")})
 _MAX_OWN_FRAMES = 8
 _MAX_MESSAGE_LINES = 12
-_MAX_CAUSES = 3
 
 
 def whole(error: BaseException) -> str:
@@ -25,12 +22,12 @@ def whole(error: BaseException) -> str:
 
 
 def folded(error: BaseException) -> str:
-    """The traceback of ``error``, at most about 30 lines: the user's frames and the innermost one, how many frames of
-    which libraries lie between, the message, and one line for each of its causes."""
+    """The traceback of ``error``, at most about 30 lines: the user's frames and the innermost one, the number of frames
+    that are left out between them, the message, and one line for its cause."""
     if os.environ.get(FULL) == "1":
         return whole(error)
-    lines = ["Traceback (most recent call last):", *_frames(error.__traceback__), *_message(error)]
-    for cause in list(_causes(error))[:_MAX_CAUSES]:
+    lines = ["Traceback (most recent call last):", *_frames(error), *_message(error)]
+    if (cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
         frames = traceback.extract_tb(cause.__traceback__)
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         lines.append(f"caused by {summary(cause)}{where}")
@@ -81,44 +78,19 @@ def is_python(filename: str) -> bool:
     return path.startswith(_STDLIB) and "site-packages" not in path
 
 
-def _frames(tb: TracebackType | None) -> Iterator[str]:
-    frames = traceback.extract_tb(tb)
+def _frames(error: BaseException) -> Iterator[str]:
+    frames = traceback.extract_tb(error.__traceback__)
     own = [i for i, frame in enumerate(frames) if is_users(frame.filename)][-_MAX_OWN_FRAMES:]
-    shown = {*own, len(frames) - 1}
-    for is_shown, group in groupby(enumerate(frames), lambda item: item[0] in shown):
-        if is_shown:
-            for _, frame in group:
-                yield f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}'
-                if frame.line:
-                    yield f"    {frame.line}"
-        else:
-            names = list(group)
-            libraries = list(dict.fromkeys(_library(frame.filename) for _, frame in names))
-            yield f"  [{len(names)} frames of {', '.join(libraries)}]"
-
-
-def _library(filename: str) -> str:
-    parts = Path(filename).parts
-    for folder in ("site-packages", "dist-packages"):
-        if folder in parts:
-            return Path(parts[parts.index(folder) + 1]).stem
-    if filename.startswith(_OURS):
-        return Path(_OURS).name
-    return "your own code" if is_users(filename) else "python"
+    shown = sorted({*own, len(frames) - 1} - {-1})
+    for before, i in zip([-1, *shown], shown, strict=False):
+        if left_out := i - before - 1:
+            yield f"  [{left_out} frames of libraries]"
+        yield f'  File "{frames[i].filename}", line {frames[i].lineno}, in {frames[i].name}'
+        if frames[i].line:
+            yield f"    {frames[i].line}"
 
 
 def _message(error: BaseException) -> list[str]:
     lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
     more = len(lines) - _MAX_MESSAGE_LINES
     return lines if more <= 1 else [*lines[:_MAX_MESSAGE_LINES], f"[{more} more lines]"]
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen = {id(error)}
-    while True:
-        following = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-        if following is None or id(following) in seen:
-            return
-        error = following
-        seen.add(id(error))
-        yield error

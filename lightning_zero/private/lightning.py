@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ LIGHTNING = Library(
         # the trainer's connectors
         Needed(f"{_CONNECTORS}.signal_connector:_HandlersCompose.__init__", stores="signal_handlers"),
         Needed(f"{_CONNECTORS}.signal_connector:_SignalConnector._sigterm_notifier_fn", takes="self, signum, _"),
+        Needed(f"{_CONNECTORS}.signal_connector:_SignalConnector._slurm_sigusr_handler_fn", takes="self, signum, _"),
         Needed(f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.dump_checkpoint", takes="self, weights_only"),
         Needed("lightning.pytorch:Trainer.__init__", stores="_checkpoint_connector _signal_connector"),
         Needed("lightning.pytorch:Trainer.save_checkpoint", stores="_checkpoint_connector dump_checkpoint"),
@@ -128,7 +130,7 @@ __all__ = [
     "MockOptimizer",
     "SubprocessScriptLauncher",
     "after_closure",
-    "answer_sigterm_by",
+    "answer_signals_by",
     "backend_of",
     "change_training_loader",
     "checkpoint_connector",
@@ -230,22 +232,23 @@ def checkpoint_connector(trainer: Any) -> Any:
 class Collector(_MultiProcessingLauncher):
     """Lightning's way of bringing results back from processes, without the empty folder that it leaves behind."""
 
-    folder = ""
+    def __init__(self, strategy: Any, start_method: Any, folder: str) -> None:
+        super().__init__(strategy, start_method)
+        self.folder = folder
 
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
-        default = tempfile.tempdir
-        tempfile.tempdir = self.folder
-        try:  # a whole state_dict is collective for shards: all ranks come here
-            return super()._collect_rank_zero_results(trainer, results)
-        finally:
-            tempfile.tempdir = default
+        tempfile.tempdir = self.folder  # of a rank that has nothing else to do
+        # a whole state_dict is collective for shards: all ranks come here
+        return super()._collect_rank_zero_results(trainer, results)
 
-    def run_rank(self, index: int, trainer: Any, function: Any, args: Any, kwargs: Any, box: Any, state: Any) -> None:
-        """Calls ``function`` in rank ``index`` and puts its results into ``box``."""
+    def run_rank(self, index: int, trainer: Any, function: Any, args: Any, kwargs: Any, state: Any) -> Any:
+        """Calls ``function`` in rank ``index``; what rank 0 sends back, ``None`` from others."""
+        box: Any = SimpleQueue()
         self._wrapping_function(index, trainer, function, args, kwargs, box, state)
+        return None if box.empty() else box.get()
 
     def recover(self, output: Any, trainer: Any) -> None:
-        """Gives what rank 0 put into its box to the trainer of this process."""
+        """Gives what rank 0 has sent back to the trainer of this process."""
         self._recover_results_in_main_process(output, trainer)
 
 
@@ -260,9 +263,11 @@ def set_main_port(environment: LightningEnvironment, port: int) -> None:
     environment._main_port = port
 
 
-def answer_sigterm_by(trainer: Any, handler: Callable[[int, Any], None]) -> None:
-    """Lightning's own answer to SIGTERM is a collective inside the handler, and comes before training begins."""
+def answer_signals_by(trainer: Any, handler: Callable[[int, Any], None]) -> None:
+    """Lightning's own answers to SIGTERM, and to SLURM's signal before the time limit, are collectives inside the
+    handler, and come before training begins."""
     trainer._signal_connector._sigterm_notifier_fn = handler
+    trainer._signal_connector._slurm_sigusr_handler_fn = handler
 
 
 # -- strategies ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.callbacks import ZeroMonitor
-from lightning_zero.launch.launcher import LaunchedDDP, destroy_process_group
+from lightning_zero.launch.launcher import destroy_process_group
 from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
 from tests.helpers.ranks import outcome
 
@@ -62,6 +63,39 @@ def _trainer(strategy: Any, **more: Any) -> L.Trainer:
     return L.Trainer(strategy=strategy, accelerator="cpu", devices=devices, **{**quiet, "max_epochs": 1, **more})
 
 
+# -- collectives that are queued on a device -------------------------------------------------------------------------
+
+
+class _Device(ZeroStrategy):
+    """As on a GPU, where collectives wait in a queue."""
+
+    queues_collectives = True
+
+
+class _Parts(Module):
+    def look(self) -> Any:
+        if self.global_rank == 1 and len(self.seen) == 1:
+            raise ValueError("elsewhere")
+
+
+def _in_a_group_at_teardown() -> tuple[str, list[bool], str]:
+    trainer, seen = _trainer(_Device(stage=3)), []
+    trainer.strategy.accelerator.teardown = lambda: seen.append(dist.is_initialized())  # frees the device's memory
+    kind, _ = outcome(trainer.fit, _Parts(fails_at=1), _data())
+    return kind, seen, outcome(trainer.fit, Module(), _data())[1]
+
+
+def test_ranks_that_part_leave_their_group_before_memory_is_freed(ranks2: Any) -> None:
+    """To free it waits for all that is queued: for ever, if another rank never joins."""
+    for (kind, seen, then), expected in zip(
+        ranks2(_in_a_group_at_teardown), ("LookupError", "ValueError"), strict=True
+    ):
+        assert kind == expected
+        assert seen
+        assert not any(seen)
+        assert "another run in this script is not possible" in then
+
+
 # -- warnings --------------------------------------------------------------------------------------------------------
 
 
@@ -98,31 +132,10 @@ def _one_task(folder: str) -> None:
     os.chdir(folder)
 
 
-def _requeues(ddp: bool, fails_at: int, folder: str) -> tuple[list[bool], bool]:
-    _one_task(folder)
-    environment = SLURMEnvironment()
-    module = Module(fails_at)
-    module.look = lambda: environment.auto_requeue  # type: ignore[method-assign]
-    trainer = _trainer(LaunchedDDP() if ddp else ZeroStrategy(), plugins=[environment], max_steps=3)
-    assert environment.auto_requeue  # nothing has begun
-    _ = outcome(lambda: trainer.fit(module, _data()))
-    return module.seen, environment.auto_requeue
-
-
-@pytest.mark.parametrize(("ddp", "fails_at"), [(False, 1), (False, 99), (True, 99)])
-def test_requeueing_by_lightning_is_off_for_the_run_alone(
-    ranks1: Any, ddp: bool, fails_at: int, tmp_path: Path
-) -> None:
-    ((seen, after),) = ranks1(_requeues, ddp, fails_at, str(tmp_path))
-    assert seen
-    assert not any(seen)
-    assert after
-
-
 class _SignalledInSetup(L.Callback):
     """The step sync is there, and has not yet taken over the signal."""
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
 
 

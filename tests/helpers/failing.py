@@ -93,11 +93,9 @@ if __name__ == "__main__":
     if "again" not in WORDS:
         fit(module, "first")
         sys.exit()
-    streams = sys.stdout, sys.stderr
     try:
         fit(module, "first")
     except Exception as error:
-        _say("STREAMS as before" if (sys.stdout, sys.stderr) == streams else "STREAMS of the run")
         _say(f"CAUGHT rank {RANK}: {type(error).__name__}: {error}")
     if "same" not in WORDS:
         module = Module("none")

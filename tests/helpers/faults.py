@@ -37,7 +37,7 @@ class Fault:
     """Whether the run ends with it; else it goes on, and ends as if nothing had happened."""
 
 
-OUT_OF_MEMORY = "killed by SIGKILL, probably out of memory (it last held"
+OUT_OF_MEMORY = "killed by SIGKILL, probably out of memory"
 FAULTS = {
     "exception-0": Fault("exception on rank 0", 0, ("LookupError: rank 0 is not well", "Traceback")),
     "exception-1": Fault("exception on rank 1", 1, ("rank 1 (process", "LookupError: rank 1 is not well", "Traceback")),

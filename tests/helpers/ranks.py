@@ -471,6 +471,7 @@ def _reset(env: dict[str, str]) -> None:
     from lightning_zero.launch import launcher, rendezvous
 
     launcher.destroy_process_group()
+    launcher.refusal = None
     rendezvous.forget()  # the next job's agent may have the port of one that only some of its ranks were in
     os.environ.clear()
     os.environ.update(env)

@@ -18,7 +18,7 @@ def _compare(store: Any, said: list[tuple[str, float]], size: int) -> list[str |
 
     def raise_it(rank: int, alike: str, seconds: float) -> None:
         threading.Event().wait(seconds)
-        verdicts[rank] = failure.compare(store, rank, size, f"{alike}!", alike, lambda: False)
+        verdicts[rank] = failure.compare(store, rank, size, f"{alike}!", alike).why
 
     threads = [threading.Thread(target=raise_it, args=(rank, *each)) for rank, each in enumerate(said)]
     for thread in threads:
@@ -75,7 +75,7 @@ def test_a_folded_traceback_has_the_users_frames_and_fits_on_a_screen():
     with pytest.raises(ValueError, match="column 2") as found:
         __import__("json").loads("{")
     lines = tracebacks.folded(found.value).splitlines()
-    assert any("frames of python]" in line for line in lines)
+    assert any("frames of libraries]" in line for line in lines)
     assert any("in raw_decode" in line or "in decode" in line for line in lines)  # the innermost is shown
     assert not tracebacks.is_told_by_its_message(found.value)
 
@@ -86,6 +86,6 @@ def test_a_store_that_never_answers_does_not_keep_a_rank(monkeypatch):
     monkeypatch.setattr(failure, "WAIT_SECONDS", 0.1)
     monkeypatch.setattr(failure, "ANSWER_SECONDS", 0.2)
     monkeypatch.setattr(failure, "ask_the_others", lambda *args: held.wait(60.0))
-    strategy = SimpleNamespace(num_processes=2, num_nodes=1)
-    assert failure.all_raised(LookupError("x"), strategy, None, lambda: False) == ("rank 0 does not answer", False)
+    strategy = SimpleNamespace(num_processes=2, num_nodes=1, global_rank=1)
+    assert failure.judge(LookupError("x"), strategy, None, lambda: False).why == "rank 0 does not answer"
     held.set()

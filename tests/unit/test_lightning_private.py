@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import signal
+import tempfile
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,22 +203,21 @@ def test_only_lightnings_port_is_chosen_again(monkeypatch: pytest.MonkeyPatch) -
     assert not vars(elastic)
 
 
-def test_results_come_back_from_a_rank(quiet: dict[str, Any], tmp_path: Path) -> None:
+def test_results_come_back_from_a_rank(quiet: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
     """As in a process of its own: the function is called, its results collected into our folder, and handed over."""
     trainer = Trainer(**quiet, strategy=DDPStrategy())
     module = Module()
     trainer.strategy.connect(module)
     trainer.state.fn = "fit"  # type: ignore[assignment]
-    collector = private.Collector(trainer.strategy, "fork")
-    collector.folder = str(tmp_path)
-    box = SimpleNamespace(put=lambda output: setattr(box, "output", output))
+    collector = private.Collector(trainer.strategy, "fork", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # which a rank sets
     trainer.callback_metrics["loss"] = torch.tensor(1.0)
-    collector.run_rank(0, trainer, lambda a, b: a + b, (1,), {"b": 2}, box, None)
-    assert box.output.trainer_results == 3
-    assert Path(box.output.weights_path).is_relative_to(tmp_path)
+    output = collector.run_rank(0, trainer, lambda a, b: a + b, (1,), {"b": 2}, None)
+    assert output.trainer_results == 3
+    assert Path(output.weights_path).is_relative_to(tmp_path)
     again = Trainer(**quiet)
     again.strategy.connect(Module())
-    collector.recover(box.output, again)
+    collector.recover(output, again)
     assert again.callback_metrics["loss"] == 1.0
     assert all(torch.equal(a, b) for a, b in zip(again.lightning_module.parameters(), module.parameters(), strict=True))
 
@@ -318,7 +317,7 @@ def test_sigterm_is_answered_by_ours(quiet: dict[str, Any]) -> None:
     """In place of Lightning's notifier, between whatever handlers there are."""
     told: list[int] = []
     trainer = Trainer(**quiet)
-    private.answer_sigterm_by(trainer, lambda number, frame: told.append(number))
+    private.answer_signals_by(trainer, lambda number, frame: told.append(number))
     trainer._signal_connector.register_signal_handlers()
     try:
         signal.raise_signal(signal.SIGTERM)

@@ -80,19 +80,6 @@ def test_processes_that_stay_meet_again(agents_store):
     assert not first[1].store.check(["new"])
 
 
-def test_one_of_those_who_wait_for_rank_0_says_so(agents_store, monkeypatch, capsys):
-    monkeypatch.setattr(rendezvous, "PATIENCE_SECONDS", 0.2)
-    monkeypatch.setenv(rendezvous.START_SECONDS, "0.6")
-    ranks = [_Rank(agents_store.port, rank, 3) for rank in (1, 2)]
-    monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(str(args.exc_value)))
-    raised: list[str] = []
-    for rank in ranks:
-        rank.join(10)
-    assert len(raised) == 2
-    assert all("for rank 0 of 3 ranks" in text for text in raised)
-    assert len({line.split(" has waited")[0] for line in capsys.readouterr().err.splitlines()}) == 1
-
-
 def test_ranks_that_meet_get_one_store_and_the_missing_is_named(monkeypatch, capsys):
     monkeypatch.setenv(rendezvous.START_SECONDS, "0.6")
     monkeypatch.setattr(rendezvous, "PATIENCE_SECONDS", 0.2)
