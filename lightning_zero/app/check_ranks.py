@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import statistics
 import sys
@@ -425,6 +426,8 @@ def main() -> None:
         Path(job.folder, f"{job.name}-{os.getpid()}.pid").touch()
     end_with_parent()
     warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if job.shares_gpu:
         stage_through_host()
     PARTS[job.name](job)

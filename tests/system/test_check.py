@@ -49,7 +49,7 @@ class Faulty(LightningModule):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if self.stage == 1 and self.global_rank == 1 and batch_idx == 3:
             with torch.no_grad():
-                self.net[2].weight.add_(1.0)
+                self.net[0].weight.add_(1.0)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
