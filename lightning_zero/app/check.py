@@ -12,7 +12,6 @@ part. Otherwise this process starts rank 0, whose Trainer starts the others as i
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -145,7 +144,7 @@ def check(
     if not timeout_seconds > 0:
         raise ValueError(f"timeout_seconds={timeout_seconds:g}: use more than 0.")
     on_gpu, settings = _on_gpu(accelerator), dict(settings or {})
-    _refuse_settings(settings)
+    ZeroConfig(stage=3, **settings)
     precision = _precision(precision, on_gpu)
     environment = _environment()
     num_devices, num_nodes = _ranks(environment, devices, on_gpu)
@@ -220,13 +219,6 @@ def _precision(precision: Any, on_gpu: bool) -> str:
     return name
 
 
-def _refuse_settings(settings: dict[str, Any]) -> None:
-    known = {each.name for each in dataclasses.fields(ZeroConfig)} - {"stage"}
-    if unknown := sorted(settings.keys() - known):
-        raise ValueError(f"settings={{{unknown[0]!r}: ...}}: use keywords of ZeroStrategy other than stage.")
-    ZeroConfig(stage=3, **settings)
-
-
 def _pickle() -> Any:
     try:
         import cloudpickle  # comes with other packages; only classes of a script itself need it
@@ -259,8 +251,9 @@ def _ranks(environment: Any, asked: int | None, on_gpu: bool) -> tuple[int, int]
         if found < 1 or found > (gpus or found):
             raise ValueError(f"devices={found}: use 1 to {gpus}." if gpus else f"devices={found}: use 1 or more.")
         return found, 1
-    local = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition("(")[0])
-    found = asked or int(getattr(environment, "local_size", local))
+    tasks = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))  # "8", "8(x2)"
+    local = re.match(r"\d+", tasks)
+    found = asked or int(getattr(environment, "local_size", local[0] if local else environment.world_size()))
     num_nodes = max(environment.world_size() // found, 1)
     check_world(environment, found, num_nodes)
     return found, num_nodes
@@ -305,9 +298,18 @@ def _run(job: Job, environment: Any, timeout_seconds: float) -> tuple[list[Row],
     log = Path(job.path(f"{job.name}.log")).read_text(encoding="utf-8", errors="replace")
     if job.name == "safe":
         return [_safe(job, error, log, ended)], log
+    while environment is not None and not error and _num_done(job) < job.world_size:
+        time.sleep(0.05)
+        if time.time() > ended + GONE_SECONDS:
+            error = "another rank did not come to its end"
     found = [_read(job, rank) for rank in range(job.world_size)]
     judge = {"same": _same, "fits": _fits, "fast": _fast}[job.name]
     return list(judge(job, found, error and f"{error}: {_last_error(log)}")), log
+
+
+def _num_done(job: Job) -> int:
+    """Ranks that have stored all of their findings: others than rank 0 may be some moments later."""
+    return len(list(Path(job.folder).glob(f"{job.name}-*.done")))
 
 
 def _processes(job: Job, environment: Any, timeout_seconds: float) -> str:

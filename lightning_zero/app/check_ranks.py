@@ -19,6 +19,7 @@ import gc
 import json
 import logging
 import os
+import socket
 import statistics
 import sys
 import threading
@@ -335,7 +336,6 @@ def _raw_loop(job: Job, module: LightningModule, loader: Any, precision: str, wa
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        watch.losses.append(loss.detach())
         if kind == "cuda":
             torch.cuda.synchronize()
         watch.seconds.append(time.perf_counter() - since)
@@ -431,6 +431,7 @@ def main() -> None:
     if job.shares_gpu:
         stage_through_host()
     PARTS[job.name](job)
+    Path(job.path(f"{job.name}-{socket.gethostname()}-{os.getpid()}.done")).touch()
 
 
 if __name__ == "__main__":
