@@ -2,7 +2,7 @@
 
     python benchmarks/versions.py docs/versions.md    # `make test-latest` and `make test-lowest` do it, 5 minutes
 
-The exit status is that of the tests.
+The exit status is that of the tests, then that of `lightning-zero check`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,7 +32,9 @@ def main() -> int:
     lines = page.read_text(encoding="utf-8").splitlines()
     torch, _, _ = version("torch").partition("+")
     page.write_text("\n".join([*(line for line in lines if f"| {torch}" not in line), row, ""]), encoding="utf-8")
-    return result.returncode
+    with tempfile.TemporaryDirectory() as folder:
+        check = [sys.executable, "-m", "lightning_zero", "check", "--out", folder]
+        return result.returncode or subprocess.run(check, cwd=ROOT, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from lightning_zero.registry import register_when_imported
 from lightning_zero.twins import unite_twins
 
 if TYPE_CHECKING:
+    from lightning_zero.app.check import check
     from lightning_zero.checkpoint.pretrained import load_pretrained
     from lightning_zero.checkpoint.store import load_checkpoint
     from lightning_zero.config import (
@@ -33,6 +34,7 @@ __all__ = [
     "ZeroConfig",
     "ZeroStrategy",
     "__version__",
+    "check",
     "load_checkpoint",
     "load_pretrained",
     "plan",
@@ -45,6 +47,7 @@ _LAZY = {
     "OffloadConfig": "lightning_zero.config",
     "ZeroConfig": "lightning_zero.config",
     "ZeroStrategy": "lightning_zero.strategy",
+    "check": "lightning_zero.app.check",
     "load_checkpoint": "lightning_zero.checkpoint.store",
     "load_pretrained": "lightning_zero.checkpoint.pretrained",
     "plan": "lightning_zero.planner",

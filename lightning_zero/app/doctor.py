@@ -70,9 +70,9 @@ def examine(timeout_seconds: float = 120.0) -> dict[str, Section]:
         timeout_seconds: For each of the checks that start processes.
     """
     probes: dict[str, Callable[[], Section]] = {
-        "versions": _versions,
-        "hardware": _hardware,
-        "accelerators": _accelerators,
+        "versions": versions,
+        "hardware": hardware,
+        "accelerators": accelerators,
         "backends": _backends,
         "limits": _limits,
         "two processes": lambda: _collectives(timeout_seconds),
@@ -106,7 +106,8 @@ def run(timeout_seconds: float, as_json: bool) -> int:
 # -- probes ----------------------------------------------------------------------------------------------------------
 
 
-def _versions() -> Section:
+def versions() -> Section:
+    """Of Python, the system, packages and compilers."""
     made = {"python": f"{platform.python_version()} ({sys.executable})", "system": platform.platform()}
     for package in PACKAGES:
         try:
@@ -131,7 +132,8 @@ def _first_line(tool: str, flag: str) -> str:
     return next((line for line in lines if "release" in line), next(iter(lines), "no: it says nothing"))
 
 
-def _hardware() -> Section:
+def hardware() -> Section:
+    """Processors and memory of this host."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -152,7 +154,8 @@ def _shared_memory(folder: str = "/dev/shm") -> str:
     return text
 
 
-def _accelerators() -> Section:
+def accelerators() -> Section:
+    """Name and memory of each device; takes some memory of CUDA devices."""
     made = {}
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):

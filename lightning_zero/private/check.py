@@ -64,8 +64,8 @@ def check(library: Library) -> None:
         raise MovedError(_message(library, moved))
     _checked.add(library)
     if _is_newer(library) and {os.environ.get(name, "0") for name in _RANKS} == {"0"}:
-        found = _found(library)
-        _log.warning("%s", f"{library.name} {found} is newer than {library.name}{library.tested}, which was tested.")
+        newer = f"{library.name} {_found(library)} is newer than {library.name}{library.tested}, which was tested"
+        _log.warning("%s", f"{newer}; `lightning-zero check` compares it with DDP.")
 
 
 @contextmanager

@@ -5,14 +5,17 @@ Skipped where there is no GPU.
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader
 
-from tests.helpers import zoo
+import lightning_zero
+from tests.helpers import account, zoo
 
 
 def _fit(name: str, strategy: Any, precision: str) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -74,3 +77,58 @@ def _fit_without_sync(stage: int, clip: str) -> None:
 @pytest.mark.parametrize("clip", ["norm", "value"])
 def test_no_step_waits_for_the_device(ranks1, stage, clip):
     ranks1(_fit_without_sync, stage, clip)
+
+
+def _overflowing(strategy: Any) -> tuple[float, list[float]]:
+    torch.manual_seed(5)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40, growth_interval=10**6)
+    plugin = MixedPrecision("16-mixed", "cuda", scaler)
+    kind = zoo.KINDS["adamw_foreach"]
+    module = kind.module()
+    trainer = zoo.make_trainer(strategy, accelerator="cuda", max_epochs=6, plugins=[plugin], **kind.trainer)
+    trainer.fit(module, DataLoader(kind.dataset(), batch_size=zoo.BATCH))
+    return float(scaler.get_scale()), module.losses
+
+
+@pytest.mark.parametrize("settings", [{"stage": 2}, {"stage": 3}, {"stage": 3, "offload": "cpu"}])
+def test_an_overflowing_loss_scale_skips_the_same_steps(ranks1, settings):
+    (expected_scale, expected), (scale, losses) = (
+        ranks1(_overflowing, strategy)[0] for strategy in ("auto", {"min_unit_numel": 1, **settings})
+    )
+    assert scale == expected_scale
+    assert losses[-3:] == pytest.approx(expected[-3:], rel=5e-2)
+
+
+def _bytes_per_parameter(strategy: Any) -> tuple[float, float, float]:
+    """At set-up, in the steps, and after them while the Trainer lives."""
+    torch.manual_seed(0)
+    module = account.Stack()
+    numel = sum(p.numel() for p in module.parameters())
+    peaks = []
+
+    class Peaks(Callback):
+        def on_train_start(self, *unused: Any) -> None:
+            peaks.append(torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+
+    torch.cuda.reset_peak_memory_stats()
+    trainer = zoo.make_trainer(strategy, accelerator="cuda", max_steps=4, callbacks=[Peaks()])
+    trainer.fit(module, DataLoader(account.Vectors(), batch_size=1))
+    gc.collect()
+    peaks.append(torch.cuda.max_memory_allocated())
+    return peaks[0] / numel, peaks[1] / numel, torch.cuda.memory_allocated() / numel
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_set_up_and_the_time_after_a_fit_take_no_more_than_steps_and_ddp(ranks1, stage):
+    _, _, left_by_ddp = ranks1(_bytes_per_parameter, "ddp")[0]
+    set_up, steps, left = ranks1(_bytes_per_parameter, {"stage": stage, "min_unit_numel": 1})[0]
+    assert set_up <= 1.05 * steps
+    assert left <= left_by_ddp + 0.5
+
+
+@pytest.mark.timeout(600)
+def test_the_check_passes(tmp_path):
+    """All of it: two ranks on a single GPU over gloo, the others over NCCL."""
+    report = lightning_zero.check(accelerator="gpu", precision="16-mixed", folder=tmp_path, timeout_seconds=200)
+    assert report.ok, str(report)

@@ -33,7 +33,7 @@ PAGES = sorted(path.relative_to(ROOT) for path in (ROOT / "README.md", *(ROOT / 
 PROGRAMS = ("lightning-zero", "python", "make", "pip", "cd", "bash", "torchrun", "srun", "sbatch", "mpirun", "pytest")
 DATA = "data.block_size=32 data.max_characters=20000 data.vocab_size=300"
 MODEL = "model.width=32 model.num_layers=2"
-ELSEWHERE = ("lightning-zero doctor --json",)
+ELSEWHERE = ("lightning-zero doctor --json", "lightning-zero check")
 """What another test types."""
 SWEEPS = pytest.mark.timeout(240)  # ranks of four jobs start one after the other, and import Lightning
 

@@ -115,8 +115,8 @@ def test_a_newer_version_is_named_once(monkeypatch, caplog, found: str, rank: st
     monkeypatch.setenv("LOCAL_RANK", rank)
     for _ in range(2):
         check(Library("lightning", ">=2.6,<2.8", (Needed(f"{HERE}:AClass"),)))
-    text = f"lightning {found} is newer than lightning>=2.6,<2.8, which was tested."
-    assert caplog.messages == [text] * lines
+    assert len(caplog.messages) == lines
+    assert all(f"lightning {found} is newer than lightning>=2.6,<2.8" in text for text in caplog.messages)
 
 
 def test_imports_name_what_moved() -> None:

@@ -1,0 +1,440 @@
+"""The part of ``lightning-zero check`` that its ranks run: ``python -m lightning_zero.app.check_ranks JOB``.
+
+A job is one world of ranks. It writes its findings into ``<name>-<rank>.json`` in the folder of the check, each as soon
+as it is known, so that a crash later loses nothing. :mod:`lightning_zero.app.check` starts jobs and judges findings.
+
+    same   losses and weights of DDP and of each stage, which also resumes from its own checkpoint, in each precision
+    fits   bytes of each stage, measured and planned
+    fast   the same step under DDP, raw ``fully_shard`` and each stage in turn
+    safe   the last rank raises in the middle of a step
+
+On a single GPU two ranks share it over gloo, which knows neither all collectives on CUDA tensors nor their mean, so
+:func:`stage_through_host` moves those through host memory. Values and memory are right then; times are not, so ``fast``
+has one rank and NCCL.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import __version__ as lightning_version
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader
+
+from lightning_zero.callbacks import ZeroMonitor
+from lightning_zero.launch.launcher import LaunchedDDP
+from lightning_zero.launch.session import ERROR_FILE
+from lightning_zero.private.torch import functional_collectives as functional
+from lightning_zero.recipes.gpt import GPT
+from lightning_zero.strategy import ZeroStrategy
+
+FP32 = "32-true"
+STAGES = (1, 2, 3)
+MICRO_BATCHES = 12
+ACCUMULATE = 2
+CLIP = 1.0
+WARMUP_STEPS, TIMED_STEPS, ROUNDS = 2, 6, 3
+RAISES_AT_STEP = 2
+ON_PURPOSE = "raised on purpose by lightning-zero check"
+TIMEOUT_SECONDS = 60.0
+"""For a collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One part of the check, and the world of ranks that runs it."""
+
+    name: str = ""
+    folder: str
+    """For findings and checkpoints; all ranks see it."""
+    accelerator: str
+    devices: int
+    """Ranks on each host."""
+    num_nodes: int = 1
+    one_gpu: bool = False
+    """This machine has one: two ranks share it, or one rank has it where times count."""
+    precision: str
+    settings: Mapping[str, Any]
+    """Of ``ZeroStrategy``, beside the stage."""
+    own: bool = False
+    """``module.pt`` in the folder has the user's module and data."""
+
+    @property
+    def world_size(self) -> int:
+        return self.devices * self.num_nodes
+
+    @property
+    def shares_gpu(self) -> bool:
+        return self.one_gpu and self.devices > 1
+
+    def part(self, name: str) -> Job:
+        """This job with a part of the check."""
+        devices = 2 if self.one_gpu and name != "fast" else self.devices
+        return replace(self, name=name, devices=devices)
+
+    def path(self, name: str) -> str:
+        return str(Path(self.folder, name))
+
+    def strategy(self, stage: int) -> Any:
+        """Stage 0 is DDP."""
+        shared: dict[str, Any] = {}
+        if self.shares_gpu:
+            shared["parallel_devices"] = [torch.device("cuda", 0)] * self.devices
+            shared["process_group_backend"] = "cpu:gloo,cuda:gloo"
+        if not stage:
+            return LaunchedDDP(find_unused_parameters=self.own, **shared)
+        # Blocks of the example are small on CPUs, and each is to be a unit
+        units = {} if self.own else {"min_unit_numel": 1}
+        settings: dict[str, Any] = {"timeout_seconds": TIMEOUT_SECONDS, **units, **self.settings}
+        return ZeroStrategy(stage, **settings, **shared)  # type: ignore[arg-type]
+
+    def trainer(
+        self, stage: int, callback: Any, precision: str, num_batches: int = MICRO_BATCHES, **options: Any
+    ) -> Trainer:
+        return Trainer(
+            strategy=self.strategy(stage),
+            accelerator=self.accelerator,
+            devices=1 if self.shares_gpu else self.devices,
+            num_nodes=self.num_nodes,
+            precision=precision,  # type: ignore[arg-type]
+            callbacks=[callback],
+            max_epochs=1,
+            limit_train_batches=num_batches,
+            limit_val_batches=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=self.folder,
+            **options,
+        )
+
+    def module_and_data(self, large: bool = False, num_batches: int = MICRO_BATCHES) -> tuple[Any, dict[str, Any]]:
+        """Equal each time; the second are arguments of ``Trainer.fit``."""
+        seed_everything(7, verbose=False)
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+        if self.own:
+            module, data = torch.load(self.path("module.pt"), map_location="cpu", weights_only=False)
+            key = "datamodule" if isinstance(data, LightningDataModule) else "train_dataloaders"
+            return module, {key: data}
+        shape = (LARGE_ON_GPU if self.accelerator == "gpu" else LARGE) if large else SMALL
+        return shape.module(), {"train_dataloaders": shape.batches(num_batches * self.world_size)}
+
+
+def strategy_name(stage: int) -> str:
+    """Stage 0 is DDP."""
+    return f"zero{stage}" if stage else "ddp"
+
+
+# -- the example -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size of the example, and of a micro-batch."""
+
+    num_layers: int
+    width: int
+    vocab_size: int
+    batch_size: int
+    length: int
+
+    def module(self) -> Example:
+        return Example(self.vocab_size, self.length, self.num_layers, 4, self.width)
+
+    def batches(self, count: int) -> DataLoader[Tensor]:
+        """Micro-batches of all ranks together, each (batch_size, length + 1)."""
+        random = torch.Generator().manual_seed(1)
+        ids = torch.randint(self.vocab_size, (count * self.batch_size, self.length + 1), generator=random)
+        return DataLoader(ids, batch_size=self.batch_size)  # type: ignore[arg-type]
+
+
+SMALL = Shape(num_layers=2, width=64, vocab_size=128, batch_size=2, length=16)
+LARGE = Shape(num_layers=4, width=128, vocab_size=1024, batch_size=4, length=64)
+LARGE_ON_GPU = Shape(num_layers=8, width=1024, vocab_size=8192, batch_size=8, length=512)
+
+
+class Example(GPT):
+    """The recipe's GPT with a step that raw loops can take as well."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # (B, T + 1)
+        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+# Callbacks of this package count as Lightning's own: a user's hooks would change what the engine keeps gathered.
+
+
+class Watch(Callback):
+    """Losses and times of one fit, and its checkpoints: at ``middle`` after half of the batches, at ``end``."""
+
+    def __init__(self, middle: str | None = None, end: str | None = None) -> None:
+        self.middle, self.end = middle, end
+        self.losses: list[Tensor] = []
+        self.seconds: list[float] = []
+        self.first_batch = 0
+        self._since = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not self.losses:
+            self.first_batch = batch_idx
+        # Dropout is alike whatever drew random numbers before, so a resumed run can be compared
+        torch.manual_seed(1000 * trainer.global_rank + batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            self.losses.append(loss.detach().float())
+        half = int(trainer.num_training_batches) // (2 * ACCUMULATE) * ACCUMULATE
+        if self.middle and batch_idx + 1 == half:
+            trainer.save_checkpoint(self.middle)
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds.append(now - self._since)
+        self._since = now
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.end:
+            trainer.save_checkpoint(self.end)
+
+
+def store(job: Job, found: Mapping[str, Any]) -> None:
+    """What this rank has found so far."""
+    path = job.path(f"{job.name}-{dist.get_rank() if dist.is_initialized() else 0}.json")
+    Path(f"{path}.new").write_text(json.dumps(found), encoding="utf-8")
+    os.replace(f"{path}.new", path)
+
+
+# -- jobs ------------------------------------------------------------------------------------------------------------
+
+
+def compare(job: Job) -> None:
+    """Trains under DDP and at each stage, in each precision."""
+    found: dict[str, Any] = {}
+    for stage in (0, *STAGES):
+        for precision in dict.fromkeys((FP32, job.precision)):
+            name = f"{strategy_name(stage)} {precision}"
+            try:
+                found[name] = _train(job, stage, precision, name)
+            except Exception as error:  # alike on all ranks, or no further run begins
+                found[name] = {"error": f"{type(error).__name__}: {error}"}
+            store(job, found)
+
+
+def _train(job: Job, stage: int, precision: str, name: str) -> dict[str, Any]:
+    middle = job.path(f"{name} middle.ckpt")
+    found: dict[str, Any] = {}
+    for word, resume in (("end", None), ("resumed", middle)) if stage else (("end", None),):
+        module, data = job.module_and_data()
+        watch = Watch(middle if stage and not resume else None, job.path(f"{name} {word}.ckpt"))
+        automatic: dict[str, Any] = {"accumulate_grad_batches": ACCUMULATE, "gradient_clip_val": CLIP}
+        trainer = job.trainer(stage, watch, precision, **(automatic if module.automatic_optimization else {}))
+        if not stage:
+            state = {"state_dict": module.state_dict(), "pytorch-lightning_version": lightning_version}
+            torch.save(state, job.path("initial.ckpt"))
+        trainer.fit(module, **data, ckpt_path=resume, weights_only=False)
+        found |= {word: [float(loss) for loss in watch.losses], f"{word} begins": watch.first_batch}
+    return found
+
+
+def compare_with_plan(job: Job) -> None:
+    """Bytes of this rank beside the plan's, and how long a step waits for communication."""
+    found: dict[str, Any] = {}
+    on_gpu = job.accelerator == "gpu"
+    for stage in STAGES:
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+        left = torch.cuda.memory_allocated() if on_gpu else 0
+        monitor = ZeroMonitor(every_n_steps=1)
+        module, data = job.module_and_data(large=on_gpu)
+        trainer = job.trainer(stage, monitor, job.precision)
+        trainer.fit(module, **data)
+        found[strategy_name(stage)] = _beside(monitor, trainer, left)
+        store(job, found)
+
+
+def _beside(monitor: ZeroMonitor, trainer: Trainer, left: int) -> dict[str, Any]:
+    row: dict[str, float] = monitor.rows[trainer.global_rank]
+    kinds = ("parameters", "gradients", "optimizer")
+    measured = {kind: row[f"{kind} bytes"] for kind in kinds}
+    measured["sent per step"] = sum(value for key, value in row.items() if key.startswith("sent per step"))
+    if trainer.strategy.root_device.type == "cuda":  # resident memory also holds the interpreter and all libraries
+        measured["peak"] = row["memory peak bytes"] - left
+    times = {part: row.get(f"{part}_seconds") for part in ("step", "communication")}
+    if monitor.plan is None or monitor.plan.notes:
+        why = "there is no plan" if monitor.plan is None else "; ".join(monitor.plan.notes)
+        return {"measured": measured, "why": why, **times}
+    strategy: Any = trainer.strategy
+    offload = {"none": "", "cpu": "_offload", "nvme": "_nvme"}[strategy.config.offload.target]
+    planned = monitor.plan.row(f"zero{strategy.config.stage}{offload}")
+    plan = {kind: getattr(planned, kind) for kind in kinds} | {"sent per step": planned.sent_total}
+    return {"measured": measured, "planned": plan | {"peak": planned.peak}, **times}
+
+
+def time_in_turn(job: Job) -> None:
+    """Each contender trains a few steps, then the next, in several rounds: a slow minute hits all of them."""
+    precision = job.precision if job.accelerator == "gpu" or job.own else FP32  # CPUs emulate low precision
+    steps = WARMUP_STEPS + TIMED_STEPS
+    rounds: dict[str, list[float]] = {}
+    stages = {"ddp": 0} | ({} if job.own else {"fully_shard": None}) | {f"zero{stage}": stage for stage in STAGES}
+    for _ in range(ROUNDS):
+        for name, stage in stages.items():
+            module, data = job.module_and_data(large=True, num_batches=steps)
+            watch = Watch()
+            if stage is None:
+                _raw_loop(job, module, data["train_dataloaders"], precision, watch)
+            else:
+                job.trainer(stage, watch, precision, steps).fit(module, **data)
+            rounds.setdefault(name, []).append(statistics.median(watch.seconds[WARMUP_STEPS:] or watch.seconds))
+    store(job, {"seconds": rounds, "precision": precision})
+
+
+def _raw_loop(job: Job, module: LightningModule, loader: Any, precision: str, watch: Watch) -> None:
+    """``fully_shard`` as its tutorial has it: each block, then the rest."""
+    kind = "cuda" if job.accelerator == "gpu" else "cpu"
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    low = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
+    policy = MixedPrecisionPolicy(low, torch.float32, cast_forward_inputs=False) if low else MixedPrecisionPolicy()
+    mesh = init_device_mesh(kind, (job.world_size,))
+    module.to(device)
+    for block in module.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    rank, since = dist.get_rank(), time.perf_counter()
+    for batch in list(loader)[rank :: job.world_size]:
+        with torch.autocast(kind, low, enabled=low is not None):
+            ids = batch.to(device)
+            logits = module(ids[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        watch.seconds.append(time.perf_counter() - since)
+        since = time.perf_counter()
+
+
+class Raise(Callback):
+    """The last rank raises in the middle of a step; the others are on their way into its collectives."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if trainer.global_step == RAISES_AT_STEP and trainer.global_rank == self.job.world_size - 1:
+            Path(self.job.path("raised")).write_text(str(time.time()), encoding="utf-8")
+            raise RuntimeError(ON_PURPOSE)
+
+
+def raise_on_one_rank(job: Job) -> None:
+    module, data = job.module_and_data()
+    job.trainer(3, Raise(job), FP32).fit(module, **data)
+
+
+# -- two ranks on one GPU --------------------------------------------------------------------------------------------
+
+
+def stage_through_host() -> None:
+    """From here on collectives of all ranks, as ``fully_shard`` and ``DTensor`` call them, go through host memory."""
+
+    def all_gather(output: Any = None, input: Any = None, *unused: Any, **named: Any) -> None:
+        output, input = named.get("output_tensor", output), named.get("input_tensor", input)
+        output.view(-1).copy_(torch.cat(_gathered(input)).view(output.dtype))
+
+    def reduce_scatter(output: Any = None, input: Any = None, op: Any = dist.ReduceOp.SUM, **unused: Any) -> None:
+        full = input.detach().float().cpu()
+        dist.all_reduce(full)
+        size = dist.get_world_size()
+        full = full / size if op == dist.ReduceOp.AVG else full
+        output.view(-1).copy_(full.view(size, -1)[dist.get_rank()])
+
+    def all_gather_tensor(self: Tensor, gather_dim: int = 0, *unused: Any, **named: Any) -> Tensor:
+        parts = [part.view(self.dtype).view(self.shape) for part in _gathered(self)]
+        return torch.cat(parts, dim=gather_dim).to(self.device)
+
+    for home, replaced in (
+        (dist, {"all_gather_into_tensor": all_gather, "all_gather_single": all_gather}),
+        (dist, {"reduce_scatter_tensor": reduce_scatter, "reduce_scatter_single": reduce_scatter}),
+        (functional, {"all_gather_tensor": all_gather_tensor, "all_gather_single": all_gather_tensor}),
+    ):
+        for name, function in replaced.items():
+            if hasattr(home, name):
+                setattr(home, name, function)
+
+
+def _gathered(t: Tensor) -> list[Tensor]:
+    """The bytes of all ranks' tensors, 1D, in host memory."""
+    mine = t.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    return parts
+
+
+# -- a process -------------------------------------------------------------------------------------------------------
+
+
+PARTS = {"same": compare, "fits": compare_with_plan, "fast": time_in_turn, "safe": raise_on_one_rank}
+
+
+def end_with_parent() -> None:
+    """The first rank of a host ends when the check does, however that ends; the supervisor then ends the others."""
+
+    def wait() -> None:
+        os.read(0, 1)
+        os._exit(1)
+
+    if ERROR_FILE not in os.environ:
+        threading.Thread(target=wait, daemon=True).start()
+
+
+def command(job: Job) -> list[str]:
+    """Starts ``job`` on this host; its standard input is to stay open as long as it may run."""
+    return [sys.executable, "-m", "lightning_zero.app.check_ranks", json.dumps(asdict(job))]
+
+
+def main() -> None:
+    job = Job(**json.loads(sys.argv[1]))
+    if Path(job.folder).is_dir():  # on other hosts it may come later
+        Path(job.folder, f"{job.name}-{os.getpid()}.pid").touch()
+    end_with_parent()
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if job.shares_gpu:
+        stage_through_host()
+    PARTS[job.name](job)
+    Path(job.path(f"{job.name}-{socket.gethostname()}-{os.getpid()}.done")).touch()
+
+
+if __name__ == "__main__":
+    from lightning_zero.app import check_ranks  # callbacks in __main__ would count as a user's
+
+    check_ranks.main()

@@ -1,0 +1,41 @@
+"""How ``lightning-zero check`` judges: nothing that is not a number, or is missing, counts as equal."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightning_zero.app import check
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected", "most"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([1.0, 2.2], [1.0, 2.0], 0.1),
+        ([NAN], [1.0], math.inf),
+        ([1.0], [1.0, 1.0], math.inf),
+    ],
+)
+def test_losses(losses: list[float], expected: list[float], most: float) -> None:
+    off, batch = check._difference(losses, expected, 1e-4)
+    assert off == pytest.approx(most)
+    assert batch == (1 if len(losses) < len(expected) or most == 0.1 else 0)
+
+
+def test_weights_are_measured_by_the_way_they_came() -> None:
+    initial, expected = {"w": torch.zeros(4)}, {"w": torch.ones(4)}
+    assert check._distance(expected, expected, initial) == 0.0
+    assert check._distance(initial, expected, initial) == pytest.approx(1.0)
+    assert check._distance({"w": torch.full((4,), NAN)}, expected, initial) == math.inf
+    assert check._distance({}, expected, initial) == math.inf
+
+
+def test_the_line_that_names_the_error() -> None:
+    log = "Traceback (most recent call last):\n  File x\ntorch.cuda.OutOfMemoryError: too little\nand more\n"
+    assert check._last_error(log) == "torch.cuda.OutOfMemoryError: too little"
+    assert check._last_error("") == "no output"
