@@ -126,9 +126,8 @@ class Order:
         (work, ends), self._unheard = self._unheard, None
         with private.outside_transforms(), outside_inference_mode():
             work.wait()
-            highest, lowest, *marks = ends.tolist()  # on the CPU: no device waits
-        lowest = -lowest
-        if highest == lowest and marks[0] == -marks[1]:
+            left_out, highest, lowest, *marks = ends.tolist()  # on the CPU: no device waits
+        if highest == -lowest and marks[0] == -marks[1]:
             return
         if highest >= len(self._names):
             raise ValueError(
@@ -136,7 +135,8 @@ class Order:
                 " unit is not gathered there, or others than the rest do: do it on every rank, or in a hook between"
                 " two steps."
             )
-        refuse_different_units(self._transport, self._names, [i for i in (lowest, highest) if i >= 0])
+        found = {left_out, highest, -lowest} - {_END}
+        refuse_different_units(self._transport, self._names, sorted(found))
 
     def _agree_on(self, event: int) -> None:
         place = self._place
@@ -154,9 +154,9 @@ class Order:
         self.hear()
 
     def _say(self, event: int) -> None:
-        mark = self._place.mark
+        mark, left_out = self._place.mark, self._place.followed_by()
         with private.outside_transforms(), outside_inference_mode():
-            ends = torch.tensor([event, -event, mark, -mark], dtype=torch.int64, device="cpu")
+            ends = torch.tensor([left_out, event, -event, mark, -mark], dtype=torch.int64, device="cpu")
             self._unheard = self._transport.send(ends, dist.ReduceOp.MAX), ends
 
     def _move_to(self, event: int) -> None:
