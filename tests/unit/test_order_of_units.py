@@ -65,9 +65,11 @@ class _Rank:
             assert len(set(found)) == 1, f"mixed up: {found}"
             unit.is_here = True
 
-    def forward(self, indices: Sequence[int]) -> None:
+    def forward(self, indices: Sequence[int], touches_before: int | None = None) -> None:
         self.order.start_anew()
         for index in indices:
+            if index == touches_before:
+                self.order.touches(1, in_backward=False)
             self.order.runs(index)
             self.gather(self.units[index])
             self.units[index].is_here = False
@@ -138,13 +140,19 @@ def test_where_gathers_block_no_host_ranks_hear_of_it_with_the_next_message() ->
 def test_one_rank_touches_a_parameter() -> None:
     def run(rank: _Rank, number: int) -> None:
         rank.forward(range(4))
-        rank.order.start_anew()
-        for index in range(4):
-            if number and index == 2:
-                rank.order.touches(1, in_backward=False)
-            rank.order.runs(index)
-            rank.gather(rank.units[index])
-            rank.units[index].is_here = False
-        rank.order.ends()
+        rank.forward(range(4), touches_before=2 if number else None)
 
     assert all("some ranks only read or write, in a step, a parameter" in text for text in _on_ranks(run))
+
+
+def test_ranks_that_touch_it_alike_go_on() -> None:
+    """Now and then, where they have never done so and where they have."""
+
+    def run(rank: _Rank, number: int) -> str:
+        for before in (None, None, 2, None, 2, 0, 3, None):
+            rank.forward(range(4), before)
+            if before is not None:
+                rank.order.touches(2, in_backward=True)
+        return "done"
+
+    assert _on_ranks(run) == ["done"] * NUM_RANKS
