@@ -220,7 +220,7 @@ never taken by itself: the plan has no account of pages that the kernel keeps. S
 
 At stage 3 a step needs 16Ψ/N bytes and the gathered units. A module that `__init__` builds is whole on every rank until
 it is sharded, in host memory: `fsdp2` moves it to the accelerator one shard unit at a time. One that `configure_model`
-builds is not: `fsdp2` shares out its parameters as they come.
+builds is not: `fsdp2` shards its parameters as they come.
 
 ```python
 def configure_model(self):
@@ -228,14 +228,16 @@ def configure_model(self):
         self.model = GPT(...)  # or AutoModelForCausalLM.from_config(config)
 ```
 
-Constructors run as they are, on whole tensors and with the random numbers of ordinary construction, so values are the
-same, bit for bit. As soon as 64 MiB of parameters are whole, the oldest of them go: each rank keeps its part of rank
-0's bytes. Whatever uses them later (`self.apply(init)`, ties, copies of layers, `load_state_dict`, `from_pretrained`)
-gets them whole for as long as it takes. All ranks must run the same code there, as they do under DDP; where one builds
-or reads something that the others don't, all of them say so and end. A thread that `configure_model` starts may use
-what is still whole, and is named otherwise; one that runs since before it must not touch the module. `build="whole"`
-builds the whole module on every rank instead, as stages 1 and 2 do, and so does `zero_auto`, which knows its stage only
-afterwards.
+Constructors run unchanged, on full tensors and with the random numbers of ordinary construction, so values are the
+same, bit for bit. When parameters that a module has registered take more than 64 MiB, the oldest of them are closed:
+each rank keeps its part of rank 0's bytes. Code that uses a closed parameter later (`self.apply(init)`, ties, copies of
+layers, `load_state_dict`, `from_pretrained`) opens it. A parameter stays full while something else holds its memory: a
+view, a graph, NumPy, any copy by `copy.deepcopy` until a module registers it (so the layers of `nn.TransformerEncoder`
+are full together for a moment), and all of them while a thread runs that `configure_model` has started. All ranks must
+run the same code there, as they do under DDP; where one builds or reads something that the others don't, all raise an
+error. A thread that uses a closed parameter is named in an error; one that runs since before must not touch the module.
+`build="whole"` builds the whole module on every rank instead, as stages 1 and 2 do, and so does `zero_auto`, which
+knows its stage only afterwards.
 
 On the meta device nothing is built twice, and nothing is initialized that a file fills:
 
@@ -268,9 +270,9 @@ At stages 1 and 2 of `deepspeed`, and where nothing is sharded (`validate` at st
 whole. At stage 3 `deepspeed` shards each layer as `configure_model` builds it, without meta, and says so.
 
 When such a run ends, `after_fit="auto"` leaves the shards where the whole module does not fit into host memory. The
-next run (`trainer.test(module, ckpt_path="best")`, another `fit`) takes them over as they are: the module looks whole
-to `setup`, `configure_model` and the checkpoint, and parameters are shared out anew one after the other. `deepspeed`,
-and `fsdp2` below stage 3, make it whole for that. From `on_fit_end` on, which Lightning calls after the end,
+next run (`trainer.test(module, ckpt_path="best")`, another `fit`) takes them over: parameters are gathered and closed
+again one after the other, and open where `setup`, `configure_model` or the checkpoint touch them. `deepspeed`, and
+`fsdp2` below stage 3, make the module whole for that. From `on_fit_end` on, which Lightning calls after the end,
 `copy.deepcopy` and `torch.save` copy a rank's shards; `with trainer.strategy.full_parameters():` has the whole module,
 and a forward without it is refused by name.
 

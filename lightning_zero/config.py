@@ -348,7 +348,8 @@ class ZeroConfig:
     :class:`ActivationCheckpointingConfig` or a mapping of its fields says more."""
     find_unused_parameters: bool = True
     """Agree after each synchronized backward which parameters no rank used, so that their gradients stay ``None`` as
-    under DDP. ``False`` saves one small all-reduce per step and leaves zeros there instead."""
+    under DDP, and after each forward that all ranks ran the same units. ``False`` saves these small all-reduces and
+    leaves zeros there instead; stage 3 between CPU processes agrees on units all the same."""
     shard_size: int | Literal["auto"] | None = None
     """Ranks that share one copy of the model: shards lie inside groups of this many consecutive ranks (the GPUs of a
     host, say), and the groups are replicas of each other (HSDP). ``None`` shards over all ranks; ``"auto"`` takes the
@@ -367,7 +368,7 @@ class ZeroConfig:
     """Rank 0's buffers become everybody's at each training forward, as under DDP; under manual optimization before the
     first one alone, as under Lightning's DDP."""
     build: BuildName = "auto"
-    """``"auto"`` shares out what ``configure_model`` builds at stage 3 as it comes, so that no rank holds all of it;
+    """``"auto"`` shards what ``configure_model`` builds at stage 3 as it comes, so that no rank holds all of it;
     ``"whole"`` builds the whole module on every rank first. ``deepspeed`` shards at stage 3 whatever is set here."""
     uneven: Uneven = "error"
     """Training loaders of which some ranks' have fewer batches: ``"error"`` ends the run on all ranks where the first
@@ -448,7 +449,7 @@ class ZeroConfig:
 
     @property
     def builds_sharded(self) -> bool:
-        """Whether ``fsdp2`` shares out what ``configure_model`` builds while it does."""
+        """Whether ``fsdp2`` shards what ``configure_model`` builds as it comes."""
         return self.engine == "fsdp2" and self.stage == 3 and self.build == "auto" and not self.auto
 
     @property

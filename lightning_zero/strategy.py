@@ -269,7 +269,7 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         module: Any = self.lightning_module
-        self._run.begin_setup()
+        self._run.end_view()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         sync_steps(trainer, self, self.config.uneven)

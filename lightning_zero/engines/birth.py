@@ -38,8 +38,8 @@ from lightning_zero.private import transformers
 from lightning_zero.private.torch import INITIALIZERS, TorchDispatchMode, module_tables, pytree, schema_of
 
 OPEN_BYTES = 64 * 2**20
-"""Of what ``configure_model`` builds so much may be whole before the oldest of it is shared out
-(:mod:`lightning_zero.engines.fsdp2.build`); a module that is smaller is built as ever. The plan counts it."""
+"""So much of what ``configure_model`` builds may be full before the oldest parameters are sharded
+(:mod:`lightning_zero.engines.fsdp2.build`)."""
 _SHOWN = 12
 
 

@@ -108,7 +108,8 @@ def _getters(names: str) -> frozenset[Any]:
 
 
 _AS_THEY_ARE = _getters(
-    "shape requires_grad is_leaf grad_fn ndim layout is_cuda is_cpu is_meta is_sparse _version names"
+    "shape requires_grad is_leaf grad_fn ndim layout is_cuda is_cpu is_meta is_sparse _version names _backward_hooks"
+    " _post_accumulate_grad_hooks"
 )
 _GETTERS_OF_SHAPE = _getters("shape ndim nbytes")
 _GETTERS_OF_LAYOUT = _getters("dtype nbytes itemsize device")
@@ -123,6 +124,17 @@ _OF_A_PARAMETER: frozenset[Any] = frozenset(
 _LOOKED_AT = _OF_A_PARAMETER | BACKWARDS | IN_PLACE_COLLECTIVES
 """Calls that are never as those of plain tensors."""
 _WITHOUT_GRAPH = (_DATA.__get__, Tensor.detach)
+
+
+def needs_no_values(func: Any) -> bool:
+    """Whether ``func`` asks only for what a tensor without memory knows as well, or sets that."""
+    return (
+        func in _AS_THEY_ARE
+        or func in _GETTERS_OF_LAYOUT
+        or func in _SET_REQUIRES_GRAD
+        or func.__name__ in _METADATA
+        or func.__name__ in _OF_DTYPE
+    )
 
 
 class Store(Protocol):
@@ -797,7 +809,7 @@ class Guards:
     def __init__(self, residency: Residency, parameters: Iterable[Tensor]) -> None:
         self._residency = residency
         self._parameters = list(parameters)
-        self._guarded = {kind: _guarded(kind, self._ask) for kind in {type(p) for p in self._parameters}}
+        self._guarded = {kind: guarded(kind, self._ask) for kind in {type(p) for p in self._parameters}}
         self._plain = {guarded: kind for kind, guarded in self._guarded.items()}
         # functions of torch that are written in Python name plain tensors, too
         self._ours = frozenset([*self._plain, *self._guarded, DTensor, Tensor, Resharded])
@@ -885,7 +897,7 @@ def _each(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _guarded(kind: Any, ask: Callable[..., Any]) -> Any:
+def guarded(kind: Any, ask: Callable[..., Any]) -> Any:
     """A subclass of ``kind`` that passes for it, and whose copies are of ``kind``."""
 
     @never_a_frame
@@ -912,7 +924,7 @@ def _guarded(kind: Any, ask: Callable[..., Any]) -> Any:
     def _with_kind(value: Any) -> Any:
         if type(value) is tuple:
             return tuple(map(_with_kind, value))
-        return kind if value is guarded else value
+        return kind if value is made else value
 
     table = {
         "__torch_function__": classmethod(asked),
@@ -921,5 +933,5 @@ def _guarded(kind: Any, ask: Callable[..., Any]) -> Any:
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
     }
-    guarded: Any = type(kind)(kind.__name__, (kind,), table)
-    return guarded
+    made: Any = type(kind)(kind.__name__, (kind,), table)
+    return made

@@ -56,8 +56,8 @@ class EngineRun(ABC):
         """Before Lightning looks for the module's hooks."""
 
     def take_over(self, module: Any) -> None:
-        """Before anybody looks at ``module``, which an earlier run has left sharded: it is whole now, or looks so until
-        :meth:`begin_setup` (collective)."""
+        """Before anybody looks at ``module``, which an earlier run has left sharded: it is whole now, or becomes so
+        where it is touched (collective)."""
         make_whole(module)
 
     def building(
@@ -75,10 +75,6 @@ class EngineRun(ABC):
         """See :meth:`begin_view`."""
         if self.built is not None:
             self.built.end_view()
-
-    def begin_setup(self) -> None:
-        """The strategy's set-up begins, which ends in the engine's start."""
-        self.end_view()
 
     def loads_on_host(self, device: torch.device) -> bool:
         """Whether ``configure_model`` builds the module in host memory, from which the engine takes it unit by unit."""

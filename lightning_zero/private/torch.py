@@ -166,7 +166,7 @@ __all__ = [
     "backwards_inside", "base_of", "beside_transforms", "call_with_hooks", "compiled_call",
     "disabled_torch_function", "dynamo_error",
     "forget_meshes", "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward",
-    "in_fx_trace", "in_transform", "is_compiled", "is_traced", "local_tensor",
+    "in_fx_trace", "in_transform", "is_compiled", "is_in_graph", "is_traced", "local_tensor",
     "loss_scale", "module_tables", "never_a_frame", "outside_modes",
     "own_parameters", "pause_dynamo", "put_below", "puts_other_memory", "pytree",
     "run_first", "saved_tensors", "schema_of",
@@ -203,6 +203,11 @@ def storage_behind(alive: StorageWeakRef) -> torch.UntypedStorage | None:
 def users_of(storage: Any) -> int:
     """Number of tensors in it; nothing public tells. ``storage`` itself is one that counts, too."""
     return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def is_in_graph(tensor: Tensor) -> bool:
+    """Whether a graph of autograd, or other code in C++, holds ``tensor``."""
+    return tensor._use_count() > 1  # type: ignore[attr-defined,no-any-return]
 
 
 def is_in_graph_alone(reference: weakref.ref[Tensor]) -> bool:

@@ -13,7 +13,7 @@ from tests.helpers.zoo import WIDTH
 LAYER = 4 * WIDTH * WIDTH
 
 
-@pytest.mark.parametrize("way", ["made", "copied", "given"])
+@pytest.mark.parametrize("way", ["made", "given"])
 def test_no_rank_ever_has_many_layers_whole(way, ranks2):
     """The newest, one that it comes from, and one that is closed as soon as the next comes."""
     for seen in ranks2(building.bytes_seen, {}, way):

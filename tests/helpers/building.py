@@ -54,8 +54,8 @@ class Layer(nn.Module):
 
 
 class Counted(Zoo):
-    """Eight layers, made, copied or given other values by ``options["way"]``; ``seen`` is the number of their bytes
-    that were whole after each."""
+    """Eight layers, made or given other values by ``options["way"]``; ``seen`` is the number of their bytes that were
+    full after each."""
 
     def build(self) -> None:
         self.body: Any = None
@@ -66,7 +66,7 @@ class Counted(Zoo):
             return
         way, layers = self.options.get("way", "made"), [Layer()]
         for _ in range(7):
-            layers.append(copy.deepcopy(layers[0]) if way == "copied" else Layer())
+            layers.append(Layer())
             self._count(layers)
         for layer in layers if way == "given" else ():
             layer.inner.data = torch.randn(WIDTH, WIDTH)

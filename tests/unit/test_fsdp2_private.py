@@ -37,12 +37,15 @@ def test_groups_hooks_and_gradients(tmp_path):
         (inner,), (outer,) = private.groups(model[0]), private.groups(model)
         assert [len(list(private.registrations(g))) for g in (inner, outer)] == [2, 2]
         seen = []
-        private.before_reduce(
-            inner, lambda g: bool(seen.append([private.has_grad(p) for p in private.trainable(g)]) or 1)
-        )
-        private.before_reduce(outer, lambda g: False)  # left out
         begun = []
-        private.before_backward(inner, lambda group: begun.append(private.is_gathered(group)))
+        private.hook_group(
+            inner,
+            private.GroupHooks(
+                before_backward=lambda g: begun.append(private.is_gathered(g)),
+                before_reduce=lambda g: bool(seen.append([private.has_grad(p) for p in private.trainable(g)]) or 1),
+            ),
+        )
+        private.hook_group(outer, private.GroupHooks(before_reduce=lambda g: False))  # left out
         model(torch.ones(1, 4)).sum().backward()
         assert seen == [[True, True]]
         assert begun == [False]
@@ -53,121 +56,6 @@ def test_groups_hooks_and_gradients(tmp_path):
         assert all(p.grad is not None for p, _ in private.registrations(outer))
     finally:
         dist.destroy_process_group()
-
-
-def test_hooks_are_hidden_from_dynamo_once(tmp_path, monkeypatch):
-    """And not at each call, which takes longer than what they do; left is the end of the root's backward."""
-    _world_of_one(tmp_path)
-    try:
-        model = _sharded()
-        for unit in (model[0], model):
-            private.hooks_once(unit)
-            for group in private.groups(unit):
-                private.before_reduce(group, lambda g: True)
-                private.before_backward(group, lambda g: None)
-        hidden, disable = [], torch._dynamo.disable
-        monkeypatch.setattr(torch._dynamo, "disable", lambda f, **more: hidden.append(f) or disable(f, **more))
-        model(torch.ones(1, 4)).sum().backward()
-        assert {f.__name__ for f in hidden} <= {"_root_post_backward_final_callback"}
-        assert all(isinstance(p.grad, DTensor) for p in model.parameters())
-    finally:
-        dist.destroy_process_group()
-
-
-def test_parameters_are_gathered_in_place(tmp_path):
-    """Twice, with a write to the shards in between, forgotten once: the copies follow, and autograd sees no write."""
-    _world_of_one(tmp_path)
-    try:
-        model = _sharded()
-        (inner,) = private.groups(model[0])
-        gathered, outside_transforms = [], []
-
-        class Later(dist.Work):
-            def __init__(self, parts, shards):
-                super().__init__()
-                self.pairs = list(zip(parts, shards, strict=True))
-
-            def wait(self, *unused):
-                if torch._C._are_functorch_transforms_active():
-                    transform = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
-                    assert torch._C._dispatch_tls_is_dispatch_key_excluded(transform)
-                    outside_transforms.append(True)
-                gathered.append([part.copy_(shard).numel() for (part,), shard in self.pairs])
-                return True
-
-        private.gather_in_place(inner, lambda parts, shards, process_group: Later(parts, shards))
-        model[0].unshard()
-        version = private.version(inner)
-        for value in (1.0, 2.0):
-            model[0].reshard()
-            with torch.no_grad():
-                for p in model[0].parameters():
-                    p.to_local().fill_(value)
-            model[0].unshard(async_op=True)
-            private.forget_gather(inner) if value == 1.0 else inner.finalize_backward()
-            assert all(not p.untyped_storage().nbytes() for p, _ in private.copies(inner))
-            model[0].unshard(async_op=True)
-            model(torch.ones(1, 4)).sum().backward()  # waits for it
-            assert private.version(inner) == version
-            model[0].unshard()
-            assert [p.flatten().tolist() for p in model[0].parameters()] == [[value] * 16, [value] * 4]
-        model[0].reshard()
-        torch.func.vmap(model[0])(torch.ones(3, 4))
-        assert outside_transforms
-        assert gathered == [[16, 4]] * len(gathered)
-        assert len(gathered) == 10  # 1, in each turn: forgotten, for forward and backward, looked at; and for vmap
-    finally:
-        dist.destroy_process_group()
-
-
-def test_shards_are_kept_in_copies(tmp_path):
-    """A copy is never freed, autograd sees no write to it where its shard is written, and it follows its shard."""
-    _world_of_one(tmp_path)
-    try:
-        model = _sharded()
-        (inner,) = private.groups(model[0])
-        private.gather_in_place(inner, _copied)
-        assert not any(private.is_aliased(p) for p in inner.fsdp_params)
-        before = [p.to_local().clone() for p in model[0].parameters()]
-        private.alias_shards(inner)
-        assert all(private.is_aliased(p) for p in inner.fsdp_params)
-        assert all(torch.equal(p.to_local(), b) for p, b in zip(model[0].parameters(), before, strict=True))
-        model(torch.ones(1, 4)).sum().backward()
-        version, places = private.version(inner), [p.to_local().data_ptr() for p in model[0].parameters()]
-        with torch.no_grad():
-            for p in model[0].parameters():
-                p.to_local().fill_(3.0)
-        model[0].unshard()
-        assert private.version(inner) == version
-        assert [(p.data_ptr(), p.unique().tolist()) for p in model[0].parameters()] == [(a, [3.0]) for a in places]
-        model[0].reshard()
-        assert [private.whole_bytes(p) for p in inner.fsdp_params] == [(0, 0)] * 2  # beside the shards
-        model._apply(torch.clone)  # as Module.to() does
-        assert not any(private.is_aliased(p) for p in inner.fsdp_params)
-        assert [private.whole_bytes(p) for p in inner.fsdp_params] == [(64, 0), (16, 0)]
-        assert private.gather_for_good(inner) == {}
-    finally:
-        dist.destroy_process_group()
-
-
-def test_what_is_gathered_for_good_is_the_copies(tmp_path):
-    _world_of_one(tmp_path)
-    try:
-        model = _sharded()
-        (inner,) = private.groups(model[0])
-        private.gather_in_place(inner, _copied)
-        private.alias_shards(inner)
-        shards = list(model[0].parameters())
-        found = private.gather_for_good(inner)
-        assert [found[p].data_ptr() for p in shards] == [p.to_local().data_ptr() for p in shards]
-        assert [found[p].shape for p in shards] == [(4, 4), (4,)]
-    finally:
-        dist.destroy_process_group()
-
-
-def _copied(parts, shards, process_group):
-    for (part,), shard in zip(parts, shards, strict=True):
-        part.copy_(shard)
 
 
 @pytest.mark.parametrize(
@@ -191,60 +79,6 @@ def test_which_reductions_are_kept_as_they_are(tmp_path, policy, dtype, is_kept)
         assert private.keeps_what_is_reduced(group) == is_kept
         model(torch.ones(1, 4, dtype=policy.get("param_dtype", dtype))).sum().backward()
         assert not private.keeps_what_is_reduced(group)  # the next is added
-    finally:
-        dist.destroy_process_group()
-
-
-def test_requires_grad_follows_and_forwards_are_forgotten(tmp_path):
-    _world_of_one(tmp_path)
-    try:
-        model = _sharded()
-        (outer,) = private.groups(model)
-        model.unshard()
-        assert private.is_gathered(outer)
-        for sharded, _ in private.registrations(outer):
-            sharded.requires_grad_(False)
-        private.follow_requires_grad(outer)
-        assert not any(p.requires_grad for p in model[1].parameters())
-        with torch.no_grad():
-            model(torch.ones(1, 4))
-        private.forget_forwards(model)
-        assert not model._get_fsdp_state()._comm_ctx.post_forward_order
-    finally:
-        dist.destroy_process_group()
-
-
-def test_what_a_forward_leaves_is_noticed(tmp_path):
-    """Gathered, recorded, or sent ahead: each alone is not settled."""
-    _world_of_one(tmp_path)
-    try:
-        model = _sharded()
-        groups = [group for unit in (model[0], model) for group in private.groups(unit)]
-
-        def settled() -> bool:
-            return private.is_resharded(model, groups)
-
-        def reshard() -> bool:
-            for unit in (model[0], model):
-                unit.reshard()
-            private.forget_forwards(model)
-            return settled()
-
-        assert settled()
-        model[0].unshard()
-        assert not settled()
-        assert reshard()
-        model[0].unshard(async_op=True)  # on its way
-        assert not settled()
-        assert reshard()
-        with torch.no_grad():
-            model(torch.ones(1, 4))
-        for unit in (model[0], model):
-            unit.reshard()
-        assert not settled()  # recorded
-        assert reshard()
-        model(torch.ones(1, 4)).sum().backward()
-        assert settled()
     finally:
         dist.destroy_process_group()
 
@@ -326,37 +160,6 @@ def test_the_table():
     check(private.FULLY_SHARD)
 
 
-def test_a_unit_does_without_the_class(world_of_one):
-    """Gathers, drops and schedule are the same."""
-    model = _sharded()
-    for unit in _units(model):
-        private.give_class_back(unit)
-    assert [type(m) for m in model.modules()] == [nn.Sequential, nn.Linear, nn.Linear]
-    assert not any("fsdp" in key for m in model.modules() for key in vars(m))
-    (inner,) = private.groups(model[0])
-    arriving = private.unshard(model[0], async_op=True)
-    assert isinstance(arriving, private.Arriving)
-    assert not private.is_gathered(inner)
-    arriving.wait()
-    assert private.is_gathered(inner)
-    private.reshard(model[0])
-    assert not private.is_gathered(inner)
-    for reshards in (False, True):
-        private.set_reshard_after_forward(model[0], reshards)
-        with torch.no_grad():
-            model(X)
-        assert private.is_gathered(inner) != reshards
-        private.reshard(model[0])
-        private.forget_forwards(model)
-    private.set_requires_gradient_sync(_units(model), False)
-    model(X).sum().backward()
-    assert all(map(private.has_grad, _params(model)))
-    private.set_requires_gradient_sync(_units(model), True)
-    model(X).sum().backward()
-    assert not any(map(private.has_grad, _params(model)))
-    assert all(isinstance(p.grad, DTensor) for p in model.parameters())
-
-
 def test_the_users_parameters_are_the_gathered_ones(world_of_one):
     """The same objects on their modules, whether their memory is there or not."""
     model, users, known = _own()
@@ -376,24 +179,6 @@ def test_the_users_parameters_are_the_gathered_ones(world_of_one):
     assert all(a is b for a, b in zip(model.parameters(), users, strict=True))
     assert all(isinstance(p.sharded_param.grad, DTensor) and users[i].grad is None for i, p in enumerate(known))
     assert not any(key.startswith("_fsdp") for p in users for key in vars(p))
-
-
-def test_another_tensor_is_registered_for_a_while(world_of_one):
-    model, users, known = _own()
-    private.register(known[0], known[0].sharded_param)
-    assert model[0].weight is known[0].sharded_param
-    private.unshard(model[0])  # which registers nothing any more
-    assert model[0].weight is known[0].sharded_param
-    private.register(known[0], users[0])
-    assert model[0].weight is users[0]
-
-
-def test_memory_of_a_parameter_is_what_it_is_gathered_into(world_of_one):
-    model, users, known = _own()
-    private.unshard(model[0])
-    users[0].data = torch.zeros(1)
-    private.set_memory(known[0], users[0])
-    assert torch.equal(users[0], known[0].sharded_param.to_local())
 
 
 def test_memory_that_is_held_stays_and_is_filled_again(world_of_one):
@@ -494,115 +279,41 @@ def test_gradients_wait_for_later_ones_in_the_dtype_of_the_reduction(world_of_on
     assert users[0].grad_dtype == torch.float32
 
 
-def test_what_is_pinned_stays_gathered(world_of_one):
-    model, _, _ = _own()
-    (inner,) = private.groups(model[0])
-    private.pin(inner)
-    for _ in range(2):
-        model(X).sum().backward()
-        assert private.is_gathered(inner)
-    private.unpin(inner)
-    private.unpin(inner)  # or was not
-    assert private.is_gathered(inner)
-    model(X).sum().backward()
-    assert not private.is_gathered(inner)
-
-
-def test_a_group_is_gathered_in_the_middle_of_a_backward(world_of_one):
-    """For what reads a parameter beside its unit's own part, which has come and gone."""
-    model, users, _ = _own()
-    (inner,) = private.groups(model[0])
-    private.unshard(model[0])
-    square = users[0].square().sum()
-    found = []
-
-    def hook(grad):
-        found.append(private.is_gathered(inner))
-        private.gather_now(inner)
-        private.gather_now(inner)  # it is there
-        found.append(private.is_gathered(inner))
-
-    square.register_hook(hook)
-    private.reshard(model[0])
-    square.backward()
-    assert found == [False, True]
-    assert users[0].grad is not None
-
-
-def test_nodes_find_the_group_gathered(world_of_one):
-    """What is computed of its parameters, when these have gone."""
-    model, users, _ = _own()
-    (inner,) = private.groups(model[0])
-    private.unshard(model[0])
-    square = users[0].square().sum()
-    private.gather_before(inner, [square.grad_fn, square.grad_fn])
-    private.reshard(model[0])
-    square.backward()
-    assert private.is_gathered(inner)
-    assert users[0].grad is not None
-
-
-def test_units_change_their_inputs_in_place(tmp_path):
+def test_units_change_their_inputs_in_place(world_of_one):
     """Which torch refuses with the function of fully_shard's own; and the group's part of the backward ends."""
-    _world_of_one(tmp_path)
-    try:
-        for lets in (False, True):
-            model = _sharded()
-            model[0].register_forward_pre_hook(lambda unit, args: (args[0].mul_(2.0),))
-            ended: list[object] = []
-            for unit in (model[0], model):
-                private.hooks_once(unit)
-                for group in private.groups(unit):
-                    private.before_reduce(group, lambda g, ended=ended: bool(ended.append(g)) or True)
-                    if lets:
-                        private.let_inputs_change(group)
-            given = torch.ones(1, 4, requires_grad=True)
-            between = given * 1.0
-            if not lets:
-                with pytest.raises(RuntimeError, match="modified inplace"):
-                    model(between)
-                continue
-            model(between).sum().backward()
-            assert between.tolist() == [[2.0] * 4]
-            assert len(ended) == 2
-            weight = model[1].weight.full_tensor() @ model[0].weight.full_tensor()
-            torch.testing.assert_close(given.grad, 2.0 * weight.sum(0, keepdim=True))
-    finally:
-        dist.destroy_process_group()
+    model = _sharded()
+    model[0].register_forward_pre_hook(lambda unit, args: (args[0].mul_(2.0),))
+    ended: list[object] = []
+    for unit in (model[0], model):
+        private.hook_unit(unit, lambda: True)
+        for group in private.groups(unit):
+            hooks = private.GroupHooks(before_reduce=lambda g: bool(ended.append(g)) or True)
+            private.hook_group(group, hooks, is_root=unit is model)
+    given = torch.ones(1, 4, requires_grad=True)
+    between = given * 1.0
+    model(between).sum().backward()
+    assert between.tolist() == [[2.0] * 4]
+    assert len(ended) == 2
+    weight = model[1].weight.full_tensor() @ model[0].weight.full_tensor()
+    torch.testing.assert_close(given.grad, 2.0 * weight.sum(0, keepdim=True))
 
 
-def test_the_roots_part_ends_with_the_backward(tmp_path):
+def test_the_roots_part_ends_with_the_backward(world_of_one):
     """Not with the gradients of its inputs, as of a unit: the graph of these goes on."""
-    _world_of_one(tmp_path)
-    try:
-        for ends_with_it in (False, True):
-            model = _sharded()
-            (group,) = private.groups(model)
-            private.hooks_once(model)
-            ended: list[bool] = []
-            private.before_reduce(group, lambda g, ended=ended: bool(ended.append(True)) or True)
-            if ends_with_it:
-                private.end_with_the_backward(group)
-            between = torch.ones(1, 4, requires_grad=True) * 1.0
-            begun_before: list[bool] = []
-            between.register_hook(lambda grad, ended=ended, seen=begun_before: seen.append(bool(ended)))
-            earlier = between * 1.0
-            earlier.grad_fn.register_prehook(lambda grads, ended=ended, seen=begun_before: seen.append(bool(ended)))
-            model(earlier).sum().backward()
-            assert begun_before == [not ends_with_it] * 2
-            assert ended
-    finally:
-        dist.destroy_process_group()
-
-
-def test_whole_gradients_add_up(world_of_one):
-    model, users, _ = _own()
-    (inner,) = private.groups(model[0])
-    private.unshard(model[0])
-    users[0].square().sum().backward()
-    known = next(p for p in private.trainable(inner) if p._unsharded_param is users[0])
-    private.add_whole_grad(known, torch.ones_like(users[0]))
-    assert torch.equal(private.grad_of(known), 2 * users[0].detach() + 1)
+    for is_root in (False, True):
+        model = _sharded()
+        (group,) = private.groups(model)
+        ended: list[bool] = []
+        hooks = private.GroupHooks(before_reduce=lambda g, ended=ended: bool(ended.append(True)) or True)
+        private.hook_group(group, hooks, is_root)
+        between = torch.ones(1, 4, requires_grad=True) * 1.0
+        begun_before: list[bool] = []
+        between.register_hook(lambda grad, ended=ended, seen=begun_before: seen.append(bool(ended)))
+        earlier = between * 1.0
+        earlier.grad_fn.register_prehook(lambda grads, ended=ended, seen=begun_before: seen.append(bool(ended)))
+        model(earlier).sum().backward()
+        assert begun_before == [not is_root] * 2
+        assert ended
 
 
 def test_what_a_unit_writes_to_is_its_callers(tmp_path):
@@ -610,7 +321,7 @@ def test_what_a_unit_writes_to_is_its_callers(tmp_path):
     _world_of_one(tmp_path)
     try:
         model = _sharded()
-        private.let_inputs_change(private.groups(model[0])[0])
+        private.hook_group(private.groups(model[0])[0], private.GroupHooks())
         model[0].forward = lambda x, terms, more: terms.append(x.sum()) or more.update(loss=x.mean()) or x
         x = torch.ones(1, 4, requires_grad=True)
         terms, more = [x * 2], {"x": x * 3}
@@ -618,63 +329,6 @@ def test_what_a_unit_writes_to_is_its_callers(tmp_path):
         assert [t.item() for t in (terms[1], more["loss"])] == [4.0, 1.0]
     finally:
         dist.destroy_process_group()
-
-
-def test_drops_and_gathers_are_told_before_they_begin(world_of_one):
-    """Each once, and nothing where there is nothing to do."""
-    model, _, _ = _own()
-    (inner,) = private.groups(model[0])
-    seen = []
-    private.before_unshard(inner, lambda group: seen.append(("gather", private.is_gathered(group))))
-    private.before_reshard(inner, lambda group: seen.append(("drop", private.is_gathered(group))))
-    for _ in range(2):
-        private.unshard(model[0])
-    for _ in range(2):
-        private.reshard(model[0])
-    assert seen == [("gather", False), ("drop", True)]
-
-
-def test_shards_move_to_other_memory(world_of_one):
-    model = _sharded()
-    (inner,) = private.groups(model[0])
-    before = [p.to_local().clone() for p in model[0].parameters()]
-    memory = torch.zeros(20)
-
-    def move(flats):
-        room = memory.split([flat.numel() for flat in flats])
-        return [place.copy_(flat) for place, flat in zip(room, flats, strict=True)]
-
-    with torch.no_grad():
-        parts = private.move_shards(inner, move)
-    assert [part.untyped_storage().data_ptr() for part in parts] == [memory.data_ptr()] * 2
-    assert all(part.data_ptr() == p.to_local().data_ptr() for part, p in zip(parts, model[0].parameters(), strict=True))
-    assert all(torch.equal(part, b) for part, b in zip(parts, before, strict=True))
-    memory.fill_(3.0)
-    model[0].unshard()
-    assert [p.unique().tolist() for p in model[0].parameters()] == [[3.0]] * 2
-    model[0].reshard()
-    for p in inner.fsdp_params:
-        private.drop_shard(p)
-    assert [(p.shape, p.to_local().untyped_storage().nbytes()) for p in model[0].parameters()] == [
-        ((4, 4), 4),  # one element for all
-        ((4,), 4),
-    ]
-
-
-def test_shards_in_copies_have_marks_of_who_wrote_to_them(world_of_one):
-    model = _sharded()
-    (inner,) = private.groups(model[0])
-    private.gather_in_place(inner, _copied)
-    private.alias_shards(inner)
-    marks = private.shard_marks(inner)
-    model(X).sum().backward()
-    assert private.shard_marks(inner) == marks
-    with torch.no_grad():
-        model[0].bias.to_local().add_(1)
-    changed = private.shard_marks(inner)
-    assert [a == b for a, b in zip(marks, changed, strict=True)] == [True, False]
-    model._apply(torch.clone)  # as Module.to() does
-    assert not set(private.shard_marks(inner)) & set(changed)
 
 
 class _Seen(TorchFunctionMode):
@@ -693,7 +347,7 @@ def test_modes_meet_nothing_of_what_a_group_does(world_of_one):
         model, _, _ = _own()
         for unit in _units(model) if quiet else ():
             for group in private.groups(unit):
-                private.without_translation(group)
+                private.hook_group(group, private.GroupHooks(), is_root=unit is model)
         with _Seen() as seen:
             model(X)
         counts.append(len(seen.functions))
@@ -717,34 +371,3 @@ def test_what_is_computed_outside_transforms_and_modes():
     with _Seen() as seen, private.outside_transforms():
         torch.ones(1) + 1
     assert not seen.functions
-
-
-def test_a_forward_without_hooks_leaves_parameters_as_they_are(world_of_one):
-    """Also after an error; hooks come back in the order that they had."""
-    model, _, _ = _own()
-    (inner,) = private.groups(model[0])
-    order = []
-    model[0].register_forward_pre_hook(
-        lambda *unused: order.append(("first", private.is_gathered(inner))), prepend=True
-    )
-    model[0].register_forward_pre_hook(lambda *unused: order.append(("last", private.is_gathered(inner))))
-    private.unshard(model[0])
-    with private.without_hooks(model[0]):
-        model[0](X)
-    assert private.is_gathered(inner)
-    with pytest.raises(KeyError), private.without_hooks(model[0]):
-        raise KeyError
-    private.reshard(model[0])
-    order.clear()
-    with torch.no_grad():
-        model(X)
-    assert order == [("first", False), ("last", True)]
-    assert not private.is_gathered(inner)
-
-
-def test_a_units_state_has_its_keys(world_of_one):
-    model, _, _ = _own()
-    assert all(key in vars(unit) for unit in _units(model) for key in private.STATE_KEYS)
-    for unit in _units(model):
-        private.undo(unit)
-    assert not any(key in vars(unit) for unit in _units(model) for key in private.STATE_KEYS)

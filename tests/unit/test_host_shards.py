@@ -337,6 +337,17 @@ class _Stream:
         return lambda *args: None
 
 
+def _tell_of_gathers(group: Any, seen: list[Any]) -> None:
+    unshard = group.unshard
+
+    def gather(async_op: bool = False) -> None:
+        if group.is_sharded and group._all_gather_result is None:
+            seen.append("gathers")
+        unshard(async_op)
+
+    group.unshard = gather
+
+
 def _write_in_a_step() -> list[str]:
     with pretend.accelerator(RANKS) as device:
         engine = _engine(device, 3, False, OffloadConfig())
@@ -346,7 +357,7 @@ def _write_in_a_step() -> list[str]:
         comm.device_handle = mock.Mock(current_stream=lambda: _Stream(seen))
         for unit in engine.units:
             for group in private.groups(unit):
-                private.before_unshard(group, lambda group: seen.append("gathers"))
+                _tell_of_gathers(group, seen)
         module: Any = engine.module
 
         def write() -> None:
@@ -379,7 +390,7 @@ def _manual_steps() -> list[str]:
         comm = private.comm_context(engine.root)
         comm.all_gather_copy_in_stream = mock.Mock(wait_stream=lambda stream: seen.append("waits for all"))
         for group in (group for unit in engine.units for group in private.groups(unit)):
-            private.before_unshard(group, lambda group: seen.append("gathers"))
+            _tell_of_gathers(group, seen)
         module: Any = engine.module
 
         def manual(x: Tensor) -> None:

@@ -8,8 +8,7 @@ frees a copy before :meth:`Direct.await_readers`.
 backward whether they did, and then reduce at its end. Where shard and copy have one dtype, *the shard aliases the
 gathered buffer*, which stays allocated; as long as no rank has changed a shard (:class:`Copies`), nothing is sent.
 
-[Stage 3] Ranks say which unit they gather next, before gathers could be mixed up (:class:`Order`); what has always
-followed a unit is gathered ahead.
+[Stage 3] The units that have always followed are gathered ahead (see ``order``).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import outside_inference_mode
 from lightning_zero.engines.fsdp2 import private
-from lightning_zero.engines.fsdp2.transport import Transport, refuse_different_units
+from lightning_zero.engines.fsdp2.transport import Transport
 
 LEAST_GROWTH_BYTES = 24 * 2**20
 """So much more than at its beginning, and a 48th of all, must be resident in a backward before gaps are returned."""
@@ -52,6 +51,8 @@ class Copies(Enum):
 class Direct(Transport):
     """Between CPU processes over gloo; see the module's text."""
 
+    units_ahead = 2
+
     def __init__(self, config: ZeroConfig, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh, advice=", or use stage=2")
         axis = mesh.get_group("shard")
@@ -69,7 +70,6 @@ class Direct(Transport):
         self._aliases_some = False
         self._copies = Copies.UNKNOWN
         self._marks_then: Any = None  # of all shards when the copies were last current; None: not known
-        self._order: Order | None = None
         self._accumulators: dict[Tensor, Any] = {}  # shards -> where autograd adds their gradients
 
     # -- set-up
@@ -86,12 +86,9 @@ class Direct(Transport):
         self._root_groups = set(private.groups(units[-1]))
         self._alias_shards()
         super().start(units, names)
-        if self._agreement is not None:
-            if self.peer_memory is None:
-                assert self._agreement.group is not None
-                self.peer_memory = PeerMemory(self._agreement.group, self.config.timeout_seconds)
-            if self.config.stage == 3 and len(units) > 1:  # the root alone has nothing to be mixed up with
-                self._order = Order(self, units, names)
+        if self._agreement is not None and self.peer_memory is None:
+            assert self._agreement.group is not None
+            self.peer_memory = PeerMemory(self._agreement.group, self.config.timeout_seconds)
 
     def _needs_agreements(self) -> bool:
         return super()._needs_agreements() or self.config.stage == 3 or self._aliases_all
@@ -143,8 +140,8 @@ class Direct(Transport):
         try:
             # Each unit travels while the one before it arrives; more at once would need room for their messages.
             begun = (private.unshard(unit, async_op=True) for unit in self._units)
-            for arriving, _ in pairwise(chain[Any](begun, [None])):  # the second of a pair has begun as well
-                arriving.wait()
+            for unit, _ in pairwise(chain[Any](begun, [None])):  # the second of a pair has begun as well
+                private.wait_for_unshard(unit)
         finally:
             self._copies = Copies.UNKNOWN
         if looks:
@@ -168,31 +165,13 @@ class Direct(Transport):
             with private.outside_transforms(), outside_inference_mode():
                 self.forward_begins(keeps_gathered=False)
 
-    def unit_begins(self, index: int, in_backward: bool) -> None:
-        if self._order is not None:
-            self._order.next(index, in_backward)
-
     def forward_ends(self) -> None:
         host.map_from(host.MAPPED_IN_STEPS_FROM_BYTES)
-        if self._order is not None:
-            self._order.next(-1, in_backward=False)
-
-    def close_forward(self, in_backward: bool = False) -> None:
-        """A backward gathers in an order of its own."""
-        if self._order is not None:
-            self._order.close(in_backward)
+        super().forward_ends()
 
     def user_writes(self) -> None:
         self.shards_changed()
         self.await_readers()
-
-    def touches(self, key: int) -> None:
-        if self._order is not None:
-            self._order.touch(key)
-
-    def released(self) -> None:
-        if self._order is not None:
-            self._order.start_anew()
 
     # -- backward
 
@@ -241,100 +220,3 @@ class Direct(Transport):
             host.map_from(host.MAPPED_APART_FROM_BYTES)  # the optimizer is about to make its states
             self._has_stepped = True
         self._copies = Copies.OUTDATED if step_is_due else Copies.UNKNOWN
-
-
-class Order:
-    """Stage 3: ranks say which unit they gather next, before gathers could be mixed up.
-
-    Costs one message of 16 bytes for each unit. On an accelerator the host would have to wait for it, so there the
-    agreement after the backward finds out.
-
-    A unit that has travelled ahead runs without waiting for the others: what they say of it is heard at the next one.
-    Nothing is gathered on a guess: all ranks have heard of the unit before, and what has followed it two units on is
-    what all of them send for here, wherever they have gone meanwhile.
-    """
-
-    def __init__(self, transport: Transport, units: Sequence[Any], names: Sequence[str]) -> None:
-        self._transport, self._units, self._names = transport, units, names
-        self._latest = -1  # the unit that ran before this one, -1 for none
-        self._follower: dict[int, int] = {}  # unit -> the one that always ran after it, -1 for none
-        self._sent: set[int] = set()  # units that may be gathered ahead
-        self._unheard: tuple[int, int, dist.Work, Tensor] | None = None  # what ranks say of the latest unit
-
-    def next(self, index: int, in_backward: bool) -> None:
-        """This rank is about to run unit ``index``, or at the end (-1).
-
-        What was said of the unit before is heard first: agreements are answered in the order in which they began, and
-        a rank that has raised says nothing more.
-        """
-        with private.outside_transforms(), outside_inference_mode():
-            self._hear()
-            if not in_backward:  # where activations are recomputed, units run in another order
-                self._gather_ahead(self._followed_by(self._followed_by(self._latest)))
-            is_ahead = index in self._sent and not in_backward
-            self._sent.discard(index)
-            self._say(index, in_backward)
-            if is_ahead:
-                return
-            self._hear()
-            if index >= 0 and not in_backward:
-                self._gather(index)
-                self._gather_ahead(self._followed_by(index))
-
-    def touch(self, key: int) -> None:
-        """User code inside a step needs what has this ``key``, and is not there."""
-        with private.outside_transforms(), outside_inference_mode():
-            self._hear()
-            self._say(len(self._names) + key, in_backward=True)
-            self._hear()
-
-    def close(self, in_backward: bool) -> None:
-        """A backward is about to begin, maybe inside the forward."""
-        if self._latest >= 0:
-            self.next(-1, in_backward)
-
-    def start_anew(self) -> None:
-        self._latest = -1
-        self._sent.clear()
-
-    def _say(self, index: int, in_backward: bool) -> None:
-        before = -1
-        if not in_backward:
-            before, self._latest = self._latest, index
-        ends = torch.tensor([index, -index], dtype=torch.int64, device="cpu")
-        self._unheard = before, index, self._transport.agree(ends, dist.ReduceOp.MAX), ends
-
-    def _hear(self) -> None:
-        """Waits for what all ranks have said of the latest unit.
-
-        Raises:
-            ValueError: On all ranks, when they run different units, or some alone touch a parameter in a step.
-        """
-        if self._unheard is None:
-            return
-        (before, index, work, ends), self._unheard = self._unheard, None
-        work.wait()
-        highest, lowest = ends[0].item(), -ends[1].item()  # on the CPU: no device waits
-        if highest != lowest and highest >= len(self._names):
-            raise ValueError(
-                f"stage={self._transport.config.stage}: some ranks only read or write, in a step, a parameter whose"
-                " unit is not gathered there, or others than the rest do: do it on every rank, or in a hook between"
-                " two steps."
-            )
-        if highest != lowest:
-            refuse_different_units(self._transport, self._names, [int(i) for i in (lowest, highest) if i >= 0])
-        if before >= 0 and self._follower.setdefault(before, index) != index:
-            self._follower[before] = -1
-
-    def _followed_by(self, index: int) -> int:
-        """The unit that has always followed this one; -1 for good, where another one, or none, followed once."""
-        return self._follower.get(index, -1)
-
-    def _gather_ahead(self, index: int) -> None:
-        if index >= 0:
-            self._sent.add(index)
-            self._gather(index)
-
-    def _gather(self, index: int) -> None:
-        with torch.inference_mode(False):  # storage made inside could never be trained on
-            private.unshard(self._units[index], async_op=True)

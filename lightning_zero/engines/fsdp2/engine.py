@@ -40,8 +40,8 @@ This is the path of an accelerator, and of the CPU with ``transport="torch"``: c
 - *Unused parameters.* A rank without a gradient where another has one would send a shorter message. Every reduction
   therefore covers all trainable parameters of its unit, zeros where there is nothing; afterwards the ranks agree (one
   small all-reduce) which parameters nobody used, and their gradients become ``None`` again.
-- *Units that only some ranks ran.* All ranks must run the same units, and an error before the optimizer's step says if
-  not. (``cpu``: at stages 1 and 2 they may run different ones; at stage 3 the error comes before they gather.)
+- *Units that only some ranks ran.* All ranks must run the same units, in the same order: one agreement for each forward
+  says if not, in place of mixed-up gathers (see ``order``). (``cpu``: at stages 1 and 2 they may run different ones.)
 - *Late gradients.* A parameter used outside its unit's forward (a penalty over ``parameters()``) receives its gradient
   after its unit was reduced; a second reduction adds it.
 - *Rank 0's values.* Parameters and buffers are broadcast before sharding, buffers again at each synchronized forward.
@@ -51,7 +51,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from enum import Enum, auto
 from functools import partial
 from itertools import chain
@@ -75,14 +75,16 @@ from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2 import whole as whole_state
 from lightning_zero.engines.fsdp2.assigned import AssignedGradients
 from lightning_zero.engines.fsdp2.beside import BesideOutputs
-from lightning_zero.engines.fsdp2.build import Build
 from lightning_zero.engines.fsdp2.cpu import Direct
 from lightning_zero.engines.fsdp2.files import FileShards
 from lightning_zero.engines.fsdp2.held import HeldViews
 from lightning_zero.engines.fsdp2.identity import Identity
 from lightning_zero.engines.fsdp2.sharding import (
+    Sharded,
+    ShardPlan,
     make_mesh,
     offload_policy,
+    plan_shards,
     root_owners,
     shard_units,
     wait_for_host_copies,
@@ -109,8 +111,11 @@ from lightning_zero.engines.refusals import (
 from lightning_zero.engines.residency import Guards, Memories, Mode, Residency, budget_bytes
 from lightning_zero.engines.state_dicts import WholeStateDicts
 from lightning_zero.engines.torch_functions import tensors_in
-from lightning_zero.engines.units import plan_units
-from lightning_zero.private.torch import BatchNorm, DisableTorchFunction, translate_transformed
+from lightning_zero.private.torch import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    translate_transformed,
+)
 
 
 class Phase(Enum):
@@ -132,11 +137,8 @@ class Phase(Enum):
 class Fsdp2Engine(Engine):
     """See the module's text for the plan and :class:`~lightning_zero.engines.base.Engine` for the contract."""
 
-    def __init__(
-        self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy, build: Build | None = None
-    ) -> None:
+    def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         super().__init__(config, device, dtypes)
-        self._build = build
         self._on_host = isinstance(offload_policy(config, device), CPUOffloadPolicy)
         if self._on_host:
             self.shards_device = torch.device("cpu")
@@ -153,82 +155,95 @@ class Fsdp2Engine(Engine):
     # -- sharding ------------------------------------------------------------------------------------------------
 
     def shard(self, module: nn.Module) -> None:
+        plan = self._plan(module)
+        self._sharded = self._shard(plan)
+        self._begin_residency(self._sharded)
+        self._register_hooks(self._sharded)
+        self._usage = Usage(self._transport, self._sharded.parameters, self._sharded.names)
+
+    def _plan(self, module: nn.Module) -> ShardPlan:
+        """Refuses what cannot be sharded; nothing changes on ``module``."""
         refuse_script_modules(module)
-        refuse_held_views(module, self.device)
-        self.mesh = make_mesh(self.config, self.device)
-        self.module = module
-        # autocast keeps BatchNorm in fp32, and its kernels refuse low-precision weights beside fp32 statistics
-        keep_whole = (BatchNorm,) if self.dtypes.is_mixed else ()
-        plan = plan_units(module, self.config.units, self.config.min_unit_numel, keep_whole)
-        recomputed = [unit.module for unit in plan.units[:-1]]
+        with DisableTorchFunctionSubclass():  # a look at memory opens nothing that configure_model has left closed
+            refuse_held_views(module, self.device)
+        self.module, self.mesh = module, make_mesh(self.config, self.device)
+        plan = plan_shards(module, self.mesh, self.config, self.dtypes, self.device)
         self._recomputed = Recomputed(
-            self.config.activation_checkpointing, module, recomputed, before=lambda m: self._beside.recomputes(m)
+            self.config.activation_checkpointing, module, plan.blocks, before=lambda m: self._beside.recomputes(m)
         )
         self._transport = choose_transport(self.config, self.device, self.mesh)
-        self._copies = PlainCopies(module, private.STATE_KEYS.__contains__)
-        build, self._build = self._build, None
-        self._files = FileShards(self.offload_path) if self.offload_path is not None else None
-        self._sharded = shard_units(module, plan, self.mesh, self.config, self.dtypes, self.device, build, self._files)
-        self.units = self._sharded.units
-        self.root = self._sharded.root
-        self.whole_bytes = sum(p.numel() * p.element_size() for p in self._sharded.originals)
-        self._transport.install(self._sharded.units)
-        for unit in self._sharded.units:
-            private.give_class_back(unit)
-        private.init_now(self.root)  # before start: shards move to where they stay
-        self._unit_of = {group: i for i, unit in enumerate(self._sharded.units) for group in private.groups(unit)}
-        self._groups = [*self._unit_of]
-        self._root_groups = private.groups(self.root)
-        self._transport.start(self._sharded.units, self._sharded.names)
-        if self._files is not None:
-            self._files.follow(self._groups)
-        self._identity = Identity(self._groups, self._sharded.originals)  # after start: shards may alias copies
-        self.shards: Mapping[Tensor, DTensor] = self._identity.shards
-        self.peer_memory = self._transport.peer_memory
-        for unit in self._sharded.units:
-            private.hooks_once(unit, lambda: self._phase is not Phase.BETWEEN)
-        for group in self._groups:
-            private.before_reduce(group, self._before_reduce)
-            private.before_backward(group, self._before_backward)
-            if group in self._root_groups:
-                private.end_with_the_backward(group)
-            else:
-                private.let_inputs_change(group)
-            private.without_translation(group)
-        self._drops_after_forward = self.config.stage == 3 and self.mesh["shard"].size() > 1
-        self._beside = BesideOutputs(self._sharded.units, self._identity, self._is_in_step)
-        self._begin_residency()
-        self._follow_forward()
-        self._copies.begin()
-        if self.config.compile.target == "units":
-            blocks = zip(self._sharded.names[:-1], self._sharded.units[:-1], strict=True)
-            self._compiled = CompiledUnits(self.config.compile, blocks, self._recomputed)
-        self._recomputed.begin(but=self._compiled.modules if self._compiled is not None else ())
-        self._usage = Usage(self._transport, self._sharded.parameters, self._sharded.names)
-        self._graphs = GraphInputs(self._identity.own, self._residency)
+        return plan
 
-    def _begin_residency(self) -> None:
+    def _shard(self, plan: ShardPlan) -> Sharded:
+        """Parameters become shards (collective)."""
+        self._copies = PlainCopies(plan.module, private.STATE_KEYS.__contains__)  # the hooks so far are the user's
+        self._files = FileShards(self.offload_path) if self.offload_path is not None else None
+        sharded = shard_units(plan, self._transport, self._files)
+        self.units, self.root, self.peer_memory = sharded.units, sharded.root, self._transport.peer_memory
+        self.whole_bytes = sum(p.numel() * p.element_size() for p in sharded.originals)
+        self._unit_of = sharded.unit_of
+        self._groups, self._root_groups = [*self._unit_of], private.groups(sharded.root)
+        self._identity = Identity(self._groups, sharded.originals)
+        self.shards: Mapping[Tensor, DTensor] = self._identity.shards
+        return sharded
+
+    def _begin_residency(self, sharded: Sharded) -> None:
+        """User code may touch the parameters."""
         in_backward, accumulates = lambda: self._phase is Phase.BACKWARD, lambda: self._is_accumulating
         self._assigned = AssignedGradients(self.config.stage, accumulates, in_backward)
-        self._writes = Writes(self._groups, self._transport, self._shards_have_changed)
+        self._writes = Writes(self._groups, self.shards_change, self.shards_have_changed)
         agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
         meets = agreement is not None and dist.get_world_size() > 1
         meeting = Meeting(agreement, self.peer_memory) if meets and agreement is not None else None
         memories = Memories()
         names: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
-        store = Fsdp2Store(
-            self._identity.own, self._groups, self._assigned, self._writes, memories, lambda: self.optimizers or (),
-            names, self._touches, self._transport.user_writes, self._shards_have_changed, self._bring, self._used,
-        )  # fmt: skip
+        store = Fsdp2Store(self._identity.own, self._groups, self._assigned, self._writes, memories, names, self)
         budget = budget_bytes(self.config.hook_budget_bytes, self.device, agreement)
         self._residency = Residency(store, lambda: self._phase is Phase.BETWEEN, meeting, memories, budget)
         self._assigned.residency = self._residency
         self._guards = Guards(self._residency, self._identity.shards)
         self._held = HeldViews(store.keep_home, self._guards.watch_all, self._writes.data_is_taken)
+        self._drops_after_forward = self.config.stage == 3 and self.mesh["shard"].size() > 1
+        self._beside = BesideOutputs(sharded.units, self._identity, self._is_in_step)
+
+    def _register_hooks(self, sharded: Sharded) -> None:
+        """Every hook of the engine: on groups of ``fully_shard``, units, modules, torch.func, copies and graphs."""
         for key, group in enumerate(self._groups):
-            private.before_reshard(group, partial(self._held.dropped, key))
-            private.before_unshard(group, partial(self._close, key))
+            hooks = private.GroupHooks(
+                before_unshard=partial(self._before_unshard, key),
+                before_reshard=partial(self._before_reshard, key),
+                before_backward=self._before_backward,
+                before_reduce=self._before_reduce,
+            )
+            private.hook_group(group, hooks, is_root=group in self._root_groups)
+        for index, unit in enumerate(sharded.units):
+            private.hook_unit(unit, self._is_in_step)
+            if unit is not sharded.root:
+                before_unit = untraced(partial(self._before_unit, index))
+                self._handles.append(unit.register_forward_pre_hook(before_unit, prepend=True))
+        gather_root = before_owner(self._marks, self._gather_root)
+        for owner in root_owners(sharded.root):
+            self._handles.append(owner.register_forward_pre_hook(gather_root, prepend=True))
         self._end_transforms = translate_transformed(self._touched)
+        self._copies.begin()
+        if self.config.compile.target == "units":
+            blocks = zip(sharded.names[:-1], sharded.units[:-1], strict=True)
+            self._compiled = CompiledUnits(self.config.compile, blocks, self._recomputed)
+        self._recomputed.begin(but=self._compiled.modules if self._compiled is not None else ())
+        self._graphs = GraphInputs(self._identity.own, self._residency)
+
+    # -- what user code touches ----------------------------------------------------------------------------------
+
+    def _before_unshard(self, key: int, group: private.Group) -> None:
+        self._residency.close(key)  # it is gathered into memory that may be open
+        if self._files is not None:
+            self._files.before_gather(group)
+
+    def _before_reshard(self, key: int, group: private.Group) -> None:
+        self._held.dropped(key, group)
+        self._writes.store(key, group)
+        if self._files is not None:
+            self._files.after_use(group)
 
     def _touched(self, value: Any) -> Any:
         """``value``, which ``torch.func`` is about to wrap: the wrapped one is another object."""
@@ -236,28 +251,25 @@ class Fsdp2Engine(Engine):
             self._residency.touch([value], brings=torch.is_grad_enabled())
         return value
 
-    def _close(self, key: int, group: private.Group) -> None:
-        """``group`` is about to be gathered into memory that may be open."""
-        self._residency.close(key)
-
-    def _touches(self, key: int) -> None:
-        """User code is about to gather what has ``key``."""
+    def touches(self, key: int) -> None:
         if self._is_in_step():
-            self._transport.touches(key)
+            self._transport.touches(key, self._phase is Phase.BACKWARD)
 
-    def _shards_have_changed(self) -> None:
+    def shards_change(self) -> None:
+        self._transport.user_writes()
+
+    def shards_have_changed(self) -> None:
         self._transport.shards_changed()
         if self.device.type != "cpu":
             private.gather_after_this(self.root)
 
-    def _bring(self, group: private.Group) -> None:
-        """Gathers ``group`` for user code inside a step; it stays until the backward is over."""
+    def bring(self, group: private.Group) -> None:
         self._transport.forward_uses(group)
         private.gather_now(group)
         private.pin(group)
         private.follow_requires_grad(group)
 
-    def _used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
+    def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
         if aliases:
             self._held.take(params, result, self._identity.own)
         if self._drops_after_forward and torch.is_grad_enabled():
@@ -297,15 +309,6 @@ class Fsdp2Engine(Engine):
         in_step = self.automatic and phase in (Phase.STEP, Phase.BACKWARD)  # the root's own hooks have gathered it
         self._marks.root_is_whole = in_step or phase is Phase.WHOLE
 
-    def _follow_forward(self) -> None:
-        """Root parameters are gathered for any forward of a step that needs them."""
-        for index, unit in enumerate(self._sharded.units[:-1]):
-            before_unit = untraced(partial(self._before_unit, index))
-            self._handles.append(unit.register_forward_pre_hook(before_unit, prepend=True))
-        gather_root = before_owner(self._marks, self._gather_root)
-        for owner in root_owners(self._sharded.root):
-            self._handles.append(owner.register_forward_pre_hook(gather_root, prepend=True))
-
     def _before_unit(self, index: int, *unused: Any) -> None:
         if not self._is_in_step():
             return
@@ -314,8 +317,10 @@ class Fsdp2Engine(Engine):
         if not private.KNOWS_TRANSFORMS:
             refuse_transforms("fully_shard of torch below 2.13", "torch>=2.13, units=[]")
         self._close_windows()
-        self._usage.runs(index, self._phase is Phase.STEP and torch.is_grad_enabled())
-        self._transport.unit_begins(index, self._phase is Phase.BACKWARD)
+        if self._phase is Phase.STEP:
+            if torch.is_grad_enabled():
+                self._usage.runs(index)
+            self._transport.unit_begins(index)
         if not self.automatic:
             if self._phase is Phase.STEP:
                 private.begin_forward(self.root)
@@ -363,6 +368,7 @@ class Fsdp2Engine(Engine):
             return getattr(self.module, method)(*args, **kwargs)  # the others give what it touches: a longer loop
         with DisableTorchFunction():
             self.broadcast_buffers()
+        self._transport.run_begins()
         with self._in(Phase.STEP), torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
             if not self.automatic and wants_grad:
                 # Units and the root are gathered as they are used, after toggle_optimizer had its say.
@@ -384,7 +390,6 @@ class Fsdp2Engine(Engine):
         self._transport.await_readers()  # the user may write to shards now
 
     def _drop_gathered(self) -> None:
-        self._transport.released()
         if private.is_resharded(self.root, self._groups):
             return
         for group in self._groups:
@@ -438,7 +443,7 @@ class Fsdp2Engine(Engine):
         """
         if self._phase is not Phase.BACKWARD:
             private.pin(group)
-        self._transport.close_forward(self._phase is Phase.BACKWARD)
+        self._transport.close_forward()
 
     def _before_reduce(self, group: private.Group) -> bool:
         """Completes the gradients of a group that is about to be reduced.
@@ -557,9 +562,7 @@ class Fsdp2Engine(Engine):
 
     @contextmanager
     def whole_on_module(self) -> Iterator[None]:
-        with self._in(Phase.WHOLE), ExitStack() as stack:
-            for unit in self._sharded.units:
-                stack.enter_context(private.without_hooks(unit))
+        with self._in(Phase.WHOLE):
             yield
 
     def store_whole(self, whole: Mapping[Any, Tensor]) -> None:

@@ -81,23 +81,21 @@ class FileShards:
         for region in unit.regions:
             self._file.write_behind(region)
 
-    def follow(self, groups: Iterable[private.Group]) -> None:
-        """From here on gathers read ahead; for groups whose way of gathering is settled."""
-        for group in groups:
-            if self._units[id(group)].regions:
-                private.before_unshard(group, self._before_gather)
-                private.before_reshard(group, self._after_use)
-
-    def _before_gather(self, group: private.Group) -> None:
+    def before_gather(self, group: private.Group) -> None:
+        """``group`` is about to be gathered; what followed the last time is read ahead."""
         unit, last = self._units[id(group)], self._last
+        if not unit.regions:
+            return
         self._followed[last] = unit
         self._last = last[1], unit
         following = self._followed.get(self._last)
         if following is not None:
             self._file.read_ahead(following.parameters)
 
-    def _after_use(self, group: private.Group) -> None:
-        self._file.let_go(self._units[id(group)].parameters)
+    def after_use(self, group: private.Group) -> None:
+        """``group`` is about to be dropped."""
+        if self._units[id(group)].regions:
+            self._file.let_go(self._units[id(group)].parameters)
 
     # -- states
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -163,26 +163,18 @@ def give_class_back(module: nn.Module) -> None:
             inner.__dict__.pop(mark, None)
 
 
-class Arriving:
-    """Parameters on their way."""
-
-    def __init__(self, groups: list[Group]) -> None:
-        self._groups = groups
-
-    def wait(self) -> None:
-        """Returns when they are there, on the module."""
-        for group in self._groups:
-            group.wait_for_unshard()
-
-
-def unshard(unit: nn.Module, async_op: bool = False) -> Arriving:
-    """Gathers the unit's parameters; with ``async_op`` what is returned is to be waited for."""
-    arriving = Arriving(groups(unit))
-    for group in arriving._groups:
+def unshard(unit: nn.Module, async_op: bool = False) -> nn.Module:
+    """Gathers the unit's parameters, which with ``async_op`` are there only after :func:`wait_for_unshard`."""
+    for group in groups(unit):
         group.unshard(async_op=async_op)
     if not async_op:
-        arriving.wait()
-    return arriving
+        wait_for_unshard(unit)
+    return unit
+
+
+def wait_for_unshard(unit: nn.Module) -> None:
+    for group in groups(unit):
+        group.wait_for_unshard()
 
 
 def gather_now(group: Group) -> None:
@@ -243,6 +235,11 @@ def set_reshard_after_forward(unit: nn.Module, reshards: bool) -> None:
     """Acts as ``FSDPModule``'s method of that name, for a unit that has its own class back."""
     for group in groups(unit):
         group.post_forward_mesh_info = group.mesh_info if reshards else None
+
+
+def reshards_after_forward(unit: nn.Module) -> bool:
+    """Whether the unit drops its parameters after a forward."""
+    return any(group.post_forward_mesh_info is not None for group in groups(unit))
 
 
 def set_requires_gradient_sync(units: list[nn.Module], syncs: bool) -> None:
@@ -466,24 +463,88 @@ def groups(module: nn.Module) -> list[Group]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.12
 
 
-def hooks_once(module: nn.Module, act: Callable[[], bool] = lambda: True) -> None:
-    """Has the unit's hooks be made into what Dynamo leaves alone once, and do nothing unless ``act()``.
+def hook_unit(module: nn.Module, acts: Callable[[], bool]) -> None:
+    """The unit's own hooks do nothing unless ``acts()``, and are wrapped for Dynamo once.
 
-    ``fully_shard`` makes them at each call, which takes 16 µs of Python, five times per unit and step.
+    ``fully_shard`` wraps them at each call, which takes 16 µs of Python, five times per unit and step.
     """
     state = _state(module)
 
     def acting(hook: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: hook(*args) if act() else None
+        return lambda *args: hook(*args) if acts() else None
 
     for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
         hooks = handle.hooks_dict_ref()
-        hook = acting(_undecorated(hooks[handle.id]))
-        hooks[handle.id] = torch.compiler.disable(hook, reason="skipping FSDP hooks")
-    state._pre_backward = torch.compiler.disable(_undecorated(state._pre_backward), reason="skipping FSDP hooks")
+        hooks[handle.id] = torch.compiler.disable(acting(_undecorated(hooks[handle.id])), reason=_REASON)
+    state._pre_backward = torch.compiler.disable(_undecorated(state._pre_backward), reason=_REASON)
 
 
-def let_inputs_change(group: Group) -> None:
+_REASON = "skipping FSDP hooks"
+
+
+@dataclass(frozen=True)
+class GroupHooks:
+    """Calls with a group, at the moments of its schedule."""
+
+    before_unshard: Callable[[Group], Any] = lambda group: None
+    """It is about to be gathered."""
+    before_reshard: Callable[[Group], Any] = lambda group: None
+    """Its gathered parameters are about to be dropped."""
+    before_backward: Callable[[Group], Any] = lambda group: None
+    """Its part of a backward begins, and nothing is gathered for it yet."""
+    before_reduce: Callable[[Group], bool] = lambda group: True
+    """Its part of a backward ends, and gradients are about to be reduced: not where this returns False."""
+
+
+def hook_group(group: Group, hooks: GroupHooks, is_root: bool = False) -> None:
+    """Has ``group`` call ``hooks``, and do its own work outside of any ``TorchFunctionMode``: it is no user code.
+
+    The root's group stays gathered until the backward is over, whatever its module's inputs are: a batch may bring a
+    graph of its own (features of a trained encoder, from ``on_after_batch_transfer``), which goes on behind the root's.
+    """
+    unshard, to_sharded = group.unshard, group._to_sharded
+    pre_backward, post_backward = _undecorated(group.pre_backward), _undecorated(group.post_backward)
+
+    def unshards(async_op: bool = False) -> None:
+        if group.is_sharded and group._all_gather_result is None:
+            hooks.before_unshard(group)
+        unshard(async_op)
+
+    def becomes_sharded() -> None:
+        if not group.is_sharded:
+            hooks.before_reshard(group)
+        to_sharded()
+
+    @torch.compiler.disable(reason=_REASON)
+    def backward_begins(*unused: Any) -> None:
+        with DisableTorchFunction():
+            hooks.before_backward(group)
+            pre_backward(*unused)
+
+    @torch.compiler.disable(reason=_REASON)
+    def backward_ends(*unused: Any) -> None:
+        with DisableTorchFunction():
+            if hooks.before_reduce(group):
+                post_backward(*unused)
+
+    def quiet(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with DisableTorchFunction():
+                return original(*args, **kwargs)
+
+        return call
+
+    group.unshard, group._to_sharded = unshards, becomes_sharded
+    group.pre_backward, group.post_backward = backward_begins, backward_ends
+    for name in ("pre_forward", "post_forward", "finalize_backward"):
+        setattr(group, name, quiet(getattr(group, name)))
+    if is_root:
+        group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
+    else:
+        _let_inputs_change(group)
+
+
+def _let_inputs_change(group: Group) -> None:
     """Lets the unit change its inputs in place (``nn.ReLU(inplace=True)``, ``x += self.bias``), as without it.
 
     ``fully_shard`` passes them through an ``autograd.Function`` whose backward ends the group's part, and torch allows
@@ -503,12 +564,6 @@ def let_inputs_change(group: Group) -> None:
         return _in_the_same((args, kwargs), with_views(args, kwargs))
 
     group._register_post_backward_hook = register
-
-
-def end_with_the_backward(group: Group) -> None:
-    """Keeps the group whole until the backward is over, whatever its module's inputs are: a batch may bring a graph of
-    its own (features of a trained encoder, from ``on_after_batch_transfer``), which goes on behind the root's."""
-    group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
 
 
 def _in_the_same(given: Any, made: Any) -> Any:
@@ -552,33 +607,6 @@ def _undecorated(method: Any) -> Callable[..., Any]:
     return MethodType(inspect.unwrap(function), method.__self__) if function is not None else method
 
 
-def before_reduce(group: Group, action: Callable[[Group], bool]) -> None:
-    """Calls ``action(group)`` whenever the group's part of a backward ends, before its gradients are reduced.
-
-    The reduction is left out when ``action`` returns False.
-    """
-    original = _undecorated(group.post_backward)
-
-    @torch.compiler.disable(reason="as the original")
-    def post_backward(*unused: Any) -> None:
-        if action(group):
-            original(*unused)
-
-    group.post_backward = post_backward
-
-
-def before_backward(group: Group, action: Callable[[Group], None]) -> None:
-    """Calls ``action(group)`` whenever the group's part of a backward begins, before anything is gathered for it."""
-    original = _undecorated(group.pre_backward)
-
-    @torch.compiler.disable(reason="as the original")
-    def pre_backward(*unused: Any) -> None:
-        action(group)
-        original(*unused)
-
-    group.pre_backward = pre_backward
-
-
 def pin(group: Group) -> None:
     """The group stays gathered until :func:`unpin`, through further forwards and backwards."""
     group.reshard = _stay
@@ -587,18 +615,6 @@ def pin(group: Group) -> None:
 def unpin(group: Group) -> None:
     """Undoes :func:`pin`; the group is dropped as ever."""
     group.__dict__.pop("reshard", None)
-
-
-def before_reshard(group: Group, action: Callable[[Group], None]) -> None:
-    """Calls ``action(group)`` whenever its gathered parameters are about to be dropped."""
-    original = group._to_sharded
-
-    def to_sharded() -> None:
-        if not group.is_sharded:
-            action(group)
-        original()
-
-    group._to_sharded = to_sharded
 
 
 Gather = Callable[[list[Sequence[Tensor]], list[Tensor], dist.ProcessGroup], dist.Work]
@@ -707,18 +723,6 @@ def drop_shard(p: ShardedParam) -> None:
     set_data(shard, shard.new_empty(1).expand(shard.shape) if shard.numel() else shard.new_empty(shard.shape))
 
 
-def before_unshard(group: Group, action: Callable[[Group], None]) -> None:
-    """Calls ``action(group)`` whenever the group is about to be gathered."""
-    original = group.unshard
-
-    def unshard(async_op: bool = False) -> None:
-        if group.is_sharded and group._all_gather_result is None:
-            action(group)
-        original(async_op)
-
-    group.unshard = unshard
-
-
 def _stay(*unused: Any) -> None:
     """Instead of freeing a copy that the shard lies in, or of putting another parameter on a module."""
 
@@ -767,20 +771,6 @@ def _await_gather(group: Group) -> None:
     with torch.autograd._unsafe_preserve_version_counter(outputs):  # arriving is no write
         if group._all_gather_result.all_gather_work is not None:
             group._all_gather_result.all_gather_work.wait()
-
-
-def without_translation(group: Group) -> None:
-    """Runs the group's own work outside of any ``TorchFunctionMode``: it is no user code, so none has to look at it."""
-
-    def quiet(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with DisableTorchFunction():
-                return original(*args, **kwargs)
-
-        return call
-
-    for name in ("pre_forward", "post_forward", "pre_backward", "post_backward", "finalize_backward"):
-        setattr(group, name, quiet(getattr(group, name)))
 
 
 def keeps_what_is_reduced(group: Group) -> bool:
@@ -903,22 +893,6 @@ def registrations(group: Group) -> Iterator[tuple[Tensor, list[tuple[nn.Module, 
 def _places(p: ShardedParam) -> list[tuple[nn.Module, str]]:
     info = p._module_info
     return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
-
-
-@contextmanager
-def without_hooks(module: nn.Module) -> Iterator[None]:
-    """A forward of this unit leaves its parameters as they are registered."""
-    state = _state(module)
-    hooks = [(h, h.hooks_dict_ref()) for h in (state._pre_forward_hook_handle, state._post_forward_hook_handle)]
-    kept = [dict(found) for _, found in hooks]
-    for handle, found in hooks:
-        del found[handle.id]
-    try:
-        yield
-    finally:
-        for (_, found), before in zip(hooks, kept, strict=True):
-            found.clear()
-            found.update(before)  # in the order they were in
 
 
 def undo(module: nn.Module) -> None:

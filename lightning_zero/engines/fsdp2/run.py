@@ -34,53 +34,47 @@ TENSORS_IN_FILES = 3
 class Fsdp2Run(EngineRun):
     """See :class:`~lightning_zero.engines.run.EngineRun`."""
 
-    built: Build | None
-
     def __init__(self, config: ZeroConfig) -> None:
         super().__init__(config)
         self.builds_sharded = config.builds_sharded
+        self._build: Build | None = None
+        """Of the parameters that are closed until the engine shards them."""
 
     def take_over(self, module: nn.Module) -> None:
-        """Parameters are shared out anew as they come: the module may be more than a process can hold."""
-        if not self._shares_out:
+        """Parameters are closed again as they come: the module may be more than a process can hold."""
+        if not self._closes_parameters:
             super().take_over(module)
             return
-        self.built = self._build(module)
-        with self.built.building():
-            make_whole(module, self.built.replaced)
-        self.begin_view()
+        build = self._build_of(module)
+        with build.building():
+            make_whole(module, build.replaced)
 
     @property
-    def _shares_out(self) -> bool:
+    def _closes_parameters(self) -> bool:
         return self.config.builds_sharded and dist.is_initialized() and dist.get_world_size() > 1
 
     @contextmanager
     def building(self, module: nn.Module, trainer_facts: Mapping[str, Any], device: torch.device) -> Iterator[None]:
-        """At stage 3 what is built inside is shared out as it comes (collective)."""
-        if not self._shares_out:
+        """At stage 3 parameters that are built inside are sharded as they come (collective)."""
+        if not self._closes_parameters:
             yield
             return
-        self.end_view()
-        if self.built is None:
-            self.built = self._build(module)
-        with self.built.building():
+        with self._build_of(module).building():
             yield
 
-    @staticmethod
-    def _build(module: nn.Module) -> Build:
+    def _build_of(self, module: nn.Module) -> Build:
         from lightning_zero.engines.fsdp2.build import Build
 
-        return Build(module)
-
-    def begin_setup(self) -> None:
-        self.begin_view()
+        if self._build is None:
+            self._build = Build(module)
+        return self._build
 
     def take_built(self) -> Build | None:
-        built, self.built = self.built, None
-        if built is None or not built.found:
+        build, self._build = self._build, None
+        if build is None or not build.found:
             return None
-        built.leave_aside()
-        return built
+        build.leave_aside()
+        return build
 
     def loads_on_host(self, device: torch.device) -> bool:
         return self.config.offload.target != "none" and device.type != "cpu"
@@ -91,8 +85,9 @@ class Fsdp2Run(EngineRun):
     def make_engine(self, device: torch.device, dtypes: DtypePolicy) -> Engine:
         from lightning_zero.engines.fsdp2.engine import Fsdp2Engine  # imported with the first run, not with the package
 
-        self.end_view()
-        return Fsdp2Engine(self.config, device, dtypes, self.built)
+        if self._build is not None:
+            self._build.hand_over()
+        return Fsdp2Engine(self.config, device, dtypes)
 
     def prepare(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -20,12 +20,41 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Root, refuse_late_hooks
 from lightning_zero.engines.birth import Birth
 from lightning_zero.engines.fsdp2 import private
-from lightning_zero.engines.fsdp2.build import Build
 from lightning_zero.engines.fsdp2.files import FileShards
+from lightning_zero.engines.fsdp2.transport import Transport
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.residency import looking_whole
-from lightning_zero.engines.units import UnitPlan
-from lightning_zero.private.torch import forget_meshes
+from lightning_zero.engines.units import Unit, UnitPlan, plan_units
+from lightning_zero.private.torch import BatchNorm, forget_meshes
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """All that is decided before anything changes on the module.
+
+    Attributes:
+        units: What is gathered together.
+        reshards: Whether parameters are dropped after each use.
+        device: That of the computation.
+        home: Where tensors of the meta device get their memory.
+    """
+
+    module: nn.Module
+    units: UnitPlan
+    mesh: DeviceMesh
+    precision: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    reshards: bool
+    device: torch.device
+
+    @property
+    def home(self) -> torch.device:
+        return torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.device
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The units but the root's."""
+        return [unit.module for unit in self.units.units[:-1]]
 
 
 @dataclass
@@ -33,19 +62,21 @@ class Sharded:
     """A module that ``fully_shard`` has taken over.
 
     Attributes:
-        plan: What is gathered together.
         root: Wraps the module; the root unit's hooks hang on it.
         units: The modules that are gathered together; the root last.
         originals: Sharded parameters -> those that the user made.
-        replicated: Parameters that every rank holds whole.
     """
 
     plan: UnitPlan
     module: nn.Module
     root: Root
-    replicated: list[nn.Parameter]
     units: list[Any] = field(default_factory=list)
     originals: dict[Tensor, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def replicated(self) -> list[nn.Parameter]:
+        """Parameters that every rank holds in full."""
+        return list(self.plan.replicated.values())
 
     @property
     def parameters(self) -> list[Any]:
@@ -56,6 +87,11 @@ class Sharded:
     def names(self) -> list[str]:
         """Of the units."""
         return [unit.name for unit in self.plan.units]
+
+    @property
+    def unit_of(self) -> dict[private.Group, int]:
+        """The groups of ``fully_shard`` -> numbers of their units, in an order that all ranks share."""
+        return {group: index for index, unit in enumerate(self.units) for group in private.groups(unit)}
 
 
 def make_mesh(config: ZeroConfig, device: torch.device) -> DeviceMesh:
@@ -78,62 +114,67 @@ def make_mesh(config: ZeroConfig, device: torch.device) -> DeviceMesh:
     return DeviceMesh.from_group([replicate, shard], device.type, mesh=grid, mesh_dim_names=("replicate", "shard"))
 
 
-def shard_units(
-    module: nn.Module,
-    plan: UnitPlan,
-    mesh: DeviceMesh,
-    config: ZeroConfig,
-    dtypes: DtypePolicy,
-    device: torch.device,
-    build: Build | None = None,
-    files: FileShards | None = None,
-) -> Sharded:
-    """Every rank has rank 0's values, then only its share of them (collective), in ``files`` if given. What ``build``
-    has shared out already comes back unit by unit."""
-    sharded = Sharded(plan, module, Root(module), list(plan.replicated.values()))
-    on_host = isinstance(offload_policy(config, device), CPUOffloadPolicy)
-    birth = Birth(module, torch.device("cpu") if on_host else device, partial(_looking_whole, build))
-    birth.require_initializers()
-    policy = MixedPrecisionPolicy(
+def plan_shards(
+    module: nn.Module, mesh: DeviceMesh, config: ZeroConfig, dtypes: DtypePolicy, device: torch.device
+) -> ShardPlan:
+    """The plan for ``module``; nothing changes."""
+    # autocast keeps BatchNorm in fp32, and its kernels refuse low-precision weights beside fp32 statistics
+    keep_whole = (BatchNorm,) if dtypes.is_mixed else ()
+    units = plan_units(module, config.units, config.min_unit_numel, keep_whole)
+    precision = MixedPrecisionPolicy(
         param_dtype=dtypes.param_dtype, reduce_dtype=dtypes.reduce_dtype, cast_forward_inputs=False
     )
+    return ShardPlan(module, units, mesh, precision, offload_policy(config, device), config.stage == 3, device)
+
+
+def shard_units(plan: ShardPlan, transport: Transport, files: FileShards | None = None) -> Sharded:
+    """Every rank has rank 0's values, then only its rows of them (collective), in ``files`` if given."""
+    module = plan.module
+    sharded = Sharded(plan.units, module, Root(module))
+    birth = Birth(module, plan.home, looking_whole)
+    birth.require_initializers()
     refuse_late_hooks(dict(module.named_parameters()))
     everything = set(module.parameters())
-    for unit in plan.units:
-        is_root = unit.module is module
-        target: Any = sharded.root if is_root else unit.module
-        mine = dict(unit.parameters)
-        birth.bring_up(unit.module, list(mine.values()))
-        _start_from_rank_0(list(mine.values()), device, build)
-        with _plainly_named(target):
-            fully_shard(
-                target,
-                mesh=mesh,
-                mp_policy=policy,
-                offload_policy=offload_policy(config, device),
-                reshard_after_forward=config.stage == 3 and not is_root,  # the root is needed again at once
-                ignored_params=everything - set(mine.values()),
-            )
-        named = dict(module.named_parameters())
-        for name, original in mine.items():
-            sharded.originals[named[name]] = original
-            original.data = original.data.new_empty(0)  # the shards are all that is kept
+    for unit in plan.units.units:
+        mine = list(unit.parameters.values())
+        birth.bring_up(unit.module, mine)
+        _start_from_rank_0(mine, plan.device)
+        target: Any = sharded.root if unit.module is module else unit.module
+        sharded.originals.update(_fully_shard(plan, unit, target, everything.difference(mine)))
+        sharded.units.append(target)
         if files is not None:
             for group in private.groups(target):
                 files.take(group)
-        # Dropping them inside a backward would pull saved tensors from under uses outside the unit's forward.
-        target.set_reshard_after_backward(config.stage == 3, recurse=False)
-        sharded.units.append(target)
-    birth.bring_up(module, [*sharded.replicated, *module.buffers()])
+    rest = [*sharded.replicated, *module.buffers()]
+    birth.bring_up(module, rest)
     birth.finish()
-    _start_from_rank_0([*sharded.replicated, *module.buffers()], device, build)
+    _start_from_rank_0(rest, plan.device)
+    transport.install(sharded.units)
+    for target in sharded.units:
+        private.give_class_back(target)
+    private.init_now(sharded.root)  # before start: shards move to where they stay
+    transport.start(sharded.units, sharded.names)
     return sharded
 
 
-@contextmanager
-def _looking_whole(build: Build | None) -> Iterator[None]:
-    with looking_whole(), build.view() if build is not None else nullcontext():
-        yield
+def _fully_shard(plan: ShardPlan, unit: Unit, target: Any, ignored: set[nn.Parameter]) -> dict[Tensor, nn.Parameter]:
+    """Shards of ``unit`` -> the user's parameters, which are empty."""
+    is_root = unit.module is plan.module
+    with _plainly_named(target):
+        fully_shard(
+            target,
+            mesh=plan.mesh,
+            mp_policy=plan.precision,
+            offload_policy=plan.offload,
+            reshard_after_forward=plan.reshards and not is_root,  # the root is needed again at once
+            ignored_params=ignored,
+        )
+    # Dropping them inside a backward would pull saved tensors from under uses outside the unit's forward.
+    target.set_reshard_after_backward(plan.reshards, recurse=False)
+    named = dict(plan.module.named_parameters())
+    for original in unit.parameters.values():
+        original.data = original.data.new_empty(0)  # the shards are all that is kept
+    return {named[name]: original for name, original in unit.parameters.items()}
 
 
 @contextmanager
@@ -151,12 +192,11 @@ def _plainly_named(module: nn.Module) -> Iterator[None]:
             del vars(each)["named_parameters"]
 
 
-def _start_from_rank_0(tensors: Sequence[Tensor], device: torch.device, build: Build | None) -> None:
+def _start_from_rank_0(tensors: Sequence[Tensor], device: torch.device) -> None:
     """Rank 0's values, on the device. Unit by unit: a module that is offloaded need not fit there."""
-    differ = tensors if build is None else build.release(tensors)
     for tensor in tensors:
-        tensor.data = tensor.data.to(device)
-    broadcast_coalesced(differ)
+        tensor.data = tensor.data.to(device)  # which opens it where configure_model has left it closed
+    broadcast_coalesced(tensors)
 
 
 def root_owners(root: Root) -> set[nn.Module]:

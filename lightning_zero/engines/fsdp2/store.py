@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -31,6 +31,29 @@ _OTHERS = 1 << 40
 """The first key of sharded tensors of nobody's."""
 
 
+class Moments(Protocol):
+    """The engine's part when user code touches parameters."""
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer] | None:
+        """Those of this run."""
+
+    def touches(self, key: int) -> None:
+        """User code is about to gather what has ``key``."""
+
+    def shards_change(self) -> None:
+        """Shards are about to be written to."""
+
+    def shards_have_changed(self) -> None:
+        """They have been."""
+
+    def bring(self, group: private.Group) -> None:
+        """Gathers ``group`` until its backward is over (collective)."""
+
+    def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
+        """As :meth:`~lightning_zero.engines.residency.Store.used`."""
+
+
 class Fsdp2Store:
     """See :class:`~lightning_zero.engines.residency.Store`.
 
@@ -39,13 +62,7 @@ class Fsdp2Store:
         groups: Of all units.
         gradients: The user's side of them.
         writes: To gathered parameters.
-        optimizers: Those of now.
         names: The user's parameters -> their names.
-        touches: Called before a key is gathered.
-        changing: Called before shards change.
-        changed: Called when they have changed.
-        bring: Gathers a group until its backward is over.
-        used: As :meth:`~lightning_zero.engines.residency.Store.used`.
     """
 
     hides_shapes = only_brings = False
@@ -57,17 +74,11 @@ class Fsdp2Store:
         gradients: AssignedGradients,
         writes: Writes,
         memories: Memories,
-        optimizers: Callable[[], Sequence[Optimizer]],
         names: Mapping[Tensor, str],
-        touches: Callable[[int], None],
-        changing: Callable[[], None],
-        changed: Callable[[], None],
-        bring: Callable[[private.Group], None],
-        used: Callable[[Sequence[Tensor], Any, bool, Any], None],
+        engine: Moments,
     ) -> None:
         self.own, self._groups, self._gradients, self._writes = own, groups, gradients, writes
-        self._memories, self._optimizers, self._names = memories, optimizers, names
-        self._touches, self._changing, self._changed, self._bring, self.used = touches, changing, changed, bring, used
+        self._memories, self._names, self._engine, self.used = memories, names, engine, engine.used
         places = ((key, slot, p) for key, group in enumerate(groups) for slot, p in enumerate(group.fsdp_params))
         self._slots = {id(p): (key, slot) for key, slot, p in places}
         self._elsewhere: set[int] = set()  # parameters that lie outside of their home right now, by id of the shard's
@@ -111,7 +122,7 @@ class Fsdp2Store:
         return key
 
     def _states_now(self) -> Iterator[DTensor]:
-        for optimizer in self._optimizers():
+        for optimizer in self._engine.optimizers or ():
             for state in states(family(optimizer)):
                 for entry in state.values():
                     if isinstance(entry, dict):
@@ -132,7 +143,7 @@ class Fsdp2Store:
         return False
 
     def gather(self, key: int) -> list[Tensor]:
-        self._touches(key)
+        self._engine.touches(key)
         num = len(self._groups)
         if key < num:
             private.forget_gather(self._groups[key])  # sent ahead, into the memory that is about to come and go
@@ -189,7 +200,7 @@ class Fsdp2Store:
 
     def _close_parameters(self, key: int) -> None:
         group = self._groups[key]
-        self._changing()
+        self._engine.shards_change()
         for slot, p in enumerate(group.fsdp_params):
             original = private.own_of(p)
             store_rows(original, p.sharded_param)
@@ -203,7 +214,7 @@ class Fsdp2Store:
                 continue
             private.give_up(private.Home(group, p))
         self._writes.disregard(group)
-        self._changed()
+        self._engine.shards_have_changed()
 
     def keep_home(self, key: int, slot: int) -> None:
         """User code holds a part of the memory that a parameter is gathered into."""
@@ -221,8 +232,8 @@ class Fsdp2Store:
 
     def bring(self, p: Tensor) -> None:
         key = self.key_of(p)
-        self._touches(key)
-        self._bring(self._groups[key])
+        self._engine.touches(key)
+        self._engine.bring(self._groups[key])
 
     # -- assignments ---------------------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.agree import all_reduce_mean
 from lightning_zero.engines.fsdp2 import private
-from lightning_zero.engines.fsdp2.transport import Transport, refuse_different_units
+from lightning_zero.engines.fsdp2.order import refuse_different_units
+from lightning_zero.engines.fsdp2.transport import Transport
 
 _PRIME = 2**31 - 1  # the largest int32
 
@@ -50,21 +51,17 @@ class Usage:
     def __init__(self, transport: Transport, parameters: Iterable[Tensor], names: Sequence[str]) -> None:
         self._transport, self._names = transport, names
         self._order = {p: i for i, p in enumerate(parameters)}
-        self._gathers_each_time = transport.config.stage == 3
         self.start_window()
 
     def start_window(self) -> None:
         self._used: set[Tensor] = set()
         self._zeroed: list[Tensor] = []  # given zeros where they had no gradient
         num_units = len(self._names) - 1
-        self.ran, self._gathered, self._reduced = Moments(num_units), Moments(num_units), Moments(num_units)
+        self.ran, self._reduced = Moments(num_units), Moments(num_units)
 
-    def runs(self, index: int, with_grad: bool) -> None:
-        """Unit ``index`` is about to run."""
-        if self._gathers_each_time or not self._gathered.marks[index]:
-            self._gathered.add(index)
-        if with_grad:
-            self.ran.add(index)
+    def runs(self, index: int) -> None:
+        """Unit ``index`` is about to run with gradients."""
+        self.ran.add(index)
 
     def reduces(self, index: int) -> None:
         """Unit ``index``, not the root, is about to reduce its gradients inside the backward."""
@@ -105,8 +102,7 @@ class Usage:
         flags = torch.zeros(len(self._order), dtype=torch.int32, device="cpu")
         if used:
             flags[[self._order[p] for p in used]] = 1
-        gathered = [] if self._transport.gathers_up_front else self._gathered.marks
-        moments = torch.tensor([*gathered, *self._reduced.marks], dtype=torch.int32, device="cpu")
+        moments = torch.tensor(self._reduced.marks, dtype=torch.int32, device="cpu")
         votes = torch.cat([flags, moments, -moments])
         return self._transport.agree(votes, dist.ReduceOp.MAX) if self._transport.agrees else None, votes
 
@@ -114,8 +110,7 @@ class Usage:
         """Gradients of parameters that nobody used become ``None`` again (see :meth:`say`).
 
         Raises:
-            ValueError: On all ranks, when their units gathered or reduced in different orders, so that messages were
-                mixed up.
+            ValueError: On all ranks, when their units reduced in different orders, so that messages were mixed up.
         """
         if work is not None:
             work.wait()
@@ -128,8 +123,8 @@ class Usage:
 
     def _require_same_units(self, latest: Tensor, negated_earliest: Tensor) -> None:
         if not torch.equal(latest, -negated_earliest):
-            differ = (latest != -negated_earliest).nonzero().flatten() % (len(self._names) - 1)
-            refuse_different_units(self._transport, self._names, differ.unique().tolist())
+            differ = (latest != -negated_earliest).nonzero().flatten()
+            refuse_different_units(self._transport, self._names, differ.tolist())
 
 
 class LastUnit:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from lightning_zero.engines.fsdp2 import private
-from lightning_zero.engines.fsdp2.transport import Transport
 from lightning_zero.engines.residency import store_rows
 from lightning_zero.private.torch import DisableTorchFunction
 
@@ -21,15 +19,16 @@ class Writes:
     reported to :meth:`data_is_taken`.
 
     Args:
-        stored: Called when shards have changed.
+        changing: Called before shards change.
+        changed: Called when they have changed.
     """
 
-    def __init__(self, groups: Sequence[private.Group], transport: Transport, stored: Callable[[], None]) -> None:
-        self._groups, self._transport, self._stored = groups, transport, stored
+    def __init__(
+        self, groups: Sequence[private.Group], changing: Callable[[], None], changed: Callable[[], None]
+    ) -> None:
+        self._groups, self._changing, self._changed = groups, changing, changed
         self._versions = [private.version(group) for group in groups]  # when they were last looked at
         self._data_taken: set[Tensor] = set()
-        for index, group in enumerate(groups):
-            private.before_reshard(group, partial(self._store, index))
 
     def data_is_taken(self, tensor: Tensor) -> None:
         """User code may write to a gathered parameter past its version."""
@@ -43,15 +42,15 @@ class Writes:
         """Disregards all writes since the versions were last looked at: none of them was to gathered parameters."""
         self._versions = [private.version(group) for group in self._groups]
 
-    def _store(self, index: int, group: private.Group) -> None:
+    def store(self, index: int, group: private.Group) -> None:
+        """``group``, the one with this index, is about to be dropped."""
         version = private.version(group)
         if version == self._versions[index] and not self._data_taken:
             return
         self._versions[index] = version
-        self._transport.shards_changed()  # other ranks' rows may differ from their shards now
-        self._transport.await_readers()
+        self._changing()
         with torch.no_grad(), DisableTorchFunction():
             for copy, shard in private.copies(group):
                 store_rows(copy, shard)
         self._data_taken.difference_update(copy for copy, _ in private.copies(group))
-        self._stored()
+        self._changed()
