@@ -362,7 +362,8 @@ class ZeroConfig:
     torch elsewhere."""
     elementwise_optimizers: Sequence[str] | None = None
     """Class names of optimizers other than PyTorch's own, ``["Lion"]``, whose update of an element depends on nothing
-    but that element's own values and gradients: they step on shards. All others step on whole tensors."""
+    but that element's own values and gradients: they step on shards. All others step on full tensors and keep full
+    states."""
     broadcast_buffers: bool = True
     """Rank 0's buffers become everybody's at each training forward, as under DDP; under manual optimization before the
     first one alone, as under Lightning's DDP."""
@@ -373,8 +374,8 @@ class ZeroConfig:
     """Training loaders of which some ranks' have fewer batches: ``"error"`` ends the run on all ranks where the first
     runs dry, ``"shortest"`` ends each epoch on all ranks with the shortest, as DDP does with loaders cut to it."""
     after_fit: AfterFit = "auto"
-    """``"whole"`` gives every rank plain full parameters when the run ends, ``"sharded"`` leaves the shards,
-    ``"auto"`` takes whole where host memory allows."""
+    """``"whole"`` gives every rank plain full parameters and optimizer states when the run ends, ``"sharded"`` leaves
+    the shards, ``"auto"`` gives full parameters where host memory allows, and states as they are touched."""
     checkpoint: CheckpointForm = "file"
     """``"file"`` writes what Lightning writes under DDP, ``"sharded"`` a directory that each rank writes its part of,
     ``"sharded-async"`` the same while training goes on. All are read whatever is set here."""
