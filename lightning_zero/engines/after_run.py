@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.agree import READS, Agreement
-from lightning_zero.comm.shards import gathered
+from lightning_zero.comm.shards import as_shard, gathered, local
 from lightning_zero.engines.base import OnWhole, unheard
 from lightning_zero.engines.optimizer_family import family, states
 from lightning_zero.engines.torch_functions import AS_THEY_ARE, tensors_in
@@ -154,12 +154,13 @@ def begin_reads(agreement: Agreement) -> None:
 
 
 def leave_states(optimizers: Iterable[Optimizer], full: bool) -> None:
-    """Shards among the states become full tensors in host memory (collective), or stay shards that become so when they
-    are touched."""
+    """Shards among the states become full tensors in host memory (collective), or shards there that become full when
+    they are touched."""
     for entry in _entries(optimizers):
         for key, value in entry.items():
             if isinstance(value, DTensor):
-                entry[key] = gathered(value).cpu() if full or value.device_mesh.size() == 1 else LeftState.of(value)
+                is_all = full or value.device_mesh.size() == 1
+                entry[key] = gathered(value).cpu() if is_all else LeftState.of(as_shard(local(value).cpu(), value))
 
 
 def has_left_states(optimizer: Optimizer) -> bool:

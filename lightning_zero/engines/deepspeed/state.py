@@ -7,7 +7,7 @@ cuts, and whatever is gathered) and the masters; *gradients* its averaged pieces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -62,15 +62,16 @@ class Account:
                 self.held("gradients", p.grad, "device")
 
     def optimizers(
-        self, optimizers: Iterable[Optimizer], known: Callable[[Any], State | None], odd: Collection[Tensor]
+        self, optimizers: Iterable[Optimizer], known: Callable[[Any], State | None], odd: Iterable[Tensor]
     ) -> None:
         """States; ``known`` tells those that are pieces."""
+        whole = set(odd)
         for p, value in states_of(optimizers):
             found = known(value)
             part = value if found is None else found.piece
             numel = value.numel() if found is None else self.shapes[p].numel()
             self.state.whole["optimizer"] += numel * part.element_size()
-            self.held("optimizer", part, "device" if p in odd else self._place_of_steps(part))
+            self.held("optimizer", part, "device" if p in whole else self._place_of_steps(part))
 
     def held(self, kind: str, tensor: Tensor, place: str) -> None:
         """Counts ``tensor`` here, unless this very memory was counted."""
