@@ -363,7 +363,8 @@ class ZeroConfig:
     torch elsewhere."""
     elementwise_optimizers: Sequence[str] | None = None
     """Class names of optimizers other than PyTorch's own, ``["Lion"]``, whose update of an element depends on nothing
-    but that element's own values and gradients: they step on shards. All others step on whole tensors."""
+    but that element's own values and gradients: they step on shards. All others step on full tensors and keep full
+    states."""
     broadcast_buffers: bool = True
     """Rank 0's buffers become everybody's at each training forward, as under DDP; under manual optimization before the
     first one alone, as under Lightning's DDP."""
@@ -378,8 +379,8 @@ class ZeroConfig:
     those that were gathered first are resharded. ``None`` is an eighth of what is free on the device when a run
     starts, or of this rank's share of the host on CPUs."""
     after_fit: AfterFit = "auto"
-    """``"whole"`` gives every rank plain full parameters when the run ends, ``"sharded"`` leaves the shards,
-    ``"auto"`` takes whole where host memory allows."""
+    """``"whole"`` gives every rank plain full parameters and optimizer states when the run ends, ``"sharded"`` leaves
+    the shards, ``"auto"`` gives full parameters where host memory allows, and states as they are touched."""
     checkpoint: CheckpointForm = "file"
     """``"file"`` writes what Lightning writes under DDP, ``"sharded"`` a directory that each rank writes its part of,
     ``"sharded-async"`` the same while training goes on. All are read whatever is set here."""

@@ -51,11 +51,20 @@ from lightning_zero.config import (
     ZeroConfig,
 )
 from lightning_zero.engines.advice import advice_on
-from lightning_zero.engines.after_run import AfterRun, is_left_sharded, leave, make_owners_whole, where_memory_allows
+from lightning_zero.engines.after_run import (
+    AfterRun,
+    begin_reads,
+    has_left_states,
+    is_left_sharded,
+    leave,
+    left_shards,
+    make_owners_whole,
+    where_memory_allows,
+)
 from lightning_zero.engines.base import Engine, require
 from lightning_zero.engines.birth import give_birth, on_meta
 from lightning_zero.engines.deepspeed.run import DeepSpeedRun
-from lightning_zero.engines.elementwise import note_on_whole_steps
+from lightning_zero.engines.elementwise import note_on_full_steps
 from lightning_zero.engines.fsdp2.private import FULLY_SHARD
 from lightning_zero.engines.fsdp2.run import Fsdp2Run
 from lightning_zero.engines.hooks import UserHooks, user_hooks
@@ -173,7 +182,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         )
         self.engine: Engine | None = None
         """The engine that shards the module; ``None`` outside a run."""
-        self._ended: Engine | None = None  # knows the states of optimizers that stay sharded after the run
         self._view: AbstractContextManager[Any] | None = None
         self._in_groups_that_fit = config.shard_size == "auto"
         self._failed = False  # since the set-up of this run
@@ -251,9 +259,9 @@ class ZeroStrategy(Launched, DDPStrategy):
         """For copies and pickles of a Trainer between runs.
 
         Raises:
-            RuntimeError: While parameters or optimizers' states are shards.
+            RuntimeError: While parameters are shards.
         """
-        if self.engine is not None or self._ended is not None:
+        if self.engine is not None:
             raise RuntimeError(
                 "a Trainer cannot be copied or pickled while its strategy shards the module, inside a run or after one"
                 f" with after_fit={self.config.after_fit!r} that has left shards: copy the module"
@@ -305,11 +313,11 @@ class ZeroStrategy(Launched, DDPStrategy):
     def _make_optimizers(self, trainer: Any) -> None:
         with self._run.whole_for_optimizers(self.engine) if self.engine is not None else nullcontext():
             self.setup_optimizers(trainer)
-        optimizers = [unwrapped(o) for o in self.optimizers]
-        refuse_sharding(optimizers)
-        declared = self.config.elementwise_optimizers or ()
-        steps_whole = note_on_whole_steps(optimizers, declared) if self.world_size > 1 else ""
-        for note in filter(None, (self._run.note_on_optimizers(optimizers), steps_whole)):
+            optimizers = [unwrapped(o) for o in self.optimizers]
+            refuse_sharding(optimizers)
+            declared = self.config.elementwise_optimizers or ()
+            on_full = note_on_full_steps(optimizers, declared) if self.world_size > 1 else ""
+        for note in filter(None, (self._run.note_on_optimizers(optimizers), on_full)):
             rank_zero_info(note)
 
     @property
@@ -493,8 +501,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         room = int(0.8 * available_host_bytes()) // self.num_processes
         own = own_room_bytes()
         room = min(self.agreement.gather(room if own is None else min(room, own), "the end of a run"))
-        optimizers = [unwrapped(o) for o in self.optimizers]
-        after, note = where_memory_allows(self.engine, optimizers, self.num_processes, room)
+        after, note = where_memory_allows(self.engine.whole_bytes, self.num_processes, room)
         if note:
             rank_zero_info(note)
         return after
@@ -502,10 +509,12 @@ class ZeroStrategy(Launched, DDPStrategy):
     def _end_engine(self, after: AfterRun) -> None:
         assert self.engine is not None
         assert self.lightning_module is not None
-        self.engine.restore(after is AfterRun.WHOLE, list(self.optimizers))
+        if after is AfterRun.WHOLE:
+            begin_reads(self.agreement)
+        self.engine.restore(after is AfterRun.WHOLE)
         leave(self.lightning_module, self.engine, after)
         if after is AfterRun.WHOLE:
-            self._ended, self.engine = None if self.engine.states_whole_after_fit else self.engine, None
+            self.engine = None
             if hasattr(self.precision_plugin, "engine"):
                 self.precision_plugin.engine = None
 
@@ -634,19 +643,18 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` with whole tensors, as DDP would have it (collective)."""
-        engine = self.engine or self._ended
         optimizer = unwrapped(optimizer)
-        if engine is None:
+        if self.engine is None and not has_left_states(optimizer):
             return super().optimizer_state(optimizer)
         collecting = self._saving.collecting
-        if self._ended is None:
-            self._meet()
+        self._meet()
         if not collecting.is_under_way:
             self.agreement.gather(None, "strategy.optimizer_state()")
-        state = engine.sharded_optimizer_state(optimizer)
+        engine = self.engine
+        state = left_shards(optimizer.state_dict()) if engine is None else engine.sharded_optimizer_state(optimizer)
         if collecting is Collecting.SHARDS:
             return state
-        full: dict[str, Any] = engine.full(state, self._saving.on_rank_0())
+        full: dict[str, Any] = Engine.full(state, self._saving.on_rank_0())
         return full
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -1,17 +1,25 @@
-"""A module after its run: full or still sharded. The next run finds it, under any strategy object."""
+"""A module and its optimizers after their run: full or still sharded. The next run finds them, under any strategy
+object."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zero.engines.base import Engine, OnWhole, unheard
-from lightning_zero.engines.optimizer_step import whole_state_bytes
+from lightning_zero.checkpoint.layout import map_tensors
+from lightning_zero.comm.agree import READS, Agreement
+from lightning_zero.comm.shards import as_shard, gathered, local
+from lightning_zero.engines.base import OnWhole, unheard
+from lightning_zero.engines.optimizer_family import family, states
+from lightning_zero.engines.torch_functions import AS_THEY_ARE, tensors_in
+from lightning_zero.private.torch import DisableTorchFunction, DisableTorchFunctionSubclass
 
 
 class AfterRun(Enum):
@@ -26,7 +34,7 @@ class AfterRun(Enum):
 class Sharded(Protocol):
     """Makes its module whole: an engine, or the shards that ``configure_model`` has built."""
 
-    def restore(self, whole: bool, optimizers: list[Optimizer], on_whole: OnWhole = unheard) -> None:
+    def restore(self, whole: bool, *, on_whole: OnWhole = unheard) -> None:
         """As :meth:`~lightning_zero.engines.base.Engine.restore`."""
 
 
@@ -65,7 +73,7 @@ def make_whole(module: nn.Module, on_whole: OnWhole = unheard) -> None:
     _LEFT_SHARDED.discard(module)
     left: _Left = vars(module).pop(_KEY)
     assert left.shards is not None
-    left.shards.restore(True, [], on_whole)
+    left.shards.restore(True, on_whole=on_whole)
 
 
 def make_owners_whole(module: nn.Module) -> None:
@@ -76,27 +84,97 @@ def make_owners_whole(module: nn.Module) -> None:
             make_whole(other)
 
 
-def where_memory_allows(
-    engine: Engine, optimizers: Collection[Optimizer], num_processes: int, room_bytes: int
-) -> tuple[AfterRun, str]:
+def where_memory_allows(module_bytes: int, num_processes: int, room_bytes: int) -> tuple[AfterRun, str]:
     """``WHOLE`` if each of a host's ``num_processes`` can hold the whole module in ``room_bytes``, else ``SHARDED``;
-    beside it a sentence on the parts that stay sharded. Optimizers' states become whole if they fit beside the module.
+    beside it a sentence on that.
 
     ``room_bytes`` is the same on all ranks, so that all answer alike.
     """
-    module_bytes = engine.whole_bytes
-    if module_bytes >= room_bytes:
-        return AfterRun.SHARDED, (
-            "after_fit='auto': the module stays sharded, its whole parameters"
-            f" ({module_bytes * num_processes / 2**30:.1f} GiB for the processes of one host) do not fit into"
-            " host memory."
-        )
-    states_bytes = whole_state_bytes(optimizers)
-    engine.states_whole_after_fit = module_bytes + states_bytes < room_bytes
-    if engine.states_whole_after_fit:
+    if module_bytes < room_bytes:
         return AfterRun.WHOLE, ""
-    return AfterRun.WHOLE, (
-        "after_fit='auto': the optimizers' states stay sharded, as whole ones"
-        f" ({states_bytes * num_processes / 2**30:.1f} GiB for the processes of one host) do not fit into"
-        " host memory beside the module."
+    return AfterRun.SHARDED, (
+        "after_fit='auto': the module stays sharded, its whole parameters"
+        f" ({module_bytes * num_processes / 2**30:.1f} GiB for the processes of one host) do not fit into"
+        " host memory."
     )
+
+
+# -- states of optimizers ---------------------------------------------------------------------------------------------
+
+READ_SECONDS = 30.0
+"""How long a read of a state waits for the other ranks."""
+_reads: list[Agreement] = []
+
+
+class LeftState(Tensor):
+    """A state of an optimizer whose run has ended: a shard until anybody computes with it, copies or pickles it. Then
+    it is an ordinary full tensor in host memory, on all ranks (collective)."""
+
+    shard: DTensor
+
+    @staticmethod
+    def of(shard: DTensor) -> LeftState:
+        """Stands for ``shard``."""
+        made: Any = torch.empty(shard.shape, dtype=shard.dtype, device="cpu")
+        made.untyped_storage().resize_(0)
+        made.shard = shard
+        made.__class__ = LeftState
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with DisableTorchFunctionSubclass():
+            if func not in AS_THEY_ARE:
+                for value in tensors_in((*args, *(kwargs or {}).values())):
+                    if isinstance(value, LeftState):
+                        value.make_full()
+            return func(*args, **(kwargs or {}))
+
+    def make_full(self) -> None:
+        """Gathers it (collective).
+
+        Raises:
+            RuntimeError: If not all ranks do so within :data:`READ_SECONDS`.
+        """
+        for agreement in _reads:
+            agreement.gather(None, "a read of a sharded state in optimizer.state, after the run")
+        with torch.no_grad(), DisableTorchFunction():
+            full = gathered(self.shard)
+            self.untyped_storage().resize_(full.nbytes)
+            self.copy_(full)
+        del self.shard
+        self.__class__ = Tensor  # type: ignore[assignment]
+
+
+def begin_reads(agreement: Agreement) -> None:
+    """Reads of states that are about to be left are made by all ranks of ``agreement`` (collective)."""
+    reads = agreement.beside(READS)
+    reads.timeout_seconds = min(READ_SECONDS, agreement.timeout_seconds)
+    _reads[:] = [reads]
+
+
+def leave_states(optimizers: Iterable[Optimizer], full: bool) -> None:
+    """Shards among the states become full tensors in host memory (collective), or shards there that become full when
+    they are touched."""
+    for entry in _entries(optimizers):
+        for key, value in entry.items():
+            if isinstance(value, DTensor):
+                is_all = full or value.device_mesh.size() == 1
+                entry[key] = gathered(value).cpu() if is_all else LeftState.of(as_shard(local(value).cpu(), value))
+
+
+def has_left_states(optimizer: Optimizer) -> bool:
+    """Whether any state of ``optimizer`` is a shard that an earlier run has left."""
+    return any(isinstance(value, LeftState) for entry in _entries([optimizer]) for value in entry.values())
+
+
+def left_shards(state: Any) -> Any:
+    """``optimizer.state_dict()`` with the shards themselves."""
+    with DisableTorchFunction():
+        return map_tensors(lambda path, t: t.shard if isinstance(t, LeftState) else t, state)
+
+
+def _entries(optimizers: Iterable[Optimizer]) -> Iterator[dict[str, Any]]:
+    for optimizer in optimizers:
+        for state in states(family(optimizer)):
+            yield from (entry for entry in state.values() if isinstance(entry, dict))

@@ -158,8 +158,6 @@ class Engine(ABC):
         """Whether ``LightningModule.backward`` is overridden, so that one :meth:`backward` may be several."""
         self.offload_path: str | None = None
         """This run's folder on a fast disk, with nvme."""
-        self.states_whole_after_fit = True
-        """Whether optimizers have whole states beside whole parameters when the run ends."""
         self.units: Sequence[nn.Module] = ()
         """Modules that are gathered together for each of their forwards, where they are of ``fully_shard``."""
         self.reduces = True
@@ -202,11 +200,15 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """``optimizer.step`` on this rank's shards."""
+        """``optimizer.step`` on this rank's shards, or on full tensors if it needs those."""
 
     @abstractmethod
-    def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> AbstractContextManager[Any]:
-        """``optimizer`` holds plain tensors it can work on: local shards, or whole ones if it needs those."""
+    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        """Around a call of ``optimizer.step`` by a loss scaler."""
+
+    @abstractmethod
+    def on_shards(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """``optimizer`` holds this rank's shards of parameters and gradients."""
 
     def broadcast_buffers(self) -> None:
         """DDP's rule: once before each forward that follows a synchronized training forward; under manual optimization,
@@ -254,7 +256,8 @@ class Engine(ABC):
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` in PyTorch's own form, holding this rank's shards themselves."""
 
-    def full(self, state: Any, on_rank_0: tuple[Agreement, Collected] | None = None) -> Any:
+    @staticmethod
+    def full(state: Any, on_rank_0: tuple[Agreement, Collected] | None = None) -> Any:
         """``state``, as one of the two above gave it, with whole tensors on the CPU, gathered one at a time.
 
         With ``on_rank_0``, an agreement of all ranks and the memory to collect in, the others send their parts and get
@@ -357,6 +360,7 @@ class Engine(ABC):
         """User code reads no more; with ``together`` on all ranks (collective)."""
 
     @abstractmethod
-    def restore(self, whole: bool, optimizers: list[Optimizer], on_whole: OnWhole = unheard) -> None:
-        """The module is an ordinary one again, with whole parameters if ``whole``; optimizers hold them. Each parameter
-        is given to ``on_whole`` in turn."""
+    def restore(self, whole: bool, *, on_whole: OnWhole = unheard) -> None:
+        """The module is an ordinary one again, with whole parameters if ``whole``; states of optimizers are left as
+        :func:`~lightning_zero.engines.after_run.leave_states` does it. Each parameter is given to ``on_whole`` in
+        turn."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zero.engines.optimizer_family import holds_parameters_in
 from lightning_zero.private import torch_optim
 from lightning_zero.private.torch import DisableTorchFunction
 
@@ -47,17 +48,24 @@ def is_elementwise(optimizer: Optimizer, declared: Collection[str] = ()) -> bool
     return is_declared(optimizer, declared)
 
 
-def note_on_whole_steps(optimizers: Collection[Optimizer], declared: Collection[str]) -> str:
-    """A sentence for the user on those that step on whole parameters and perhaps need not, or nothing."""
-    unknown = [o for o in optimizers if not is_known(o) and not is_elementwise(o, declared)]
-    names = sorted({type(o).__name__ for o in unknown})
-    if not names:
+def note_on_full_steps(optimizers: Collection[Optimizer], declared: Collection[str]) -> str:
+    """A line for the user on those that step on full tensors: how much that is, and how to declare them; or nothing.
+    Their parameters must be full, or look so."""
+    full = [o for o in optimizers if not is_elementwise(o, declared)]
+    if not full:
         return ""
+    names = sorted({type(o).__name__ for o in full})
+    params = {p for o in full for group in o.param_groups for p in group["params"]}
+    size = f"{sum(p.numel() * p.element_size() for p in params) / 2**30:.3g} GiB"
+    unknown = sorted({type(o).__name__ for o in full if not is_known(o)})
+    advice = (
+        f" If an element's update depends on nothing but that element's own history, elementwise_optimizers={unknown}"
+        " has it step on shards."
+    )
     return (
-        f"{', '.join(names)} steps on whole parameters, gradients and states, which every rank gathers for the"
-        " length of a step: PyTorch's own optimizers alone are known to step alike on shards. Where an"
-        " element's update depends on nothing but that element's own history,"
-        f" elementwise_optimizers={names} saves that memory."
+        f"{', '.join(names)} steps on full tensors, as under DDP: each rank gathers parameters and gradients as the"
+        f" step touches them ({size} each), and keeps full states ({size} for each state of a parameter's shape)."
+        f"{advice if unknown else ''}"
     )
 
 
@@ -67,10 +75,17 @@ def keys_beside_elements(optimizer: Optimizer) -> frozenset[str]:
     0-dim ones; those that were declared are tried out.
 
     Raises:
-        ValueError: For one that cannot be tried with the settings of its first group.
+        ValueError: For one that cannot be tried with the settings of its first group, or that keeps parameters where
+            no part of them can stand.
     """
     if type(optimizer) in KNOWN_ELEMENTWISE:
         return frozenset()
+    if (attribute := holds_parameters_in(optimizer)) is not None:
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"elementwise_optimizers={[name]}: a {name} keeps parameters in its attribute {attribute!r}, where their"
+            " shards cannot take their place; leave it out, and it steps on full tensors."
+        )
     with DisableTorchFunction():
         p = torch.ones(5, requires_grad=True)
         p.grad = torch.ones(5)
@@ -82,7 +97,7 @@ def keys_beside_elements(optimizer: Optimizer) -> frozenset[str]:
             raise ValueError(
                 f"elementwise_optimizers={[name]}: a {name} with the settings of this one could not be tried on a small"
                 f" tensor ({type(error).__name__}: {error}), so which of its states are sharded cannot be told; leave"
-                " it out, and it steps on whole tensors."
+                " it out, and it steps on full tensors."
             ) from error
         return frozenset(key for key, v in tried.state[p].items() if isinstance(v, Tensor) and v.shape != p.shape)
 

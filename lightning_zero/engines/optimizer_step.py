@@ -1,48 +1,38 @@
-"""The optimizer's step on this rank's shards.
+"""The optimizer's step, for both engines. Between steps it holds the user's own parameters; there are two ways.
 
-Users' optimizers always hold the module's own parameters, ``DTensor`` shards during a run. For the length of one step
-they are handed stand-ins:
+[On shards] An *element-wise* optimizer (SGD, Adam, AdamW, ...; see :mod:`lightning_zero.engines.elementwise`) updates
+every element from that element's own history. For the length of ``step`` it holds this rank's *parts* of parameters,
+gradients and states: no communication, no ``DTensor`` dispatch. Step hooks are user code: they run outside of that, on
+the module's own parameters. Between steps ``optimizer.state`` has one tensor per state tensor of its parameter's shape,
+which is full when user code touches it (see :mod:`lightning_zero.engines.residency`). States that a user has put there
+(``load_state_dict``) become parts at the next step.
 
-- an *element-wise* optimizer (SGD, Adam, AdamW, ...; see :mod:`lightning_zero.engines.elementwise`) updates every
-  element from that element's own history, so it steps on the local shards directly: no communication, no ``DTensor``
-  dispatch;
-- any other (Muon, LBFGS, LAMB, GaLore, Lookahead, ...) may look across elements, so it steps on whole tensors:
-  parameters, gradients and states are gathered, every rank computes the same step, and the shards are stored again.
-  Its stand-ins are the same objects at every step, empty in between, so that whatever it keeps by parameter is found
-  again, and it is handed its closure, which it may call when and as often as it likes (LBFGS, SAM). They are filled
-  when the closure has run for the first time, or when anything is computed before that.
+[On full tensors] Any other optimizer (Muon, LBFGS, LAMB, GaLore, Lookahead, ...) may look across elements. It steps on
+the user's own parameters and gradients, which come as it touches them, like any other user code; its states are full on
+every rank, as under DDP. Every rank computes the same step. It is handed its closure, which it may call when and as
+often as it likes (LBFGS, SAM).
 
-Step hooks are user code like any other: they run outside all this, on the module's own parameters, as whole tensors.
-
-With CPU offload the shards lie in host memory, and so does the step of an element-wise optimizer: for its length Adam
-and AdamW get PyTorch's fused kernel, which reads and writes every element once, unless their user chose a kernel. The
-others' whole tensors are gathered on the device.
-
-Either way ``optimizer.state`` holds, between steps, one ``DTensor`` per state tensor that has its parameter's shape.
-What a user has put there (``load_state_dict``) is whole until the next step.
+With CPU offload parts lie in host memory, and so does the step on them: for its length Adam and AdamW get PyTorch's
+fused kernel, which reads and writes every element once, unless their user chose a kernel.
 """
 
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from lightning_zero.checkpoint.layout import map_tensors
-from lightning_zero.comm.shards import as_shard, gathered, gathered_each, local, mesh_device, rows_of, shard_like
+from lightning_zero.comm.shards import local
 from lightning_zero.engines.elementwise import is_elementwise, is_known, keys_beside_elements
-from lightning_zero.engines.optimizer_family import exchange, family, states
 from lightning_zero.private import torch_optim
-from lightning_zero.private.torch import DisableTorchFunction, version_of
+from lightning_zero.private.torch import DisableTorchFunction
 
 
 class Files(Protocol):
@@ -55,80 +45,140 @@ class Files(Protocol):
         """``value``, a state beside the local tensor ``shard``, in the file, or itself if it belongs into none."""
 
 
+class Parts(Protocol):
+    """An engine's side: parts of parameters on this rank, and the moments of a step."""
+
+    def of(self, p: Tensor) -> Tensor | None:
+        """This rank's part of the user's ``p``; ``None`` if every rank holds all of it."""
+
+    def size(self, p: Tensor) -> torch.Size:
+        """The full shape of ``p``."""
+
+    def grad(self, p: Tensor, part: Tensor) -> Tensor | None:
+        """This rank's part of the gradient."""
+
+    def store_grad(self, p: Tensor, grad: Tensor) -> None:
+        """What was written to the tensor that :meth:`grad` has returned counts."""
+
+    def attributes(self, p: Tensor) -> Mapping[str, Any]:
+        """Those that the user has put on ``p``."""
+
+    def cut(self, p: Tensor, full: Tensor) -> Tensor:
+        """This rank's part of a state of the shape of ``p``, plain or an earlier run's shard; in memory of its own."""
+
+    def of_state(self, value: Any) -> Tensor | None:
+        """The part of a tensor that :meth:`state` has made; ``None`` for all others."""
+
+    def state(self, p: Tensor, part: Tensor) -> Tensor:
+        """What stands for ``part`` in ``optimizer.state[p]`` between steps."""
+
+    def settle(self) -> None:
+        """All that user code has written to parameters and gradients counts; gradients are complete."""
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """``optimizer`` has stepped on parts."""
+
+    def begin_full(self) -> None:
+        """An optimizer is about to step on full tensors, maybe before its closure has run."""
+
+    def full_step(self, is_running: bool) -> Any:
+        """Around a step on full tensors (``True``), in which all ranks touch the same, and around the closure inside
+        it (``False``), in which hooks of users may run; both leave nothing open."""
+
+
 class ShardedStep:
-    """Steps one optimizer; see the module's text.
+    """Steps one optimizer; see the module's text. The constructor lays out the states that are there (collective).
 
     Args:
         optimizer: Holds the module's own parameters.
-        fuses: Whether its shards lie in host memory, so that Adam is fused there.
+        parts: The engine's.
         declared: ``ZeroConfig.elementwise_optimizers``.
-        before: Makes parameters and gradients true for user code and optimizers that look before the closure has run.
-        originals: Sharded parameter -> the user's, which the optimizer holds between steps, and whose class and
-            attributes it may ask for.
+        fuses: Whether parts lie in host memory, so that Adam is fused there.
+        files: Where they lie, with nvme.
+
+    Raises:
+        ValueError: For one that is declared and cannot step on parts.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        fuses: bool = False,
+        parts: Parts,
         declared: Collection[str] = (),
-        before: Callable[[], None] = lambda: None,
-        originals: Mapping[Tensor, Tensor] | None = None,
+        fuses: bool = False,
         files: Files | None = None,
     ) -> None:
-        self.optimizer = optimizer
-        self.files = files
-        self.fuses = fuses
-        self.before = before
-        self._declared = declared
-        self._originals = originals or {}
-        self.shards = {original: p for p, original in self._originals.items()}
-        self._wholes: dict[Tensor, nn.Parameter] = {}  # sharded parameter -> its stand-in, empty between steps
-        self._beside: frozenset[str] | None = None
+        self.optimizer, self._parts, self._declared = optimizer, parts, declared
+        self._fuses, self._files = fuses, files
+        self._beside = keys_beside_elements(optimizer) if self.is_elementwise else frozenset()
+        with torch.no_grad(), self.on_shards():
+            pass
 
     @property
-    def elementwise(self) -> bool:
+    def is_elementwise(self) -> bool:
+        """Whether it steps on parts; user code may replace ``optimizer.step`` at any time."""
         return is_elementwise(self.optimizer, self._declared)
 
-    @property
-    def beside(self) -> frozenset[str]:
-        """Keys of states that are no elements, of an element-wise optimizer."""
-        if self._beside is None:
-            self._beside = keys_beside_elements(self.optimizer)
-        return self._beside
+    # -- one step ------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One ``optimizer.step``. ``closure`` is evaluated first where the optimizer steps on shards, else it is the
+        """One ``optimizer.step``. ``closure`` is evaluated first where the optimizer steps on parts, else it is the
         optimizer's to call."""
-        return between_hooks(self.optimizer, self._step, self.before, closure, **kwargs)
-
-    def _step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         takes_closure = "closure" in inspect.signature(type(self.optimizer).step).parameters
-        computes = is_known(self.optimizer) and type(self.optimizer) is not torch.optim.LBFGS
-        if self.elementwise or computes or not takes_closure or closure is None:
-            loss = None
-            if closure is not None:
+        if closure is not None and takes_closure and not self.is_elementwise:
+            return self._step_with(closure, **kwargs)
+        with self.stepping(closure) as losses:
+            if self._files is not None and is_known(self.optimizer) and not torch_optim.has_step_hooks(self.optimizer):
+                result = self._step_in_parts(self._files, **kwargs)
+            else:
+                result = self.optimizer.step(**kwargs)
+        return losses[0] if losses and result is None else result
+
+    def _step_with(self, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        decides_by_loss = not is_known(self.optimizer) or type(self.optimizer) is torch.optim.LBFGS
+        losses = AgreedLosses(self.optimizer.param_groups[0]["params"][0].device)
+        self._parts.begin_full()
+
+        def evaluate() -> Any:
+            with self._parts.full_step(False):
                 with torch.enable_grad():
                     loss = closure()
-            plain = self.elementwise or computes
-            quiet = DisableTorchFunction() if plain else nullcontext()
-            with self.stand_ins() as swap, quiet:
-                if self.files is not None and self.elementwise and computes:
-                    result = self._step_in_parts(self.files, swap, **kwargs)
-                else:
-                    result = self.optimizer.step(**kwargs)
-            return loss if result is None else result
-        with DisableTorchFunction():
-            swap = _WholeSwap(self)
-        touch, losses = _FirstTouch(swap), AgreedLosses(self.optimizer.param_groups[0]["params"][0].device)
-        try:
-            with touch.watching():
-                return losses.own(self.optimizer.step(closure=swap.around(closure, touch, losses), **kwargs))
-        finally:
-            with DisableTorchFunction():
-                swap.undo()
+                self._parts.settle()
+            with DisableTorchFunction(), torch.no_grad():
+                return losses.mean(loss) if decides_by_loss else loss
 
-    def _step_in_parts(self, files: Files, swap: _Swap, **kwargs: Any) -> Any:
+        with self._parts.full_step(True):
+            result = self.optimizer.step(closure=evaluate, **kwargs)
+        return losses.own(result)
+
+    @contextmanager
+    def stepping(self, closure: Callable[[], Any] | None = None) -> Iterator[list[Any]]:
+        """Inside, ``optimizer.step`` may be called, without a closure; ``closure`` is evaluated before it looks at
+        anything. Yields a list that has the loss then."""
+        losses: list[Any] = []
+
+        def begin() -> None:
+            if closure is not None:
+                with torch.enable_grad():
+                    losses.append(closure())
+            self._parts.settle()
+            inside.enter_context(self._step_on_shards() if self.is_elementwise else self._parts.full_step(True))
+
+        with ExitStack() as inside:
+            if self.is_elementwise and torch_optim.has_step_hooks(self.optimizer):
+                with torch_optim.inside_step_hooks(self.optimizer, begin, inside.close):
+                    yield losses
+            else:
+                begin()
+                yield losses
+
+    @contextmanager
+    def _step_on_shards(self) -> Iterator[None]:
+        with self.on_shards():
+            yield
+        self._parts.stepped(self.optimizer)
+
+    def _step_in_parts(self, files: Files, **kwargs: Any) -> Any:
         """``optimizer.step`` for some parameters after the others: for PyTorch's own, which keep nothing beside groups
         and states, these are as many steps of each parameter by itself."""
         groups = self.optimizer.param_groups
@@ -144,74 +194,96 @@ class ShardedStep:
                 self.optimizer.param_groups = [group for group in groups if group["params"]]
                 result = self.optimizer.step(**kwargs)
                 for p in part:
-                    state = self.optimizer.state.get(p, {})
-                    state.update((key, self.stored(p, key, value)) for key, value in list(state.items()))
+                    self._keep(files, p)
         finally:
             self.optimizer.param_groups = groups
             for group, params in zip(groups, held, strict=True):
                 group["params"] = params
         return result
 
-    def stored(self, shard: Tensor, key: str, value: Any) -> Any:
-        """``value``, of a state beside the local tensor ``shard``, where it stays between steps."""
-        if self.files is None or not isinstance(value, Tensor):
-            return value
-        return self.files.keep(self.optimizer, shard, key, value)
+    def _keep(self, files: Files, part: Tensor) -> None:
+        """States beside ``part`` lie in the file."""
+        state = self.optimizer.state.get(part, {})
+        for key, value in list(state.items()):
+            if isinstance(value, Tensor):
+                state[key] = files.keep(self.optimizer, part, key, value)
 
-    def shard(self, part: Tensor, key: str, p: DTensor) -> DTensor:
-        """A state's part of this rank, laid out as ``p``."""
-        return as_shard(self.stored(local(p), key, part), p)
+    # -- parts ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def stand_ins(self, on_shards: bool | None = None) -> Iterator[_Swap]:
-        """The optimizer holds tensors it can step on; what it did to them is stored on leaving.
+    def on_shards(self) -> Iterator[None]:
+        """The optimizer holds parts of parameters and gradients, and those of states if it is element-wise."""
+        with DisableTorchFunction():  # work on parts needs no translation for user code
+            held = [p for group in self.optimizer.param_groups for p in group["params"]]
+            pairs = [(p, part) for p in held if (part := self._parts.of(p)) is not None]
+            shown: dict[int, tuple[Tensor, Tensor]] = {}
+            self._hold(dict(pairs))
+            lends = self.is_elementwise and not is_known(self.optimizer)
+            for p, part in pairs:
+                part.grad = self._parts.grad(p, part)
+                if lends and type(part) is Tensor:  # a subclass has what it is made of there
+                    vars(part).update(self._parts.attributes(p))
+                if self.is_elementwise and p in self.optimizer.state:
+                    self._enter_states(p, part, shown)
+            try:
+                with self._fused():
+                    yield
+            finally:
+                self._hold({part: p for p, part in pairs})
+                for p, part in pairs:
+                    if part.grad is not None:
+                        self._parts.store_grad(p, part.grad)
+                        part.grad = None
+                    if lends and type(part) is Tensor:
+                        vars(p).update(vars(part))
+                    if part in self.optimizer.state:
+                        self._leave_states(p, part, shown)
 
-        Args:
-            on_shards: Local shards (``True``) or whole tensors (``False``); by default what the optimizer needs.
-        """
-        if on_shards is None:  # hooks that run inside, as under a loss scaler, look at whole tensors
-            on_shards = self.elementwise and not any(torch_optim.step_hooks(self.optimizer))
-        with DisableTorchFunction():  # our own work on shards needs no translation for user code
-            swap = (_LocalSwap if on_shards else _WholeSwap)(self)
-        try:
-            with DisableTorchFunction():
-                swap.fill()
-            with fused(self.optimizer) if self.fuses and on_shards else nullcontext():
-                yield swap
-        finally:
-            with DisableTorchFunction():
-                swap.undo()
+    def _hold(self, instead: Mapping[Tensor, Tensor]) -> None:
+        for group in self.optimizer.param_groups:  # the current ones: load_state_dict makes others
+            group["params"][:] = [instead.get(p, p) for p in group["params"]]
 
-    def whole_parameter(self, p: DTensor) -> nn.Parameter:
-        """The stand-in of ``p`` for whole steps, empty until it is filled; of the class of the user's parameter and
-        with its attributes."""
-        if p not in self._wholes:
-            original = self._originals.get(p)
-            kind = type(original) if isinstance(original, nn.Parameter) else nn.Parameter
-            data = torch.empty(0, dtype=p.dtype, device=mesh_device(p))
-            self._wholes[p] = torch_optim.make_parameter(kind, data, p.requires_grad)
-        stand_in = self._wholes[p]
-        vars(stand_in).update({**vars(p), **self.attributes(p)})
-        return stand_in
+    def _enter_states(self, p: Tensor, part: Tensor, shown: dict[int, tuple[Tensor, Tensor]]) -> None:
+        entry = self.optimizer.state[part] = self.optimizer.state.pop(p)
+        for key, value in entry.items():
+            known = self._parts.of_state(value)
+            if known is not None:
+                shown[id(known)] = known, value
+                entry[key] = known
+            elif self._has_parts(p, key, value):  # a user's, or of an earlier run
+                with torch.no_grad():
+                    entry[key] = self._parts.cut(p, value)
 
-    def attributes(self, p: DTensor) -> dict[str, Any]:
-        """Those of the user's parameter."""
-        original = self._originals.get(p)
-        return {} if original is None else vars(original)
+    def _leave_states(self, p: Tensor, part: Tensor, shown: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        entry = self.optimizer.state[p] = self.optimizer.state.pop(part)
+        for key, value in entry.items():
+            if id(value) in shown:
+                entry[key] = shown[id(value)][1]
+            elif key not in self._beside and isinstance(value, Tensor) and value.dim() and value.shape == part.shape:
+                if self._files is not None:
+                    value = self._files.keep(self.optimizer, part, key, value)
+                entry[key] = self._parts.state(p, value)
+
+    def _has_parts(self, p: Tensor, key: str, value: Any) -> bool:
+        """Whether ``value``, a full state of ``p``, is an array of elements that parts can be cut from."""
+        if key in self._beside or not isinstance(value, Tensor) or not value.dim():
+            return False
+        # A subclass made of other tensors (torchao's 8 bits) is no array of elements
+        is_plain = not hasattr(type(value), "__tensor_flatten__") and value.layout == torch.strided
+        return is_plain and value.shape == self._parts.size(p)
+
+    @contextmanager
+    def _fused(self) -> Iterator[None]:
+        if not (self._fuses and self.is_elementwise):
+            yield
+            return
+        with fused(self.optimizer):
+            yield
 
     # -- states as checkpoints have them -------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """``optimizer.state_dict()``, with this rank's shards where user code has no say in it (collective)."""
-        if not self._has_own_form:
-            return self.optimizer.state_dict()
-        with self.stand_ins(on_shards=False) as swap:
-            state = self.optimizer.state_dict()
-            held = {id(stand_in) for _, stand_in in swap.pairs}
-            return map_tensors(lambda path, t: t.detach() if id(t) in held else t, state)
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads whole tensors, of which each rank keeps its shards (collective).
+        """Loads full tensors, of which each rank keeps its parts if the optimizer is element-wise (collective).
 
         Raises:
             ValueError: If they are of another number of parameters.
@@ -223,74 +295,23 @@ class ShardedStep:
                 f"the checkpoint's {type(self.optimizer).__name__} state is of {saved} parameters, the optimizer has"
                 f" {len(params)}: resume with the module and configure_optimizers that saved it."
             )
-        if self._has_own_form:
-            with self.stand_ins(on_shards=False):
-                self.optimizer.load_state_dict(map_tensors(lambda path, t: t.clone(), dict(state)))  # off the disk
-            return
+        if not self.is_elementwise or torch_optim.has_own_state_dict(self.optimizer):
+            self.optimizer.load_state_dict(map_tensors(lambda path, t: t.clone(), dict(state)))  # off the disk
+            with torch.no_grad(), self.on_shards():
+                return
 
         def lay_out(index: int, key: str, value: Any) -> Any:
-            p = self.shards.get(params[index], params[index])
-            if isinstance(p, DTensor) and isinstance(value, Tensor) and _is_of_shape(value, p.shape):
-                return self.shard(local(shard_like(value, p, value.dtype)), key, p)
+            if self._parts.of(params[index]) is not None and self._has_parts(params[index], key, value):
+                return self._parts.cut(params[index], value)
             return map_tensors(lambda path, t: t.clone(), value)
 
         with torch.no_grad(), DisableTorchFunction():
-            per_param = {
+            of_params = {
                 index: {key: lay_out(index, key, value) for key, value in values.items()}
                 for index, values in state["state"].items()
             }
-            with self._holding_shards():
-                self.optimizer.load_state_dict({**state, "state": per_param})
-
-    @contextmanager
-    def _holding_shards(self) -> Iterator[None]:
-        """States are cast to the dtype of the parameters that the optimizer holds: to the shards'."""
-        there = [(original, p) for original, p in self.shards.items()]
-        self._exchange_held(there)
-        try:
-            yield
-        finally:
-            self._exchange_held([(p, original) for original, p in there])
-
-    def _exchange_held(self, pairs: list[tuple[Any, Any]]) -> None:
-        exchange([self.optimizer], {id(old): new for old, new in pairs}, hidden=False)
-        for old, new in pairs:
-            if old in self.optimizer.state:
-                self.optimizer.state[new] = self.optimizer.state.pop(old)
-
-    @property
-    def _has_own_form(self) -> bool:
-        own = torch_optim.has_own_state_dict(self.optimizer)
-        return own or (not is_known(self.optimizer) and len(family(self.optimizer)) > 1)
-
-
-def between_hooks(
-    optimizer: Optimizer, step: Callable[..., Any], before_any: Callable[[], None], closure: Any, **kwargs: Any
-) -> Any:
-    """``step(closure, **kwargs)`` between the step hooks of ``optimizer``, called as PyTorch calls them.
-
-    Args:
-        before_any: Called first where a hook runs before: makes parameters and gradients true for user code. (Hooks
-            that run after come after the step, which has done that.)
-    """
-    # else hooks for all optimizers are also those of the inner ones
-    alone = is_known(optimizer) or len(family(optimizer)) == 1
-    before, after = torch_optim.step_hooks(optimizer, with_global=alone)
-    if not before and not after:
-        return step(closure, **kwargs)
-    args: tuple[Any, ...] = (optimizer,)
-    kwargs = {"closure": closure, **kwargs}
-    if before:
-        before_any()
-    for hook in before:
-        changed = hook(optimizer, args, kwargs)
-        if changed is not None:
-            args, kwargs = changed
-    with torch_optim.without_step_hooks(optimizer, with_global=alone):
-        result = step(*args[1:], **kwargs)
-    for hook in after:
-        hook(optimizer, args, kwargs)
-    return result
+            with self.on_shards():  # states get the dtype of what the optimizer holds
+                self.optimizer.load_state_dict({**state, "state": of_params})
 
 
 def refuse_sharding(optimizers: Collection[Optimizer]) -> None:
@@ -302,236 +323,6 @@ def refuse_sharding(optimizers: Collection[Optimizer]) -> None:
                 f"ZeroRedundancyOptimizer shards the states of {inner} by itself, which every ZeRO stage does already:"
                 f" return the {inner} from configure_optimizers."
             )
-
-
-def whole_state_bytes(optimizers: Collection[Optimizer]) -> int:
-    """Bytes that :func:`hand_back` would add on each rank if it made the states whole."""
-    values = (
-        value
-        for optimizer in optimizers
-        for state in states(family(optimizer))
-        for entry in state.values()
-        if isinstance(entry, dict)
-        for value in entry.values()
-    )
-    return sum(v.numel() * v.element_size() for v in values if isinstance(v, DTensor))
-
-
-_NOTHING: dict[str, DTensor] = {}
-
-
-class _Swap(ABC):
-    """Replaces the sharded parameters of an optimizer and their states, and brings both back."""
-
-    def __init__(self, step: ShardedStep) -> None:
-        self.owner, self.optimizer = step, step.optimizer
-        self.elementwise = step.elementwise
-        self.knows_all = is_known(self.optimizer)
-        """Whether groups and state are all that there is."""
-        members = self._members()
-        held: dict[Tensor, DTensor] = {}
-        for original in (p for member in members for group in member.param_groups for p in group["params"]):
-            p = step.shards.get(original, original)
-            if isinstance(p, DTensor):
-                held[original] = p
-        self.pairs: list[tuple[DTensor, Tensor]] = [(p, self.stand_in(p)) for p in held.values()]
-        self._held = list(held)  # beside ``pairs``
-        self._stand_ins = [stand_in for _, stand_in in self.pairs]
-        self._seen: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        """id of a parameter's state -> that state, so that its id stays its own, and what users saw there."""
-        self.filled = False
-        self.hold()
-
-    def _members(self) -> list[Optimizer]:
-        return [self.optimizer] if self.knows_all else family(self.optimizer)
-
-    def hold(self, with_states: bool = True) -> None:
-        """The optimizer has stand-ins."""
-        self._exchange(self._held, self._stand_ins, with_states)
-
-    def release(self, with_states: bool = True) -> None:
-        """The optimizer has the module's own parameters."""
-        self._exchange(self._stand_ins, self._held, with_states)
-
-    def _exchange(self, old: Sequence[Tensor], new: Sequence[Tensor], with_states: bool) -> None:
-        members = self._members()  # anew: load_state_dict makes new groups and states
-        exchange(members, dict(zip(map(id, old), new, strict=True)), hidden=not self.knows_all)
-        for state in states(members) if with_states else ():
-            for before, after in zip(old, new, strict=True):
-                if before in state:
-                    state[after] = state.pop(before)
-
-    def saw(self, entry: dict[str, Any]) -> dict[str, DTensor]:
-        """Remembers for :meth:`leave`, and returns, the shards that users see in a parameter's state and that its
-        stand-in's state must not have."""
-        sharded = {key: value for key, value in entry.items() if isinstance(value, DTensor)}
-        self._seen[id(entry)] = entry, sharded
-        return sharded
-
-    def entries(self) -> Iterator[tuple[DTensor, Tensor, dict[str, Any]]]:
-        """``(parameter, stand-in, state)``, the states being those of stand-ins."""
-        for state in states(self._members()):
-            for p, stand_in in self.pairs:
-                entry = state.get(stand_in)
-                if isinstance(entry, dict):
-                    yield p, stand_in, entry
-
-    def undo(self) -> None:
-        with torch.no_grad():
-            if self.filled:
-                for p, stand_in in self.pairs:
-                    self.store(p, stand_in)
-                for p, stand_in, entry in self.entries():
-                    _, seen = self._seen.get(id(entry), (entry, _NOTHING))
-                    for key, value in entry.items():
-                        entry[key] = self.leave(p, stand_in, key, value, seen.get(key))
-            self.release()
-            for _, stand_in in self.pairs:
-                self.end(stand_in)
-
-    @abstractmethod
-    def fill(self) -> None:
-        """Stand-ins, gradients and states have their values."""
-
-    @abstractmethod
-    def stand_in(self, p: DTensor) -> Tensor:
-        """The tensor that the optimizer holds instead of ``p``."""
-
-    @abstractmethod
-    def store(self, p: DTensor, stand_in: Tensor) -> None:
-        """Writes the values of the stand-in and its gradient into ``p``."""
-
-    @abstractmethod
-    def leave(self, p: DTensor, stand_in: Tensor, key: str, value: Any, seen: Any) -> Any:
-        """A state value as users see it beside ``p``; ``seen`` is what they saw before."""
-
-    def end(self, stand_in: Tensor) -> None:
-        stand_in.grad = None
-
-
-class _LocalSwap(_Swap):
-    """Stand-ins are the local shards themselves."""
-
-    def stand_in(self, p: DTensor) -> Tensor:
-        shard = local(p)
-        if not self.knows_all and type(shard) is Tensor:  # a subclass has what it is made of there
-            vars(shard).update(self.owner.attributes(p))  # of now: user code may have changed them
-        return shard
-
-    def fill(self) -> None:
-        self.filled = True
-        for p, stand_in in self.pairs:
-            stand_in.grad = None if p.grad is None else local(p.grad)
-        for p, _, entry in self.entries() if self.elementwise else ():  # else nobody steps
-            sharded = self.saw(entry)
-            for key, value in entry.items():
-                if key in sharded:
-                    entry[key] = local(value)
-                elif isinstance(value, Tensor) and key not in self.owner.beside and _is_of_shape(value, p.shape):
-                    entry[key] = local(shard_like(value, p, value.dtype))  # whole: a user's
-
-    def store(self, p: DTensor, stand_in: Tensor) -> None:
-        pass  # stepped in place
-
-    def leave(self, p: DTensor, stand_in: Tensor, key: str, value: Any, seen: Any) -> Any:
-        if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.dim() == 0:
-            return value
-        if not self.elementwise:
-            return value
-        if value.shape != stand_in.shape or key in self.owner.beside:
-            return value
-        if isinstance(seen, DTensor) and local(seen) is value:
-            return seen
-        return self.owner.shard(value, key, p)
-
-
-class _WholeSwap(_Swap):
-    """Stand-ins are whole tensors, the same on every rank."""
-
-    def stand_in(self, p: DTensor) -> Tensor:
-        return self.owner.whole_parameter(p)
-
-    def fill(self) -> None:
-        if self.filled:
-            return
-        self.filled = True
-        with torch.no_grad():
-            entries = [entry for _, _, entry in self.entries()]
-            for entry in entries:
-                self.saw(entry)
-            inside = [(entry, key, value) for entry in entries for key, value in entry.items()]
-            with_grad = [(stand_in, p.grad) for p, stand_in in self.pairs if p.grad is not None]
-            sharded: list[Tensor] = [value for _, _, value in inside if isinstance(value, DTensor)]
-            wholes = iter(gathered_each([*(p for p, _ in self.pairs), *(grad for _, grad in with_grad), *sharded]))
-            for p, stand_in in self.pairs:
-                stand_in.data = next(wholes)
-                stand_in.requires_grad_(p.requires_grad)
-                stand_in.grad = None
-            for stand_in, _ in with_grad:
-                stand_in.grad = next(wholes)
-            for entry, key, value in inside:
-                entry[key] = (
-                    next(wholes) if isinstance(value, DTensor) else map_tensors(lambda path, t: gathered(t), value)
-                )
-            self._remember_grads()
-
-    def _remember_grads(self) -> None:
-        self._given = {id(s): (s.grad, version_of(s.grad)) for _, s in self.pairs if s.grad is not None}
-
-    def store(self, p: DTensor, stand_in: Tensor) -> None:
-        start, length = rows_of(p)
-        local(p).copy_(stand_in.detach().narrow(0, start, length))
-        grad = stand_in.grad
-        given, version = self._given.get(id(stand_in), (None, 0))
-        if grad is None or p.grad is None:
-            p.grad = None if grad is None else shard_like(grad.to(p.dtype), p)
-        elif grad is not given or version_of(grad) != version:
-            local(p.grad).copy_(grad.detach().narrow(0, start, length))
-
-    def leave(self, p: DTensor, stand_in: Tensor, key: str, value: Any, seen: Any) -> Any:
-        if not isinstance(value, Tensor) or not _is_of_shape(value, p.shape):
-            return value
-        if isinstance(seen, DTensor) and seen.dtype == value.dtype:
-            start, length = rows_of(seen)
-            local(seen).copy_(value.detach().narrow(0, start, length))
-            return seen
-        return self.owner.shard(local(shard_like(value, p, value.dtype)), key, p)
-
-    def end(self, stand_in: Tensor) -> None:
-        stand_in.grad = None
-        stand_in.data = torch.empty(0, dtype=stand_in.dtype, device=stand_in.device)
-
-    def around(self, closure: Callable[[], Any], touch: _FirstTouch, losses: AgreedLosses) -> Callable[[], Any]:
-        """``closure`` as the optimizer may call it while it holds stand-ins: user code finds its own parameters."""
-
-        def evaluate() -> Any:
-            touch.end()
-            filled = self.filled
-            with DisableTorchFunction(), torch.no_grad():
-                for p, stand_in in self.pairs if filled else ():
-                    self.store(p, stand_in)
-                self.release(with_states=not filled)
-            loss = closure()
-            with DisableTorchFunction(), torch.no_grad():
-                self.hold(with_states=not filled)
-                if filled:
-                    self._refill()
-                else:
-                    self.fill()
-                return losses.mean(loss)
-
-        return evaluate
-
-    def _refill(self) -> None:
-        """In place, because the optimizer may keep views of the stand-ins."""
-        with_grad = [(stand_in, p.grad) for p, stand_in in self.pairs if p.grad is not None]
-        wholes = iter(gathered_each([*(p for p, _ in self.pairs), *(grad for _, grad in with_grad)]))
-        for _, stand_in in self.pairs:
-            stand_in.data.copy_(next(wholes))
-            stand_in.grad = None
-        for stand_in, _ in with_grad:
-            stand_in.grad = next(wholes)
-        self._remember_grads()
 
 
 class AgreedLosses:
@@ -559,71 +350,6 @@ class AgreedLosses:
     def own(self, result: Any) -> Any:
         """``result`` of the optimizer's step, the loss of this rank's batch where it is a mean."""
         return next((loss for mean, loss in self._told if result is mean), result)
-
-
-class _FirstTouch(TorchFunctionMode):
-    """Fills stand-ins when anything is computed before the closure has run.
-
-    Until then the optimizer holds empty tensors, so that a forward and backward have the memory to themselves.
-    """
-
-    def __init__(self, swap: _WholeSwap) -> None:
-        super().__init__()
-        self.swap = swap
-        self._depth = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.swap.filled and self._depth:
-            with DisableTorchFunction():
-                self.swap.owner.before()
-                self.swap.fill()
-        return func(*args, **(kwargs or {}))
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        self.__enter__()
-        self._depth = torch_optim.num_function_modes()
-        try:
-            yield
-        finally:
-            self.end()
-
-    def end(self) -> None:
-        """User code runs without it. What an optimizer has entered above it stays, and so does this one below."""
-        if self._depth and self._depth == torch_optim.num_function_modes():
-            self.__exit__(None, None, None)
-            self._depth = 0
-
-
-def _is_of_shape(value: Tensor, shape: torch.Size) -> bool:
-    """Whether each rank can keep its rows of ``value``: a plain whole tensor of its parameter's shape."""
-    # A subclass made of other tensors (DTensor, torchao's 8 bits) is no array of elements that rows could be cut from
-    plain = not hasattr(type(value), "__tensor_flatten__") and value.layout == torch.strided
-    return plain and value.dim() > 0 and value.shape == shape
-
-
-def hand_back(optimizer: Optimizer, originals: Mapping[Tensor, Tensor], whole: bool) -> None:
-    """The optimizer holds the module's own parameters again (collective).
-
-    Args:
-        whole: Beside ordinary tensors as states, on the CPU; else they stay shards until they are saved.
-    """
-    members = family(optimizer)
-    exchange(members, {id(sharded): original for sharded, original in originals.items()}, hidden=True)
-    for state in states(members):
-        for sharded, original in originals.items():
-            if sharded in state:
-                state[original] = state.pop(sharded)
-            if whole and original in state:
-                state[original] = _whole_entry(state[original])
-
-
-def _whole_entry(entry: Any) -> Any:
-    if not isinstance(entry, dict):
-        return entry
-    for key, value in entry.items():
-        entry[key] = map_tensors(lambda path, t: gathered(t).cpu() if isinstance(t, DTensor) else t, value)
-    return entry
 
 
 def fusible_groups(optimizer: Optimizer) -> list[dict[str, Any]]:

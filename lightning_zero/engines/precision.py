@@ -51,7 +51,8 @@ class StepsOnShards(Protocol):
     def reshard(self) -> None: ...
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor: ...
     def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None: ...
-    def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Any: ...
+    def stepping(self, optimizer: Optimizer) -> Any: ...
+    def on_shards(self, optimizer: Optimizer) -> Any: ...
     def any_rank(self, flag: Tensor) -> None: ...
 
 
@@ -124,7 +125,7 @@ class ZeroMixedPrecision(_OnShards, MixedPrecision):
         after_closure(self, model, optimizer)
         if skip:
             return result
-        with self.engine.stand_ins(optimizer):
+        with self.engine.stepping(optimizer):
             self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
         return result
@@ -133,7 +134,7 @@ class ZeroMixedPrecision(_OnShards, MixedPrecision):
         """Divides the local gradients by the loss scale; all ranks learn of an overflow on any rank."""
         assert self.scaler is not None
         assert self.engine is not None
-        with self.engine.stand_ins(optimizer, on_shards=True):
+        with self.engine.on_shards(optimizer):
             self.scaler.unscale_(optimizer)
         found = found_inf(self.scaler, optimizer)
         for flag in found.values():

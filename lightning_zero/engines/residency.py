@@ -49,7 +49,14 @@ from lightning_zero.comm.meeting import FORWARD, Meeting
 from lightning_zero.comm.shards import before_host_write, gathered, local, mesh_device, rows_of
 from lightning_zero.engines.graphs import end_graph
 from lightning_zero.engines.refusals import refuse_tracing
-from lightning_zero.engines.torch_functions import IN_PLACE_COLLECTIVES, VIEW_PROPERTIES, VIEWS, tensors_in
+from lightning_zero.engines.torch_functions import (
+    AS_THEY_ARE,
+    IN_PLACE_COLLECTIVES,
+    VIEW_PROPERTIES,
+    VIEWS,
+    getters,
+    tensors_in,
+)
 from lightning_zero.host import available_host_bytes
 from lightning_zero.private.torch import (
     DisableTorchFunction,
@@ -67,6 +74,7 @@ from lightning_zero.private.torch import (
     storage_behind,
     storage_key,
     torch_function_of,
+    users_of,
     without_modes,
 )
 
@@ -102,17 +110,8 @@ _OF_DTYPE = frozenset("element_size is_floating_point is_complex is_signed".spli
 _OF_LAYOUT = _OF_DTYPE | frozenset("data_ptr new_empty new_zeros new_ones new_full new_tensor".split())
 
 
-def _getters(names: str) -> frozenset[Any]:
-    found = (getattr(Tensor, name, None) for name in names.split())
-    return frozenset(each.__get__ for each in found if each is not None)
-
-
-_AS_THEY_ARE = _getters(
-    "shape requires_grad is_leaf grad_fn ndim layout is_cuda is_cpu is_meta is_sparse _version names _backward_hooks"
-    " _post_accumulate_grad_hooks"
-)
-_GETTERS_OF_SHAPE = _getters("shape ndim nbytes")
-_GETTERS_OF_LAYOUT = _getters("dtype nbytes itemsize device")
+_GETTERS_OF_SHAPE = getters("shape ndim nbytes")
+_GETTERS_OF_LAYOUT = getters("dtype nbytes itemsize device")
 _GRAD, _DATA, _DEVICE = (getattr(Tensor, name) for name in ("grad", "data", "device"))
 _ASSIGN_GRAD = (_GRAD.__set__, _GRAD.__delete__)
 _SET_REQUIRES_GRAD = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
@@ -323,8 +322,8 @@ class Residency:
         self._memories = Memories() if memories is None else memories
         self._budget_bytes = budget_bytes
         self._open: dict[int, _Open] = {}  # the one that was opened first in front
-        self._dumps = False
-        self.as_they_are = _AS_THEY_ARE - _GETTERS_OF_SHAPE if store.hides_shapes else _AS_THEY_ARE
+        self._dumps = self._is_together = False
+        self.as_they_are = AS_THEY_ARE - _GETTERS_OF_SHAPE if store.hides_shapes else AS_THEY_ARE
         """Getters that no parameter needs to be there for."""
         self.mode = Mode(self)
 
@@ -370,6 +369,15 @@ class Residency:
             return True
         with _quietly():
             return self._meeting.ask(FORWARD, lambda: "a forward of validation, test or prediction", self._serve)
+
+    @contextmanager
+    def together(self, are: bool) -> Iterator[None]:
+        """With ``are`` all ranks touch the same inside, and none reads alone: gathers need no meeting."""
+        before, self._is_together = self._is_together, are
+        try:
+            yield
+        finally:
+            self._is_together = before
 
     def _serve(self, served: int) -> None:
         if served != FORWARD:
@@ -425,8 +433,10 @@ class Residency:
 
     def gather(self, key: int) -> tuple[list[Tensor], bool]:
         """The full tensors of ``key``, and whether all ranks have asked for them (collective)."""
-        if self._meeting is None or not self._is_between() or self._store.is_here(key):
+        meets = self._meeting is not None and self._is_between() and not self._is_together
+        if not meets or self._store.is_here(key):
             return self._store.gather(key), True
+        assert self._meeting is not None
         by_all = self._meeting.ask(key + 1 + FORWARD, lambda: f"a read of {self._store.name(key)}", self._serve)
         return self._store.gather(key), by_all
 
@@ -753,11 +763,31 @@ def _stand_in(shard: DTensor) -> Tensor:
 
 
 class Resharded(Tensor):
-    """A gradient whose full memory is closed; it is a plain tensor while it is open."""
+    """A gradient or state whose full memory is closed; it is a plain tensor while it is open."""
 
     key: int
     residency: Residency | None
     """``None`` after the run."""
+
+    @staticmethod
+    def close(full: Any, key: int, residency: Residency) -> None:
+        """Gives up the memory of ``full``, unless somebody else has it."""
+        with DisableTorchFunction():
+            storage = full.untyped_storage()
+            if users_of(storage) == 1 and storage.resizable():
+                storage.resize_(0)
+        full.key, full.residency = key, residency
+        full.__class__ = Resharded
+
+    def open(self, value: Tensor) -> None:
+        """A plain tensor with ``value``, whose attributes nobody copies with it."""
+        with DisableTorchFunction():
+            storage = self.untyped_storage()
+            if not storage.nbytes():
+                storage.resize_(self.numel() * self.element_size())
+            vars(self).clear()
+            self.__class__ = Tensor  # type: ignore[assignment]
+            self.copy_(value)
 
     @classmethod
     @never_a_frame

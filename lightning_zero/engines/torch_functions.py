@@ -26,6 +26,19 @@ VIEWS = frozenset(
 VIEW_PROPERTIES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
 
 
+def getters(names: str) -> frozenset[Any]:
+    """The functions that read attributes of tensors, by their names."""
+    found = (getattr(Tensor, name, None) for name in names.split())
+    return frozenset(each.__get__ for each in found if each is not None)
+
+
+AS_THEY_ARE = getters(
+    "shape requires_grad is_leaf grad_fn ndim layout is_cuda is_cpu is_meta is_sparse _version names _backward_hooks"
+    " _post_accumulate_grad_hooks"
+)
+"""Functions that read attributes which a tensor has without memory."""
+
+
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """Of a call's arguments or results, and of lists and tuples among them."""
     for value in values:

@@ -51,7 +51,7 @@ class ParameterSize:
     state_whole: float = 0
     """Bytes of optimizer states that do not follow the shards (step counters, row and column factors)."""
     steps_whole: bool = False
-    """Its optimizer looks across elements, so parameter, gradient and states are gathered to step."""
+    """Its optimizer looks across elements, so parameter and gradient are gathered to step, and states are full."""
 
     @property
     def numel(self) -> int:
@@ -293,9 +293,9 @@ def _gathered(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[float]
 
 
 def _whole_step_bytes(unit: UnitSize, n: int) -> float:
-    """Parameters, gradients and states that are gathered for optimizers which look across elements."""
+    """Parameters and gradients that are gathered for optimizers which look across elements."""
     whole = [p for p in unit.stepped if p.steps_whole]
-    return sum(n * p.shard_numel(n) * (2 * p.itemsize + p.state_per_element) for p in whole)
+    return sum(n * p.shard_numel(n) * 2 * p.itemsize for p in whole)
 
 
 # -- traffic ---------------------------------------------------------------------------------------------------------

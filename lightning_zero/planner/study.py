@@ -154,6 +154,8 @@ class Study:
             compute, reduce = (self.compute, torch.float32) if mixed else (p.dtype, p.dtype)
             assert compute is not None
             per_element, whole = states.get(name, (0.0, 0.0))
+            if p in steps_whole:  # states stay full, as under DDP
+                per_element, whole = 0.0, whole + per_element * p.numel()
             return ParameterSize(
                 name=name,
                 shape=tuple(p.shape),

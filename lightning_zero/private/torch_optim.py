@@ -7,14 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizer
 
 from lightning_zero.private.torch import uncompiled
-
-StepHook = Callable[..., Any]
 
 
 def is_step_replaced(optimizer: Optimizer) -> bool:
@@ -35,54 +31,46 @@ def _innermost(step: Any) -> Any:
     return function if inside is function else _innermost(inside)
 
 
-def step_hooks(optimizer: Optimizer, with_global: bool = True) -> tuple[list[StepHook], list[StepHook]]:
-    """Hooks before and after its ``step``: ``_optimizer_step_pre_hooks``, ``_optimizer_step_post_hooks`` and the
-    global ones. None where ``Optimizer.__init__`` never ran, whose ``_patch_step_function`` marks a step ``hooked``."""
-    if not getattr(type(optimizer).step, "hooked", False):
-        return [], []
-    before: Any = _optimizer._global_optimizer_pre_hooks if with_global else {}
-    after: Any = _optimizer._global_optimizer_post_hooks if with_global else {}
-    own_before = getattr(optimizer, "_optimizer_step_pre_hooks", {})
-    own_after = getattr(optimizer, "_optimizer_step_post_hooks", {})
-    return [*before.values(), *own_before.values()], [*own_after.values(), *after.values()]
-
-
-def has_hooks(optimizer: Any) -> bool:
-    """Whether hooks can be registered on loading its states: not where ``Optimizer.__init__`` never ran."""
-    return hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
-
-
 def takes_step_hooks(optimizer: Any) -> bool:
     """Whether ``register_step_post_hook`` works: some that wrap another optimizer never run ``Optimizer.__init__``, and
     have a plain dict in the hooks' place."""
     return isinstance(getattr(optimizer, "_optimizer_step_post_hooks", None), OrderedDict)
 
 
-@contextmanager
-def without_step_hooks(optimizer: Optimizer, with_global: bool = True) -> Iterator[None]:
-    """``step`` runs none of :func:`step_hooks` for a while."""
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    own = {name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)}
-    shared: list[Any] = (
-        [_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks] if with_global else []
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether its ``step`` calls hooks of users: ``_optimizer_step_pre_hooks``, ``_optimizer_step_post_hooks`` and the
+    global ones. Where ``Optimizer.__init__`` never ran, ``_patch_step_function`` has not marked ``step`` as
+    ``hooked``."""
+    if not getattr(type(optimizer).step, "hooked", False) or not takes_step_hooks(optimizer):
+        return False
+    own: Any = optimizer
+    return bool(
+        _optimizer._global_optimizer_pre_hooks
+        or _optimizer._global_optimizer_post_hooks
+        or own._optimizer_step_pre_hooks
+        or own._optimizer_step_post_hooks
     )
-    kept = [dict(hooks) for hooks in shared]
-    for name in own:
-        setattr(optimizer, name, OrderedDict())
-    for hooks in shared:
-        hooks.clear()
+
+
+@contextmanager
+def inside_step_hooks(optimizer: Optimizer, begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+    """Calls of ``optimizer.step`` inside call ``begin`` after all hooks before the step, and ``end`` ahead of all hooks
+    after it."""
+    hooks: Any = optimizer
+    handles = (
+        optimizer.register_step_pre_hook(lambda *unused: begin()),
+        optimizer.register_step_post_hook(lambda *unused: end()),
+    )
+    hooks._optimizer_step_post_hooks.move_to_end(handles[1].id, last=False)
     try:
         yield
     finally:
-        for name, hooks in own.items():
-            setattr(optimizer, name, hooks)
-        for hooks, before in zip(shared, kept, strict=True):
-            hooks.update(before)
+        for handle in handles:
+            handle.remove()
 
 
 def has_own_state_dict(optimizer: Optimizer) -> bool:
-    """Whether user code has a say in ``state_dict`` or ``load_state_dict``: an override, or hooks on either. A hook of
-    an engine's own says ``of_engine``."""
+    """Whether user code has a say in ``state_dict`` or ``load_state_dict``: an override, or hooks on either."""
     own = type(optimizer)
     if own.state_dict is not Optimizer.state_dict or own.load_state_dict is not Optimizer.load_state_dict:
         return True
@@ -90,15 +78,4 @@ def has_own_state_dict(optimizer: Optimizer) -> bool:
         *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
         *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
     )
-    hooks = (hook for name in names for hook in (getattr(optimizer, name, None) or {}).values())
-    return any(not getattr(hook, "of_engine", False) for hook in hooks)
-
-
-def make_parameter(kind: type[nn.Parameter], data: Tensor, requires_grad: bool) -> nn.Parameter:
-    """A parameter of a subclass, made as ``nn.Parameter.__new__`` does it: subclasses take other arguments."""
-    return torch.Tensor._make_subclass(kind, data, requires_grad)  # type: ignore[return-value]
-
-
-def num_function_modes() -> int:
-    """Number of active ``TorchFunctionMode``. There is no public way to ask."""
-    return torch._C._len_torch_function_stack()
+    return any(getattr(optimizer, name, None) for name in names)

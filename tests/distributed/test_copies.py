@@ -147,7 +147,7 @@ def _restored() -> list[tuple[bool, int]]:
     optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
     _step(engine, optimizer)
     expected = [gathered(engine.shards[p]) for p in engine.module.parameters()]
-    engine.restore(True, [optimizer])
+    engine.restore(True)
     return [
         (torch.equal(p, whole), p.untyped_storage().nbytes() - p.nbytes)
         for p, whole in zip(engine.module.parameters(), expected, strict=True)
@@ -195,7 +195,8 @@ def _elsewhere(engine: Fsdp2Engine, mine: bool) -> None:
 
 
 def _by_optimizer(engine: Fsdp2Engine, mine: bool) -> None:
-    engine.step(Raw(engine.module.parameters(), 1.0 * mine))
+    with engine.view():
+        engine.step(Raw(engine.module.parameters(), 1.0 * mine))
 
 
 def _to_the_copies(engine: Fsdp2Engine, mine: bool) -> None:

@@ -159,7 +159,7 @@ def test_a_signal_during_set_up_is_not_lost(ranks1: Any, tmp_path: Path) -> None
 # -- objects of the user ---------------------------------------------------------------------------------------------
 
 
-REPLACED = {"state_dict", "zero_grad"}
+REPLACED = {"zero_grad"}
 
 
 def _optimizer_afterwards(fails_at: int, after_fit: str) -> tuple[bool, set[str]]:

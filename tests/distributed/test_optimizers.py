@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 
+from lightning_zero.engines import after_run
 from tests.helpers import optimizers, zoo
 from tests.helpers.ranks import outcome
 
@@ -28,6 +32,31 @@ def test_states_continue_on_another_number_of_ranks(ranks, tmp_path):
 def test_states_are_ordinary_tensors_after_fit(ranks2, tmp_path, engine):
     """schedulefree's ``eval`` computes with parameters and states together before the checkpoint is saved."""
     assert all(ranks2(optimizers.evaluate_and_save, {"stage": 3, "engine": engine}, str(tmp_path / "x.ckpt")))
+
+
+def _momentum_after_fit(strategy: object, alone: bool) -> object:
+    """Of one parameter after a fit; read by rank 1 alone, what comes of that."""
+    torch.manual_seed(3)
+    module = optimizers.Configured(make=lambda m: torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9))
+    trainer = zoo.make_trainer(strategy, limit_val_batches=0, max_epochs=1)
+    with mock.patch.object(after_run, "READ_SECONDS", 2.0 if alone else after_run.READ_SECONDS):
+        trainer.fit(module, torch.utils.data.DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
+    momentum = trainer.optimizers[0].state[module.net.head.weight]["momentum_buffer"]
+    if not alone:
+        return momentum + 0
+    return outcome(lambda: momentum + 0) if int(os.environ["RANK"]) == 1 else None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_state_that_is_touched_after_fit_is_full(ranks2, engine):
+    """States of optimizers that step on shards stay shards; a read by one rank alone must not wait for ever."""
+    strategy = {"stage": 3, "engine": engine}
+    found, expected = ranks2(_momentum_after_fit, strategy, False), ranks2(_momentum_after_fit, "ddp", False)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    _, (name, text) = ranks2(_momentum_after_fit, strategy, True)
+    assert name == "RuntimeError"
+    assert "a read of a sharded state in optimizer.state, after the run on rank 1" in text
 
 
 def test_another_number_of_optimizers_is_refused_by_name(ranks2, tmp_path):

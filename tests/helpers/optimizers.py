@@ -497,8 +497,6 @@ KINDS: dict[str, Kind] = {
     "schedule_free": Kind(module=_with(ScheduleFree), callbacks=lambda: [Evaluates()], validates=True),
 }
 
-for _name in ("lookahead", "lookahead_own_state", "sam", "sam_climbs_first"):
-    KINDS[_name].deepspeed_refuses.update(dict.fromkeys((1, 2, 3), "engine='deepspeed' with .* around .*fsdp2"))
 zoo.KINDS.update(KINDS)
 
 

@@ -244,7 +244,7 @@ def _reads_and_writes() -> dict[str, Any]:
                 p.data = torch.ones(p.shape, device=device)
                 torch.nn.init.orthogonal_(p)  # not element-wise
                 torch._foreach_mul_([p, module.net.stem.weight], torch.ones((), device=device))
-            optimizer = torch.optim.Muon([p for p in module.parameters() if p.dim() == 2])
+            optimizer = torch.optim.AdamW([p for p in module.parameters() if p.dim() == 2])
             module.penalized = True
             engine.run("training_step", torch.randn(4, zoo.WIDTH, device=device))
             engine.reshard()
@@ -253,13 +253,13 @@ def _reads_and_writes() -> dict[str, Any]:
             engine.backward(loss.backward)
         found["gradients"] = {pretend.where(q.grad) for q in _sharded(engine) if q.grad is not None}
         engine.step(optimizer)
-        found["states of whole steps"] = {pretend.where(v) for s in optimizer.state.values() for v in s.values()}
+        found["states"] = {pretend.where(v) for s in optimizer.state.values() for v in s.values()}
         for modify in (False, True):
             with engine.full_parameters(modify):
                 found["full_parameters"] = {pretend.where(q) for q in module.parameters()}
         state = engine.full(engine.sharded_optimizer_state(optimizer))
         found["saved"] = {pretend.where(v) for s in state["state"].values() for v in s.values()}
-        fresh = torch.optim.Muon([p for p in module.parameters() if p.dim() == 2])
+        fresh = torch.optim.AdamW([p for p in module.parameters() if p.dim() == 2])
         engine.load_optimizer_state(fresh, state)
         found["loaded"] = {pretend.where(v) for s in fresh.state.values() for v in s.values() if v.dim()}
         found["shards"] = {pretend.where(q) for q in _sharded(engine)}

@@ -9,7 +9,7 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.elementwise import KNOWN_ELEMENTWISE, is_elementwise, is_known, keys_beside_elements
-from lightning_zero.engines.optimizer_family import exchange, family
+from lightning_zero.engines.optimizer_family import family
 from lightning_zero.engines.optimizer_step import refuse_sharding
 from tests.helpers import optimizers, zoo
 
@@ -94,17 +94,14 @@ def test_a_family_is_all_optimizers_inside():
     assert family(around) == [around, outer, inner]
 
 
-def test_exchange_finds_parameters_in_attributes():
-    """Left in a list or a dict, the sharded one would be read for the whole one in the step."""
-    optimizer = optimizers.HiddenLists(_params())
-    (p,) = optimizer.all
-    other = torch.nn.Parameter(torch.zeros(4, 3))
-    exchange([optimizer], {id(p): other}, hidden=True)
-    assert optimizer.all[0] is other
-    assert optimizer.param_groups[0]["params"][0] is other
-    assert optimizer.index == {other: 0}
-    exchange([optimizer], {id(other): p}, hidden=True)
-    assert optimizer.index == {p: 0}
+@pytest.mark.parametrize(
+    ("optimizer", "attribute"),
+    [(optimizers.HiddenLists, "all"), (lambda p: optimizers.Lookahead(AdamW(p)), "_inner")],
+)
+def test_a_declared_one_that_keeps_parameters_elsewhere_is_refused_by_name(optimizer, attribute):
+    """Left in a list, the full parameter would be read for its shard in the step."""
+    with pytest.raises(ValueError, match=f"keeps parameters in its attribute '{attribute}'.*leave it out"):
+        keys_beside_elements(optimizer(_params()))
 
 
 def test_an_optimizer_that_shards_by_itself_is_refused_by_name():

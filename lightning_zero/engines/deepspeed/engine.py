@@ -29,9 +29,9 @@ scaling are off.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,22 +44,23 @@ from torch.optim import Optimizer
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement, shared_agreement
 from lightning_zero.comm.meeting import Meeting
 from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.after_run import leave_states
 from lightning_zero.engines.base import Engine, OnWhole, Root, refuse_late_hooks, unheard
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.gradients import Gradients
-from lightning_zero.engines.deepspeed.optimizer_step import Joined, Managed, parameters
+from lightning_zero.engines.deepspeed.optimizer_step import Joined, Managed, Pieces, parameters
 from lightning_zero.engines.deepspeed.order import Order
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
 from lightning_zero.engines.deepspeed.start import flat_groups, start
 from lightning_zero.engines.deepspeed.state import Account
-from lightning_zero.engines.deepspeed.steps import Steps
 from lightning_zero.engines.deepspeed.store import DeepSpeedStore
 from lightning_zero.engines.deepspeed.usage import Usage
 from lightning_zero.engines.deepspeed.whole import Carried, Whole
 from lightning_zero.engines.graph_inputs import GraphInputs
 from lightning_zero.engines.graphs import outside_graphs
 from lightning_zero.engines.model_state import ModelState
+from lightning_zero.engines.optimizer_step import ShardedStep
 from lightning_zero.engines.plain_copies import PlainCopies, pickle_plainly
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.refusals import (
@@ -101,6 +102,7 @@ class DeepSpeedEngine(Engine):
         self._handles: list[Any] = []
         self._agreement: Agreement | None = None
         self._optimizers: list[Optimizer] = []
+        self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
         self._stage3 = config.stage == 3
         self._under_way = UnderWay()
 
@@ -126,8 +128,7 @@ class DeepSpeedEngine(Engine):
         self._order = Order(self._params, self._agreement, self.device.type == "cpu", self._under_way)
         self._usage = Usage(self._params, self.config, self._agreement)
         self._begin_residency()
-        self._steps = Steps(self._params, self._settle, self.device, self.config.offloads_optimizer)
-        self._whole = Whole(self._params, self._steps, self.mesh)
+        self._whole = Whole(self._params, self.mesh)
         self._graphs = GraphInputs(self._store.own, self._residency)
 
     def _begin_residency(self) -> None:
@@ -196,10 +197,8 @@ class DeepSpeedEngine(Engine):
             if self.config.stage > 1:
                 private.before_each_gradient(self._engine, self._refuse_outside_step)
             for optimizer in optimizers:
-                self._steps.add(optimizer, self.config.elementwise_optimizers or ())
+                self._step_of(optimizer)  # which lays out the states that are there
                 optimizer.zero_grad = self._gradients.zero_grad_of(optimizer)  # type: ignore[method-assign]
-                self._steps.lend_wholes(optimizer)
-                optimizer.state_dict = partial(self._state_dict_of, optimizer)  # type: ignore[method-assign]
         self._store.begin()
         copies.begin()  # undone by private.end
         pickle_plainly(params.held, self._plain, params.attributes)
@@ -291,7 +290,8 @@ class DeepSpeedEngine(Engine):
             return
         with torch.no_grad(), DisableTorchFunction():
             self._settle()
-            carried = Carried(self._params, self._steps, self._whole, self._optimizers)
+            carried = Carried(self._params, self._whole)
+            self._leave_states(full=False)
             self._take_off({p: value.to(self.device) for p, value in self._whole.values_afterwards().items()})
         with DisableTorchFunction():
             self.attach(self._optimizers, self.trainer_facts)
@@ -361,15 +361,7 @@ class DeepSpeedEngine(Engine):
 
     @outside_graphs
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        def evaluate() -> Any:
-            assert closure is not None
-            result = closure()
-            self.end_window(self.hooks.before_step)
-            return result
-
-        if closure is None:
-            self.end_window(self.hooks.before_step)
-        result = self._steps.step(optimizer, None if closure is None else evaluate, **kwargs)
+        result = self._step_of(optimizer).step(closure, **kwargs)
         self._stepped(optimizer)
         return result
 
@@ -378,12 +370,45 @@ class DeepSpeedEngine(Engine):
             self._store.stepped(self._params.attached.with_grad.intersection(parameters(optimizer)))
 
     @contextmanager
-    def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Iterator[Any]:
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        with self._step_of(optimizer).stepping():
+            yield
+        self._stepped(optimizer)
+
+    @contextmanager
+    def on_shards(self, optimizer: Optimizer) -> Iterator[None]:
+        self._settle_all()
+        with self._step_of(optimizer).on_shards():
+            yield
+
+    def _settle_all(self) -> None:
         self.end_window(self.hooks.before_step)
-        with self._steps.stand_ins(optimizer, on_shards) as swap:
-            yield swap
-        if on_shards is None:
-            self._stepped(optimizer)
+        self._settle()
+
+    @contextmanager
+    def _full_step(self, is_running: bool) -> Iterator[None]:
+        self._settle()
+        with self._residency.together(is_running):
+            yield
+        self._settle()
+
+    def _step_of(self, optimizer: Optimizer) -> ShardedStep:
+        if optimizer not in self._steps:
+            parts = Pieces(
+                self._params.attached, self._piece_of, self._store.state, self._settle_all, self._settle,
+                self._full_step,
+            )  # fmt: skip
+            declared = self.config.elementwise_optimizers or ()
+            self._steps[optimizer] = ShardedStep(optimizer, parts, declared, self.config.offloads_optimizer)
+        return self._steps[optimizer]
+
+    def _piece_of(self, value: Any) -> Tensor | None:
+        found = self._store.known_state(value)
+        return None if found is None else found.piece
+
+    def _leave_states(self, full: bool) -> None:
+        self._whole.states_as_rows(self._optimizers, self._store.known_state)
+        leave_states(self._optimizers, full)
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         managed = self._params.attached
@@ -401,18 +426,17 @@ class DeepSpeedEngine(Engine):
             return self._whole.state_dict()
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._params.managed is None:  # after the run: DTensors
-            return optimizer.state_dict()
+        self.end_window(self.hooks.anywhere)
+        with torch.no_grad(), self.view():
+            state = optimizer.state_dict()
         with torch.no_grad(), DisableTorchFunction():
-            return self._whole.optimizer_state(optimizer)
-
-    def _state_dict_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole states that user code sees (collective)."""
-        return self.full(self.sharded_optimizer_state(optimizer))
+            self._residency.end_window()
+            return self._whole.optimizer_state(state, self._store.known_state)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        with torch.no_grad(), DisableTorchFunction():
-            self._whole.load_optimizer_state(optimizer, state)
+        self.end_window(self.hooks.anywhere)
+        with self.view():
+            self._step_of(optimizer).load_state_dict(state)
 
     def whole_parameters(self) -> dict[Tensor, nn.Parameter]:
         self.end_window(self.hooks.anywhere)
@@ -438,11 +462,10 @@ class DeepSpeedEngine(Engine):
             account.odd_gradients(params.odd)
             if params.managed is not None:
                 account.managed(params.managed)
-            for optimizer in optimizers:
-                account.optimizer(self._steps.of(optimizer))
+            account.optimizers(optimizers, self._store.known_state, params.odd)
         return account.state
 
-    def restore(self, whole: bool, optimizers: list[Optimizer], on_whole: OnWhole = unheard) -> None:
+    def restore(self, whole: bool, *, on_whole: OnWhole = unheard) -> None:
         self._graphs.end()
         self._end_transforms()
         self._settle_parameters()  # before masters are read
@@ -451,9 +474,7 @@ class DeepSpeedEngine(Engine):
             return
         with torch.no_grad(), DisableTorchFunction():
             values = self._whole.values_afterwards()
-            for optimizer in optimizers:
-                if self._params.managed is not None and optimizer in self._steps:
-                    optimizer.state.update(self._whole.rows_of_states(optimizer, self.states_whole_after_fit))
+            self._leave_states(self.config.after_fit == "whole")
             held = self._residency.held()
             self._take_off(values)
             self._store.end()
@@ -469,8 +490,6 @@ class DeepSpeedEngine(Engine):
         ``values`` are read before: afterwards nobody knows how the pieces fit together.
         """
         _give_methods_back(self._optimizers)
-        for optimizer in self._optimizers:
-            self._steps.take_back(optimizer)
         self._usage.close()
         private.end(self._engine, self.root, {id(p): set(self._params.attributes(p)) for p in self._params.shapes})
         for p, value in values.items():
@@ -499,8 +518,7 @@ def _whole_accumulator(p: Tensor, shape: torch.Size) -> Node:
 def _give_methods_back(optimizers: Iterable[Optimizer]) -> None:
     """They have their class's own instead of those that :meth:`DeepSpeedEngine.attach` sets."""
     for optimizer in optimizers:
-        for name in ("zero_grad", "state_dict"):
-            optimizer.__dict__.pop(name, None)
+        optimizer.__dict__.pop("zero_grad", None)
 
 
 def _refuse_compiled(module: nn.Module) -> None:

@@ -7,16 +7,18 @@ cuts, and whatever is gathered) and the masters; *gradients* its averaged pieces
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.deepspeed import private
-from lightning_zero.engines.deepspeed.lent_states import raw
-from lightning_zero.engines.deepspeed.optimizer_step import Cut, Managed, PieceStep
-from lightning_zero.engines.model_state import ModelState
+from lightning_zero.engines.deepspeed.optimizer_step import Managed
+from lightning_zero.engines.deepspeed.store import State
+from lightning_zero.engines.model_state import ModelState, states_of
 
 
 class Account:
@@ -59,21 +61,17 @@ class Account:
                 self.state.whole["gradients"] += p.grad.numel() * p.grad.element_size()
                 self.held("gradients", p.grad, "device")
 
-    def optimizer(self, step: PieceStep) -> None:
-        """States: of the pieces, and of parameters that DeepSpeed does not hold."""
-        for p, values in step.states.items():
-            for value in values.values():
-                if isinstance(value, Cut):
-                    self.state.whole["optimizer"] += self.shapes[p].numel() * value.piece.element_size()
-                    self.held("optimizer", value.piece, self._place_of_steps(value.piece))
-                elif isinstance(value, Tensor):
-                    self.state.whole["optimizer"] += value.numel() * value.element_size()
-                    self.held("optimizer", value, self._place_of_steps(value))
-        for values in raw(step.optimizer.state).values():
-            for value in values.values():
-                if isinstance(value, Tensor):
-                    self.state.whole["optimizer"] += value.numel() * value.element_size()
-                    self.held("optimizer", value, "device")
+    def optimizers(
+        self, optimizers: Iterable[Optimizer], known: Callable[[Any], State | None], odd: Iterable[Tensor]
+    ) -> None:
+        """States; ``known`` tells those that are pieces."""
+        whole = set(odd)
+        for p, value in states_of(optimizers):
+            found = known(value)
+            part = value if found is None else found.piece
+            numel = value.numel() if found is None else self.shapes[p].numel()
+            self.state.whole["optimizer"] += numel * part.element_size()
+            self.held("optimizer", part, "device" if p in whole else self._place_of_steps(part))
 
     def held(self, kind: str, tensor: Tensor, place: str) -> None:
         """Counts ``tensor`` here, unless this very memory was counted."""

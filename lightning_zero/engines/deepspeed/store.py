@@ -1,6 +1,7 @@
 """The engine's part of :mod:`~lightning_zero.engines.residency`: DeepSpeed's parameters by their numbers.
 
-With P parameters, number ``n`` has the key ``n``, and its gradient ``P + n``.
+With P parameters, number ``n`` has the key ``n``, and its gradient ``P + n``. Optimizers' states have keys from
+``2 P`` on, in the order in which they were made, which all ranks share.
 
 At stages 1 and 2 a parameter is always whole, a view of DeepSpeed's buffer. At stage 3 DeepSpeed gives it memory when
 its module runs, and empties it again: then it has no shape, either. A parameter that user code has open lies in memory
@@ -11,20 +12,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.gradients import Gradients
 from lightning_zero.engines.deepspeed.optimizer_step import Managed
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
 from lightning_zero.engines.refusals import require_shape
-from lightning_zero.engines.residency import Memories, Residency
+from lightning_zero.engines.residency import Memories, Resharded, Residency
 from lightning_zero.engines.torch_functions import tensors_in
 from lightning_zero.private.torch import (
     DisableTorchFunction,
@@ -194,6 +197,14 @@ class BuiltStore:
         """Outside a step."""
 
 
+class State(NamedTuple):
+    """A state of an optimizer that steps on pieces."""
+
+    key: int
+    parameter: Tensor
+    piece: Tensor
+
+
 class DeepSpeedStore(BuiltStore):
     """The same during a run.
 
@@ -230,6 +241,9 @@ class DeepSpeedStore(BuiltStore):
         self._maybe_written: set[int] = set()  # beside those whose version tells
         self._taken: dict[int, list[weakref.ref[Tensor]]] = {}  # views that were taken inside a step, by key
         self._buffers: dict[int, tuple[Any, int]] = {}  # of stages 1 and 2, and how many tensors lie there
+        self._states: Any = WeakIdKeyDictionary()  # what users see of a state -> State
+        self._states_by_key: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._num_states = 0  # ever made
         for p in params:
             self.add(p)
 
@@ -254,7 +268,12 @@ class DeepSpeedStore(BuiltStore):
     def own(self) -> Mapping[int, Any]:
         return {} if Phase.WHOLE in self._under_way else self._own
 
+    def parameters(self, key: int) -> Sequence[Tensor]:
+        return super().parameters(key) if key < len(self._params) else ()
+
     def name(self, key: int) -> str:
+        if key >= 2 * len(self._params):
+            return "an optimizer's state"
         number = key % len(self._params)
         found = next((name for name, p in self._names.items() if p is self._params[number]), "?")
         return f"parameter {found!r}" if key == number else f"the gradient of parameter {found!r}"
@@ -267,7 +286,7 @@ class DeepSpeedStore(BuiltStore):
         return not (private.is_partitioned(p) or private.is_ahead(p))
 
     def is_here(self, key: int) -> bool:
-        if key >= len(self._params):  # a gradient
+        if key >= len(self._params):  # a gradient, or a state
             return False
         if self._stage3:
             private.land(self._params[key])
@@ -275,7 +294,54 @@ class DeepSpeedStore(BuiltStore):
 
     def gather(self, key: int) -> list[Tensor]:
         num = len(self._params)
-        return [self._gradients.assembled(self._params[key - num])] if key >= num else super().gather(key)
+        if key < num:
+            return super().gather(key)
+        if key < 2 * num:
+            return [self._gradients.assembled(self._params[key - num])]
+        full, managed = self._states_by_key.get(key), self._managed()
+        if full is None or managed is None:
+            raise RuntimeError("a read of an optimizer's state that other ranks do not have: make it on every rank")
+        _, p, piece = self._states[full]
+        return [managed.assemble(p, piece)]
+
+    def open(self, key: int, values: list[Tensor]) -> list[Tensor]:
+        if key < len(self._params):
+            return super().open(key, values)
+        full = self._states_by_key[key]
+        full.open(values[0])
+        return []
+
+    def close(self, key: int) -> None:
+        if key < len(self._params):
+            super().close(key)
+            return
+        full, managed = self._states_by_key.get(key), self._managed()
+        if full is None:  # nobody has it any more
+            return
+        _, p, piece = self._states[full]
+        if managed is not None:
+            piece.copy_(managed.cut(p, full))
+        if users_of(full.untyped_storage()) > 1:
+            self._memories.keep(key, 0, full)
+        Resharded.close(full, key, self.residency)
+
+    # -- states --------------------------------------------------------------------------------------------------
+
+    def state(self, p: Tensor, piece: Tensor) -> Tensor:
+        """What stands for ``piece``, a state of ``p``, between steps."""
+        managed = self._managed()
+        assert managed is not None
+        key = 2 * len(self._params) + self._num_states
+        self._num_states += 1
+        full = torch.empty(managed.shapes[p], dtype=piece.dtype, device=p.device)
+        self._states[full], self._states_by_key[key] = State(key, p, piece), full
+        Resharded.close(full, key, self.residency)
+        return full
+
+    def known_state(self, value: Any) -> State | None:
+        """Of what :meth:`state` has made."""
+        found: State | None = self._states.get(value) if isinstance(value, Tensor) else None
+        return found
 
     # -- writes --------------------------------------------------------------------------------------------------
 

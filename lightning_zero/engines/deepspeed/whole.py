@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,15 +13,11 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.shards import gathered
-from lightning_zero.engines.base import require_same_parameters, undetached_state_dict
+from lightning_zero.engines.base import undetached_state_dict
 from lightning_zero.engines.deepspeed import private
-from lightning_zero.engines.deepspeed.lent_states import raw
-from lightning_zero.engines.deepspeed.optimizer_step import Cut, parameters
 from lightning_zero.engines.deepspeed.parameters import Parameters
-from lightning_zero.engines.deepspeed.steps import Steps
-
-States = dict[Tensor, dict[str, Any]]
-"""Of one optimizer, by parameter."""
+from lightning_zero.engines.deepspeed.store import State
+from lightning_zero.engines.optimizer_family import family, states
 
 
 class Whole:
@@ -31,8 +27,8 @@ class Whole:
     that adopted before.
     """
 
-    def __init__(self, params: Parameters, steps: Steps, mesh: DeviceMesh) -> None:
-        self._params, self._steps, self._mesh = params, steps, mesh
+    def __init__(self, params: Parameters, mesh: DeviceMesh) -> None:
+        self._params, self._mesh = params, mesh
 
     # -- rows, as checkpoints hold them --------------------------------------------------------------------------
 
@@ -71,43 +67,23 @@ class Whole:
     def _rows_of(self, p: Tensor) -> Tensor:
         return self.rows(p, private.gathered_copy(p) if self._params.stage3 else p.detach())
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """``optimizer.state_dict()``, of rows."""
-        rows = self.rows_of_states(optimizer)
-        before = optimizer.state
-        try:
-            optimizer.state = {**raw(before), **rows}  # type: ignore[assignment]
-            return type(optimizer).state_dict(optimizer)  # the class's: its own object has what users see
-        finally:
-            optimizer.state = before
+    def optimizer_state(self, state: dict[str, Any], known: Callable[[Any], State | None]) -> dict[str, Any]:
+        """``optimizer.state_dict()``, of rows; ``known`` tells the states that are pieces."""
 
-    def rows_of_states(self, optimizer: Optimizer, whole: bool = False) -> States:
-        """Its states, as this rank's rows or ``whole`` on the CPU."""
-        managed, step = self._params.attached, self._steps.of(optimizer)
-        step.take_given()
+        def one(path: Any, tensor: Tensor) -> Tensor:
+            found = known(tensor)
+            if found is not None:
+                return self.rows(found.parameter, self._params.attached.assemble(found.parameter, found.piece))
+            return self._rows_of(tensor) if tensor in self._params.held else tensor
 
-        def laid_out(p: Tensor, value: Any) -> Any:
-            if type(value) is not Cut:
-                return value
-            assembled = managed.assemble(p, value.piece)
-            return assembled.cpu() if whole else self.rows(p, assembled)
+        return map_tensors(one, state)
 
-        return {
-            p: {key: laid_out(p, value) for key, value in step.states[p].items()}
-            for p in parameters(optimizer)
-            if p in step.states
-        }
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Loads a whole state, of which this rank keeps its pieces."""
-        managed = self._params.attached
-        params = require_same_parameters(optimizer, state)
-        step = self._steps.of(optimizer)
-        odd = {i: values for i, values in state["state"].items() if params[i] not in managed}
-        optimizer.load_state_dict({**state, "state": odd})
-        step.take_given()
-        whole = {params[i]: values for i, values in state["state"].items() if params[i] in managed}
-        step.put_states(whole, casts=True)
+    def states_as_rows(self, optimizers: Iterable[Optimizer], known: Callable[[Any], State | None]) -> None:
+        """Has ``optimizers`` hold rows in the place of pieces."""
+        for p, entry in (each for o in optimizers for of_all in states(family(o)) for each in of_all.items()):
+            for key, value in entry.items():
+                if (found := known(value)) is not None:
+                    entry[key] = self.rows(p, self._params.attached.assemble(p, found.piece))
 
     # -- whole parameters ----------------------------------------------------------------------------------------
 
@@ -136,18 +112,17 @@ class Whole:
 
 
 class Carried:
-    """Masters, states and gradients on their way from one start of DeepSpeed to the next: each rank has its rows of
-    them, and odd gradients whole.
+    """Masters and gradients on their way from one start of DeepSpeed to the next: each rank has its rows of them, and
+    odd gradients whole.
 
     The constructor reads them; :meth:`put_back` follows when the new start has laid its flats out, in which pieces lie
     elsewhere.
     """
 
-    def __init__(self, params: Parameters, steps: Steps, whole: Whole, optimizers: list[Optimizer]) -> None:
-        self._params, self._steps = params, steps
+    def __init__(self, params: Parameters, whole: Whole) -> None:
+        self._params = params
         managed = params.attached
         self._masters = whole.rows_of_masters(own_dtype=False)
-        self._states = {optimizer: whole.rows_of_states(optimizer) for optimizer in optimizers}
         with_grad = [p for p in managed.shards.pieces if p in managed.with_grad]  # in an order that all ranks share
         self._grads = {p: whole.rows(p, managed.assemble(p, managed.shards.grad(p))) for p in with_grad}
         self._odd_grads = {p: p.grad for p in params.odd}
@@ -159,15 +134,8 @@ class Carried:
         for i, rows in self._masters.items():
             p, whole = self._by_id[i], gathered(rows)
             managed.master(p).copy_(managed.cut(p, whole))
-        for optimizer, of_params in self._states.items():
-            for one, state in of_params.items():
-                self._steps.of(optimizer).put_states({one: {k: _gathered_if_rows(v) for k, v in state.items()}})
         for one, rows in self._grads.items():
             managed.shards.grad(one).copy_(managed.cut(one, gathered(rows)))
             managed.with_grad.add(one)
         for odd, grad in self._odd_grads.items():
             odd.grad = grad
-
-
-def _gathered_if_rows(value: Any) -> Any:
-    return gathered(value) if isinstance(value, DTensor) else value

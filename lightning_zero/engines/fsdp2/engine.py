@@ -69,6 +69,7 @@ from lightning_zero.comm.agree import broadcast_coalesced, run_agreement
 from lightning_zero.comm.meeting import Meeting
 from lightning_zero.comm.shards import gathered, local, shard_like
 from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.after_run import leave_states
 from lightning_zero.engines.base import Engine, OnWhole, undetached_state_dict, unheard
 from lightning_zero.engines.compiled import CompiledUnits
 from lightning_zero.engines.fsdp2 import private
@@ -79,6 +80,7 @@ from lightning_zero.engines.fsdp2.cpu import Direct
 from lightning_zero.engines.fsdp2.files import FileShards
 from lightning_zero.engines.fsdp2.held import HeldViews
 from lightning_zero.engines.fsdp2.identity import Identity
+from lightning_zero.engines.fsdp2.parts import Rows
 from lightning_zero.engines.fsdp2.sharding import (
     Sharded,
     ShardPlan,
@@ -97,7 +99,7 @@ from lightning_zero.engines.fsdp2.writes import Writes
 from lightning_zero.engines.graph_inputs import GraphInputs
 from lightning_zero.engines.graphs import outside_graphs, untraced
 from lightning_zero.engines.model_state import ModelState, place_of
-from lightning_zero.engines.optimizer_step import ShardedStep, hand_back
+from lightning_zero.engines.optimizer_step import ShardedStep
 from lightning_zero.engines.plain_copies import PlainCopies
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.recompute import Recomputed
@@ -288,8 +290,9 @@ class Fsdp2Engine(Engine):
     def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
         if optimizers:
             refuse_sparse_gradients(self.module)
-        self._identity.attach(optimizers)
         self.optimizers = optimizers
+        for optimizer in optimizers:
+            self._step_of(optimizer)  # which lays out the states that are there
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -496,12 +499,26 @@ class Fsdp2Engine(Engine):
     @outside_graphs
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         try:
-            return self._sharded_step(optimizer).step(partial(self._evaluate, closure), **kwargs)
+            return self._step_of(optimizer).step(closure, **kwargs)
         finally:
             self._transport.shards_changed()  # a kernel of the optimizer's own need not tell a tensor that it writes
 
-    def _evaluate(self, closure: Callable[[], Any] | None) -> Any:
-        result = None if closure is None else closure()
+    @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        try:
+            with self._step_of(optimizer).stepping():
+                yield
+        finally:
+            self._transport.shards_changed()
+
+    @contextmanager
+    def on_shards(self, optimizer: Optimizer) -> Iterator[None]:
+        self._settle()
+        with self._step_of(optimizer).on_shards():
+            yield
+
+    def _settle(self) -> None:
+        """Gradients are complete, and all that user code wrote has reached the shards."""
         self.end_window(self.hooks.before_step)
         with DisableTorchFunction():
             # Gradients of a plain loss.backward() under manual optimization, and gathered copies of old values.
@@ -511,29 +528,23 @@ class Fsdp2Engine(Engine):
             self._assigned.settle()
             self.reshard()
             wait_for_host_copies(self.shards_device, self.device)
-        return result
 
-    def _sharded_step(self, optimizer: Optimizer) -> ShardedStep:
-        if optimizer not in self._steps:
-            declared = self.config.elementwise_optimizers or ()
-
-            def before() -> None:  # the closure has run; under manual optimization backward is over
-                self.reshard() if self.automatic else self._evaluate(None)
-
-            originals = self._sharded.originals
-            self._steps[optimizer] = ShardedStep(optimizer, self._on_host, declared, before, originals, self._files)
-        return self._steps[optimizer]
+    def _begin_full(self) -> None:
+        self.reshard() if self.automatic else self._settle()
 
     @contextmanager
-    def stand_ins(self, optimizer: Optimizer, on_shards: bool | None = None) -> Iterator[Any]:
-        self.end_window(self.hooks.before_step)
-        self._assigned.settle()
-        wait_for_host_copies(self.shards_device, self.device)
-        try:
-            with self._sharded_step(optimizer).stand_ins(on_shards) as swap:
-                yield swap
-        finally:
-            self._transport.shards_changed()
+    def _full_step(self, is_running: bool) -> Iterator[None]:
+        self._close_windows()
+        with self._residency.together(is_running):
+            yield
+        self._close_windows()
+
+    def _step_of(self, optimizer: Optimizer) -> ShardedStep:
+        if optimizer not in self._steps:
+            parts = Rows(self._identity.shards, self._settle, self._begin_full, self._full_step)
+            declared = self.config.elementwise_optimizers or ()
+            self._steps[optimizer] = ShardedStep(optimizer, parts, declared, self._on_host, self._files)
+        return self._steps[optimizer]
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         self.end_window(self.hooks.before_step)
@@ -553,8 +564,11 @@ class Fsdp2Engine(Engine):
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self.end_window(self.hooks.anywhere)
-        with DisableTorchFunction():
-            return self._sharded_step(optimizer).state_dict()
+        with torch.no_grad(), self.view():
+            state = optimizer.state_dict()
+        with torch.no_grad(), DisableTorchFunction():
+            self._residency.end_window()
+            return whole_state.detached_shards(state, self._identity.shards)
 
     def whole_parameters(self) -> dict[Tensor, nn.Parameter]:
         self.end_window(self.hooks.anywhere)
@@ -583,7 +597,8 @@ class Fsdp2Engine(Engine):
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         self.end_window(self.hooks.anywhere)
-        self._sharded_step(optimizer).load_state_dict(state)
+        with self.view():
+            self._step_of(optimizer).load_state_dict(state)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -600,7 +615,7 @@ class Fsdp2Engine(Engine):
             place = partial(place_of, device=self.device, shards_on_host=self._on_host, in_files=in_files)
             return whole_state.model_state(self._sharded, self._identity, optimizers, place)
 
-    def restore(self, whole: bool, optimizers: list[Optimizer], on_whole: OnWhole = unheard) -> None:
+    def restore(self, whole: bool, *, on_whole: OnWhole = unheard) -> None:
         self._graphs.end()
         self._end_transforms()
         self._assigned.end()
@@ -617,7 +632,7 @@ class Fsdp2Engine(Engine):
             self._transport.await_readers()
             held = self._residency.held()
             values = whole_state.gathered_for_good(self._groups)
-            self._identity.release(values, on_whole, drops=self.states_whole_after_fit)
+            self._identity.release(values, on_whole)
             for place, p in held:
                 place.copy_(p)
             self._copies.undo()
@@ -628,8 +643,7 @@ class Fsdp2Engine(Engine):
             self._recomputed.undo()
             for unit in self._sharded.units:
                 private.undo(unit)
-            for optimizer in optimizers:
-                hand_back(optimizer, self._sharded.originals, self.states_whole_after_fit)
+            leave_states(self.optimizers or (), self.config.after_fit == "whole")
             self._transport.close()
             if self._files is not None:
                 self._files.close()

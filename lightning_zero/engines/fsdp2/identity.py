@@ -12,7 +12,6 @@ Modules keep their class, and are copied and pickled as ordinary ones (:mod:`~li
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.layout import map_tensors
-from lightning_zero.comm.shards import as_shard, gathered, local, rewrapped, shard_like
+from lightning_zero.comm.shards import gathered, local, rewrapped, shard_like
 from lightning_zero.engines.fsdp2 import private
-from lightning_zero.engines.optimizer_family import family
 from lightning_zero.private.torch import DisableTorchFunction, set_data
-from lightning_zero.private.torch_optim import has_hooks
 
 
 class Identity:
@@ -54,7 +50,6 @@ class Identity:
                 self._params.append((original, p))
                 self.shards[original] = p.sharded_param
                 self.group_of[id(original)] = group
-                _share_attributes(original, p.sharded_param)
             private.keep_registered(group, originals)
         self._know_all()
 
@@ -89,11 +84,8 @@ class Identity:
                     private.register(p, p.sharded_param)
         self._memory.clear()
 
-    def release(
-        self, values: Callable[[DTensor], Tensor], on_whole: Callable[[nn.Parameter], object], drops: bool
-    ) -> None:
-        """The end: each parameter takes ``values(shard)`` as its own memory; ``on_whole`` is told of it. With ``drops``
-        nobody asks for the shard any more."""
+    def release(self, values: Callable[[DTensor], Tensor], on_whole: Callable[[nn.Parameter], object]) -> None:
+        """The end: each parameter takes ``values(shard)`` as its own memory; ``on_whole`` is told of it."""
         self.own.clear()
         for original, p in self._params:
             set_data(original, values(p.sharded_param))
@@ -101,8 +93,7 @@ class Identity:
             original.requires_grad_(p.sharded_param.requires_grad)
             private.register(p, original)
             p.sharded_param.grad = None
-            if drops:
-                private.drop_shard(p)
+            private.drop_shard(p)
             on_whole(original)
         self._end()
 
@@ -125,24 +116,6 @@ class Identity:
 
     # -- optimizers ----------------------------------------------------------------------------------------------
 
-    def attach(self, optimizers: list[Optimizer]) -> None:
-        """Lays out states that are there already, and those that are loaded later."""
-        for member in (member for optimizer in optimizers for member in family(optimizer)):
-            self._shard_states(member)
-            if has_hooks(member):
-                self._handles.append(member.register_load_state_dict_post_hook(self._shard_states))
-
-    def _shard_states(self, optimizer: Optimizer) -> None:
-        """States that were made whole, by an optimizer of ``__init__`` or at its construction, become shards."""
-        with torch.no_grad(), DisableTorchFunction():
-            for p, state in optimizer.state.items():
-                shard = self.shards.get(p)
-                if shard is not None and isinstance(state, dict):
-                    lay_out = partial(_laid_out, shard)
-                    state.update((key, map_tensors(lay_out, value)) for key, value in list(state.items()))
-
-    _shard_states.of_engine = True  # type: ignore[attr-defined]  # else states would count as the user's to write
-
     def held(self, optimizer: Optimizer) -> list[Tensor]:
         """The tensors that ``optimizer`` steps on, shards in the place of the user's parameters."""
         return [self.shards.get(p, p) for group in optimizer.param_groups for p in group["params"]]
@@ -156,16 +129,3 @@ def _refuse_shards(module: nn.Module, args: Any) -> None:
             " 'auto' where the whole module does not fit into host memory. Run it by a Trainer with a ZeroStrategy or"
             " inside trainer.strategy.full_parameters(), or end that run with after_fit='whole'."
         )
-
-
-def _laid_out(like: DTensor, path: Any, tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):  # of an earlier run, whose mesh may be gone
-        return as_shard(local(tensor), like) if local(tensor).shape == local(like).shape else tensor
-    return shard_like(tensor, like, tensor.dtype) if tensor.dim() and tensor.shape == like.shape else tensor
-
-
-def _share_attributes(original: nn.Parameter, shard: DTensor) -> None:
-    """Puts the attributes that the user has set on a parameter also on the tensors that optimizers step on."""
-    for tensor in (shard, local(shard)):
-        there = vars(tensor)  # of a subclass, what it is made of: that stays its own
-        there.update((key, value) for key, value in vars(original).items() if key not in there)

@@ -695,10 +695,8 @@ def _alias_shard(group: Group, p: ShardedParam) -> None:
     parts = p.all_gather_outputs[0].data.chunk(group.mesh_info.shard_mesh_size)
     part = parts[group.mesh_info.shard_mesh_rank]  # .data: a write to the shard is none to the copy
     part.copy_(data)
-    attributes = vars(p.sharded_param._local_tensor)
     p._sharded_param_data = part
     p.sharded_param._local_tensor = part.view(p.padded_sharded_param_size)[:rows]
-    vars(p.sharded_param._local_tensor).update(attributes)
 
 
 def move_shards(group: Group, move: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:

@@ -1,0 +1,69 @@
+"""The engine's side of :mod:`~lightning_zero.engines.optimizer_step`: this rank's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_zero.comm.shards import as_shard, gathered, local, shard_like
+from lightning_zero.engines.after_run import LeftState
+
+
+class Rows:
+    """See :class:`~lightning_zero.engines.optimizer_step.Parts`.
+
+    Args:
+        shards: The user's parameters -> their shards.
+        settle, begin_full, full_step: The engine's.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[Tensor, DTensor],
+        settle: Callable[[], None],
+        begin_full: Callable[[], None],
+        full_step: Callable[[bool], AbstractContextManager[None]],
+    ) -> None:
+        self._shards = shards
+        self.settle, self.begin_full, self.full_step = settle, begin_full, full_step
+
+    def of(self, p: Tensor) -> Tensor | None:
+        shard = self._shards.get(p)
+        return None if shard is None else local(shard)
+
+    def size(self, p: Tensor) -> torch.Size:
+        return self._shards[p].shape
+
+    def grad(self, p: Tensor, part: Tensor) -> Tensor | None:
+        grad = self._shards[p].grad
+        return None if grad is None else local(grad)
+
+    def store_grad(self, p: Tensor, grad: Tensor) -> None:
+        """It is the gradient itself."""
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Parameters are gathered from their shards."""
+
+    def attributes(self, p: Tensor) -> Mapping[str, Any]:
+        return vars(p)
+
+    def cut(self, p: Tensor, full: Tensor) -> Tensor:
+        shard = self._shards[p]
+        if isinstance(full, LeftState):
+            part = local(full.shard)
+            if part.shape == local(shard).shape:
+                return part.to(local(shard).device)
+            full = gathered(full.shard)
+        return local(shard_like(full, shard, full.dtype))
+
+    def of_state(self, value: Any) -> Tensor | None:
+        return local(value) if isinstance(value, DTensor) else None
+
+    def state(self, p: Tensor, part: Tensor) -> Tensor:
+        return as_shard(part, self._shards[p])
