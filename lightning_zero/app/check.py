@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments import MPIEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from torch import Tensor
 
 from lightning_zero.app.check_ranks import FP32, ON_PURPOSE, PARTS, STAGES, Job, command, strategy_name
@@ -39,7 +39,7 @@ from lightning_zero.app.doctor import accelerators, hardware, versions
 from lightning_zero.checkpoint.store import load_checkpoint
 from lightning_zero.config import ZeroConfig
 from lightning_zero.launch import rendezvous
-from lightning_zero.launch.environment import MpiEnvironment, check_world
+from lightning_zero.launch.environment import check_world
 from lightning_zero.planner.study import precision_name
 
 PASS, FAIL, NOT_HERE = "pass", "FAIL", "not on this machine"
@@ -236,7 +236,7 @@ def _environment() -> Any:
         return TorchElasticEnvironment()
     if int(os.environ.get("SLURM_NTASKS", "1")) > 1:
         return SLURMEnvironment(auto_requeue=False)
-    return MpiEnvironment() if MpiEnvironment.detect() else None
+    return MPIEnvironment() if MPIEnvironment.detect() else None
 
 
 def _ranks(environment: Any, asked: int | None, on_gpu: bool) -> tuple[int, int]:

@@ -128,7 +128,7 @@ _WITHOUT_GRAPH = (_DATA.__get__, Tensor.detach)
 def needs_no_values(func: Any) -> bool:
     """Whether ``func`` asks only for what a tensor without memory knows as well, or sets that."""
     return (
-        func in _AS_THEY_ARE
+        func in AS_THEY_ARE
         or func in _GETTERS_OF_LAYOUT
         or func in _SET_REQUIRES_GRAD
         or func.__name__ in _METADATA
