@@ -198,6 +198,8 @@ def inert_settings(raw: RawConfig, own_optimizer: bool) -> list[str]:
     """
     content, fp16 = raw.content(), raw.section("fp16")
     found = [name for name in INERT if _is_on(content.get(name))]
+    if any(value is True for value in raw.section("activation_checkpointing").values()):
+        found.append("activation_checkpointing")
     if own_optimizer:
         found += [name for name in ("optimizer", "scheduler") if raw.section(name)]
     if fp16.get("enabled") is True:  # Lightning's GradScaler scales losses

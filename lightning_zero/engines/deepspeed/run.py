@@ -24,7 +24,7 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.compiled import CompiledUnits
 from lightning_zero.engines.deepspeed import private
-from lightning_zero.engines.deepspeed.activations import InsideBackward, configure_deepspeeds_own
+from lightning_zero.engines.deepspeed.activations import InsideBackward
 from lightning_zero.engines.deepspeed.ds_config import RunFacts, batches, ds_config, inert_settings
 from lightning_zero.engines.deepspeed.file_optimizer import make_optimizer, make_scheduler
 from lightning_zero.engines.deepspeed.known_keys import check_keys
@@ -143,9 +143,8 @@ class DeepSpeedRun(EngineRun):
         Raises:
             ValueError: On every rank, before anything is sharded.
         """
-        made = ds_config(self.config, self.facts(module, trainer_facts, engine.device.type))
+        ds_config(self.config, self.facts(module, trainer_facts, engine.device.type))
         self._warn_of_the_file()
-        configure_deepspeeds_own(made)
         self._change_calls(module)
 
     def _change_calls(self, module: nn.Module) -> None:
