@@ -16,7 +16,7 @@ from lightning_zero.engines.deepspeed.ds_config import (
     batches,
     bucket_numel,
     ds_config,
-    inert_sections,
+    inert_settings,
 )
 
 WELL_KNOWN = {
@@ -191,37 +191,21 @@ def test_what_we_do_not_know_goes_on() -> None:
     assert config["zero_optimization"]["ignore_unused_parameters"] is False
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("loss_scale", 128), ("initial_scale_power", 12), ("loss_scale_window", 100)]
-)
-def test_a_files_loss_scaling_is_refused_rather_than_ignored(name: str, value: int) -> None:
-    file = {"fp16": {"enabled": True, name: value}}
-    with pytest.raises(ValueError, match=rf"fp16\.{name}={value} in .*GradScaler"):
-        made(GPU, deepspeed_config=file)
-    made(replace(GPU, precision="bf16-mixed"), deepspeed_config={"fp16": {"enabled": "auto", name: value}})
-    usual = {
-        "loss_scale": 0,
-        "initial_scale_power": 16,
-        "loss_scale_window": 1000,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    }
-    made(GPU, deepspeed_config={"fp16": {"enabled": True, **usual}})
-    made(GPU, deepspeed_config={"fp16": {"enabled": True, name: "auto"}})
-
-
 def test_what_has_no_effect_is_found() -> None:
     file = {
         "flops_profiler": {"enabled": True, "profile_step": 1},
         "tensorboard": {"enabled": False},
-        "data_efficiency": {"enabled": False, "data_routing": {"random_ltd": {"enabled": True}}},
         "wall_clock_breakdown": True,
         "steps_per_print": 10,
         "aio": {"block_size": 1},
+        "fp16": {"enabled": True, "loss_scale": 128, "hysteresis": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
     raw = ZeroConfig(engine="deepspeed", deepspeed_config=file).raw
     assert raw is not None
-    assert inert_sections(raw) == ["flops_profiler", "data_efficiency", "wall_clock_breakdown"]
+    sections = ["flops_profiler", "wall_clock_breakdown"]
+    assert inert_settings(raw, own_optimizer=False) == [*sections, "fp16.loss_scale"]
+    assert inert_settings(raw, own_optimizer=True) == [*sections, "optimizer", "fp16.loss_scale"]
 
 
 def test_precision() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_zero.config import RawConfig, ZeroConfig
-from lightning_zero.engines.deepspeed.file_optimizer import check_optimizer, make_optimizer, make_scheduler
+from lightning_zero.engines.deepspeed.file_optimizer import make_optimizer, make_scheduler
 from lightning_zero.engines.deepspeed.run import DeepSpeedRun
 
 
@@ -58,17 +58,6 @@ def test_optimizers_that_are_refused(section: Any, parts: list[str]) -> None:
         make_optimizer(raw(section), parameters())
     for part in parts:
         assert part in str(caught.value)
-
-
-def test_a_module_with_its_own_optimizer_must_agree() -> None:
-    own = torch.optim.AdamW(parameters(), lr=5e-5, betas=(0.8, 0.9))
-    check_optimizer(raw(), [own])
-    check_optimizer(raw({"type": "auto"}), [own])
-    check_optimizer(raw({"type": "AdamW", "params": {"lr": "auto", "betas": [0.8, 0.9]}}), [own])
-    with pytest.raises(ValueError, match=r"lr=0\.1 .*configure_optimizers\(\) set 5e-05"):
-        check_optimizer(raw({"type": "AdamW", "params": {"lr": 0.1}}), [own])
-    with pytest.raises(ValueError, match=r"type='SGD' .*set 'AdamW'"):
-        check_optimizer(raw({"type": "SGD", "params": {"lr": 5e-5}}), [own])
 
 
 def test_schedules_are_deepspeeds_own() -> None:

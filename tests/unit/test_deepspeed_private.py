@@ -73,8 +73,8 @@ def running(stage: int, model: nn.Module | None = None, **zero: Any) -> Iterator
         private.end(engine, model, attributes)
 
 
-def backward(stage: int, engine: Any, shards: Any, before_end: Any = lambda: None) -> None:
-    shards.before_backward(set())
+def backward(stage: int, engine: Any, shards: Any, before_end: Any = lambda: None, kept: Any = ()) -> None:
+    shards.before_backward(set(kept))
     if stage < 3:
         shards.before_reductions()
     engine.set_gradient_accumulation_boundary(stage < 3)
@@ -214,32 +214,46 @@ def test_built_sharded() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("offload", [False, True])
 def test_backwards(stage: int, offload: bool) -> None:
-    """Gradients are this rank's parts, replaced or added to; late ones are zeros and reduced with the others."""
+    """Gradients are this rank's parts, replaced or added to; each comes before DeepSpeed takes it."""
     zero: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}} if offload else {}
     with running(stage, **zero) as (model, engine, shards):
-        params = list(model.parameters())
-        ends = []
-        backward(stage, engine, shards, lambda: ends.append(1))
+        params, seen, ends = list(model.parameters()), [], []
+
+        def arrives(p: torch.Tensor) -> None:
+            seen.append(p.grad is not None)
+            give(p)
+
+        give = private.take_gradients(engine, arrives)
+        backward(stage, engine, shards, lambda: ends.append(len(seen)))
         for p, expected in zip(params, expected_grads(), strict=True):
             torch.testing.assert_close(shards.grad(p), expected.flatten())
         assert sum(t.numel() for t in shards.grad_buffers()) >= 12 + 3 + 6 + 2
-        shards.before_backward(set(params))  # the second adds
-        if stage < 3:
-            shards.before_reductions()
-        engine.set_gradient_accumulation_boundary(stage < 3)
-        private.backward(engine, engine(torch.ones(1, 4)).square().sum().backward, lambda: None)
-        shards.after_backward(stage < 3)
+        backward(stage, engine, shards, kept=params)
         for p, expected in zip(params, expected_grads(2.0), strict=True):
             torch.testing.assert_close(shards.grad(p), expected.flatten())
+        assert all(seen)  # none at stage 1 where nothing overlaps: DeepSpeed looks for them at the end
+        assert ends == [len(seen) // 2]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zeros_are_reduced_with_the_others(stage: int) -> None:
+    with running(stage) as (model, engine, shards):
+        give = private.take_gradients(engine, lambda p: give(p))
+
+        def before_end() -> None:
+            for p in list(model.parameters())[2:]:
+                private.give_zeros(p)
+                assert p.grad is not None
+                assert p.grad.shape == private.whole_shape(p)
+                give(p)
+
         shards.before_backward(set())
-        if stage < 3:
-            shards.before_reductions()
-        first = model[0](torch.ones(1, 4)).sum()  # type: ignore[operator]
-        private.backward(engine, first.backward, lambda: shards.add_late(params[2:]))
+        engine.set_gradient_accumulation_boundary(stage < 3)
+        private.backward(engine, model[0](torch.ones(1, 4)).sum().backward, before_end)  # type: ignore[operator]
         shards.after_backward(stage < 3)
+        params = list(model.parameters())
         assert all(not shards.grad(p).any() for p in params[2:])
         assert all(shards.grad(p).any() for p in params[:2])
-        assert ends == [1]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -250,11 +264,11 @@ def test_masters_and_weights(stage: int) -> None:
             assert isinstance(piece, private.Piece)
             assert torch.equal(piece.of(shards.master(piece.flat)), expected.flatten())
             assert torch.equal(piece.of_whole(expected), expected.flatten())
-            assert torch.equal(shards.whole(p), expected)
+            assert torch.equal(private.gathered_copy(p), expected)
             with torch.no_grad():
                 piece.of(shards.master(piece.flat)).fill_(7.0)
             shards.publish([piece.flat])
-            assert torch.equal(shards.whole(p), torch.full_like(expected, 7.0))
+            assert torch.equal(private.gathered_copy(p), torch.full_like(expected, 7.0))
             with torch.no_grad():
                 if stage == 3:
                     p.data = torch.full_like(expected, 8.0)
@@ -263,24 +277,6 @@ def test_masters_and_weights(stage: int) -> None:
                     p.fill_(8.0)
             shards.adopt(p)
             assert piece.of(shards.master(piece.flat)).unique().tolist() == [8.0]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_reductions_wait_for_the_end(stage: int) -> None:
-    """Gradients lie whole on the parameters until then; after an error there is nothing to reduce."""
-    with running(stage) as (model, engine, shards):
-        params = list(model.parameters())
-        with private.reduced_at_end(engine, params):
-            loss = engine(torch.ones(1, 4)).square().sum()
-            engine.set_gradient_accumulation_boundary(stage < 3)
-            private.backward(engine, loss.backward, lambda: None)
-            assert all(p.grad is not None for p in params)
-        with contextlib.suppress(ZeroDivisionError), private.reduced_at_end(engine, params):
-            private.backward(engine, engine(torch.ones(1, 4)).square().sum().backward, lambda: None)
-            raise ZeroDivisionError
-        assert all(p.grad is None for p in params)
-        if stage < 3:
-            shards.after_backward(True)
 
 
 def test_stage_3_says_what_it_reduces_and_gathers() -> None:
@@ -292,20 +288,6 @@ def test_stage_3_says_what_it_reduces_and_gathers() -> None:
         backward(3, engine, shards)
         assert sorted(reduced) == [0, 1, 2, 3]
         assert gathered == [model[0], model[1]]  # type: ignore[index]
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_gradients_are_looked_at_before_they_are_taken(stage: int) -> None:
-    """Each of them lies on its parameter by then, and those that come after it not yet."""
-    with running(stage) as (model, engine, shards):
-        seen: list[int] = []
-        params = list(model.parameters())
-        private.before_each_gradient(engine, lambda: seen.append(sum(p.grad is not None for p in params)))
-        backward(stage, engine, shards)
-        assert len(seen) == len(params)
-        assert min(seen) == 1
-        for p, expected in zip(params, expected_grads(), strict=True):
-            torch.testing.assert_close(shards.grad(p), expected.flatten())
 
 
 def test_who_comes_last_is_asked_first_before_a_module() -> None:
@@ -332,7 +314,7 @@ def test_reads_wait_for_what_is_in_flight() -> None:
         assert not engine.module.ds_inflight_param_registry
         assert not private.is_ahead(weight)
         shards.reshard()
-        assert torch.equal(shards.whole(bias), plain_model()[0].bias)
+        assert torch.equal(private.gathered_copy(bias), plain_model()[0].bias)
 
 
 def test_stage_3_gathers_what_is_used_outside_its_module() -> None:
@@ -350,7 +332,13 @@ def test_stage_3_gathers_what_is_used_outside_its_module() -> None:
         weight = model.inner.weight  # type: ignore[union-attr]
         x = torch.ones(1, 4)
         shards.before_backward(set())
-        private.backward(engine, engine(x).sum().backward, lambda: shards.add_late([model.inner.bias]))  # type: ignore[union-attr]
+        give = private.take_gradients(engine, lambda p: give(p))
+
+        def before_end() -> None:
+            private.give_zeros(model.inner.bias)  # type: ignore[union-attr]
+            give(model.inner.bias)  # type: ignore[union-attr]
+
+        private.backward(engine, engine(x).sum().backward, before_end)
         shards.after_backward(False)
         assert shards.grad(weight).tolist() == [1.0] * 12
         shards.reshard()
@@ -423,7 +411,7 @@ def test_at_the_end_nothing_of_it_is_left(stage: int) -> None:
     with running(stage, model) as (_, engine, shards):
         backward(stage, engine, shards)
         assert any(map(private.is_on_modules, vars(model[0]))) == (stage == 3)
-        values = {p: shards.whole(p).clone() for p in model.parameters()}
+        values = {p: private.gathered_copy(p).clone() for p in model.parameters()}
     for p, value in values.items():
         p.grad, p.data = None, value
     assert all(vars(p) == {"mine": 1} for p in model.parameters())

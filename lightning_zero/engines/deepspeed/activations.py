@@ -1,13 +1,12 @@
-"""Recomputation of activations beside DeepSpeed's stage 3, and the settings of DeepSpeed's own function for that.
+"""Recomputation of activations beside DeepSpeed's stage 3.
 
 DeepSpeed's own empties a unit's inputs in place when it moves them to host memory, so a module that uses them again (a
 residual around the unit, a mask that all blocks share) would compute with nothing: ``activation_checkpointing`` is
-PyTorch's ``checkpoint``. Modules written for DeepSpeed's may still call it, and are given its settings.
+PyTorch's ``checkpoint``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -74,21 +73,3 @@ def _kept(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
         for tensor in pytree.tree_leaves(value)
         if type(tensor) is torch.Tensor and tensor.is_floating_point()
     ]
-
-
-def configure_deepspeeds_own(config: Mapping[str, Any]) -> None:
-    """Gives ``deepspeed.checkpointing.checkpoint``, where a module calls it, the section of ``config``."""
-    section = config.get("activation_checkpointing")
-    if not section:
-        return
-    import deepspeed
-
-    deepspeed.checkpointing.configure(
-        None,
-        partition_activations=bool(section.get("partition_activations", False)),
-        contiguous_checkpointing=bool(section.get("contiguous_memory_optimization", False)),
-        num_checkpoints=section.get("number_checkpoints"),
-        checkpoint_in_cpu=bool(section.get("cpu_checkpointing", False)),
-        synchronize=bool(section.get("synchronize_checkpoint_boundary", False)),
-        profile=bool(section.get("profile", False)),
-    )

@@ -41,15 +41,6 @@ _NEED_CUDA = ("quantized_weights", "quantized_nontrainable_weights", "quantized_
 _PRECISIONS = {"32": "fp32", "16": "fp16", "bf": "bf16", "64": "fp64"}
 _OURS = ("optimizer", "scheduler", "fp16", "bf16", "bfloat16")
 """Sections of a file that do not go on to DeepSpeed as they are."""
-_SCALING = {
-    "loss_scale": 0,
-    "initial_scale_power": 16,
-    "loss_scale_window": 1000,
-    "hysteresis": 2,
-    "consecutive_hysteresis": False,
-    "min_loss_scale": 1,
-}
-"""Settings of the section ``fp16`` -> DeepSpeed's default (deepspeed/runtime/precision_config.py)."""
 INERT = (
     "aio", "autotuning", "comet", "csv_monitor", "data_efficiency", "flops_profiler", "memory_breakdown", "tensorboard",
     "wandb", "wall_clock_breakdown",
@@ -105,8 +96,7 @@ def ds_config(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
     """
     raw = config.raw or RawConfig("{}")
     _check_device(config, raw, facts)
-    _check_clipping(raw, facts)
-    _check_precision(raw, facts)
+    _check_trainer(raw, facts)
     made = {key: value for key, value in raw.content().items() if key not in _OURS and value != AUTO}
     made.update(batches(raw, facts))
     made["gradient_clipping"] = 0.0
@@ -121,22 +111,25 @@ def ds_config(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
 # -- checks ----------------------------------------------------------------------------------------------------------
 
 
+def _require_same(raw: RawConfig, key: str, its: Any, mine: Any, run: str) -> None:
+    """Raises ``ValueError`` where the file's value is another than ``mine``; ``run`` says what the run has."""
+    if its not in (None, AUTO) and its != mine:
+        raise ValueError(f'{key}={its!r} in {raw.origin}, but {run}: make them equal, or "auto" in the file.')
+
+
 def _check_device(config: ZeroConfig, raw: RawConfig, facts: RunFacts) -> None:
     zero = raw.section("zero_optimization")
     messages = (config.deepspeed.communication_dtype, raw.content().get("communication_data_type"))
-    if facts.device_type == "cpu":
-        for setting, is_on in (
-            (f"fp16.enabled=True in {raw.origin}", raw.section("fp16").get("enabled") is True),
-            (f"precision={facts.precision!r}", facts.dtype == "fp16"),
-            ("deepspeed.communication_dtype='fp16'", "fp16" in messages),
-        ):
-            if is_on:
-                raise ValueError(
-                    f'{setting}: DeepSpeed has no fp16 on a CPU; use bf16, in a file as "bf16": {{"enabled": true}},'
-                    " with Trainer(precision='bf16-mixed')."
-                )
-        if zero.get("offload_optimizer", {}).get("super_offload"):
-            raise ValueError(f"offload_optimizer.super_offload=True in {raw.origin}: it needs CUDA; leave it out.")
+    for setting, is_on in (
+        (f"fp16.enabled=True in {raw.origin}", raw.section("fp16").get("enabled") is True),
+        (f"precision={facts.precision!r}", facts.dtype == "fp16"),
+        ("deepspeed.communication_dtype='fp16'", "fp16" in messages),
+    ):
+        if is_on and facts.device_type == "cpu":
+            raise ValueError(
+                f'{setting}: DeepSpeed has no fp16 on a CPU; use bf16, in a file as "bf16": {{"enabled": true}}, with'
+                " Trainer(precision='bf16-mixed')."
+            )
     for name in _NEED_CUDA if facts.device_type != "cuda" else ():
         if getattr(config.deepspeed, name) or zero.get(_ZERO_KEYS[name]) is True:
             raise ValueError(
@@ -153,35 +146,19 @@ def _check_device(config: ZeroConfig, raw: RawConfig, facts: RunFacts) -> None:
         raise ValueError(f"deepspeed.hpz_partition_size={size} with {facts.world_size} ranks: use a divisor of them.")
 
 
-def _check_clipping(raw: RawConfig, facts: RunFacts) -> None:
-    its, mine = raw.content().get("gradient_clipping", AUTO), facts.clip_value or 0.0
-    if its in (AUTO, None):
-        return
-    if float(its) != mine or (mine and facts.clip_algorithm != "norm"):
-        raise ValueError(
-            f"gradient_clipping={its}, which is by norm, in {raw.origin}, but Trainer(gradient_clip_val="
-            f'{facts.clip_value!r}, gradient_clip_algorithm={facts.clip_algorithm!r}): make them equal, or "auto" in'
-            " the file."
-        )
-
-
-def _check_precision(raw: RawConfig, facts: RunFacts) -> None:
-    for name in ("fp16", "bf16", "bfloat16"):
-        enabled = raw.section(name).get("enabled", AUTO)
-        if enabled != AUTO and bool(enabled) != (facts.dtype == name[:4]):
-            wanted = {"fp16": "16-mixed", "bf16": "bf16-mixed"}[name[:4]]
-            repair = f"use Trainer(precision={wanted!r})" if enabled else "take the section out"
-            raise ValueError(
-                f"{name}.enabled={enabled} in {raw.origin}, but Trainer(precision={facts.precision!r}): {repair}, or"
-                ' "auto" in the file.'
-            )
-    for name, value in _without_auto(raw.section("fp16")).items():
-        if facts.dtype == "fp16" and value != _SCALING.get(name, value):
-            raise ValueError(
-                f"fp16.{name}={value!r} in {raw.origin}: losses are scaled by Lightning's GradScaler, if at all, as"
-                " under DDP; leave it out, and give the Trainer plugins=[MixedPrecision('16-mixed', 'cuda',"
-                " scaler=torch.amp.GradScaler(...))] for another scale."
-            )
+def _check_trainer(raw: RawConfig, facts: RunFacts) -> None:
+    """Clipping, which is by norm in a file, and precision."""
+    clip = facts.clip_value or 0.0
+    _require_same(
+        raw,
+        "gradient_clipping",
+        raw.content().get("gradient_clipping"),
+        clip if facts.clip_algorithm == "norm" else clip and None,
+        f"Trainer(gradient_clip_val={facts.clip_value!r}, gradient_clip_algorithm={facts.clip_algorithm!r})",
+    )
+    for name, wanted in {"fp16": "16-mixed", "bf16": "bf16-mixed", "bfloat16": "bf16-mixed"}.items():
+        run = f"Trainer(precision={facts.precision!r}), where {wanted!r} computes so"
+        _require_same(raw, f"{name}.enabled", raw.section(name).get("enabled"), facts.dtype == name[:4], run)
 
 
 def batches(raw: RawConfig, facts: RunFacts, batch_size: int | None = None) -> dict[str, int]:
@@ -206,25 +183,32 @@ def batches(raw: RawConfig, facts: RunFacts, batch_size: int | None = None) -> d
     num_micro = facts.accumulation * facts.world_size
     micro = batch_size or its.get(per_rank) or max(1, its.get(total, 1) // num_micro)
     mine = {steps: facts.accumulation, per_rank: micro, total: micro * num_micro}
+    parts = f"batch_size={micro}, accumulate_grad_batches={facts.accumulation}, {facts.world_size} ranks"
     for key, value in its.items():
-        if value != mine[key]:
-            raise ValueError(
-                f"{key}={value} in {raw.origin}, but this run has {mine[key]} (batch_size={micro},"
-                f" accumulate_grad_batches={facts.accumulation}, {facts.world_size} ranks): change one, or use"
-                ' "auto" in the file.'
-            )
+        _require_same(raw, key, value, mine[key], f"this run has {mine[key]} ({parts})")
     return mine
 
 
-def inert_sections(raw: RawConfig) -> list[str]:
-    """The sections of a file that are switched on but have no effect in a run under Lightning."""
-    return [name for name, value in raw.content().items() if name in INERT and _is_on(value)]
+def inert_settings(raw: RawConfig, own_optimizer: bool) -> list[str]:
+    """Settings of a file that have no effect in a run under Lightning.
+
+    Args:
+        raw: The file.
+        own_optimizer: Whether the module has a ``configure_optimizers``.
+    """
+    content, fp16 = raw.content(), raw.section("fp16")
+    found = [name for name in INERT if _is_on(content.get(name))]
+    if any(value is True for value in raw.section("activation_checkpointing").values()):
+        found.append("activation_checkpointing")
+    if own_optimizer:
+        found += [name for name in ("optimizer", "scheduler") if raw.section(name)]
+    if fp16.get("enabled") is True:  # Lightning's GradScaler scales losses
+        found += [f"fp16.{name}" for name in _without_auto(fp16) if name != "enabled"]
+    return found
 
 
 def _is_on(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_is_on(part) for key, part in value.items() if key == "enabled" or isinstance(part, Mapping))
-    return value is True
+    return value is True or (isinstance(value, Mapping) and value.get("enabled") is True)
 
 
 # -- sections --------------------------------------------------------------------------------------------------------
@@ -291,10 +275,7 @@ def _fill(section: dict[str, Any], key: str, mine: Any, default: Any, raw: RawCo
     """``section[key]`` is our setting, else the file's, else the default (``None``: DeepSpeed's own)."""
     its = section.get(key)
     if mine is not None:
-        if its is not None and its != mine:
-            raise ValueError(
-                f"{key}={its!r} in {raw.origin}, but the settings say {mine!r}: leave one out or make them equal."
-            )
+        _require_same(raw, key, its, mine, f"the settings say {mine!r}")
         section[key] = mine
     elif its is None and default is not None:
         section[key] = default

@@ -21,7 +21,7 @@ scaling are off.
 [Differences of DeepSpeed alone from DDP, and their repair]
 - *Unused parameters.* DeepSpeed has zeros or the step before's gradient there. Ranks agree (one small all-reduce) which
   parameters nobody used; these have no gradient and are not stepped. Where only some ranks used one, the others add
-  zeros; stages 1 and 2 therefore reduce at the end of the backward, in fixed order.
+  zeros, and gradients are handed to DeepSpeed in one order on all ranks (``reductions``).
 - *Modules that only some ranks run* cannot be gathered at stage 3: on the CPU ranks say before each gather which module
   comes next, and an error on all of them names it.
 - *Rank 0's values.* Parameters and buffers are broadcast at the start, buffers again at each synchronized forward.
@@ -52,11 +52,12 @@ from lightning_zero.engines.deepspeed.optimizer_step import Joined, Managed, Pie
 from lightning_zero.engines.deepspeed.order import Order
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
+from lightning_zero.engines.deepspeed.reductions import Reductions
 from lightning_zero.engines.deepspeed.start import flat_groups, start
 from lightning_zero.engines.deepspeed.state import Account
 from lightning_zero.engines.deepspeed.store import DeepSpeedStore
 from lightning_zero.engines.deepspeed.usage import Usage
-from lightning_zero.engines.deepspeed.whole import Carried, Whole
+from lightning_zero.engines.deepspeed.whole import Whole
 from lightning_zero.engines.graph_inputs import GraphInputs
 from lightning_zero.engines.graphs import outside_graphs
 from lightning_zero.engines.model_state import ModelState
@@ -77,11 +78,6 @@ from lightning_zero.private.torch import (
     forget_meshes,
     is_compiled,
     translate_transformed,
-)
-
-_OUTSIDE = (
-    "loss.backward() outside of training_step: at stages 2 and 3 DeepSpeed takes gradients for the step as they come."
-    " Do it in training_step, or use engine='fsdp2' (or stage=1)."
 )
 
 
@@ -133,7 +129,7 @@ class DeepSpeedEngine(Engine):
 
     def _begin_residency(self) -> None:
         params, memories = self._params, Memories()
-        self._gradients = Gradients(params, self._under_way, lambda: self._usage.window_open)
+        self._gradients = Gradients(params, self._under_way, self._usage)
         self._store = DeepSpeedStore(
             params.held, params.named, self._stage3, self._under_way, memories, self._gradients,
             lambda: params.managed, self.backward, self._before_bring,
@@ -155,8 +151,7 @@ class DeepSpeedEngine(Engine):
         return value
 
     def _before_bring(self, p: Tensor) -> None:
-        if self._order.is_followed:
-            self._order.require_same(p)
+        self._order.gathers(p)
 
     def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
         """Hands the module to DeepSpeed, grouped as ``optimizers`` group its parameters."""
@@ -184,7 +179,7 @@ class DeepSpeedEngine(Engine):
             private.without_residency(self._engine, self._rests)
             private.after_modules(self._engine, self._gathered)
             # after without_residency, which replaces the same hooks: ranks agree before DeepSpeed looks at a module
-            self._order.follow(self._engine, self._usage.trained if joined is not None else None)
+            self._order.follow(self._engine, joined is not None)
             private.before_modules(self._engine, self._refuse_gather)  # the last is asked first
             self._handles = [
                 m.register_forward_pre_hook(self._store.bring_given, prepend=True, with_kwargs=True)
@@ -194,8 +189,9 @@ class DeepSpeedEngine(Engine):
         if joined is not None:
             shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine)
             params.managed = Managed(shards, params.shapes, params.attributes)
-            if self.config.stage > 1:
-                private.before_each_gradient(self._engine, self._refuse_outside_step)
+            self._reductions = Reductions(
+                self._engine, trainable, self.config.stage, self.config.find_unused_parameters, self._under_way
+            )
             for optimizer in optimizers:
                 self._step_of(optimizer)  # which lays out the states that are there
                 optimizer.zero_grad = self._gradients.zero_grad_of(optimizer)  # type: ignore[method-assign]
@@ -217,11 +213,6 @@ class DeepSpeedEngine(Engine):
         if Phase.WHOLE not in self._under_way:
             refuse_tracing()
             refuse_transforms("stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'")
-
-    def _refuse_outside_step(self) -> None:
-        """Raises ``ValueError`` for a gradient that no step of ours has asked for."""
-        if Phase.BACKWARD not in self._under_way:
-            raise ValueError(_OUTSIDE)
 
     def _plain(self, p: Tensor) -> Tensor:
         """Its values in memory of their own (collective at stage 3)."""
@@ -261,15 +252,12 @@ class DeepSpeedEngine(Engine):
         if not wants_grad and self._stage3 and not self._residency.all_run():
             return getattr(self.module, method)(*args, **kwargs)  # the others give what it touches: a longer loop
         self.broadcast_buffers()
-        if wants_grad and self._usage.unfrozen() is not None:
-            self._attach_again()
         with self._in(Phase.STEP):
             with torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
                 with torch.no_grad(), DisableTorchFunction():
                     self._store.go_where_it_is_held()
                 output = self.root(method, *args, **kwargs)[0]
-                if self._order.is_followed:
-                    self._order.require_same()
+                self._order.gathers()
                 return output
 
     @contextmanager
@@ -280,23 +268,6 @@ class DeepSpeedEngine(Engine):
 
     def reshard(self) -> None:
         """DeepSpeed does, after each module and in each step; writes of user code are seen as they happen."""
-
-    def _attach_again(self) -> None:
-        """DeepSpeed's flats are fixed, so it starts anew with the parameters that are trained now (collective).
-
-        Weights pass through host memory whole; masters, states and gradients as this rank's rows.
-        """
-        if self._params.managed is None or self._usage.window_open:  # the backward will say so
-            return
-        with torch.no_grad(), DisableTorchFunction():
-            self._settle()
-            carried = Carried(self._params, self._whole)
-            self._leave_states(full=False)
-            self._take_off({p: value.to(self.device) for p, value in self._whole.values_afterwards().items()})
-        with DisableTorchFunction():
-            self.attach(self._optimizers, self.trainer_facts)
-        with torch.no_grad(), DisableTorchFunction():
-            carried.put_back()
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -313,9 +284,8 @@ class DeepSpeedEngine(Engine):
         shards, usage = self._params.attached.shards, self._usage
         if (name := usage.unfrozen()) is not None:
             raise ValueError(
-                f"parameter {name!r} was unfrozen inside training_step, between its forward and its backward or while"
-                " micro-batches accumulate: unfreeze it in on_train_epoch_start or another hook between two steps, or"
-                " use engine='fsdp2'."
+                f"parameter {name!r} was unfrozen after the run began, and DeepSpeed has room for what was trained"
+                " then: use engine='fsdp2', or unfreeze it before the fit."
             )
         # before DeepSpeed adds to the pieces, or user code's writes to gradients are lost
         self._gradients.flush(averages=True)
@@ -331,19 +301,16 @@ class DeepSpeedEngine(Engine):
                 # Stage 2 reduces every micro-batch: each is taken at once, because with offload DeepSpeed's own sum
                 # is wrong for parameters that not every micro-batch uses.
                 takes = not self._stage3 and (sync or self.config.stage == 2)
-                # Reduced as they come, ranks' gradients would not fit together where they used other parameters, and
-                # those of earlier micro-batches would be passed over.
-                at_end = takes and self.config.find_unused_parameters
                 if takes:
                     shards.before_reductions()
                 self._engine.set_gradient_accumulation_boundary(takes)
-                with private.reduced_at_end(self._engine, shards.pieces) if at_end else nullcontext():
-                    run = self._seen_by_user(run_backward) if self.backward_is_users else run_backward
-                    private.backward(self._engine, run, lambda: usage.complete(sync))
+                self._reductions.begin(takes or self._stage3, waits=self.backward_is_users)
+                run = self._seen_by_user(run_backward) if self.backward_is_users else run_backward
+                private.backward(self._engine, run, self._reductions.end)
                 usage.end_backward()
                 shards.after_backward(takes)
             if sync:
-                usage.end_window()
+                usage.end_window(self._reductions, self._order)
 
     def end_reads(self, together: bool) -> None:
         self.end_window(together and self.hooks.anywhere)

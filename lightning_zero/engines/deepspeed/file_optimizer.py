@@ -73,26 +73,6 @@ def make_scheduler(raw: RawConfig, optimizer: Optimizer, total_steps: Callable[[
     return DeepSpeedSchedule(made(optimizer, **settings))
 
 
-def check_optimizer(raw: RawConfig, optimizers: Iterable[Optimizer]) -> None:
-    """Raises ``ValueError`` if the file's optimizer is another than the module's own, naming both values.
-
-    Values that the file leaves out or calls ``"auto"`` are the module's.
-    """
-    if raw.section("optimizer").get("type", _AUTO) == _AUTO:
-        return
-    made, settings = _optimizer_of(raw)
-    for optimizer in optimizers:
-        its, mine = {"type": made.__name__}, {"type": type(optimizer).__name__}
-        if type(optimizer) is made:
-            its, mine = settings, optimizer.defaults
-        for key, value in its.items():
-            if _plain(mine.get(key)) != value:
-                raise ValueError(
-                    f"optimizer: {key}={value!r} in {raw.origin}, but configure_optimizers() set {mine.get(key)!r}:"
-                    ' leave one of the two out, make them equal, or "auto" in the file.'
-                )
-
-
 class DeepSpeedSchedule(LRScheduler):
     """One of DeepSpeed's schedules with PyTorch's interface, which Lightning asks for."""
 
@@ -142,8 +122,4 @@ def _params(raw: RawConfig, section: str, made: type, *more: str) -> dict[str, A
                 f"{section}.params.{key}={value!r} in {raw.origin} is not a setting of {made.__name__}: use"
                 f" {', '.join(known)}."
             )
-    return {key: _plain(value) for key, value in given.items() if value != _AUTO}
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if value != _AUTO}

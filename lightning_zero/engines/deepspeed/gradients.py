@@ -18,6 +18,7 @@ from lightning_zero.comm.agree import all_reduce_mean
 from lightning_zero.engines.deepspeed.optimizer_step import parameters
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
+from lightning_zero.engines.deepspeed.usage import Usage
 from lightning_zero.engines.refusals import refuse_gradients_in_backward
 from lightning_zero.private.torch import DisableTorchFunction, in_backward
 
@@ -36,11 +37,11 @@ class Gradients:
 
     Args:
         under_way: The engine's current activities.
-        is_accumulating: Whether gradients of a backward wait for those of a later one.
+        usage: Says whether gradients of a backward wait for those of a later one.
     """
 
-    def __init__(self, params: Parameters, under_way: UnderWay, is_accumulating: Callable[[], bool]) -> None:
-        self._params, self._under_way, self._is_accumulating = params, under_way, is_accumulating
+    def __init__(self, params: Parameters, under_way: UnderWay, usage: Usage) -> None:
+        self._params, self._under_way, self._usage = params, under_way, usage
         self._has_warned = False
         self._seen: dict[Tensor, tuple[Tensor, bool]] = {}  # whole ones, and whether user code has assigned them
 
@@ -58,7 +59,7 @@ class Gradients:
         if own is not None or managed is None or Phase.BACKWARD in self._under_way:
             return own
         if p not in managed.with_grad:
-            if p in managed and self._is_accumulating() and not self._has_warned:
+            if p in managed and self._usage.window_open and not self._has_warned:
                 self._has_warned = True
                 if dist.get_rank() == 0:
                     warnings.warn(_NONE, stacklevel=2)
@@ -80,7 +81,7 @@ class Gradients:
             if Phase.BACKWARD in self._under_way:
                 p.grad = value
                 return
-            if value is not None and managed is not None and p in managed and self._is_accumulating():
+            if value is not None and managed is not None and p in managed and self._usage.window_open:
                 if p.grad is None:
                     raise ValueError(_NOT_YET)
                 p.grad = value
@@ -126,6 +127,7 @@ class Gradients:
             with DisableTorchFunction():
                 for p in parameters(optimizer):
                     self._seen.pop(p, None)
+                    self._usage.forget(p)
                     if p not in managed:
                         if set_to_none:
                             p.grad = None
@@ -135,7 +137,8 @@ class Gradients:
                     p.grad = None
                     if set_to_none:
                         managed.with_grad.discard(p)
-                    elif p in managed.with_grad:
+                    # an epoch may have ended between the micro-batches of a step: DDP's gradients go, too
+                    if p in managed.with_grad or self._usage.window_open:
                         managed.shards.grad(p).zero_()
 
         return zero_grad

@@ -59,7 +59,6 @@ class Parameters:
     def before_start(self) -> None:
         """Takes the attributes of now for the user's."""
         self._own = {p: private.own_attributes(p) for p in self.named.values()}
-        self._added.clear()
 
     def after_start(self) -> None:
         """Takes those that have come since for DeepSpeed's and ours; later ones are the user's again."""

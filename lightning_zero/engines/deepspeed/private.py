@@ -94,7 +94,6 @@ DEEPSPEED = Library(
         Needed(f"{_ENGINE}._backward_prologue", takes="self"),
         Needed(f"{_ENGINE}._backward_epilogue", takes="self"),
         Needed(f"{_ENGINE}.backward", stores="_backward_epilogue _running_engine_backward"),
-        Needed(f"{_ENGINE}.coalesce_grad_reduction", takes="self"),
         Needed(f"{_ENGINE}.destroy", takes="self"),
         Needed(_ENGINE, stores="module_forward_pre_hook module_forward_post_hook"),
         Needed(f"{_STAGE3}.clear_backward_seen_flag", takes="self"),
@@ -128,7 +127,7 @@ DEEPSPEED = Library(
         ),
         Needed(f"{_STAGE3}.get_param_id", takes="self, param"),
         Needed(f"{_STAGE3}.reduce_ready_partitions_and_remove_grads", takes="self, param"),
-        Needed(f"{_STAGE12}.reduce_ready_partitions_and_remove_grads", takes="self, param, i"),
+        Needed(f"{_STAGE12}.process_gradients", takes="self, param, i"),
         Needed(f"{_STAGE3}._reassign_or_swap_out_partitioned_parameters", takes="self, sub_group_id"),
         Needed(f"{_STAGE3}.invalidate_secondary_tensor", takes="self"),
         Needed(f"{_OFFLOAD}.partition_all_parameters", takes="self"),
@@ -546,32 +545,17 @@ def backward(engine: Any, run_backward: Callable[[], None], before_end: Callable
         engine._running_engine_backward = False
 
 
-def before_each_gradient(engine: Any, check: Callable[[], None]) -> None:
-    """Calls ``check`` before stages 2 and 3 take a gradient off its parameter.
-
-    Raises:
-        ValueError: In a backward, for a second gradient of a parameter whose first one waits in a bucket of stage 3, to
-            which it would be added there; DeepSpeed itself goes on to an ``AssertionError``.
-    """
+def take_gradients(engine: Any, arrives: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``arrives(p)`` comes with each gradient, in place of DeepSpeed's own function, which is returned: it puts the
+    gradient into a bucket, if this backward reduces."""
     zero = engine.optimizer
-    take = zero.reduce_ready_partitions_and_remove_grads
-    waiting: set[int] = set()
-
-    def checked(param: Any, *args: Any) -> None:
-        check()
-        if (number := getattr(param, "ds_id", None)) is not None:  # of stage 3
-            if number in waiting:
-                raise ValueError(
-                    "LightningModule.backward of this module goes backward more than once, which DeepSpeed's stage 3"
-                    " cannot take: go backward once, from the sum of the losses; or use manual optimization with"
-                    " self.manual_backward(loss, retain_graph=True) for each, stage=2, or engine='fsdp2'."
-                )
-            waiting.add(number)
-        take(param, *args)
-
-    zero.reduce_ready_partitions_and_remove_grads = checked
-    if hasattr(zero, _REDUCE_BUCKET):
-        before_buckets(engine, waiting.difference_update)
+    name = "process_gradients" if hasattr(zero, "process_gradients") else "reduce_ready_partitions_and_remove_grads"
+    take = getattr(zero, name)
+    setattr(zero, name, lambda p, *group: arrives(p))
+    if name != "process_gradients":
+        return take  # type: ignore[no-any-return]
+    groups = {p: i for i, group in enumerate(zero.bit16_groups) for p in group}
+    return lambda p: take(p, groups[p])
 
 
 def before_buckets(engine: Any, action: Callable[[list[int]], None]) -> None:
@@ -587,19 +571,17 @@ def before_buckets(engine: Any, action: Callable[[list[int]], None]) -> None:
     setattr(zero, _REDUCE_BUCKET, reduce)
 
 
-@contextlib.contextmanager
-def reduced_at_end(engine: Any, params: Iterable[Tensor]) -> Iterator[None]:
-    """A backward inside it leaves gradients on ``params``; on leaving they are reduced, in an order of their own.
+def give_zeros(p: Any) -> None:
+    """A gradient of zeros, for ``p`` partitioned or not."""
+    zeros = torch.zeros(whole_shape(p), dtype=p.dtype, device=p.device)
+    kept, p.data = p.data, zeros  # a gradient must have its parameter's shape
+    p.grad = zeros
+    p.data = kept
 
-    DeepSpeed would reduce after an error too, waiting for ranks that had none: then there is nothing to reduce.
-    """
-    with engine.coalesce_grad_reduction():
-        try:
-            yield
-        except BaseException:
-            for p in params:
-                p.grad = None
-            raise
+
+def is_in_bucket(engine: Any, p: Any) -> bool:
+    """Whether the gradient of a stage-3 parameter waits in a bucket, where another one would be added to it."""
+    return any(p is each for bucket in engine.optimizer.ipg_buckets.values() for each in bucket.params)
 
 
 # -- places of tensors ---------------------------------------------------------------------------------------------
@@ -645,27 +627,17 @@ class Shards(ABC):
         """Takes the gradients that the backward left."""
 
     @abstractmethod
-    def add_late(self, params: Iterable[Tensor]) -> None:
-        """Gives ``params`` zero gradients, which are reduced with the others' of this backward."""
-
-    @abstractmethod
     def publish(self, flats: Iterable[int]) -> None:
         """The masters' values become the module's (collective)."""
-
-    @abstractmethod
-    def whole(self, p: Tensor) -> Tensor:
-        """The parameter's values on every rank, in its own shape (collective at stage 3); a copy at stage 3 only."""
 
     def adopt(self, p: Tensor) -> None:
         """The module's values become the master's: somebody wrote to the parameter."""
         piece = self.pieces[p]
-        mine, master = piece.of(self.weights(piece.flat)).to(self.master(piece.flat).device), self._master_of(piece)
+        master = piece.of(self.master(piece.flat))
+        mine = piece.of(self.weights(piece.flat)).to(master.device)
         if mine.dtype != master.dtype:  # what is as it was keeps the master's precision
             mine = torch.where(master.to(mine.dtype) == mine, master, mine.to(master.dtype))
         master.copy_(mine)
-
-    def _master_of(self, piece: Piece) -> Tensor:
-        return piece.of(self.master(piece.flat))
 
 
 class Shards12(Shards):
@@ -742,10 +714,6 @@ class Shards12(Shards):
         zero.all_grad_tensors[i] = None
         return flat
 
-    def add_late(self, params: Iterable[Tensor]) -> None:
-        for p in params:
-            p.grad = torch.zeros_like(p)
-
     def publish(self, flats: Iterable[int]) -> None:
         from deepspeed.runtime.utils import all_gather_dp_groups
 
@@ -759,9 +727,6 @@ class Shards12(Shards):
             start_alignment_factor=zero.nccl_start_alignment_factor,
             allgather_bucket_size=zero.allgather_bucket_size,
         )
-
-    def whole(self, p: Tensor) -> Tensor:
-        return p.detach()
 
 
 class Shards3(Shards):
@@ -799,14 +764,6 @@ class Shards3(Shards):
     def after_backward(self, takes: bool) -> None:
         self.zero._epilogue_ran_this_backward = False
 
-    def add_late(self, params: Iterable[Tensor]) -> None:
-        for p in params:
-            zero = torch.zeros(p.ds_shape, dtype=p.dtype, device=p.device)  # type: ignore[attr-defined]
-            kept, p.data = p.data, zero  # a gradient must have its parameter's shape
-            p.grad = zero
-            p.data = kept
-            self.zero.reduce_ready_partitions_and_remove_grads(p)
-
     def reshard(self) -> None:
         """Every rank holds its parts only."""
         self.zero.parameter_offload.partition_all_parameters()
@@ -817,9 +774,6 @@ class Shards3(Shards):
         for i in sorted(set(flats)):
             self.zero._reassign_or_swap_out_partitioned_parameters(i)
         self.zero.invalidate_secondary_tensor()
-
-    def whole(self, p: Any) -> Tensor:
-        return gathered_copy(p)
 
 
 @outside_inference_mode()

@@ -24,9 +24,9 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.compiled import CompiledUnits
 from lightning_zero.engines.deepspeed import private
-from lightning_zero.engines.deepspeed.activations import InsideBackward, configure_deepspeeds_own
-from lightning_zero.engines.deepspeed.ds_config import RunFacts, batches, ds_config, inert_sections
-from lightning_zero.engines.deepspeed.file_optimizer import check_optimizer, make_optimizer, make_scheduler
+from lightning_zero.engines.deepspeed.activations import InsideBackward
+from lightning_zero.engines.deepspeed.ds_config import RunFacts, batches, ds_config, inert_settings
+from lightning_zero.engines.deepspeed.file_optimizer import make_optimizer, make_scheduler
 from lightning_zero.engines.deepspeed.known_keys import check_keys
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.recompute import Recomputed
@@ -89,15 +89,13 @@ class DeepSpeedRun(EngineRun):
         return engine.view() if self.built is not None else nullcontext()
 
     def check_optimizers(self, optimizers: Collection[Optimizer]) -> None:
-        """Raises ``ValueError`` for DeepSpeed's compiled ones, and if the module's own are not the file's."""
+        """Raises ``ValueError`` for DeepSpeed's compiled ones."""
         for name in (type(optimizer).__name__ for optimizer in optimizers):
             if name.startswith("DeepSpeedCPU"):
                 raise ValueError(
                     f"{name} from configure_optimizers: its kernel cannot step on parts of DeepSpeed's flats; return"
                     " PyTorch's AdamW or Adam, which is fused in host memory."
                 )
-        if self.config.raw is not None and self._supplied is None:
-            check_optimizer(self.config.raw, optimizers)
 
     # -- configure_model -----------------------------------------------------------------------------------------
 
@@ -145,9 +143,8 @@ class DeepSpeedRun(EngineRun):
         Raises:
             ValueError: On every rank, before anything is sharded.
         """
-        made = ds_config(self.config, self.facts(module, trainer_facts, engine.device.type))
+        ds_config(self.config, self.facts(module, trainer_facts, engine.device.type))
         self._warn_of_the_file()
-        configure_deepspeeds_own(made)
         self._change_calls(module)
 
     def _change_calls(self, module: nn.Module) -> None:
@@ -168,12 +165,10 @@ class DeepSpeedRun(EngineRun):
     def _warn_of_the_file(self) -> None:
         if (raw := self.config.raw) is None:
             return
-        inert = inert_sections(raw)
-        if self._supplied is None and raw.section("scheduler"):
-            inert.append("scheduler")
-        if inert:
+        if inert := inert_settings(raw, own_optimizer=self._supplied is None):
             rank_zero_warn(
-                f"{raw.origin}: {', '.join(inert)} has no effect here, as batches, steps and logs are Lightning's."
+                f"{raw.origin}: {', '.join(inert)} has no effect here, as batches, steps, optimizers and logs are the"
+                " module's and Lightning's."
             )
 
     def facts(self, module: nn.Module, trainer_facts: Mapping[str, Any], device_type: str) -> RunFacts:

@@ -251,8 +251,6 @@ class DeepSpeedStore(BuiltStore):
         """DeepSpeed has laid its memory out."""
         for key, p in enumerate(self._params):
             self._versions[key] = version_of(p)
-            if self._stage3:  # again: an end of DeepSpeed before a new start has taken it off
-                private.watch(p, self)
         if not self._stage3:
             buffers = {_memory(p): p.untyped_storage() for p in self._params}
             self._buffers = {key: (buffer, users_of(buffer)) for key, buffer in buffers.items()}

@@ -11,20 +11,21 @@ from torch import Tensor
 
 from lightning_zero.comm.agree import IN_STEP, Agreement, all_reduce_mean
 from lightning_zero.config import ZeroConfig
+from lightning_zero.engines.deepspeed.order import Order
 from lightning_zero.engines.deepspeed.parameters import Parameters
+from lightning_zero.engines.deepspeed.reductions import Reductions
 from lightning_zero.private.torch import DisableTorchFunction
 
 
 class Usage:
     """This rank's account of one window, the time between two agreements: the micro-batches of one step.
 
-    DeepSpeed has zeros or the step before's gradient where a parameter was not used. Every reduction therefore covers
-    all trainable parameters, zeros where there is nothing; those that no rank used have no gradient afterwards.
+    DeepSpeed has zeros or the step before's gradient where a parameter was not used; those that no rank used have no
+    gradient afterwards.
 
     Attributes:
         trained: Parameters that required a gradient when DeepSpeed laid its flats out.
-        window_open: Between the first backward of a window and its agreement. Meanwhile gradients are half summed, so
-            DeepSpeed cannot be started anew.
+        window_open: Between the first backward of a window and its agreement: gradients are half summed.
     """
 
     def __init__(self, params: Parameters, config: ZeroConfig, agreement: Agreement | None) -> None:
@@ -45,6 +46,10 @@ class Usage:
     def _touch(self, p: Tensor) -> None:
         self._touched_now.add(p)
 
+    def forget(self, p: Tensor) -> None:
+        """The gradient of ``p`` is gone before its window has ended."""
+        self._touched.discard(p)
+
     def close(self) -> None:
         """Takes the hooks back."""
         for handle in self._handles:
@@ -64,31 +69,16 @@ class Usage:
         """Forgets a backward that did not end."""
         self._touched_now.clear()
 
-    @property
-    def _fills(self) -> bool:
-        """Whether parameters without a gradient on this rank take part in reductions, with zeros."""
-        return self._config.find_unused_parameters and dist.get_world_size() > 1
-
-    def complete(self, sync: bool) -> None:
-        """All gradients of this backward are there; some are not yet reduced. Called before DeepSpeed ends its
-        backward, which reduces the last bucket: zeros that came later would be in no bucket on this rank."""
-        managed = self._params.attached
-        if self._fills and (sync or self._config.stage > 1):
-            stage3 = self._params.stage3
-            here = self._touched_now if stage3 else {p for p in managed.shards.pieces if p.grad is not None}
-            missing = [p for p in managed.shards.pieces if p.requires_grad and p not in here]
-            managed.shards.add_late(missing)
-
     def end_backward(self) -> None:
         """Adds the parameters that this backward has touched to those of the window."""
         self._touched |= self._touched_now
 
     # -- the end of a window -------------------------------------------------------------------------------------
 
-    def end_window(self) -> None:
+    def end_window(self, reductions: Reductions, order: Order) -> None:
         """Averages odd gradients, then agrees (collective): in this order, because the agreement says which of the
         zeros that were averaged are no gradients at all."""
-        self._agree_on_used(self._reduce_odd())
+        self._agree_on_used(self._reduce_odd(), reductions, order)
         self.window_open = False
 
     def _reduce_odd(self) -> set[Tensor]:
@@ -102,18 +92,28 @@ class Usage:
             all_reduce_mean(grads)
         return filled
 
-    def _agree_on_used(self, filled: set[Tensor]) -> None:
-        """One message on the CPU: which parameters any rank used since the last agreement."""
-        managed = self._params.attached
-        used = torch.zeros(len(self._order), dtype=torch.int32, device="cpu")
+    def _agree_on_used(self, filled: set[Tensor], reductions: Reductions, order: Order) -> None:
+        """One message on the CPU: which parameters any rank used since the last agreement, whether ranks gathered and
+        reduced the same, and once rank 0's order of gradients."""
+        managed, num = self._params.attached, len(self._order)
+        used = torch.zeros(num, dtype=torch.int64, device="cpu")
         used[[self._order[p] for p in self._touched]] = 1
         if not self._config.find_unused_parameters:
             used[[i for p, i in self._order.items() if p.requires_grad]] = 1
+        places = torch.zeros(num if reductions.is_learning else 0, dtype=torch.int64, device="cpu")
+        if reductions.is_learning and dist.get_rank() == 0:
+            places[[self._order[p] for p in reductions.arrived]] = torch.arange(1, len(reductions.arrived) + 1)
+        message = torch.cat([torch.tensor([order.mark, -order.mark], device="cpu"), used, places])
         if self._agreement is not None:
-            self._agreement.all_reduce(used, dist.ReduceOp.MAX, IN_STEP).wait()
-        for (p, _), count in zip(self._order.items(), used.tolist(), strict=True):
-            if count and p in managed:
+            self._agreement.all_reduce(message, dist.ReduceOp.MAX, IN_STEP).wait()
+        (high, low), flags, came = message[:2].tolist(), message[2 : 2 + num].tolist(), message[2 + num :].tolist()
+        order.compare(high, -low)
+        if reductions.is_learning:
+            place = dict(zip(self._order, came, strict=True))
+            reductions.learn(sorted(filter(place.get, place), key=place.__getitem__))
+        for p, flag in zip(self._order, flags, strict=True):
+            if flag and p in managed:
                 managed.with_grad.add(p)
-            elif p in filled and not count:  # what had a gradient before keeps it
+            elif p in filled and not flag:  # what had a gradient before keeps it
                 p.grad = None
         self._touched.clear()

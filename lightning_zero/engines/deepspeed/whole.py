@@ -1,4 +1,4 @@
-"""Reading and putting back whole state: for checkpoints, for user code, for a new start, and at the end of a run."""
+"""Reading and putting back whole state: for checkpoints, for user code, and at the end of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors
-from lightning_zero.comm.shards import gathered
 from lightning_zero.engines.base import undetached_state_dict
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.parameters import Parameters
@@ -53,15 +52,15 @@ class Whole:
 
         return map_tensors(one, state)
 
-    def rows_of_masters(self, own_dtype: bool = True) -> dict[int, Tensor]:
-        """By the parameter's identity; in its own dtype, or as they are stepped."""
+    def rows_of_masters(self) -> dict[int, Tensor]:
+        """By the parameter's identity, in its own dtype."""
         managed = self._params.managed
         if managed is None:
             return {}
         rows: dict[int, Tensor] = {}
         for p in managed.shards.pieces:
             whole = managed.assemble(p, managed.master(p))
-            rows[id(p)] = self.rows(p, whole.to(self._params.dtypes[p]) if own_dtype else whole)
+            rows[id(p)] = self.rows(p, whole.to(self._params.dtypes[p]))
         return rows
 
     def _rows_of(self, p: Tensor) -> Tensor:
@@ -109,33 +108,3 @@ class Whole:
                 value = private.gathered_copy(p) if private.is_managed(p) else p.detach()
             whole[p] = torch.empty_strided(shape, params.strides[p], dtype=params.dtypes[p]).copy_(value)
         return whole
-
-
-class Carried:
-    """Masters and gradients on their way from one start of DeepSpeed to the next: each rank has its rows of them, and
-    odd gradients whole.
-
-    The constructor reads them; :meth:`put_back` follows when the new start has laid its flats out, in which pieces lie
-    elsewhere.
-    """
-
-    def __init__(self, params: Parameters, whole: Whole) -> None:
-        self._params = params
-        managed = params.attached
-        self._masters = whole.rows_of_masters(own_dtype=False)
-        with_grad = [p for p in managed.shards.pieces if p in managed.with_grad]  # in an order that all ranks share
-        self._grads = {p: whole.rows(p, managed.assemble(p, managed.shards.grad(p))) for p in with_grad}
-        self._odd_grads = {p: p.grad for p in params.odd}
-        self._by_id = {id(p): p for p in params.held}
-
-    def put_back(self) -> None:
-        """Writes what was carried into the shards (collective)."""
-        managed = self._params.attached
-        for i, rows in self._masters.items():
-            p, whole = self._by_id[i], gathered(rows)
-            managed.master(p).copy_(managed.cut(p, whole))
-        for one, rows in self._grads.items():
-            managed.shards.grad(one).copy_(managed.cut(one, gathered(rows)))
-            managed.with_grad.add(one)
-        for odd, grad in self._odd_grads.items():
-            odd.grad = grad
