@@ -31,7 +31,7 @@ class BestWeights(Zoo):
         if batch_idx == 2:
             self.best = copy.deepcopy(self.net.state_dict())
             self.extra |= {f"{self.current_epoch}/{name}": whole(value) for name, value in self.best.items()}
-        if batch_idx == 4:
+        if batch_idx == 3:
             self.net.load_state_dict(self.best)
 
 
@@ -394,7 +394,6 @@ class Reinitialized(Zoo):
         if batch_idx == 3:
             nn.init.eye_(self.net.blocks[0].up.weight)
             nn.init.sparse_(up.weight, 0.2)
-        if batch_idx == 4:
             for init in (nn.init.trunc_normal_, nn.init.xavier_uniform_):
                 init(self.net.head.weight)
 
@@ -541,7 +540,7 @@ class LoadedStates(Zoo):
         optimizer = self.optimizers().optimizer
         if self.options["where"] == "mid-run" and batch_idx == 1:
             self.kept = copy.deepcopy(optimizer.state_dict())
-        if self.options["where"] == "mid-run" and batch_idx == 4:
+        if self.options["where"] == "mid-run" and batch_idx == 3:
             optimizer.load_state_dict(self.kept)
 
 
@@ -556,15 +555,14 @@ class StatesWritten(Zoo):
             norms = {id(p): state["momentum_buffer"].norm() for p, state in optimizer.state.items()}
             momenta = [whole(norms[id(p)]) for p in self.parameters()]  # whichever was forgotten comes last there
             self.extra[f"momenta {self.current_epoch}"] = torch.stack(momenta)
+            if self.current_epoch:
+                optimizer.state.clear()
         if batch_idx == 3:
             assert head in optimizer.state
             del optimizer.state[head]
             assert head not in optimizer.state
-        if batch_idx == 4:
-            if self.current_epoch:
-                optimizer.state.clear()
-            else:
-                optimizer.state = defaultdict(dict)
+        if batch_idx == 0 and self.current_epoch:
+            optimizer.state = defaultdict(dict)
 
 
 class Scripted(Zoo):

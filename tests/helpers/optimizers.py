@@ -436,7 +436,7 @@ class LoadsStates(Callback):
             state = optimizer.state_dict()
             copied = {i: {key: value.clone() for key, value in each.items()} for i, each in state["state"].items()}
             self.states = {**state, "state": copied}
-        if batch_idx == 4:
+        if batch_idx == 3:
             optimizer.load_state_dict(self.states)
 
 
