@@ -68,7 +68,7 @@ def test_a_rank_that_waits_for_another_by_itself_is_told_of_its_read(ranks2: Any
     assert re.search(
         r"a read of parameter 'net\.stem\.weight' and .* in Waits\.on_train_epoch_end on rank 0: not all", first
     )
-    assert "timeout_seconds=5" in first
+    assert "timeout_seconds=2" in first
     assert second
 
 
@@ -80,7 +80,7 @@ def _wait_for_each_other() -> str:
             self.net.stem.weight.norm()
             dist.barrier()
 
-    strategy = {**FSDP2, "timeout_seconds": 5.0}
+    strategy = {**FSDP2, "timeout_seconds": 2.0}
     return outcome(_fit, Waits, strategy)[1]
 
 

@@ -59,7 +59,7 @@ def test_who_waits_for_whom_in_which_call(ranks2: Any) -> None:
     assert waits.startswith(f"  rank 0 waits in barrier, called at {__file__}:")
     assert waits.endswith("in on_train_start: dist.barrier()")
     assert for_whom.startswith(f"  rank 1 is at {__file__}:")
-    assert for_whom.endswith("in late: time.sleep(5)")
+    assert for_whom.endswith("in late: time.sleep(3)")
 
 
 def test_ranks_that_go_on_say_nothing(ranks2: Any) -> None:
