@@ -74,7 +74,9 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     heavy = ("hydra", "omegaconf", "deepspeed", "transformers", "torch.distributed.fsdp._fully_shard")
     code = (
         "import json, sys; import lightning.pytorch; before = set(sys.modules); import lightning_zero; "
-        "print(json.dumps([sorted(set(sys.modules) - before), sorted(sys.modules)]))"
+        "print(json.dumps([sorted(set(sys.modules) - before), sorted(sys.modules)])); "
+        "from lightning.pytorch.strategies import StrategyRegistry; "
+        "assert 'zero3' in StrategyRegistry.available_strategies()"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     added, everything = json.loads(run.stdout.splitlines()[-1])
