@@ -134,18 +134,3 @@ def test_a_module_that_cannot_be_planned_is_an_error_on_every_rank(ranks2):
         assert kind == "ValueError"
         assert "strategy='zero_auto': the run could not be planned" in text
         assert "use strategy='zero1'" in text
-
-
-def _validate_then_fit() -> list[int]:
-    module = Small()
-    module.validation_step = lambda batch, batch_idx: None
-    stages = []
-    trainer = zoo.make_trainer("zero_auto", **OPTIONS, limit_val_batches=1)
-    for run in (trainer.validate, trainer.fit, trainer.validate):
-        run(module, DataLoader(account.Tokens(), batch_size=4))
-        stages.append(trainer.strategy.config.stage)
-    return stages
-
-
-def test_validation_shards_nothing_that_fits(ranks2):
-    assert ranks2(_validate_then_fit) == [[1, 1, 1]] * 2

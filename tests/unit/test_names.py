@@ -19,11 +19,6 @@ ALL_NAMES = {
 """The whole surface."""
 
 
-def test_stages_have_their_names() -> None:
-    for stage in (1, 2, 3):
-        assert NAMES[f"zero{stage}"] == {"stage": stage, "engine": "fsdp2"}
-
-
 def test_the_surface_is_complete() -> None:
     assert set(NAMES) == ALL_NAMES
 
