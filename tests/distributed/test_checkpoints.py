@@ -428,21 +428,6 @@ def test_nothing_beyond_the_allow_list_is_unpickled(ranks2, tmp_path: Path) -> N
     assert not harm.exists()
 
 
-def _unpickles_if_told(path: str) -> int:
-    module = moves.Features()
-    trainer = make_trainer({"stage": 3}, max_steps=3)
-    trainer.fit(module, moves.loader("epoch end", 2), ckpt_path=path, weights_only=False)
-    return trainer.global_step
-
-
-def test_more_is_unpickled_where_the_user_says_so(ranks2, tmp_path: Path) -> None:
-    path, harm = tmp_path / "x.ckpt", tmp_path / "harm"
-    ranks2(_save, "file", str(path))
-    torch.save({**torch.load(path, weights_only=True), "trusted": Harm(str(harm))}, path)
-    assert ranks2(_unpickles_if_told, str(path)) == [3, 3]
-    assert harm.exists()
-
-
 def _full_disk(form: str, folder: str) -> tuple[str, list[float], bool]:
     """Saves, cannot save while files must stay small, goes on training, saves again."""
     said = []
