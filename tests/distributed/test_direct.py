@@ -119,31 +119,6 @@ def test_exchanges_equal_their_definition(ranks, world_size, ranks_per_host):
     ranks(_exchanges, ranks_per_host, world_size=world_size)
 
 
-def _agreements(ranks_per_host: int) -> None:
-    near = _met(ranks_per_host)
-    for few_ranks in (2, 4):
-        with mock.patch.object(direct, "FEW_RANKS", few_ranks):
-            for dtype in (torch.int32, torch.int64):
-                _agree(dtype, near)
-
-
-def _agree(dtype: torch.dtype, near: PeerMemory) -> None:
-    rank, n, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    assert group is not None
-    said = [torch.tensor([rank, -rank, each], dtype=dtype) for each in (7, 8, 9)]
-    ops = [dist.ReduceOp.MAX, dist.ReduceOp.SUM, dist.ReduceOp.MAX]
-    begun = [direct.all_reduce(*each, group, near) for each in zip(said, ops, strict=True)]  # all on their way
-    for work in begun:
-        work.wait()
-    total = n * (n - 1) // 2
-    assert [message.tolist() for message in said] == [[n - 1, 0, 7], [total, -total, 8 * n], [n - 1, 0, 9]]
-
-
-@pytest.mark.parametrize(("world_size", "ranks_per_host"), CARRIERS)
-def test_agreements_equal_their_definition(ranks, world_size, ranks_per_host):
-    ranks(_agreements, ranks_per_host, world_size=world_size)
-
-
 @NEIGHBOURS
 def test_a_rank_may_come_late(ranks3):
     ranks3(_late_exchange, 2, 2)

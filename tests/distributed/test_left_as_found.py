@@ -18,11 +18,9 @@ import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.callbacks import ZeroMonitor
 from lightning_zero.launch.launcher import LaunchedDDP, destroy_process_group
 from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
 from tests.helpers.ranks import outcome
@@ -187,27 +185,6 @@ def test_parameters_keep_the_attributes_that_user_code_set_in_the_run(
 ) -> None:
     """And have none of the engine's."""
     assert ranks1(_attributes_afterwards, {"engine": engine, "stage": stage}, fails_at) == [{"changed": 2, "late": 3}]
-
-
-def _with_monitor() -> tuple[bool, float, tuple[bool, bool]]:
-    asked: list[Any] = []
-    streams = sys.stdout, sys.stderr
-    monitor = ZeroMonitor(predict=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DistributedDataParallel, "register_comm_hook", lambda self, *given: asked.append(given))
-        _trainer("ddp", accumulate_grad_batches=2, callbacks=[monitor]).fit(Module(), _data())
-    (sent,) = {row["sent per step: all_reduce bytes"] for row in monitor.rows}
-    return bool(asked), sent, (sys.stdout is streams[0], sys.stderr is streams[1])
-
-
-def test_the_monitor_measures_ddps_own_reducer(ranks2: Any) -> None:
-    """A communication hook would be another reducer than the one that runs without the monitor."""
-    gradients = 4 * (4 * 2 + 2)
-    for asked, sent, streams in ranks2(_with_monitor):
-        assert not asked
-        assert sent >= gradients  # one of two micro-batches is reduced, 2 (n - 1) / n of it sent; messages of the run
-        assert sent < 2 * gradients + 64
-        assert streams == (True, True)
 
 
 def _trained_by_another(settings: dict[str, Any] | None) -> tuple[list[float], list[float]]:
