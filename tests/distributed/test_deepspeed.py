@@ -96,11 +96,6 @@ def test_afterwards_the_module_is_ordinary_on_every_rank(stage: int, name: str, 
         assert [key for key, value in result.items() if value is False] == []
 
 
-def test_optimizer_always_holds_the_modules_own_parameters(ranks2) -> None:
-    for seen in ranks2(loops._optimizer_holds_parameters, _strategy(3)):
-        assert seen == dict.fromkeys(("train_start", "before_step", "batch_end", "epoch_end", "after"), True)
-
-
 def _whole_for_a_while() -> dict[str, Any]:
     """One rank alone runs the module inside ``full_parameters``; what rank 0 writes with ``modify`` counts."""
     seen: dict[str, Any] = {}

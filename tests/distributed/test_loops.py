@@ -350,35 +350,6 @@ def test_afterwards_the_module_is_ordinary_on_every_rank(name: str, stage: int, 
         assert [key for key, value in result.items() if value is False] == []
 
 
-def _optimizer_holds_parameters(strategy: Any) -> dict[str, bool]:
-    """During a run and after it, the optimizer users see holds the module's own parameters."""
-    seen: dict[str, bool] = {}
-
-    class Looks(Zoo):
-        def look(self, when: str) -> None:
-            held = {id(p) for group in self.trainer.optimizers[0].param_groups for p in group["params"]}
-            ok = held == {id(p) for p in self.parameters()}
-            seen[when] = seen.get(when, True) and ok
-
-        def on_train_start(self) -> None:
-            self.look("train_start")
-
-        def on_train_batch_end(self, *args: Any) -> None:
-            self.look("batch_end")
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.look("before_step")
-
-        def on_train_epoch_end(self) -> None:
-            self.look("epoch_end")
-
-    module = Looks()
-    trainer = make_trainer(strategy)
-    trainer.fit(module, _loader())
-    module.look("after")
-    return seen
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Bad input: the same clear error on every rank, before training, never a hang
 # ---------------------------------------------------------------------------------------------------------------------
