@@ -17,14 +17,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("torch", "lightning", "torchmetrics", "deepspeed", "hydra-core")
-TESTS = [*sorted(map(str, ROOT.glob("tests/unit/test_*private*.py"))), "tests/distributed/test_precision.py"]
-SAMPLE = ["tests/distributed/test_parity.py", "-k", "not test_parity or accumulation or gan or adafactor or transports"]
-"""Each stage on each engine, both transports, reductions that wait, come late and follow one another."""
+TESTS = [
+    *("tests/distributed/test_parity.py", "tests/distributed/test_parity_of_uses.py"),
+    *("tests/distributed/test_precision.py", "tests/unit/test_private.py", "tests/unit/test_private_check.py"),
+]
+"""Each kind of module trains through the private parts that it needs, and its results are compared with DDP's."""
 
 
 def main() -> int:
     page = Path(sys.argv[1])
-    tests = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", *TESTS, *SAMPLE]
+    tests = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", *TESTS]
     result = subprocess.run(tests, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     print(result.stdout)
     *_, outcome = re.findall(r"^=* ?(\d+ .*?)(?:, \d+ warnings?)? in [\d.]+s", result.stdout, re.MULTILINE)

@@ -95,7 +95,7 @@ LIGHTNING = Library(
 )
 TUNERS_FILES = (".lr_find_", ".scale_batch_size_")
 """Begins of the names under which Lightning's tuners save what they go back to after their trial steps. There is no
-other sign of it; ``tests/unit/test_lightning_private.py`` looks them up in its sources."""
+other sign of it; ``tests/unit/test_private.py`` looks them up in its sources."""
 TORCHMETRICS = Library(
     "torchmetrics",
     ">=1.4,<1.10",

@@ -19,12 +19,11 @@ from lightning_zero.comm.agree import (
     broadcast_coalesced,
     shared_agreement,
 )  # fmt: skip
-from lightning_zero.comm.meeting import Meeting
 from tests.helpers import zoo
 from tests.helpers.lifetime import forget_peak, resident
 from tests.helpers.ranks import job_store, outcome
 
-LIMIT = 4.0
+LIMIT = 2.0
 """Of an agreement that one rank does not come to."""
 
 
@@ -51,51 +50,6 @@ def _everyones() -> None:
 
 def test_objects_of_any_size_are_everyones(ranks3):
     ranks3(_everyones)
-
-
-def _under_a_default_device() -> None:
-    dist.init_process_group("gloo")
-    agreement, rank, n = shared_agreement(60), dist.get_rank(), dist.get_world_size()
-    message = torch.tensor([rank])
-    with torch.device("meta"):  # as `torch.set_default_device`
-        assert Meeting(agreement).round(rank, lambda: "").key == n - 1
-        agreement.all_reduce(message, dist.ReduceOp.MAX, IN_STEP).wait()
-        assert agreement.gather(bytes(5000)) == [bytes(5000)] * n
-        assert agreement.decide(lambda: rank, list, "the call") == rank
-    assert message.item() == n - 1
-
-
-def test_messages_are_on_the_host_whatever_the_default_device(ranks3):
-    ranks3(_under_a_default_device)
-
-
-def _dealt(size: int) -> list[str]:
-    dist.init_process_group("gloo")
-    agreement, rank, n = shared_agreement(60), dist.get_rank(), dist.get_world_size()
-    asked: list[int] = []
-
-    def parts(made: list[bytes]) -> list[tuple[int, bytes]]:
-        asked.append(rank)
-        return [(i, each + each) for i, each in enumerate(made)]
-
-    def fails() -> bytes:
-        if rank == n - 1:
-            raise OSError("no room")
-        return b""
-
-    assert agreement.decide(lambda: bytes([rank]) * size, parts, "the call") == (rank, bytes([rank]) * size * 2)
-    said = [outcome(agreement.decide, fails, parts, "the call")[1]]
-    assert asked == ([0] if rank == 0 else [])
-    said.append(outcome(agreement.decide, lambda: b"", lambda made: made[0][9], "the call")[1])
-    assert agreement.gather(rank) == list(range(n))  # the channel is as good as before
-    return said
-
-
-@pytest.mark.parametrize("size", [0, 100_000])
-def test_the_first_rank_decides_and_an_error_anywhere_is_everyones(ranks3, size):
-    for rank, (made, decided) in enumerate(ranks3(_dealt, size)):
-        assert made.endswith("no room" if rank == 2 else "on rank 2: no room")
-        assert decided.endswith("index out of range" if rank == 0 else "on rank 0: index out of range")
 
 
 def _at_once() -> None:
@@ -157,12 +111,12 @@ def _lost(absent: int) -> tuple[str, bool, bool, list[int]]:
     return said, knew, other.channel is not agreement.channel, again.gather(rank)
 
 
-@pytest.mark.parametrize("absent", [0, 2])
-def test_after_a_failed_agreement_the_next_run_gets_a_new_channel_on_all_ranks(absent, ranks4):
-    found = ranks4(_lost, absent)
+def test_after_a_failed_agreement_the_next_run_gets_a_new_channel_on_all_ranks(ranks3):
+    absent = 0
+    found = ranks3(_lost, absent)
     for rank, (said, knew, is_new, everyones) in enumerate(found):
         assert is_new
-        assert everyones == [0, 1, 2, 3]
+        assert everyones == [0, 1, 2]
         assert knew == (rank != absent)
         if rank != absent:
             assert "the call on rank" in said
@@ -213,12 +167,9 @@ def _losses(strategy: Any, folder: str, default_device: str | None) -> list[floa
     return module.losses
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"stage": 1, "transport": "torch"}, {"stage": 3, "transport": "direct", "checkpoint": "sharded"}],
-)
-def test_the_default_device_is_for_user_code(ranks2, settings, tmp_path):
+def test_the_default_device_is_for_user_code(ranks2, tmp_path):
     """``torch.set_default_device("cuda")`` in a script; on ``"meta"`` no tensor of ours has values."""
+    settings = {"stage": 3, "transport": "direct", "checkpoint": "sharded"}
     reference = ranks2(_losses, "ddp", str(tmp_path / "ddp"), None)
     assert ranks2(_losses, {**settings, "min_unit_numel": 1}, str(tmp_path / "ours"), "meta") == [
         pytest.approx(losses, rel=1e-6) for losses in reference

@@ -85,12 +85,6 @@ def test_groups_are_those_of_hosts_where_they_fit(ranks4):
     assert "takes 2, the ranks of one host: zero3 needs" in lines[0]
 
 
-def test_when_nothing_fits_stage_3_runs(ranks2):
-    results = ranks2(_fit, {"auto": True, "min_unit_numel": 1, "device_memory_gib": 1e-6})
-    assert [r[0] for r in results] == [3, 3]
-    assert "nothing fits" in results[0][1][0]
-
-
 def _fit_as_if_on_cuda(settings: Any) -> tuple[Any, list[str], str]:
     """Planned for a GPU, whose memory is not the host's; run here."""
     of_run = auto.Planner.of_run
@@ -140,18 +134,3 @@ def test_a_module_that_cannot_be_planned_is_an_error_on_every_rank(ranks2):
         assert kind == "ValueError"
         assert "strategy='zero_auto': the run could not be planned" in text
         assert "use strategy='zero1'" in text
-
-
-def _validate_then_fit() -> list[int]:
-    module = Small()
-    module.validation_step = lambda batch, batch_idx: None
-    stages = []
-    trainer = zoo.make_trainer("zero_auto", **OPTIONS, limit_val_batches=1)
-    for run in (trainer.validate, trainer.fit, trainer.validate):
-        run(module, DataLoader(account.Tokens(), batch_size=4))
-        stages.append(trainer.strategy.config.stage)
-    return stages
-
-
-def test_validation_shards_nothing_that_fits(ranks2):
-    assert ranks2(_validate_then_fit) == [[1, 1, 1]] * 2

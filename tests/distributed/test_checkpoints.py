@@ -43,14 +43,11 @@ HSDP = "zero3, 2 groups of 2"
 MOVES = [
     moves.Move("zero3", 2, "sharded", "zero3", 3, "sharded-async", "mid-epoch, stateful", "features"),
     moves.Move("zero3", 2, "sharded", "ddp", 2, "file", "mid-epoch, stateful", "features"),
-    moves.Move("zero3", 3, "file", "zero1", 2, "sharded", "mid-epoch", "features"),
-    moves.Move("zero1", 2, "sharded-async", "zero2", 1, "file", "mid-epoch", "features"),
     moves.Move("zero2", 1, "file", "zero3", 2, "file", "mid-epoch", "fp16"),
     moves.Move("ddp", 2, "file", "zero3", 3, "sharded", "epoch end", "two optimizers"),
     moves.Move("zero3", 2, "file", "zero2_deepspeed", 2, "sharded", "epoch end", "two optimizers"),
-    moves.Move("zero3_deepspeed", 2, "sharded", "zero1", 2, "file", "epoch end", "two optimizers"),
-    moves.Move("zero1", 2, "sharded-async", HSDP, 4, "file", "mid-epoch", "features"),
-    moves.Move(HSDP, 4, "sharded", "zero2", 2, "file", "mid-epoch", "features"),
+    moves.Move("zero3_deepspeed", 2, "sharded", HSDP, 4, "file", "epoch end", "two optimizers"),
+    moves.Move(HSDP, 4, "sharded", "zero1", 2, "file", "mid-epoch", "features"),
 ]
 
 
@@ -73,18 +70,6 @@ def test_moves(move: moves.Move, travel: moves.Travel) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # What continues
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_dropout_continues_at_the_same_world_size(ranks2, tmp_path: Path) -> None:
-    stop = moves.BATCHES_PER_EPOCH + 3
-    path = str(tmp_path / "x.ckpt")
-    common = ("zero3", "file", "features", "mid-epoch")
-    options = {"dropout": 0.3}
-    straight = ranks2(moves.run, *common, stop + 8, stop, path, None, options)
-    resumed = ranks2(moves.run, *common, stop + 8, None, None, path, options)
-    for ours, reference in zip(resumed, straight, strict=True):
-        assert ours.losses == reference.losses[stop:]  # exact: the same numbers are drawn and added in the same order
-        assert all(torch.equal(ours.weights[k], reference.weights[k]) for k in reference.weights)
 
 
 class _WeightedLoader(moves.Features):
@@ -112,23 +97,18 @@ def test_a_random_sampler_draws_the_same_order_again(ranks2, tmp_path: Path) -> 
     assert [losses[3:] for losses in straight] == resumed
 
 
-def _with_max_steps(max_steps: int, save_at: tuple[int, bool, str] | None, resume: str | None) -> moves.Run:
-    callbacks = []
-    if save_at:
-        step, at_epoch_end, path = save_at
-        callbacks.append(moves._SaveAt(step, path))
-        callbacks[0].at_epoch_end = at_epoch_end
+def _with_max_steps(max_steps: int, save_at: tuple[int, str] | None, resume: str | None) -> moves.Run:
+    callbacks = [moves._SaveAt(*save_at)] if save_at else []
     return moves.run(
         "zero2", "file", "features", "mid-epoch", 0, resume=resume, callbacks=callbacks, max_steps=max_steps
     )
 
 
-@pytest.mark.parametrize("at_epoch_end", [True, False])
-def test_max_steps_continues_after_an_epochs_end(at_epoch_end: bool, ranks2, tmp_path: Path) -> None:
+def test_max_steps_continues_after_an_epochs_end(ranks2, tmp_path: Path) -> None:
     """Lightning's own DDP trains one batch too many in the epoch that was done."""
     stop = 2 * moves.BATCHES_PER_EPOCH
     path = str(tmp_path / "x.ckpt")
-    straight = ranks2(_with_max_steps, stop + 9, (stop, at_epoch_end, path), None)
+    straight = ranks2(_with_max_steps, stop + 9, (stop, path), None)
     resumed = ranks2(_with_max_steps, stop + 9, None, path)
     for ours, reference in zip(resumed, straight, strict=True):
         assert ours.losses == reference.losses[stop:]
@@ -210,13 +190,13 @@ def test_one_file_is_what_ddp_writes(ranks2, tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.first.weight, weights["first.weight"], rtol=0, atol=0)
 
 
-def _fit_edits_short(is_full: bool, path: str) -> tuple[bool, list[str]]:
+def _fit_edits_short(path: str) -> tuple[bool, list[str]]:
     """The same, twice: where nothing is free, and as ever; whether both are alike, and what was warned of."""
     ours = {"stage": 3, "min_unit_numel": 1, "after_fit": "sharded"}  # collected by the save after fit
-    warned, room = mock.Mock(), os.posix_fallocate
+    warned = mock.Mock()
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with mock.patch.multiple(collected, available_host_bytes=lambda: 0, warnings=warned):
-        with mock.patch.object(os, "posix_fallocate", full if is_full else room):
+        with mock.patch.object(os, "posix_fallocate", full):
             _fit_edits(ours, f"{path}/short.ckpt")
     _fit_edits(ours, f"{path}/ample.ckpt")
     short, ample = (torch.load(f"{path}/{name}.ckpt", weights_only=True) for name in ("short", "ample"))
@@ -229,30 +209,28 @@ def _tensors(checkpoint: dict[str, Any]) -> list[Tensor]:
     return [*checkpoint["state_dict"].values(), *(t for state in states for t in state.values())]
 
 
-@pytest.mark.parametrize("is_full", [False, True])
-def test_a_file_collected_beyond_memory_is_the_same(is_full: bool, ranks2, tmp_path: Path) -> None:
+def test_a_file_collected_beyond_memory_is_the_same(ranks2, tmp_path: Path) -> None:
     """A disk that has no room either costs a warning."""
-    (alike, said), (also, nothing) = ranks2(_fit_edits_short, is_full, str(tmp_path))
+    (alike, said), (also, nothing) = ranks2(_fit_edits_short, str(tmp_path))
     assert alike
     assert also
     assert not nothing
-    assert ["takes no more (No space left on device)" in text for text in said] == [True] * is_full
+    assert ["takes no more (No space left on device)" in text for text in said] == [True]
     assert {each.name for each in tmp_path.iterdir()} == {"short.ckpt", "ample.ckpt"}
 
 
-@pytest.mark.parametrize("form", ["file", "sharded"])
-def test_edits_survive_a_resume(form: str, ranks2, tmp_path: Path) -> None:
+def test_edits_survive_a_resume(ranks2, tmp_path: Path) -> None:
     path = str(tmp_path / "x.ckpt")
-    strategy = {"stage": 3, "min_unit_numel": 1, "checkpoint": form}
+    strategy = {"stage": 3, "min_unit_numel": 1, "checkpoint": "sharded"}
     ranks2(_fit_edits, strategy, path)
     ranks2(_fit_edits, strategy, str(tmp_path / "y.ckpt"), path)
-    assert os.path.isdir(path) == (form != "file")
+    assert os.path.isdir(path)
 
 
-def _save_weights(form: str, path: str) -> dict[str, Tensor]:
+def _save_weights(path: str) -> dict[str, Tensor]:
     torch.manual_seed(1)
     module = moves.Features()
-    trainer = make_trainer({"stage": 3, "min_unit_numel": 1, "checkpoint": form}, max_steps=3)
+    trainer = make_trainer({"stage": 3, "min_unit_numel": 1, "checkpoint": "sharded"}, max_steps=3)
     trainer.fit(module, moves.loader("epoch end", 2))
     trainer.save_checkpoint(path, weights_only=True)
     return {k: v.detach().clone() for k, v in module.state_dict().items()}
@@ -270,10 +248,9 @@ def _use_weights(path: str) -> tuple[str, dict[str, Tensor], list[int]]:
     return str(resuming.value), weights, [trainer.global_step, len(module.losses)]
 
 
-@pytest.mark.parametrize("form", ["file", "sharded"])
-def test_weights_alone_start_a_fresh_fit_and_resuming_from_them_says_so(form: str, ranks2, tmp_path: Path) -> None:
+def test_weights_alone_start_a_fresh_fit_and_resuming_from_them_says_so(ranks2, tmp_path: Path) -> None:
     path = str(tmp_path / "x.ckpt")
-    saved = ranks2(_save_weights, form, path)[0]
+    saved = ranks2(_save_weights, path)[0]
     for said, weights, steps in ranks2(_use_weights, path):
         assert "save_weights_only" in said
         assert all(torch.equal(weights[k], saved[k]) for k in saved)
@@ -451,21 +428,6 @@ def test_nothing_beyond_the_allow_list_is_unpickled(ranks2, tmp_path: Path) -> N
     assert not harm.exists()
 
 
-def _unpickles_if_told(path: str) -> int:
-    module = moves.Features()
-    trainer = make_trainer({"stage": 3}, max_steps=3)
-    trainer.fit(module, moves.loader("epoch end", 2), ckpt_path=path, weights_only=False)
-    return trainer.global_step
-
-
-def test_more_is_unpickled_where_the_user_says_so(ranks2, tmp_path: Path) -> None:
-    path, harm = tmp_path / "x.ckpt", tmp_path / "harm"
-    ranks2(_save, "file", str(path))
-    torch.save({**torch.load(path, weights_only=True), "trusted": Harm(str(harm))}, path)
-    assert ranks2(_unpickles_if_told, str(path)) == [3, 3]
-    assert harm.exists()
-
-
 def _full_disk(form: str, folder: str) -> tuple[str, list[float], bool]:
     """Saves, cannot save while files must stay small, goes on training, saves again."""
     said = []
@@ -499,7 +461,7 @@ def test_a_full_disk_is_an_error_on_every_rank_and_training_goes_on(form: str, r
     assert [p.name for p in tmp_path.iterdir()] == ["x.ckpt"]  # and nothing else is left
 
 
-def _full_on_rank_1(folder: str, limit: int) -> tuple[str, str]:
+def _full_on_rank_1(folder: str) -> tuple[str, str]:
     """What a save of some hundred kB says, where one rank's files must stay small."""
     dist.init_process_group("gloo")
     agreement = shared_agreement(60)
@@ -508,16 +470,15 @@ def _full_on_rank_1(folder: str, limit: int) -> tuple[str, str]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if agreement.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))  # in the midst of torch's archive
     try:
         return outcome(directory.write, {"state_dict": {"w": tensor}}, f"{folder}/x.ckpt", agreement)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("limit", [100, 50_000])  # where a file begins, and in the midst of torch's archive
-def test_a_full_disk_of_one_rank_is_named_with_its_repair_on_all(limit: int, ranks2, tmp_path: Path) -> None:
-    (first, there), (second, here) = ranks2(_full_on_rank_1, str(tmp_path), limit)
+def test_a_full_disk_of_one_rank_is_named_with_its_repair_on_all(ranks2, tmp_path: Path) -> None:
+    (first, there), (second, here) = ranks2(_full_on_rank_1, str(tmp_path))
     assert first == second == "CheckpointError"
     assert "could not be written" in here
     assert "MiB are free" in here
@@ -675,10 +636,10 @@ def test_a_file_never_replaces_a_folder_nor_the_other_way(ranks2, tmp_path: Path
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _model_checkpoint(form: str, folder: str, save_last: Any) -> tuple[list[str], str, list[float]]:
+def _model_checkpoint(form: str, folder: str) -> tuple[list[str], str, list[float]]:
     callback = ModelCheckpoint(
         dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max",
-        save_last=save_last,
+        save_last="link",
     )  # fmt: skip
     moves.run(
         "zero3", form, "features", "epoch end", 9, callbacks=[callback, moves._StopAt(9)], enable_checkpointing=True
@@ -690,15 +651,14 @@ def _model_checkpoint(form: str, folder: str, save_last: Any) -> tuple[list[str]
     return sorted(os.listdir(folder)), callback.best_model_path, again.losses
 
 
-@pytest.mark.parametrize(("form", "save_last"), [("file", True), ("sharded-async", "link")])
-def test_model_checkpoint_keeps_links_and_deletes(form: str, save_last: Any, ranks2, tmp_path: Path) -> None:
+def test_model_checkpoint_keeps_links_and_deletes(ranks2, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    for names, best, losses in ranks2(_model_checkpoint, form, str(folder), save_last):
+    for names, best, losses in ranks2(_model_checkpoint, "sharded-async", str(folder)):
         assert names == ["last.ckpt", "step=10.ckpt", "step=8.ckpt"]
         assert best == str(folder / "step=10.ckpt")
         assert len(losses) == 3  # from step 8 to step 11
-    assert (folder / "last.ckpt").is_symlink() == (save_last == "link")
-    assert (folder / "step=10.ckpt").is_dir() == (form != "file")
+    assert (folder / "last.ckpt").is_symlink()
+    assert (folder / "step=10.ckpt").is_dir()
 
 
 def _remote(form: str) -> tuple[list[float], list[float], bool]:
@@ -711,12 +671,12 @@ def _remote(form: str) -> tuple[list[float], list[float], bool]:
     return straight.losses[10:], resumed.losses, (fs.isfile if form == "file" else fs.isdir)(path)
 
 
-@pytest.mark.parametrize(("form", "world_size"), [("file", 2), ("sharded", 1)])
-def test_an_fsspec_url_serves_as_path(form: str, world_size: int, ranks) -> None:
-    """``memory://`` lives in one process: of a file only rank 0's, which alone writes and reads it."""
-    for rank, (straight, resumed, stored) in enumerate(ranks(_remote, form, world_size=world_size)):
-        assert stored == (rank == 0)
-        assert resumed == straight
+@pytest.mark.parametrize("form", ["file", "sharded"])
+def test_an_fsspec_url_serves_as_path(form: str, ranks1) -> None:
+    """``memory://`` lives in one process."""
+    ((straight, resumed, stored),) = ranks1(_remote, form)
+    assert stored
+    assert resumed == straight
 
 
 class Counting(TorchCheckpointIO):
@@ -788,10 +748,8 @@ def test_every_save_ends_on_the_disk(form: str, plugins: list[Any], ranks2, tmp_
 
 
 def test_a_plugin_with_shards_is_refused() -> None:
-    from lightning_zero import ZeroStrategy
-
     with pytest.raises(ValueError, match=r"checkpoint='sharded' with a CheckpointIO plugin \(Counting\)"):
-        ZeroStrategy(checkpoint="sharded", checkpoint_io=Counting())
+        lightning_zero.ZeroStrategy(checkpoint="sharded", checkpoint_io=Counting())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -799,7 +757,7 @@ def test_a_plugin_with_shards_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _callback_reads(stage: int) -> bool:
+def _callback_reads() -> bool:
     right = []
 
     class Reads(L.Callback):
@@ -816,13 +774,12 @@ def _callback_reads(stage: int) -> bool:
             ]
             right.append(all(plain) and all(same) and all(again) and bool(out.isfinite().all()))
 
-    run = moves.run(f"zero{stage}", "file", "features", "epoch end", 4, callbacks=[Reads(), moves._StopAt(4)])
+    run = moves.run("zero3", "file", "features", "epoch end", 4, callbacks=[Reads(), moves._StopAt(4)])
     return len(right) == 4 and all(right) and len(run.losses) == 4
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_callbacks_read_whole_state_on_every_rank(stage: int, ranks2) -> None:
-    assert ranks2(_callback_reads, stage) == [True, True]
+def test_callbacks_read_whole_state_on_every_rank(ranks2) -> None:
+    assert ranks2(_callback_reads) == [True, True]
 
 
 def _modifies(strategy: Any) -> tuple[dict[str, Tensor], str]:
@@ -853,11 +810,10 @@ def _modifies(strategy: Any) -> tuple[dict[str, Tensor], str]:
 
 def test_full_parameters_can_be_modified_and_writing_without_leave_raises(ranks2) -> None:
     expected = ranks2(_modifies, "ddp")[0][0]
-    for stage in (1, 3):
-        for weights, said in ranks2(_modifies, {"stage": stage, "min_unit_numel": 1}):
-            assert "use full_parameters(module, modify=True)" in said
-            for name, weight in expected.items():
-                torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)  # order of summation
+    for weights, said in ranks2(_modifies, {"stage": 3, "min_unit_numel": 1}):
+        assert "use full_parameters(module, modify=True)" in said
+        for name, weight in expected.items():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)  # order of summation
 
 
 def _different_calls() -> str:

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 from lightning_zero.comm import tree
 from lightning_zero.comm.meter import TrafficMeter
 from lightning_zero.comm.peer_memory import PeerMemory
-from lightning_zero.engines.fsdp2.cpu import Direct
 from tests.helpers import zoo
 from tests.helpers.peer_memory import NEIGHBOURS, on_hosts_of
 
@@ -101,20 +100,6 @@ def test_collectives_per_stage(ranks2, stage, kind, precision, gathers, reductio
         assert (calls["all_gather"], calls["reduce_scatter"]) == (gathers, reductions)
 
 
-def _asked(micro_batches: int) -> int:
-    """How often ranks ask each other whether copies are still what the shards are."""
-    asks = Direct.copies_are_current
-    with mock.patch.object(Direct, "copies_are_current", autospec=True, side_effect=asks) as asking:
-        _fit(Looks(), {"stage": 2, "min_unit_numel": 1}, micro_batches, TrafficMeter())
-    return asking.call_count
-
-
-def test_ranks_ask_where_nobody_has_stepped(ranks2):
-    """One time more before the first step of all."""
-    assert ranks2(_asked, MICRO_BATCHES) == [1 + STEPS * (MICRO_BATCHES - 1)] * 2
-    assert ranks2(_asked, 1) == [1] * 2
-
-
 class _MeteredValidation(Callback):
     def __init__(self, meter: TrafficMeter) -> None:
         self.meter = meter
@@ -182,7 +167,7 @@ def _sent(stage: int, accumulate: int, ranks_per_host: int) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("stage", "world_size", "ranks_per_host"),
-    [(1, 2, 0), pytest.param(3, 2, 2, marks=NEIGHBOURS), pytest.param(2, 4, 2, marks=NEIGHBOURS)],
+    [(1, 2, 0), pytest.param(3, 2, 2, marks=NEIGHBOURS)],
 )
 def test_bytes_equal_the_table(ranks, stage, world_size, ranks_per_host):
     """The table of docs/architecture.md, in units of Ψ elements times (N-1)/N.

@@ -57,16 +57,6 @@ def test_one_name_of_a_tied_weight_is_enough(tmp_path):
     assert torch.equal(small.table, STATE["table"])
 
 
-def test_dtypes_are_converted(tmp_path):
-    path = write(
-        tmp_path / "x.safetensors", {k: v.bfloat16() if v.is_floating_point() else v for k, v in STATE.items()}
-    )
-    small = Small().double()
-    lightning_zero.load_pretrained(small, path)
-    assert small.first.weight.dtype == torch.float64
-    assert torch.equal(small.first.weight, STATE["first.weight"].double())
-
-
 @pytest.mark.parametrize(
     ("state", "options"),
     [
@@ -85,13 +75,6 @@ def test_names_are_changed(state, options, tmp_path):
     small = Small()
     assert lightning_zero.load_pretrained(small, write(tmp_path / "x.safetensors", state), **options) == ([], [])
     assert torch.equal(small.first.bias, STATE["first.bias"])
-
-
-def test_a_prefix_is_added(tmp_path):
-    outer = nn.Module()
-    outer.inner = Small()
-    lightning_zero.load_pretrained(outer, write(tmp_path / "x.safetensors", STATE), add="inner.")
-    assert torch.equal(outer.inner.first.bias, STATE["first.bias"])
 
 
 def test_what_is_missing_and_left_over_is_told(tmp_path):
@@ -116,13 +99,6 @@ def test_shapes_that_differ_are_named_with_file_and_key(tmp_path):
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
-
-
-def test_files_of_torch_are_read(tmp_path):
-    torch.save(STATE, tmp_path / "pytorch_model.bin")
-    small = Small()
-    lightning_zero.load_pretrained(small, tmp_path)
-    assert torch.equal(small.first.bias, STATE["first.bias"])
 
 
 def test_the_reader_equals_safetensors(tmp_path):

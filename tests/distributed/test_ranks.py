@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers import ranks
-from tests.helpers.ranks import RankError, RankPool, run_ranks
+from tests.helpers.ranks import RankError, RankPool
 
 
 @pytest.fixture(scope="module")
@@ -80,34 +78,6 @@ def _gone(pid: int) -> bool:
     return False
 
 
-def test_ranks_see_what_torchrun_would_set(pool):
-    facts = pool.run(_facts, world_size=2)
-    assert [f["RANK"] for f in facts] == ["0", "1"] == [f["LOCAL_RANK"] for f in facts]
-    assert {f["WORLD_SIZE"] for f in facts} == {"2"}
-    assert {f["OMP_NUM_THREADS"] for f in facts} == {"1"}
-    assert len({f["MASTER_PORT"] for f in facts}) == 1
-    assert len({f["pid"] for f in facts}) == 2
-
-
-def test_workers_are_kept_and_every_job_has_its_own_port_and_process_group(pool):
-    before, after = pool.run(_facts, world_size=2), pool.run(_facts, world_size=2)
-    assert [f["pid"] for f in before] == [f["pid"] for f in after]
-    assert before[0]["MASTER_PORT"] != after[0]["MASTER_PORT"]
-    first, second = pool.run(_reduce_ranks, world_size=2), pool.run(_reduce_ranks, world_size=2)
-    assert first == second  # also the random numbers
-    assert [total for total, _ in first] == [3.0, 3.0]
-    assert [total for total, _ in pool.run(_reduce_ranks, world_size=1)] == [1.0]
-
-
-def test_no_job_has_the_port_of_an_earlier_one(monkeypatch):
-    """Its processes may refuse to run there: one that has failed does."""
-    ports = iter([5, 5, 6])
-    monkeypatch.setattr("torch.distributed.TCPStore", lambda *args, **kwargs: SimpleNamespace(port=next(ports)))
-    used = {5}
-    assert ranks._agent_store(used).port == 6
-    assert used == {5, 6}
-
-
 def test_environment_seed_and_default_dtype_are_restored(pool):
     pool.run(_soil, world_size=1)
     soiled, dtype, seed = pool.run(_soiled, world_size=1)[0]
@@ -140,8 +110,3 @@ def test_dead_rank_is_named_with_its_exit_code_and_output(pool):
         pool.run(_die, world_size=2, timeout_seconds=60)
     assert "exit code 7" in str(caught.value)
     assert "last words" in str(caught.value)
-
-
-def test_one_shot_leaves_no_process():
-    facts = run_ranks(_facts, 2)
-    assert all(_gone(int(f["pid"])) for f in facts)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torchmetrics import MeanMetric
 
@@ -81,21 +82,63 @@ def _loops(strategy: Any, counts: tuple[int, ...]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("counts", [(3, 1), (1, 4, 2)], ids=str)
+STAGE_1, STAGE_3, DEEPSPEED = (
+    {"stage": 1, **zoo.BLOCKS},
+    {"stage": 3, **zoo.BLOCKS},
+    {"stage": 3, "engine": "deepspeed"},
+)
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [*({"stage": stage} for stage in (1, 2, 3)), *({"stage": stage, "engine": "deepspeed"} for stage in (1, 3))],
-    ids=str,
+    ("settings", "counts"), [(STAGE_1, (3, 1)), (STAGE_3, (1, 4, 2)), (DEEPSPEED, (3, 1))], ids=str
 )
 def test_loops_of_different_lengths_end_as_under_ddp(
     ranks: Any, settings: dict[str, Any], counts: tuple[int, ...]
 ) -> None:
-    settings = settings if "engine" in settings else {**settings, **zoo.BLOCKS}
     results, expected = (ranks(_loops, each, counts, world_size=len(counts)) for each in (settings, "ddp"))
     for result, of_ddp in zip(results, expected, strict=True):
         assert len(result["predict"]) == len(of_ddp["predict"])
         for key in of_ddp:
             assert result[key] == pytest.approx(of_ddp[key], rel=1e-5), key  # sums of three ranks in another order
+
+
+class OfSeveral(Evaluates):
+    """Sums what the loaders give, of which some may have ended."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        given = [batch] if isinstance(batch, Tensor) else [each for each in batch if each is not None]
+        super().validation_step(torch.cat(given), batch_idx)
+
+    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return super().predict_step(batch, batch_idx)
+
+
+def _of_several(strategy: Any, counts: tuple[int, ...]) -> dict[str, Any]:
+    """What loops over two loaders give on this rank; of the second one ranks have as much as others of the first."""
+    torch.manual_seed(5)
+    module, even = OfSeveral(), DataLoader(Batches((4,) * len(counts)), batch_size=None)
+    loaders = [DataLoader(Batches(each), batch_size=None) for each in (counts, counts[::-1])]
+    trainer = zoo.make_trainer(
+        strategy, max_epochs=1, num_sanity_val_steps=2, val_check_interval=2, limit_val_batches=3
+    )
+    trainer.fit(module, even, loaders)
+    found: dict[str, Any] = {"losses": module.losses, "norms": module.norms}
+    for mode in ("sequential", "min_size", "max_size", "max_size_cycle"):
+        trainer = zoo.make_trainer(strategy, limit_val_batches=5)
+        found[mode] = trainer.validate(module, CombinedLoader(loaders, mode), verbose=False)
+    predicted = zoo.make_trainer(strategy, limit_predict_batches=3).predict(module, loaders) or []
+    found["predict"] = [[out.sum().item() for out in of_loader] for of_loader in predicted]
+    return found
+
+
+@pytest.mark.parametrize("settings", [STAGE_3, DEEPSPEED], ids=["fsdp2", "deepspeed"])
+def test_loops_over_several_loaders_end_as_under_ddp(ranks2: Any, settings: dict[str, Any]) -> None:
+    results, expected = (ranks2(_of_several, each, (1, 4)) for each in (settings, "ddp"))
+    for result, of_ddp in zip(results, expected, strict=True):
+        for key in of_ddp:
+            flat, of_ddp_flat = tree_flatten(result[key]), tree_flatten(of_ddp[key])
+            assert flat[1] == of_ddp_flat[1], key
+            assert flat[0] == pytest.approx(of_ddp_flat[0], rel=1e-5), key
 
 
 def test_predictions_that_do_not_divide_by_the_ranks(ranks2: Any) -> None:
@@ -132,13 +175,9 @@ def _networks_in_checkpoints(strategy: Any, folder: str) -> tuple[float, float]:
     return tested, sum(p.norm().item() for p in loaded.hparams.net.parameters())
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_network_among_the_hyperparameters_is_whole_in_the_checkpoint(
-    ranks2: Any, stage: int, tmp_path: Path
-) -> None:
+def test_a_network_among_the_hyperparameters_is_whole_in_the_checkpoint(ranks2: Any, tmp_path: Path) -> None:
     found, expected = (
-        ranks2(_networks_in_checkpoints, each, str(tmp_path / str(i)))
-        for i, each in enumerate(({"stage": stage, **zoo.BLOCKS}, "ddp"))
+        ranks2(_networks_in_checkpoints, each, str(tmp_path / str(i))) for i, each in enumerate((STAGE_3, "ddp"))
     )
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
 
@@ -240,15 +279,11 @@ def _trained(strategy: Any, kind: str, counts: tuple[int, ...], save: str = "", 
     }
 
 
-@pytest.mark.parametrize("counts", [(5, 3), (3, 6, 5)], ids=str)
 @pytest.mark.parametrize(
-    "settings",
-    [{"stage": 1}, {"stage": 2}, {"stage": 3}, *({"stage": stage, "engine": "deepspeed"} for stage in (1, 3))],
-    ids=str,
+    ("settings", "counts"), [(STAGE_3, (3, 6, 5)), ({"stage": 1, "engine": "deepspeed"}, (5, 3))], ids=str
 )
 def test_training_ends_with_the_shortest(ranks: Any, settings: dict[str, Any], counts: tuple[int, ...]) -> None:
-    settings = {"uneven": "shortest", **({} if "engine" in settings else zoo.BLOCKS), **settings}
-    found = ranks(_trainings, settings, counts, world_size=len(counts))
+    found = ranks(_trainings, {"uneven": "shortest", **settings}, counts, world_size=len(counts))
     expected = ranks(_trainings, "ddp", (min(counts),) * len(counts), world_size=len(counts))
     for result, of_ddp in zip(found, expected, strict=True):
         for kind in KINDS:
@@ -261,7 +296,7 @@ def _fetches_itself() -> str:
         def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
             raise AssertionError("the run is refused before its first step")
 
-    trainer = zoo.make_trainer({"stage": 3, "uneven": "shortest", **zoo.BLOCKS}, max_steps=1)
+    trainer = zoo.make_trainer({**STAGE_3, "uneven": "shortest"}, max_steps=1)
     return outcome(trainer.fit, Fetches(), DataLoader(zoo.RandomDataset(), zoo.BATCH))[1]
 
 
@@ -272,7 +307,7 @@ def test_a_step_that_fetches_its_batches_is_refused_by_name(ranks2: Any) -> None
 
 def test_a_run_goes_on_in_mid_epoch(ranks2: Any, tmp_path: Path) -> None:
     """Its reference is the run that was not interrupted."""
-    settings, path = {"stage": 3, "uneven": "shortest", **zoo.BLOCKS}, str(tmp_path / "x.ckpt")
+    settings, path = {**STAGE_3, "uneven": "shortest"}, str(tmp_path / "x.ckpt")
     straight = ranks2(_trained, settings, "sampler", (5, 3), path)
     resumed = ranks2(_trained, settings, "sampler", (5, 3), "", path)
     for whole, rest in zip(straight, resumed, strict=True):

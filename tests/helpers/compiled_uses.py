@@ -124,15 +124,6 @@ class WrittenInStep(Uses):
         return self.loss(batch)
 
 
-class WrittenThroughData(Uses):
-    def used(self, parameters: list[Tensor]) -> None:
-        for p in parameters:
-            p.data.mul_(0.99)
-
-    def on_train_batch_end(self, *unused: Any) -> None:
-        self.use(self.weights)
-
-
 class _Clamped(Block):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -162,27 +153,6 @@ class AverageInHook(Uses):
         self.seen.append(sum(float(average.sum()) for average in self.averages))
 
 
-class ForwardInHook(Uses):
-    def make_net(self) -> nn.Module:
-        net = Net()
-        self.compile_each(net.blocks)
-        return net
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        with torch.no_grad():
-            self.seen.append(self(batch[0]).sum().item())
-
-
-class GradsScaled(Uses):
-    def used(self, parameters: list[Tensor]) -> None:
-        with torch.no_grad():
-            for p in parameters:
-                p.grad.mul_(0.5)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.use(self.weights)
-
-
 class DataAssigned(Uses):
     """Refused: it would take the memory that a parameter is gathered into."""
 
@@ -197,8 +167,7 @@ class DataAssigned(Uses):
 USES: dict[str, type[Uses]] = {
     kind.__name__: kind
     for kind in (
-        PenaltyFirst, WeightOfAnotherUnit, PenaltyBesideOutput, WrittenInStep, WrittenThroughData, WrittenInForward,
-        AverageInHook, ForwardInHook, GradsScaled,
+        PenaltyFirst, WeightOfAnotherUnit, PenaltyBesideOutput, WrittenInStep, WrittenInForward, AverageInHook,
     )
 }  # fmt: skip
 

@@ -43,21 +43,6 @@ class Compiled(zoo.Zoo):
         return self.loss(batch)  # no .item() here: it would end a graph under DDP, too
 
 
-class Lengths(Compiled):
-    """Sequences of four lengths, and a validation with another one."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss([t[:, None].repeat(1, 2 + batch_idx % 4, 1) for t in batch])
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.loss([t[:, None].repeat(1, 7, 1) for t in batch])
-
-
-def _blocks(module: Compiled, backend: Any) -> None:
-    for block in module.net.blocks:
-        block.compile(backend=backend)
-
-
 def _net(module: Compiled, backend: Any) -> None:
     module.net.compile(backend=backend)
 
@@ -66,8 +51,7 @@ def _copy(module: Compiled, backend: Any) -> None:
     module.called = torch.compile(module.net, backend=backend)
 
 
-FORMS: dict[str, Callable[[Compiled, Any], None]] = {"blocks": _blocks, "net": _net, "copy beside": _copy}
-WHOLE = "module given to fit"
+FORMS: dict[str, Callable[[Compiled, Any], None]] = {"net": _net, "copy beside": _copy}
 
 
 @dataclass
@@ -127,13 +111,12 @@ def _count(form: str, strategy: Any, kind: Any, counting: CompileCounterWithBack
     counters.clear()
     torch.manual_seed(3)
     module: Any = kind(form=form, backend=counting)
-    given = torch.compile(module, backend=counting) if form == WHOLE else module
     counted = Counted()
     trainer = zoo.make_trainer(
         strategy, callbacks=[_Count(counted, counting)], num_sanity_val_steps=0, limit_val_batches=2
     )
     loaders = [DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH) for _ in range(2)]
-    trainer.fit(given, *loaders)
+    trainer.fit(module, *loaders)
     trainer.save_checkpoint(f"{trainer.default_root_dir}/compiled-{form.replace(' ', '-')}.ckpt")
     counted.breaks = dict(counters["graph_break"])
     counted.left_behind = sum(vars(block).get("_compiled_call_impl") is not None for block in module.net.blocks)

@@ -28,10 +28,10 @@ class BestWeights(Zoo):
     """Keeps a deep copy of a submodule's ``state_dict()`` by hand and goes back to it."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
+        if batch_idx == 1:
             self.best = copy.deepcopy(self.net.state_dict())
             self.extra |= {f"{self.current_epoch}/{name}": whole(value) for name, value in self.best.items()}
-        if batch_idx == 4:
+        if batch_idx == 2:
             self.net.load_state_dict(self.best)
 
 
@@ -191,7 +191,7 @@ class Copies(Zoo):
         self.targets = [copy.deepcopy(self.net)]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx in (1, 3):
+        if batch_idx in (1, 2):
             self.targets.append(copy.deepcopy(self.net))
 
     def loss(self, batch: Any) -> Tensor:
@@ -385,16 +385,15 @@ class Reinitialized(Zoo):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         torch.manual_seed(7 + batch_idx)
         up = self.net.blocks[1].up
-        if batch_idx == 1:
+        if batch_idx == 0:
             nn.init.orthogonal_(up.weight)
-        if batch_idx == 2:
+        if batch_idx == 1:
             up.weight.view(-1)[3:9] *= 0.5
             up.weight.T.mul_(0.9)
             self.net.head.weight[0].zero_()
-        if batch_idx == 3:
+        if batch_idx == 2:
             nn.init.eye_(self.net.blocks[0].up.weight)
             nn.init.sparse_(up.weight, 0.2)
-        if batch_idx == 4:
             for init in (nn.init.trunc_normal_, nn.init.xavier_uniform_):
                 init(self.net.head.weight)
 
@@ -541,7 +540,7 @@ class LoadedStates(Zoo):
         optimizer = self.optimizers().optimizer
         if self.options["where"] == "mid-run" and batch_idx == 1:
             self.kept = copy.deepcopy(optimizer.state_dict())
-        if self.options["where"] == "mid-run" and batch_idx == 4:
+        if self.options["where"] == "mid-run" and batch_idx == 2:
             optimizer.load_state_dict(self.kept)
 
 
@@ -552,19 +551,17 @@ class StatesWritten(Zoo):
         optimizer, head = self.optimizers().optimizer, self.net.head.weight
         if batch_idx == 1:
             optimizer.state[head]["momentum_buffer"].mul_(0.5)
+            if self.current_epoch:
+                optimizer.state.clear()
         if batch_idx == 2:
             norms = {id(p): state["momentum_buffer"].norm() for p, state in optimizer.state.items()}
             momenta = [whole(norms[id(p)]) for p in self.parameters()]  # whichever was forgotten comes last there
             self.extra[f"momenta {self.current_epoch}"] = torch.stack(momenta)
-        if batch_idx == 3:
             assert head in optimizer.state
             del optimizer.state[head]
             assert head not in optimizer.state
-        if batch_idx == 4:
-            if self.current_epoch:
-                optimizer.state.clear()
-            else:
-                optimizer.state = defaultdict(dict)
+        if batch_idx == 0 and self.current_epoch:
+            optimizer.state = defaultdict(dict)
 
 
 class Scripted(Zoo):

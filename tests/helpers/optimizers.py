@@ -424,7 +424,7 @@ def _warm(module: Any) -> Optimizer:
 
 
 class LoadsStates(Callback):
-    """Loads the optimizer's states at the start, and in mid-run those of three batches ago."""
+    """Loads the optimizer's states at the start, and in mid-run those of the batch before."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         optimizer = trainer.optimizers[0]
@@ -436,7 +436,7 @@ class LoadsStates(Callback):
             state = optimizer.state_dict()
             copied = {i: {key: value.clone() for key, value in each.items()} for i, each in state["state"].items()}
             self.states = {**state, "state": copied}
-        if batch_idx == 4:
+        if batch_idx == 2:
             optimizer.load_state_dict(self.states)
 
 

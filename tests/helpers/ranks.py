@@ -366,6 +366,10 @@ def _fork_on_request(fd: int) -> None:
 
     lightning_zero.ZeroStrategy  # noqa: B018  (imports the strategy, Lightning and torch with it)
     import_module("lightning_zero.engines.fsdp2.engine")
+    if torch.version.cuda is None:  # deepspeed looks for devices, after which CUDA could not be used in a fork
+        with contextlib.suppress(ImportError):
+            for name in ("deepspeed.runtime.engine", "torch._inductor.compile_fx"):  # with its first run
+                import_module(name)
     torch.set_num_threads(1)
     gc.freeze()  # the collection after each job need not walk through torch
     requests = socket.socket(fileno=fd)

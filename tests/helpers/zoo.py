@@ -34,6 +34,8 @@ WIDTH = 8
 BATCH = 4
 NUM_ITEMS = 28
 """Divisible neither by 3 ranks nor, at 2, by the batch: the sampler pads and the last batch is short."""
+KIND_ITEMS = 19
+"""Of a kind: on 2 ranks three batches in an epoch, the last one short; the sampler pads on 2 ranks and on 3."""
 BLOCKS = {"min_unit_numel": 1}
 """Settings under which every repeated block is its own unit."""
 WHOLE: dict[str, Any] = {}
@@ -65,7 +67,7 @@ class TokenDataset(Dataset):
     """``(tokens, next tokens)``, both (6,), of a vocabulary of 13."""
 
     def __len__(self) -> int:
-        return NUM_ITEMS
+        return KIND_ITEMS
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(13, (7,), generator=torch.Generator().manual_seed(1000 + index))
@@ -76,7 +78,7 @@ class ImageDataset(Dataset):
     """``(image (3, 6, 6), target (WIDTH,))``."""
 
     def __len__(self) -> int:
-        return NUM_ITEMS
+        return KIND_ITEMS
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1000 + index)
@@ -1212,7 +1214,7 @@ class Kind:
     module: Callable[[], L.LightningModule]
     trainer: dict[str, Any] = field(default_factory=dict)
     callbacks: Callable[[], list[Callback]] = list
-    dataset: Callable[[], Dataset] = RandomDataset
+    dataset: Callable[[], Dataset] = lambda: RandomDataset(KIND_ITEMS)
     validates: bool = False
     """Runs validation each epoch."""
     max_epochs: int = 2
@@ -1403,7 +1405,7 @@ KINDS: dict[str, Kind] = {
     "built_in_configure_model": Kind(module=_of(LateBuilt, half=False)),
     "built_half_and_half": Kind(module=_of(LateBuilt, half=True)),
     "called_twice": Kind(module=_of(CalledTwice)),
-    "varying_order": Kind(module=_of(VaryingOrder), reference=UNUSED, validates=True),
+    "varying_order": Kind(module=_of(VaryingOrder), reference=UNUSED, validates=True, max_epochs=3),
     "last_unit_varies": Kind(module=_of(LastVaries), reference=UNUSED),
     "checkpointed": Kind(module=_of(Checkpointed, reentrant=False), random=True),
     "checkpointed_reentrant": Kind(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import re
@@ -46,11 +45,6 @@ def test_a_containers_own_group_is_the_root_of_its_mount(tmp_path) -> None:
     own.write_text("0::/docker/0123456789ab\n")
     _group(tmp_path / "mounts", V2, str(64 * MIB), 80 * MIB, 0)
     assert list(host.groups_leave(str(tmp_path / "mounts"), str(own))) == [0]
-
-
-def test_without_groups_nothing_is_said(tmp_path) -> None:
-    assert list(host.groups_leave(str(tmp_path), str(tmp_path / "nothing"))) == []
-    assert host.available_host_bytes() > 0
 
 
 def test_a_limit_of_address_space_counts() -> None:
@@ -139,30 +133,3 @@ def test_a_limit_of_open_files_that_cannot_be_enough_is_said_with_one_that_is() 
     assert enough.returncode == 0, enough.stderr
     assert re.search(r"64 ranks take \d+ open files in this process, and its limit is \d+", short.stderr)
     assert "ulimit -n 1152" in short.stderr
-
-
-LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-@pytest.mark.skipif(
-    not LARGE_PAGES.exists() or "[madvise]" not in LARGE_PAGES.read_text(),
-    reason="the kernel has no large pages, or has them for everything",
-)
-def test_fresh_memory_lies_in_large_pages() -> None:
-    size = 16 * MIB
-    for asked, of_it in ((False, 0), (True, size - 4 * MIB)):  # what does not fill a page at either end stays small
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        before = _in_large_pages()
-        if asked:
-            host.in_large_pages(address, size)
-        memory.write(bytes(size))
-        assert _in_large_pages() - before >= of_it
-        if not asked:
-            assert _in_large_pages() == before
-
-
-def _in_large_pages() -> int:
-    found = re.search(r"AnonHugePages:\s*(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
-    assert found is not None
-    return 1024 * int(found[1])

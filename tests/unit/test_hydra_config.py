@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Sequence
-from typing import Any, Literal, Optional, Union
+from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
@@ -17,13 +16,11 @@ from lightning_zero.app.hydra_config import (
     ConfigError,
     make_strategy,
     make_zero_config,
-    plain_type,
     schema_of,
     trainer_schema,
 )
 from lightning_zero.app.plan_command import run_plan
 from lightning_zero.config import DeepSpeedConfig, OffloadConfig, ZeroConfig
-from lightning_zero.launch.launcher import LaunchedDDP
 from lightning_zero.registry import NAMES
 from tests.helpers.ranks import ROOT
 
@@ -32,14 +29,6 @@ def test_schema_has_the_fields_and_defaults_of_the_config():
     schema = schema_of(ZeroConfig)
     assert [f.name for f in dataclasses.fields(schema)] == [f.name for f in dataclasses.fields(ZeroConfig)]
     assert make_zero_config({}) == ZeroConfig()
-
-
-def test_settings_become_one_validated_config():
-    config = make_zero_config({"stage": 2, "offload": {"target": "none"}, "units": ["Block"]})
-    assert config == ZeroConfig(stage=2, offload=OffloadConfig(), units=["Block"])
-    assert make_strategy(stage=1).config.stage == 1
-    assert isinstance(make_strategy(name="ddp"), LaunchedDDP)
-    assert make_strategy(name="fsdp") == "fsdp"
 
 
 def _job(*overrides: str) -> Any:
@@ -134,25 +123,6 @@ def test_a_deepspeed_file_decides_what_was_not_chosen(tmp_path):
 def test_wrong_settings_are_config_errors(settings, message):
     with pytest.raises(ConfigError, match=message):
         make_zero_config(settings)
-
-
-@pytest.mark.parametrize(
-    ("hint_", "plain"),
-    [
-        (Literal[1, 2], int),
-        (Literal["a", 1] | None, Union[str, int, None]),  # noqa: UP007
-        (Sequence[str] | None, Optional[list[str]]),  # noqa: UP045
-        (int | float, Union[int, float]),  # noqa: UP007
-        (int | list[str] | None, Any),
-        (Any | None, Any),
-    ],
-)
-def test_types_become_what_omegaconf_can_check(hint_, plain):
-    assert plain_type(hint_) == plain
-
-
-def test_a_dataclass_or_a_word_becomes_the_dataclass():
-    assert plain_type(OffloadConfig | str) is schema_of(OffloadConfig)
 
 
 def test_trainer_takes_every_argument_of_lightnings():

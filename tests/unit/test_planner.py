@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.utils.data import DataLoader, IterableDataset
 import lightning_zero
 from lightning_zero import ZeroConfig
 from lightning_zero.planner import GIB, Planner, choose, first_batch, plan
-from lightning_zero.planner.memory import KINDS
 from lightning_zero.recipes.gpt import GPT
 from tests.helpers import zoo
 from tests.helpers.account import Attention, Mlp
@@ -53,17 +51,12 @@ class Quantized(torch.optim.Optimizer):
     ("make", "optimizer_bytes"),
     [
         (lambda p: torch.optim.SGD(p, lr=0.1), 0),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 72 * 4),
-        (lambda p: torch.optim.Adam(p), 72 * 8 + 2 * 4),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), 72 * 12 + 2 * 4),
-        (lambda p: torch.optim.RMSprop(p), 72 * 4 + 2 * 4),
-        (lambda p: torch.optim.RAdam(p), 72 * 8 + 2 * 4),
         # one row and one column vector for the matrix, everything for the bias, and the counters
         (lambda p: torch.optim.Adafactor(p), 2 * 8 * 4 + 8 * 4 + 2 * 4),
-        (lambda p: zoo.Lion(p), 72 * 4),
         (lambda p: Quantized(p), 72 * 2 + 2 * 8),
     ],
-    ids=["sgd", "momentum", "adam", "amsgrad", "rmsprop", "radam", "adafactor", "lion", "8-bit"],
+    ids=["sgd", "amsgrad", "adafactor", "8-bit"],
 )
 def test_optimizer_states_are_those_of_the_optimizer_itself(make, optimizer_bytes):
     made = plan(OneLayer(optimizer=make), PAIR)
@@ -130,34 +123,6 @@ def test_saved_inputs_that_wait_in_host_memory_are_not_the_devices():
     assert away.max_micro_batch_checkpointed > kept.max_micro_batch_checkpointed
 
 
-def test_a_plan_says_what_it_counts_as_recomputed():
-    config = BLOCKS.with_(activation_checkpointing=["blocks.0"])
-    assert "ckpt: activation_checkpointing=['blocks.0'].\n" in plan(Mlp(), TOKENS, config=config).table()
-    assert "ckpt: each unit's activations recomputed.\n" in plan(Mlp(), TOKENS, config=BLOCKS).table()
-    with pytest.raises(ValueError, match="'Blok' matches no module"):
-        plan(Mlp(), TOKENS, config=BLOCKS.with_(activation_checkpointing=["Blok"]))
-
-
-def test_recomputation_takes_less_and_the_largest_micro_batch_just_fits():
-    made = plan(Attention(), TOKENS, world_size=2, config=BLOCKS, device_memory_gib=0.5, headroom=0.0)
-    for row in made.rows:
-        assert row.activations_checkpointed < row.activations
-        assert row.max_micro_batch < row.max_micro_batch_checkpointed
-        assert row.peak == pytest.approx(sum(row.at_peak.values()))
-        assert set(row.at_peak) == set(KINDS)
-    largest = made.row("zero3").max_micro_batch
-    for size, fits in ((largest, True), (int(largest * 1.02) + 1, False)):
-        again = plan(
-            Attention(),
-            torch.zeros(size, 65, dtype=torch.long),
-            world_size=2,
-            config=BLOCKS,
-            device_memory_gib=0.5,
-            headroom=0.0,
-        )
-        assert again.row("zero3").fits == fits
-
-
 def test_mixed_precision_gathers_half_and_keeps_fp32_states():
     full, mixed = (
         plan(Mlp(), TOKENS, world_size=4, config=BLOCKS, precision=p).row("zero3") for p in ("32-true", "bf16-mixed")
@@ -206,11 +171,10 @@ class RunsItself(zoo.Zoo):
 
 
 @pytest.mark.parametrize("what", ["layer", "weight", "hook"])
-@pytest.mark.parametrize("make", [plan, lambda module, batch: Planner(module)(batch)])
-def test_the_module_itself_does_not_run(make, what):
+def test_the_module_itself_does_not_run(what):
     """It may be sharded by then, and one rank alone would gather."""
     module = RunsItself(what)
-    assert any("could not be traced" in note for note in make(module, PAIR).notes)
+    assert any("could not be traced" in note for note in plan(module, PAIR).notes)
     assert not module.seen
     assert all(p.grad is None for p in module.parameters())
     assert not any(m._forward_pre_hooks for m in module.modules())
@@ -284,6 +248,7 @@ def _rows(*, device: list[float], checkpointed: list[float] | None = None) -> An
         ([99, 30, 20, 15, 3, 2, 1], [99, 30, 7, 5, 3, 2, 1], "zero2", True, "activation_checkpointing="),
         ([99, 30, 20, 15, 3, 2, 1], None, "zero1_offload", False, "without offload even zero3"),
         ([99, 30, 20, 15, 30, 20, 11], None, None, False, "nothing fits: even zero3_offload"),
+        ([99, 30, 20, 15, 30, 20, 12, 3], None, "zero3_nvme", False, "zero3_nvme"),
     ],
 )
 def test_the_cheapest_row_that_fits_is_picked_and_says_why(device, checkpointed, choice, needs_checkpointing, reason):
@@ -291,11 +256,6 @@ def test_the_cheapest_row_that_fits_is_picked_and_says_why(device, checkpointed,
     name, checkpointing, text = choose(rows, 10 * GIB, None, 2)
     assert (name, checkpointing) == (choice, needs_checkpointing)
     assert reason in text
-
-
-def test_files_come_last():
-    rows = _rows(device=[99, 30, 20, 15, 30, 20, 12, 3])
-    assert choose(rows, 10 * GIB, None, 2)[0] == "zero3_nvme"
 
 
 def test_host_memory_limits_offload():
@@ -311,30 +271,11 @@ def test_host_memory_limits_offload():
 # -- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def test_table_and_json_hold_every_row(tmp_path):
-    made = plan(Mlp(), TOKENS, world_size=4, config=BLOCKS, device_memory_gib=1)
-    names = ["ddp", *(f"zero{s}{o}" for o in ("", "_offload") for s in (1, 2, 3)), "zero3_nvme"]
-    assert [row.name for row in made.rows] == names
-    text = str(made)
-    for name in names:
-        assert f"\n{name}" in text
-    assert text.splitlines()[-1].startswith("take zero1: needs")
-    assert json.loads(json.dumps(made.to_dict()))["rows"][3]["peak"] == made.row("zero3").peak
-
-
 def test_the_chart_is_a_png(tmp_path):
     pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
     made = plan(Mlp(), TOKENS, world_size=4, config=BLOCKS, device_memory_gib=1)
     made.plot(str(tmp_path / "plan.png"))
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=r"plan\.plot.*lightning-zero\[plot\]"):
-        plan(zoo.Zoo(), PAIR).plot(str(tmp_path / "plan.png"))
 
 
 # -- the batch -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torchmetrics import MeanMetric
@@ -91,18 +91,6 @@ def test_a_strategy_that_knows_its_own_device_has_no_list_of_them(monkeypatch: p
     assert strategy.local_rank == 1
     strategy._configure_launcher()
     assert strategy.launcher is not None
-
-
-@pytest.mark.parametrize(("stage", "empty_init", "says"), [(3, None, True), (3, True, False), (2, None, False)])
-def test_init_module_says_when_it_makes_the_whole_module(
-    stage: int, empty_init: bool | None, says: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("lightning_zero.strategy.rank_zero_info", said.append)
-    trainer = Trainer(accelerator="cpu", devices=2, strategy=ZeroStrategy(stage=stage), logger=False)
-    with trainer.init_module(empty_init=empty_init):
-        torch.nn.Linear(2, 2)
-    assert ["init_module(empty_init=True)" in text for text in said] == [True] * says
 
 
 class OwnConversion(nn.Module):

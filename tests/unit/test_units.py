@@ -23,11 +23,6 @@ class Coder(Block):
         return self.mlp(x)
 
 
-class Filled(Block):
-    def reset_parameters(self):
-        self.mlp[0].reset_parameters()
-
-
 class Model(nn.Module):
     def __init__(self, block=Block) -> None:
         super().__init__()
@@ -56,10 +51,6 @@ def test_blocks_with_methods_beside_forward_give_way_to_their_children():
     names = _names(plan_units(Model(Coder)))
     assert "blocks.0" not in names
     assert "blocks.0.mlp.0" in names
-
-
-def test_the_initializer_that_meta_modules_need_is_no_such_method():
-    assert _names(plan_units(Model(Filled))) == ["blocks.0", "blocks.1", "blocks.2", ROOT]
 
 
 def test_every_parameter_has_one_place():

@@ -1,8 +1,8 @@
 """Every private part of ``fully_shard`` that we touch, and nothing else.
 
 ``fully_shard`` has no undo, no public way to know its groups and none to act before a group's reduction. What follows
-was read in torch 2.11-2.15; :data:`FULLY_SHARD` is checked when a strategy is made, and
-``tests/unit/test_fsdp2_private.py`` tells when something behaves otherwise.
+was read in torch 2.11-2.15; :data:`FULLY_SHARD` is checked when a strategy is made, and the parity tests show when
+something behaves otherwise.
 """
 
 from __future__ import annotations

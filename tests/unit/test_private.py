@@ -1,0 +1,144 @@
+"""Private parts of other libraries whose loss no result would show: work on each step, and what only a GPU would meet.
+
+That the names are there is checked when a strategy is made (``test_private_check.py``); that values are right is seen
+by the parity tests.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.tuner import batch_size_scaling, lr_finder
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_zero.engines.fsdp2 import private as fsdp2
+from lightning_zero.private import lightning, transformers
+from lightning_zero.private import torch as private
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[nn.Sequential]:
+    """Two units on one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = dist.init_device_mesh("cpu", (1,))
+    for unit in (model[0], model):
+        fully_shard(unit, mesh=mesh)
+    fsdp2.init_now(model)
+    yield model
+    dist.destroy_process_group()
+
+
+def test_hooks_are_hidden_from_dynamo_once(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than at each call, which takes longer than what they do; the end of the root's backward remains."""
+    for unit in (model[0], model):
+        fsdp2.hooks_once(unit)
+        for group in fsdp2.groups(unit):
+            fsdp2.before_reduce(group, lambda g: True)
+            fsdp2.before_backward(group, lambda g: None)
+    hidden, disable = [], torch._dynamo.disable
+    monkeypatch.setattr(torch._dynamo, "disable", lambda f, **more: hidden.append(f) or disable(f, **more))
+    model(torch.ones(1, 4)).sum().backward()
+    assert {f.__name__ for f in hidden} <= {"_root_post_backward_final_callback"}
+    assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+
+
+def test_a_reduction_outside_of_the_backward_has_ended(model: nn.Sequential) -> None:
+    """Otherwise an optimizer on a GPU may read gradients that are not reduced yet."""
+    (inner,) = fsdp2.groups(model[0])
+    fsdp2.before_reduce(inner, lambda g: False)  # left out
+    model(torch.ones(1, 4)).sum().backward()
+    assert all(p.grad is None for p, _ in fsdp2.registrations(inner))
+    fsdp2.reduce_now(inner)
+    assert not getattr(inner.comm_ctx, "_last_post_reduce_events", None)  # of torch 2.13 and later
+    assert all(p.grad is not None for p, _ in fsdp2.registrations(inner))
+
+
+def test_transforms_are_torchs_own_after_the_last_run() -> None:
+    """Runs may end in another order than they began in."""
+    transforms = torch._functorch.apis.vmap_impl, torch._functorch.eager_transforms.grad_and_value_impl
+    seen: list[int] = []
+    ends = [private.translate_transformed(lambda value, i=i: (seen.append(i), value)[1]) for i in range(3)]  # type: ignore[misc]
+    for left in ({1, 2}, {1}, set()):
+        ends.pop(0 if len(left) != 1 else 1)()
+        seen.clear()
+        torch.func.vmap(torch.sin)(torch.ones(2))
+        assert set(seen) == left
+    assert transforms == (torch._functorch.apis.vmap_impl, torch._functorch.eager_transforms.grad_and_value_impl)
+
+
+def test_nothing_is_broadcast_before_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning would wait there for a value of the device. Its method is back on the loop afterwards."""
+    from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+    calls = []
+    monkeypatch.setattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor", lambda self: calls.append(1))
+    loop = Trainer(default_root_dir=tmp_path, accelerator="cpu", devices=1, logger=False).fit_loop.epoch_loop
+    undo = lightning.without_sigterm_broadcast(loop)
+    loop._broadcast_sigterm_tensor()
+    assert not calls
+    undo()
+    loop._broadcast_sigterm_tensor()
+    assert calls == [1]
+    assert "_broadcast_sigterm_tensor" in _TrainingEpochLoop.advance.__code__.co_names  # looked up on the loop
+
+
+def test_tuners_name_their_files() -> None:
+    sources = [inspect.getsource(module) for module in (batch_size_scaling, lr_finder)]
+    assert all(any(f'"{begin}{{' in source for source in sources) for begin in lightning.TUNERS_FILES)
+
+
+def test_deepspeed_takes_the_accelerator_of_the_run() -> None:
+    """Two runs of one process, on a CPU and on a GPU, in either order."""
+    pytest.importorskip("deepspeed")
+    from lightning_zero.engines.deepspeed import private as deepspeed
+
+    with deepspeed.environment(torch.device("cpu")):
+        from deepspeed.accelerator import get_accelerator
+
+        try:
+            for kind in ("cpu", "cuda", "cpu"):
+                deepspeed.use_accelerator(torch.device(kind))
+                assert get_accelerator().device_name() == kind
+                assert get_accelerator().communication_backend_name() == {"cpu": "gloo", "cuda": "nccl"}[kind]
+        finally:
+            deepspeed.use_accelerator(torch.device("cpu"))
+
+
+def test_rows_of_stacked_experts_read_no_others() -> None:
+    """Otherwise each rank reads all experts, to keep its own."""
+    pytest.importorskip("transformers.core_model_loading")
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from lightning_zero.checkpoint.lazy import LazyTensor
+
+    sizes = {"hidden_size": 4, "intermediate_size": 6, "num_attention_heads": 2, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        model = MixtralForCausalLM(MixtralConfig(vocab_size=5, num_hidden_layers=1, num_local_experts=12, **sizes))
+    read: list[tuple[int, str]] = []
+
+    def file(i: int, w: str) -> LazyTensor:
+        def rows(start: int, stop: int) -> torch.Tensor:
+            read.append((i, w))
+            return torch.full((stop - start, 4 if w != "w2" else 6), float(i))
+
+        return LazyTensor((6, 4) if w != "w2" else (4, 6), torch.float32, rows)
+
+    mlp = "model.layers.0.block_sparse_moe"
+    files: Any = {f"{mlp}.experts.{i}.{w}.weight": file(i, w) for i in range(12) for w in ("w1", "w2", "w3")}
+    found = transformers.converted(model, files, dict(model.named_parameters()), LazyTensor)
+    assert found is not None
+    for part, weights in (("gate_up_proj", ["w1", "w3"]), ("down_proj", ["w2"])):
+        (tensor,) = [tensor for name, (tensor, _) in found.by_name.items() if part in name]
+        read.clear()
+        assert tensor[9:11].clone().mean((1, 2)).tolist() == [9.0, 10.0]
+        assert sorted(read) == [(i, w) for i in (9, 10) for w in weights]
