@@ -19,7 +19,7 @@ from lightning_zero.comm.agree import (
     broadcast_coalesced,
     shared_agreement,
 )  # fmt: skip
-from lightning_zero.comm.meeting import Meeting
+from lightning_zero.comm.barrier import Barrier
 from tests.helpers import zoo
 from tests.helpers.lifetime import forget_peak, resident
 from tests.helpers.ranks import job_store, outcome
@@ -58,7 +58,7 @@ def _under_a_default_device() -> None:
     agreement, rank, n = shared_agreement(60), dist.get_rank(), dist.get_world_size()
     message = torch.tensor([rank])
     with torch.device("meta"):  # as `torch.set_default_device`
-        assert Meeting(agreement).round(rank, lambda: "").key == n - 1
+        assert Barrier(agreement).round(rank, lambda: "").key == n - 1
         agreement.all_reduce(message, dist.ReduceOp.MAX, IN_STEP).wait()
         assert agreement.gather(bytes(5000)) == [bytes(5000)] * n
         assert agreement.decide(lambda: rank, list, "the call") == rank
@@ -102,7 +102,7 @@ def _at_once() -> None:
     """The step sync travels ahead, the engine agrees several times, a thread saves, the main thread agrees."""
     dist.init_process_group("gloo")
     agreement, rank, n = shared_agreement(60), dist.get_rank(), dist.get_world_size()
-    saver = agreement.beside(IN_BACKGROUND)
+    saver = agreement.with_kind(IN_BACKGROUND)
     heard: list[list[int]] = []
     thread = threading.Thread(target=lambda: heard.extend(saver.gather(-rank - i) for i in range(30)))
     thread.start()
@@ -166,7 +166,7 @@ def test_after_a_failed_agreement_the_next_run_gets_a_new_channel_on_all_ranks(a
         assert knew == (rank != absent)
         if rank != absent:
             assert "the call on rank" in said
-            assert f"within timeout_seconds={LIMIT:g} (rank {absent} has ended, or has not come in time" in said
+            assert f"within timeout_seconds={LIMIT:g} (rank {absent} has ended or did not respond in time" in said
 
 
 def _broadcast_of_a_large_tensor() -> int:

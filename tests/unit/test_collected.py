@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_zero.checkpoint import collected
-from lightning_zero.checkpoint.layout import whole_bytes
+from lightning_zero.checkpoint.layout import full_bytes
 
 
 def test_a_limit_of_address_space_is_named_before_anything_is_sent(monkeypatch):
@@ -21,4 +21,4 @@ def test_a_limit_of_address_space_is_named_before_anything_is_sent(monkeypatch):
 
 def test_bytes_count_tied_tensors_once():
     tied = torch.zeros(4)
-    assert whole_bytes({"a": tied, "b": [tied, torch.zeros(3, dtype=torch.float64)], "c": 1}) == 16 + 24
+    assert full_bytes({"a": tied, "b": [tied, torch.zeros(3, dtype=torch.float64)], "c": 1}) == 16 + 24

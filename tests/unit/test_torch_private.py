@@ -208,7 +208,7 @@ def test_a_parameter_is_brought_beside_a_transform() -> None:
 
     def function(x: Tensor) -> Tensor:
         seen.append(private.in_transform())
-        with private.beside_transforms():
+        with private.outside_transforms():
             seen.append(private.in_transform())
             brought = Brings.apply(p)
         with pytest.raises(RuntimeError, match="vmap"):
@@ -216,7 +216,7 @@ def test_a_parameter_is_brought_beside_a_transform() -> None:
         return x + brought
 
     assert torch.func.vmap(function)(torch.ones(3, 1)).tolist() == [[3.0]] * 3
-    with private.beside_transforms():
+    with private.outside_transforms():
         assert Brings.apply(p).item() == 2.0
     assert seen == [True, False]
     assert not private.in_transform()
@@ -356,7 +356,7 @@ def test_graphs_are_wrapped_and_hold_no_attribute_of_a_parameter(dynamo: None, m
     assigns: list[bool] = []
 
     def wrap(graph: Any, compiled: private.Graph) -> private.Graph:
-        assigns.append(private.puts_other_memory(graph))
+        assigns.append(private.assigns_data(graph))
 
         def run(*args: Any) -> Any:
             ran.append("graph")

@@ -34,7 +34,7 @@ def test_a_read_only_folder_is_named(tmp_path, number):
 def test_a_file_in_the_way_is_named(tmp_path):
     (tmp_path / "logs").touch()
     said = _said(tmp_path / "logs" / "run" / "last.ckpt")
-    assert f"{tmp_path / 'logs'} is no folder" in said
+    assert f"{tmp_path / 'logs'} is not a folder" in said
     assert "default_root_dir" in said
 
 

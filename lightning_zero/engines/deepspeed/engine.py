@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement, shared_agreement
-from lightning_zero.comm.meeting import Meeting
+from lightning_zero.comm.barrier import Barrier
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine, OnWhole, Root, refuse_late_hooks, unheard
 from lightning_zero.engines.deepspeed import private
@@ -139,7 +139,7 @@ class DeepSpeedEngine(Engine):
         )  # fmt: skip
         agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
         meets = agreement is not None and dist.get_world_size() > 1
-        meeting = Meeting(agreement) if meets and agreement is not None else None
+        meeting = Barrier(agreement) if meets and agreement is not None else None
         self._residency = Residency(self._store, self._under_way.is_between, meeting, memories)
         self._store.residency = self._residency
         self._guards = Guards(self._residency, params.held)
