@@ -15,7 +15,7 @@ def test_a_limit_of_address_space_is_named_before_anything_is_sent(monkeypatch):
     monkeypatch.setattr(collected, "own_room_bytes", lambda: 3 << 30)
     assert memory.why_not(3 << 30) is None
     error = memory.why_not((3 << 30) + (1 << 29))
-    assert "collects 3.50 GiB on rank 0, whose address space may grow by 3.00 GiB" in str(error)
+    assert "collects 3.50 GiB on rank 0, whose address space may grow by only 3.00 GiB" in str(error)
     assert "checkpoint='sharded'" in str(error)
 
 
