@@ -117,6 +117,7 @@ def remove_stale(folder: Path, prefix: str) -> None:
     unfinished, and their parent folders if these are then empty."""
     for leftover in folder.glob(f"{prefix}*.{socket.gethostname()}-*{UNFINISHED}"):
         pid = leftover.name.removesuffix(UNFINISHED).rpartition("-")[2]
+        # Without /proc (not Linux) nothing shows whether the process is alive, so its files must stay.
         if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
             with contextlib.suppress(OSError):  # other processes may delete it at the same time
                 if leftover.is_dir():

@@ -198,7 +198,7 @@ def _fill(targets: Mapping[str, Tensor], found: Mapping[str, Stored], in_run: bo
     with torch.no_grad():
         for name, each in found.items():
             target = targets[name]
-            if id(target) in done:
+            if id(target) in done:  # a tied tensor under its second name: its value is already stored
                 continue
             done.add(id(target))
             if not target.is_meta:

@@ -108,7 +108,7 @@ class Saving:
             self._memory = Collected([folder, trainer.default_root_dir])
         try:
             checkpoint: dict[str, Any] = type(connector).dump_checkpoint(connector, weights_only)
-            if self.agreement.rank == 0:
+            if self.agreement.rank == 0:  # before end_reads: copying parameters may need the other ranks' rows
                 checkpoint = {key: _apart(value) for key, value in checkpoint.items()}
             self._end_reads()
         except BaseException:

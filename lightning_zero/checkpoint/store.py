@@ -67,7 +67,7 @@ def load(path: str, weights_only: bool | None, agreement: Agreement) -> Loaded:
     if isinstance(fs, LocalFileSystem):
         share = agreement.rank, agreement.world_size
         return Loaded(together(agreement, lambda: _read(target, weights_only, *share)))
-    fetched, *of_host = _fetch(path, agreement)
+    fetched, *of_host = _fetch(path, agreement)  # ranks of one host divide the checksums of their common copy
     try:
         return Loaded(together(agreement, lambda: _read(str(fetched / "checkpoint"), weights_only, *of_host)), fetched)
     except BaseException:

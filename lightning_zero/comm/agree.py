@@ -35,7 +35,7 @@ def broadcast_coalesced(tensors: Sequence[Tensor], src: int = 0, group: dist.Pro
         if len(bucket) == 1 and bucket[0].is_contiguous():  # sent in place: a large tensor must not be copied
             dist.broadcast(bucket[0].detach().view(-1).view(torch.uint8), src, group=group)
             if dist.get_rank(group) != src and not bucket[0].is_inference():
-                increment_version(bucket[0])
+                increment_version(bucket[0])  # a collective does not: autograd would miss this write
             continue
         flat = torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in bucket])
         dist.broadcast(flat, src, group=group)
@@ -54,7 +54,7 @@ def all_reduce_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup | None =
     for dtype in {t.dtype: None for t in tensors}:
         for bucket in _buckets([t for t in tensors if t.dtype == dtype and t.numel()]):
             flat = torch.cat([t.reshape(-1) for t in bucket])
-            flat.div_(world_size)
+            flat.div_(world_size)  # before the sum, as in DDP: in float16 the sum could overflow
             dist.all_reduce(flat, group=group)
             parts = flat.split([t.numel() for t in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
@@ -321,6 +321,7 @@ def _any_lost(world: dist.ProcessGroup, lost: bool, asked: int, timeout_seconds:
     store, name = world.get_group_store(), f"lightning_zero/channel_{asked}"
     if lost:
         store.add(f"{name}/lost", 1)
+    # The last rank to arrive publishes the result: every rank whose channel is lost has reported that before.
     if store.add(f"{name}/here", 1) == dist.get_world_size():
         store.set(f"{name}/all", "lost" if store.add(f"{name}/lost", 0) else "all well")
     try:

@@ -81,7 +81,7 @@ class Barrier:
                 " give the process a copy that was made before."
             )
         mine = _DONE if key is None else key + 1
-        ends = torch.tensor([mine, -mine], device="cpu")
+        ends = torch.tensor([mine, -mine], device="cpu")  # one MAX gives the highest key and the negated lowest one
         try:
             with DisableTorchFunction():
                 self._agreement.all_reduce(ends, dist.ReduceOp.MAX, READS, self._peer_memory).wait()

@@ -51,7 +51,7 @@ NEAR_PIECE_BYTES = 2**19
 SMALL_BYTES = 2**18
 """Shards below this size share one message: one more copy costs less than one more message."""
 IDLE_BYTES = 8 * 2**20
-"""Of idle blocks of this size or more, the pool keeps only one; it keeps all smaller ones."""
+"""The pool keeps only one idle block of this size or more; it keeps all smaller ones."""
 _GATHER, _REDUCTION, _FULL, _COLLECTED = 7001, 7002, 7003, 7004
 """Tags of messages. A gather may begin and end during a reduction on the same group, and a full tensor may be requested
 during both, so each kind needs its own tag. The numbers are unlikely to be used by a user's own messages."""
@@ -267,7 +267,7 @@ class _Sent:
             if source == peer:
                 self._arriving[i].wait()
                 yield self._slices[i]
-                if i + 2 < len(self._slices):
+                if i + 2 < len(self._slices):  # the caller has added this piece, so its slot is free again
                     self._arriving.append(self._receive(i + 2))
 
     def end(self) -> None:

@@ -375,7 +375,7 @@ def _connect(links: dict[int, _Link], rank: int, near: Mapping[int, _Card], list
     try:
         _allow_reads(near.values())
         for other, card in near.items():
-            if other < rank:
+            if other < rank:  # the higher rank connects and the lower one accepts: one link per pair
                 made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 links[other] = _Link(card.pid, made)
                 made.settimeout(_CONNECT_SECONDS)

@@ -238,7 +238,7 @@ def rows_of(tensor: DTensor) -> tuple[int, int]:
     last ranks."""
     start, length = 0, tensor.shape[0]
     for mesh_dim, placement in enumerate(tensor.placements):
-        if placement.is_shard(0):
+        if placement.is_shard(0):  # split as torch.chunk does, which fully_shard uses: other rules would shift rows
             each = -(-length // tensor.device_mesh.size(mesh_dim))
             first = min(each * tensor.device_mesh.get_local_rank(mesh_dim), length)
             start, length = start + first, min(each, length - first)

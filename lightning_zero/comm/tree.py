@@ -124,6 +124,7 @@ def all_reduce(message: Tensor, op: Any, group: dist.ProcessGroup, tag: int, pee
     rank, below = group.rank(), children(group.rank(), group.size())
     edges = [*below, *([parent(rank)] if rank else [])]
     near = peers.ranks if peers is not None else ()
+    # Post all receives first: gloo starts a peer's send only when its receiver is there.
     arriving = {peer: _Arriving(message, peer, group, tag) for peer in edges if peer not in near}
     sent: list[Any] = []
 
@@ -144,7 +145,7 @@ def all_reduce(message: Tensor, op: Any, group: dist.ProcessGroup, tag: int, pee
             assert peers is not None
             peers.send(peer, tag, bytes(message.view(torch.uint8).numpy()))
 
-    if rank and not below:
+    if rank and not below:  # a leaf has nothing to wait for, so its message travels while the caller continues
         send(parent(rank))
     yield
     for child in below:
@@ -264,6 +265,7 @@ class _Round:
 
     def send(self, peer: int, value: bytes) -> None:
         framed = _HEADER.pack(len(value)) + value
+        # The first part is padded: its receive was posted with a fixed size, before anybody knew the content's size.
         for part in (framed[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"), framed[_FIRST_BYTES:]):
             if part:
                 memory = torch.frombuffer(bytearray(part), dtype=torch.uint8)

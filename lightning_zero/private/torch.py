@@ -142,7 +142,7 @@ with importing(TORCH):
     # their process groups are: a later run would get tensors with an earlier run's groups. No public name clears it.
 
     DisableTorchFunction = torch._C.DisableTorchFunction
-    """Inside it, no ``__torch_function__`` runs, neither of a mode (as our views have) nor of a subclass. The public
+    """No ``__torch_function__`` runs inside it, neither of a mode (as our views have) nor of a subclass. The public
     ``DisableTorchFunctionSubclass`` leaves modes on."""
     DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # documented under this name
     EnableTorchFunction: Any = torch._C._EnableTorchFunction
