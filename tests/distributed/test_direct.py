@@ -173,7 +173,7 @@ def test_a_rank_that_dies_ends_the_exchange(ranks2, ranks_per_host, monkeypatch)
     assert kinds == {0: "RuntimeError", 1: "exit"}
 
 
-def test_memory_is_lent_again_only_when_no_tensor_is_left_in_it():
+def test_memory_is_reused_only_when_no_tensor_is_left_in_it():
     pool = direct.Pool()
     first = pool.empty(1000, torch.float32)
     address, view = first.data_ptr(), first[10:20].as_strided((2, 3), (3, 1))
@@ -185,7 +185,7 @@ def test_memory_is_lent_again_only_when_no_tensor_is_left_in_it():
     assert pool.empty(100, torch.float32).data_ptr() != address  # a small one does not take a large one's place
 
 
-def test_of_large_memory_one_idle_piece_stays():
+def test_the_pool_keeps_one_large_idle_block():
     pool, numel = direct.Pool(), direct.IDLE_BYTES // 2
     first, second = pool.empty(numel, torch.float32), pool.empty(numel, torch.float32)
     address, before = second.data_ptr(), _resident()
