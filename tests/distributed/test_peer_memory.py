@@ -56,12 +56,12 @@ def _met(refused: str) -> list[int]:
         "reading": ("_read_memory", lambda *args: -1),
         "sample": ("_read_memory", another),
         "connection": ("_connect", lambda links, *rest: connects(links, *rest) and False),
-        "socket": ("_let_read", mock.Mock(side_effect=TimeoutError)),
+        "socket": ("_allow_reads", mock.Mock(side_effect=TimeoutError)),
         "host": ("_host", lambda: "another"),
     }
     with ExitStack() as stack:
         if refused in UNMET:  # nobody succeeds, so a busy machine changes nothing
-            stack.enter_context(mock.patch.object(peer_memory, "_MEETING_SECONDS", 0.5))
+            stack.enter_context(mock.patch.object(peer_memory, "_CONNECT_SECONDS", 0.5))
         if refused and int(os.environ["RANK"]) == 1:
             stack.enter_context(mock.patch.object(peer_memory, *changes[refused]))
         return list(_meet().ranks)
