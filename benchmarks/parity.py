@@ -143,18 +143,21 @@ def _print_page(rows: dict[str, tuple[str, ...]], world_size: int, shard_size: i
     tests = "`make test` trains each at stage 3\nand at one other stage or engine"
     if any(name in PACKAGED for name in rows):
         tests += "; those with a package and its version are\n`tests/helpers/held_packages.py`'s"
-    title, lie, header = "Parity with DDP", "", "fsdp2, stage 1 | 2 | 3 | deepspeed, stage 1 | 2 | 3"
+    title, groups_text, header = "Parity with DDP", "", "fsdp2, stage 1 | 2 | 3 | deepspeed, stage 1 | 2 | 3"
     if shard_size:
         tests = "`tests/distributed/test_hsdp.py` trains some of them"
         title, header = "Shards in groups (HSDP): parity with DDP", "stage 1 | 2 | 3"
-        lie = f"\n`shard_size={shard_size}`: shards lie in groups of {shard_size} ranks, replicas of each other.\n"
+        groups_text = (
+            f"\n`shard_size={shard_size}`: each group of {shard_size} ranks shards the module; the groups are replicas"
+            " of each other.\n"
+        )
     print(
         f"""# {title}
-{lie}
-Largest relative difference of losses / weights against Lightning's `ddp`, step by step and on every rank, after two
-epochs or more on {world_size} CPU processes with gloo in float32. Every rank starts from a different seed; every
-repeated block is a shard unit of `fsdp2`. `0` is bit for bit. **Bold** is beyond the tolerance (there should be none).
-Logged metrics are held to the same tolerance.
+{groups_text}
+Each cell is the largest relative difference of losses / weights from Lightning's `ddp`, compared step by step on every
+rank for at least two epochs, on {world_size} CPU processes with gloo in float32. Every rank starts from a different
+seed; every repeated block is a shard unit of `fsdp2`. `0` is equal bit for bit. **Bold** exceeds the tolerance (there
+should be none). Logged metrics must agree within the same tolerance.
 
 {made} with lightning_zero {lightning_zero.__version__}, torch {torch.__version__},
 deepspeed {version("deepspeed")}, lightning {lightning.__version__}, Python {platform.python_version()}.
@@ -166,12 +169,12 @@ The kinds are the classes of `tests/helpers/zoo.py`; {tests}.
     for name, cells in rows.items():
         print(f"| {' | '.join(cells)} | {ALL[name].tolerance:.0e} |")
     print(
-        "\n¹ Stage 3 gathers a unit when it runs, so one that only some ranks run cannot be gathered; the error names"
-        "\nthe units and what to set instead (`units=`, or stage 2). As one unit these kinds train as under DDP. The"
-        "\nunits of `deepspeed` are the smallest modules."
-        "\n\n² Refused by name: before the first step, or where user code does it (a transform of `torch.func`,"
-        " gradients\nread in `LightningModule.backward`, writes that would be lost). The error says what to do"
-        " instead.\n"
+        "\n¹ Stage 3 gathers a unit when it runs, so a unit that only some ranks run cannot be gathered. The error"
+        " names\nthe units and the setting to use instead (`units=`, or stage 2). As a single unit these kinds train as"
+        " under DDP.\nOn `deepspeed` the units are the smallest modules."
+        "\n\n² Refused by name before the first step, or at the call in user code (a transform of `torch.func`, a read"
+        " of\ngradients in `LightningModule.backward`, a write that would be lost). The error says what to do instead."
+        "\n"
         f"{NOT_YET if not shard_size else ''}"
         "\n## Why the tolerances are not 0\n"
     )

@@ -26,11 +26,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.compiled_names import as_named_now
+from lightning_zero.checkpoint.compiled_names import under_current_names
 from lightning_zero.checkpoint.global_batch import keep_global_batch
 from lightning_zero.checkpoint.later import leaving_for_later
 from lightning_zero.checkpoint.resume import follow, leave_finished_epoch
-from lightning_zero.checkpoint.saving import Collecting, Saving, on_whole_files
+from lightning_zero.checkpoint.saving import Collecting, Saving, with_atomic_files
 from lightning_zero.comm.agree import Agreement, set_run_agreement, shared_agreement
 from lightning_zero.config import (
     ActivationCheckpointingConfig,
@@ -197,7 +197,7 @@ class ZeroStrategy(Launched, DDPStrategy):
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """The plugin that writes and reads files on rank 0: the user's, or Lightning's with our way of writing."""
-        self.checkpoint_io = on_whole_files(given_checkpoint_io(self))
+        self.checkpoint_io = with_atomic_files(given_checkpoint_io(self))
         return super().checkpoint_io
 
     @checkpoint_io.setter
@@ -659,7 +659,7 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        state = as_named_now(self.lightning_module, checkpoint["state_dict"])
+        state = under_current_names(self.lightning_module, checkpoint["state_dict"])
         with leaving_for_later():
             super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
 

@@ -1,8 +1,8 @@
-"""Memory for the whole tensors that rank 0 collects for one file.
+"""Memory for the full tensors that rank 0 collects for one file.
 
-A run whose shards fill a host's memory has no room for all of them whole. What goes beyond half of the free memory lies
-in the pages of files without a name, beside the checkpoint's: ordinary tensors for callbacks and for ``torch.save``,
-while the kernel writes them out for whoever needs the room.
+If shards fill a host's memory, it has no room for the full tensors. Tensors beyond half of the free memory therefore
+lie in pages of unnamed files next to the checkpoint. Callbacks and ``torch.save`` see ordinary tensors, and the kernel
+writes the pages out when memory is needed.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ GIB = 1 << 30
 
 
 class Collected:
-    """See the module's text. One object lasts for one checkpoint.
+    """Allocates the memory for one checkpoint; see the module's docstring.
 
     Args:
-        folders: Where the files may be made: the first that is a folder is taken, else the system's for such files.
+        folders: Candidates for the folder of the files. The first that exists is used, else the system's temporary one.
     """
 
     def __init__(self, folders: Sequence[str | None]) -> None:
         self._folder = next((f for f in folders if f is not None and Path(f).is_dir()), tempfile.gettempdir())
-        self._left: int | None = None  # of plain memory, in bytes; asked for on rank 0 alone
+        self._left: int | None = None  # bytes of plain memory; found on first use, which only rank 0 has
 
     def why_not(self, nbytes: int) -> CheckpointError | None:
-        """Why this process cannot collect as much: pages of files count, too, under a limit of its address space."""
+        """Returns the error if ``nbytes`` exceed a limit of this process's address space, else ``None``. Such a limit
+        includes pages of files."""
         room = own_room_bytes()
         if room is None or nbytes <= room:
             return None
         return CheckpointError(
-            f"checkpoint='file' collects {nbytes / GIB:.2f} GiB on rank 0, whose address space may grow by"
-            f" {room / GIB:.2f} GiB only (ulimit -v): raise the limit, or use checkpoint='sharded', which does not"
-            " collect."
+            f"checkpoint='file' collects {nbytes / GIB:.2f} GiB on rank 0, whose address space may grow by only"
+            f" {room / GIB:.2f} GiB (ulimit -v): raise the limit, or use checkpoint='sharded', which collects nothing."
         )
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """As ``torch.empty``."""
+        """Allocates as ``torch.empty`` does, on the CPU or in pages of a file."""
         nbytes = math.prod(shape) * dtype.itemsize
         if self._left is None:
             self._left = available_host_bytes() // 2
         if nbytes > self._left:
             try:
                 return paged(shape, dtype, self._folder)
-            except OSError as error:  # on this rank alone, in the middle of a collective
+            except OSError as error:  # do not raise: this rank alone would leave a collective
                 warnings.warn(
-                    f"Half of the free memory holds the first part of a checkpoint, and {self._folder} takes no more"
-                    f" ({error.strerror}): the rest goes into memory, too. checkpoint='sharded' collects nothing.",
+                    f"A checkpoint fills half of the free memory, and {self._folder} has no room for the rest"
+                    f" ({error.strerror}): memory takes the rest, too. checkpoint='sharded' collects nothing.",
                     stacklevel=2,
                 )
                 self._left = sys.maxsize
@@ -66,11 +66,11 @@ class Collected:
 
 
 def paged(shape: Sequence[int], dtype: torch.dtype, folder: str) -> Tensor:
-    """As ``torch.empty``, in the pages of a file in ``folder`` without a name: whatever ends the process, nothing is
-    left behind.
+    """Allocates as ``torch.empty`` does, in the pages of an unnamed file in ``folder``. The file disappears with the
+    process, however that ends.
 
     Raises:
-        OSError: If the disk is full, which would be a SIGBUS in the first write.
+        OSError: If the disk is full. Without this check the first write would raise SIGBUS.
     """
     numel = math.prod(shape)
     if not numel:

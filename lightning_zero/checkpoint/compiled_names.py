@@ -1,7 +1,7 @@
-"""Names of what ``torch.compile(module)`` returns: it holds the module as ``_orig_mod``, which stands in checkpoints.
+"""Matches parameter names with and without the ``_orig_mod`` that ``torch.compile(module)`` inserts.
 
-Kept beside the module, it lists each parameter a second time; in its place, it renames all. A checkpoint of either is
-read by a module that is not compiled, and the other way round.
+A compiled module that is kept next to the original lists each parameter a second time; one that replaces the original
+renames all of them. A module that is not compiled reads the checkpoints of both, and vice versa.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 _MARK = "_orig_mod."
 
 
-def as_named_now(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``state`` under the names that ``module`` has, as far as compiling made them differ; other names as they are."""
+def under_current_names(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns ``state`` under the current names of ``module`` where compiling changed them; keeps other names."""
     now = dict(chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)))
     if not any(_MARK in name for name in chain(now, state)):
         return state
@@ -44,7 +44,7 @@ def _plain(name: str) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether both are one tensor, saved under two names."""
+    """Whether both are the same tensor, saved under two names."""
     if one is other:
         return True
     return (

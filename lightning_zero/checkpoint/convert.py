@@ -1,7 +1,7 @@
 """Converts one form into another, in one process, without an accelerator, one tensor at a time.
 
-Tensors pass through files beside the target, mapped into memory, so that the kernel may drop their pages: converting
-needs room on the disk for the target twice, in memory for its largest tensor twice (as read, and in its place).
+Tensors pass through memory-mapped files next to the target, so that the kernel may drop their pages. Converting needs
+disk space for the target twice, and memory for its largest tensor twice (as read, and in its place).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from lightning_zero.comm.agree import Agreement
 from lightning_zero.errors import CheckpointError
 
 MAX_SHARD_SIZE = "5GB"
-"""Larger safetensors are split into several files, as transformers does."""
+"""Larger safetensors are split into several files, as in transformers."""
 
 
 def default_format(source: str, target: str) -> str:
-    """``safetensors`` if ``target`` ends so, else the form that ``source`` does not have."""
+    """Returns ``safetensors`` if ``target`` has that suffix, else the form that ``source`` does not have."""
     if target.endswith(".safetensors"):
         return "safetensors"
     return "file" if is_directory(source) else "sharded"
@@ -48,18 +48,18 @@ def convert(
     """Writes the checkpoint ``source`` to ``target`` as ``form``; returns the form.
 
     Args:
-        source, target: Paths; ``source`` is a file, a sharded directory or DeepSpeed's own folder, of which weights and
-            Adam's states are read; ``target`` must not exist yet.
+        source, target: Paths. ``source`` is a file, a sharded directory, or DeepSpeed's own folder, of which weights
+            and Adam's states are read. ``target`` must not exist.
         form: One of :data:`~lightning_zero.checkpoint.FORMATS`; by default :func:`default_format`.
         weights_only: Unless ``False``, nothing beyond torch's allow-list is unpickled.
-        prefix: For safetensors: removed from the front of the parameters' names. By default the name of the module's
-            only child, as in a LightningModule that holds ``self.model``.
-        config: For safetensors: a ``config.json`` to put beside the weights. By default it is made from the
+        prefix: For safetensors: prefix to remove from the parameters' names. By default the name of the module's only
+            child, as in a LightningModule that holds ``self.model``.
+        config: For safetensors: a ``config.json`` to copy next to the weights. By default it is made from the
             checkpoint's ``hf_config``, if there is one.
 
     Raises:
-        FileNotFoundError: If there is no ``source``.
-        CheckpointError: If ``source`` cannot be read or ``target`` not be written.
+        FileNotFoundError: If ``source`` does not exist.
+        CheckpointError: If ``source`` cannot be read, or ``target`` cannot be written.
     """
     form = form or default_format(source, target)
     fs, place = fsspec.core.url_to_fs(target)
@@ -82,7 +82,7 @@ def _load(source: str, weights_only: bool | None, agreement: Agreement, target: 
     fs, place = fsspec.core.url_to_fs(target)
     folder = Path(place).absolute().parent if isinstance(fs, LocalFileSystem) else Path(tempfile.gettempdir())
     folder.mkdir(parents=True, exist_ok=True)
-    outer = Path(tempfile.mkdtemp(prefix=".convert-", dir=folder))  # DeepSpeed writes beside its own folder, too
+    outer = Path(tempfile.mkdtemp(prefix=".convert-", dir=folder))  # DeepSpeed also writes next to its own folder
     try:
         (outer / "universal").mkdir()
         return Loaded(deepspeed_checkpoint.read(source, weights_only, outer / "universal"), fetched=outer)
@@ -107,7 +107,7 @@ def _write(
 
 
 def _on_disk(target: str) -> Callable[[layout.Path, Tensor], Tensor]:
-    """A function for :func:`layout.map_tensors` that copies lazy tensors into files beside ``target``."""
+    """Returns a function for :func:`layout.map_tensors` that copies lazy tensors into files next to ``target``."""
     fs, place = fsspec.core.url_to_fs(target)
     folder = Path(place).absolute().parent if isinstance(fs, LocalFileSystem) else Path(tempfile.gettempdir())
     folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def _on_disk(target: str) -> Callable[[layout.Path, Tensor], Tensor]:
 
 
 def without_prefix(state: dict[str, Tensor], prefix: str | None) -> dict[str, Tensor]:
-    """``state`` with ``prefix`` removed from every name; by default the first component, if all names share it.
+    """Removes ``prefix`` from every name of ``state``; by default the first component, if all names share it.
 
     Raises:
         CheckpointError: If a name does not begin with ``prefix``.
@@ -138,16 +138,16 @@ def without_prefix(state: dict[str, Tensor], prefix: str | None) -> dict[str, Te
     prefix = f"{prefix}." if prefix and not prefix.endswith(".") else prefix
     others = [name for name in state if not name.startswith(prefix)]
     if others:
-        raise CheckpointError(f"prefix={prefix!r}: {others[0]!r} does not begin with it; use prefix='' to keep names.")
+        raise CheckpointError(f"prefix={prefix!r}: {others[0]!r} lacks this prefix; use prefix='' to keep all names.")
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
 def _write_safetensors(state: dict[str, Tensor], target: str) -> None:
     try:
-        from huggingface_hub import save_torch_state_dict  # knows tied weights and the index of several files
+        from huggingface_hub import save_torch_state_dict  # handles tied weights, and the index of several files
     except ImportError as error:
         raise CheckpointError(
-            "safetensors are written by huggingface_hub and safetensors: pip install 'lightning-zero[examples]'."
+            "writing safetensors needs huggingface_hub and safetensors: pip install 'lightning-zero[examples]'."
         ) from error
     state = {name: tensor.contiguous() for name, tensor in state.items()}
     if not target.endswith(".safetensors"):
@@ -162,7 +162,7 @@ def _write_safetensors(state: dict[str, Tensor], target: str) -> None:
 
 
 def _write_config(content: dict[str, Any], folder: Path, config: str | None) -> None:
-    """``from_pretrained`` wants a ``config.json`` beside the weights."""
+    """Writes the ``config.json`` that ``from_pretrained`` needs next to the weights."""
     if config is not None:
         shutil.copyfile(config, folder / "config.json")
     elif "hf_config" in content:

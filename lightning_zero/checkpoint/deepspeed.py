@@ -1,4 +1,4 @@
-"""Reads the folders that DeepSpeed's own ``save_checkpoint`` writes, also under Lightning's strategy.
+"""Reads the folders that DeepSpeed's own ``save_checkpoint`` writes, alone or under Lightning's strategy.
 
 ::
 
@@ -9,7 +9,7 @@
             (bf16_)zero_pp_rank_*_mp_rank_00_optim_states.pt   flat master weights and optimizer states, one per rank
 
 Weights come from DeepSpeed's ``zero_to_fp32``, Adam's states from its conversion to the universal form. The files are
-pickles that name DeepSpeed's classes, so they are only read where their origin is trusted.
+pickles that name DeepSpeed's classes, so they are read only if the user trusts their origin.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _OWN_KEYS = frozenset(
     " data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size"
     " mp_world_size ds_config ds_version universal_checkpoint_info autotp_config".split()
 )
-"""Keys that DeepSpeed itself puts into a model file; the others are the caller's."""
+"""Keys that DeepSpeed itself puts into a model file; all other keys are the caller's."""
 _LIGHTNINGS_PREFIX = "_forward_module."
-"""Before every name, if Lightning's strategy of 2.0 or older had wrapped the module."""
+"""Prefix of every name if the strategy of Lightning 2.0 or older wrapped the module."""
 _STATES = ("exp_avg", "exp_avg_sq")
 
 
 def find(path: str) -> tuple[Path, str] | None:
-    """``(folder, tag)`` if ``path`` is such a folder, or a tag in one; else ``None``."""
+    """Returns ``(folder, tag)`` if ``path`` is a folder that DeepSpeed wrote, or a tag in one; else ``None``."""
     folder = Path(path)
     if not folder.is_dir():
         return None
@@ -56,33 +56,34 @@ def find(path: str) -> tuple[Path, str] | None:
 
 
 def read(path: str, weights_only: bool | None, scratch: Path) -> dict[str, Any]:
-    """The checkpoint in Lightning's form: whole fp32 weights and, of Adam and its kin, whole optimizer states.
+    """Reads the checkpoint into Lightning's form: full fp32 weights and, for Adam and its variants, full optimizer
+    states.
 
     Args:
-        path: One that :func:`find` recognizes.
+        path: A path that :func:`find` recognizes.
         weights_only: Must be ``False``.
-        scratch: An empty folder for optimizer states, which are mapped from there: keep it while they are used.
+        scratch: An empty folder for optimizer states. Keep it while they are used: they are memory-mapped from there.
 
     Raises:
-        CheckpointError: If it cannot be read; names the fault and the repair.
+        CheckpointError: If the checkpoint cannot be read; names the fault and the repair.
     """
     found = find(path)
     assert found is not None
     folder, tag = found
     if weights_only is not False:
         raise CheckpointError(
-            f"{path} is DeepSpeed's own form, whose files are pickles that name its classes: if you trust its origin,"
-            " convert it with --no-weights-only."
+            f"{path} has DeepSpeed's own form: its files are pickles that name DeepSpeed's classes. If you trust their"
+            " origin, convert it with --no-weights-only."
         )
     try:
         require_deepspeed()
     except ModuleNotFoundError as error:
-        raise CheckpointError(f"{path} is DeepSpeed's own form: pip install deepspeed to read it.") from error
+        raise CheckpointError(f"{path} has DeepSpeed's own form: pip install deepspeed to read it.") from error
     try:
         return _read(folder, tag, scratch)
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged or half-written folder raises anything
+    except Exception as error:  # reading a damaged or incomplete folder may raise any exception
         raise CheckpointError(
             f"{folder / tag} could not be read ({type(error).__name__}: {error}): was it written completely, by all"
             " ranks, and by this version of DeepSpeed or an older one?"
@@ -108,7 +109,8 @@ def _read(folder: Path, tag: str, scratch: Path) -> dict[str, Any]:
 
 
 def _complete(weights: dict[str, Tensor], module: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``weights`` in the module's own order, with the frozen parameters, which stage 1 keeps only in the model file."""
+    """Returns ``weights`` in the module's order and adds frozen parameters, which stage 1 keeps only in the model
+    file."""
     made = {}
     for name, tensor in module.items():
         if name in weights:
@@ -121,9 +123,12 @@ def _complete(weights: dict[str, Tensor], module: Mapping[str, Tensor]) -> dict[
 def _model_file(folder: Path) -> Path:
     files = sorted(folder.glob("*mp_rank_00_model_states.pt"))
     if not files:
-        raise CheckpointError(f"{folder} holds no *_model_states.pt: it is incomplete; use another checkpoint.")
+        raise CheckpointError(f"{folder} has no *_model_states.pt, so it is incomplete: use another checkpoint.")
     if list(folder.glob("*mp_rank_01_model_states.pt")):
-        raise CheckpointError(f"{folder} was written under tensor parallelism, which lightning_zero has not.")
+        raise CheckpointError(
+            f"{folder} was written under tensor parallelism, which lightning_zero does not read: use a checkpoint that"
+            " was written without it."
+        )
     return files[0]
 
 
@@ -142,10 +147,10 @@ def _renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _optimizer_state(
     folder: Path, model: Mapping[str, Any], weights: Mapping[str, Tensor], scratch: Path
 ) -> dict[str, Any] | None:
-    """``optimizer.state_dict()`` as PyTorch's Adam has it; ``None`` for other optimizers, whose states DeepSpeed's
-    conversion does not know.
+    """Returns ``optimizer.state_dict()`` in the form of PyTorch's Adam; ``None`` for optimizers that DeepSpeed's
+    conversion does not support.
 
-    Parameters are numbered group by group in the order in which DeepSpeed was given them.
+    Parameters are numbered group by group, in the order in which DeepSpeed received them.
     """
     zero = _load(sorted(folder.glob("*_optim_states.pt"))[0])["optimizer_state_dict"]
     base = zero.get("base_optimizer_state") or zero.get("optimizer_state_dict")
@@ -157,7 +162,7 @@ def _optimizer_state(
     names = [[name for flat in group["params"] for name in shapes[flat]] for group in groups]
     if model.get("ds_config", {}).get("zero_optimization", {}).get("round_robin_gradients"):
         if len(names) > 1:
-            return None  # shuffled, and nothing says how
+            return None  # the order was shuffled, and the files do not record how
         order = {name: number for number, name in enumerate(weights)}
         names = [sorted(names[0], key=order.__getitem__)]
     steps = {name: _step(base, group, flat) for group in groups for flat in group["params"] for name in shapes[flat]}
@@ -167,7 +172,7 @@ def _optimizer_state(
         for name in members:
             state[number] = {"step": torch.tensor(steps[name], device="cpu")}
             for key in _STATES:
-                state[number][key] = _whole(scratch / "zero" / name / f"{key}.pt", weights[name].shape)
+                state[number][key] = _full(scratch / "zero" / name / f"{key}.pt", weights[name].shape)
             number += 1
         numbers = list(range(number - len(members), number))
         made.append({**{key: value for key, value in group.items() if key != "params"}, "params": numbers})
@@ -175,10 +180,12 @@ def _optimizer_state(
 
 
 def _step(base: Mapping[str, Any], group: Mapping[str, Any], flat: int) -> float:
-    """Adam's step count; the group's, if the state lost it when it was swapped."""
+    """Adam's step count, or the group's if the state lost it in a swap."""
     step = base["state"][flat].get("step", group.get("step"))
     if step is None or not math.isfinite(float(step)):
-        raise CheckpointError("the optimizer's step count is missing: convert with --format safetensors for weights.")
+        raise CheckpointError(
+            "the optimizer's step count is missing: use --format safetensors, which converts weights only."
+        )
     return float(step)
 
 
@@ -199,7 +206,7 @@ def _to_universal(folder: Path, scratch: Path) -> None:
         )
 
 
-def _whole(path: Path, shape: torch.Size) -> Tensor:
+def _full(path: Path, shape: torch.Size) -> Tensor:
     content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     tensor = content["param"] if isinstance(content, Mapping) else content
     return tensor.view(shape)
@@ -207,7 +214,7 @@ def _whole(path: Path, shape: torch.Size) -> Tensor:
 
 @contextlib.contextmanager
 def _quiet() -> Any:
-    """DeepSpeed's tools print a line per file and draw bars."""
+    """Suppresses the output of DeepSpeed's tools, which print a line per file and draw progress bars."""
     sink = io.StringIO()
     with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
         yield

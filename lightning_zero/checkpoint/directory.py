@@ -1,7 +1,7 @@
-"""The sharded directory, on ``torch.distributed.checkpoint``.
+"""Writes and reads the sharded directory by means of ``torch.distributed.checkpoint``.
 
-Its format is described in ``layout``. That library unpickles its index and non-tensor entries freely, so only tensors
-are given to it, and :class:`Index` reads an index of our own beside it, which is JSON.
+``layout`` describes the format. That library unpickles its index and non-tensor entries without restriction. So pass
+only tensors to it, and read through :class:`Index`, which uses our own JSON index.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from lightning_zero.errors import CheckpointError
 def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
     """Writes ``checkpoint`` to the folder or fsspec URL ``path``, each rank its own shards (collective).
 
-    Rank 0's ``path`` counts for all: others may have computed another one, from a metric that was not synchronised.
+    All ranks use rank 0's ``path``: others may have computed a different one, from a metric that was not synchronized.
 
-    Each block of work ends with an agreement, so a rank begins the next one only after all have finished this one: the
-    marker is written last, when every rank's data is on the disk.
+    Each block of work ends with an agreement, so a rank begins the next block only after all have finished this one.
+    The marker is written last, when every rank's data is on the disk.
 
     Raises:
-        CheckpointError: On every rank, if any cannot write; an earlier checkpoint at ``path`` stays whole.
+        CheckpointError: On every rank, if any cannot write; an earlier checkpoint at ``path`` stays intact.
     """
     data = layout.DATA_PREFIX + uuid.uuid4().hex[:12]
     path, data, unfinished = agreement.gather((path, data, file.unfinished(data)))[0]
@@ -66,7 +66,7 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
                 folder.mkdir(parents=True, exist_ok=True)
             with agreement.raise_if_any_failed(), file.naming(path):
                 tensors, rest = split(checkpoint)
-                if agreement.rank:  # plain tensors (buffers) are equal on all ranks: rank 0 writes them, as in one file
+                if agreement.rank:  # rank 0 alone writes plain tensors (buffers), as in one file: ranks hold the same
                     tensors = {key: t for key, t in tensors.items() if isinstance(t, DTensor)}
                 write_tensors(tensors, folder, agreement)
                 if agreement.rank == 0:
@@ -79,7 +79,7 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
                 with contextlib.suppress(OSError):
                     fs.rm(f"{target}/{unfinished if is_local else data}", recursive=True)
                 with contextlib.suppress(OSError):
-                    fs.rmdir(target)  # if the save would have been its first
+                    fs.rmdir(target)  # succeeds only if no other save is in it
             raise
         with agreement.raise_if_any_failed(), file.naming(path):
             if agreement.rank == 0:
@@ -87,19 +87,19 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
 
 
 def prepare(path: str) -> None:
-    """Makes the folder; raises if a file has its name."""
+    """Makes the folder ``path``; raises ``CheckpointError`` if a file has that name."""
     fs, target = fsspec.core.url_to_fs(path)
     if isinstance(fs, LocalFileSystem) and os.path.islink(target):
-        os.unlink(target)  # the link of an earlier save, never the checkpoint it points to
+        os.unlink(target)  # deletes the link of an earlier save, not the checkpoint that it points to
     if fs.isfile(target):
         raise CheckpointError(f"{path} is a file: choose another name for the folder, or delete the file.")
     fs.makedirs(target, exist_ok=True)
 
 
 def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors worth an entry of their own by key, and the checkpoint with placeholders in their stead."""
+    """Returns the tensors that get an index entry, by key, and the checkpoint with placeholders in their place."""
     tensors: dict[str, Tensor] = {}
-    placeholders: dict[int, Tensor] = {}  # one object for a tied parameter, so that it is stored and read once
+    placeholders: dict[int, Tensor] = {}  # by id, so that a tied parameter is stored and read once
 
     def take(path: layout.Path, tensor: Tensor) -> Tensor:
         small = not isinstance(tensor, DTensor) and tensor.nbytes < layout.SMALL_BYTES
@@ -117,13 +117,13 @@ def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]
 
 
 def write_tensors(tensors: dict[str, Tensor], folder: Path, agreement: Agreement) -> None:
-    """``tensors`` and their index, by the planner and the writer of ``torch.distributed.checkpoint``, flushed to the
-    disk. Collective.
+    """Writes ``tensors`` and their index with the planner and the writer of ``torch.distributed.checkpoint``, and
+    flushes them to the disk (collective).
 
-    Its ``save`` calls them in the same order, and its collectives connect rank 0 to every other rank for good; here
-    plans and results travel along the agreement's tree.
+    The calls are those of the library's ``save``, in the same order. ``save`` itself is not used, because its
+    collectives connect rank 0 to every other rank for good. Here plans and results use the agreement's tree.
     """
-    # To copy ahead the writer takes the current stream, which in a background thread is of the host's first device.
+    # No copy ahead: the writer would use the current stream, which in a background thread is the first device's.
     writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     planner, is_first = _Materializing(), agreement.rank == 0
 
@@ -133,11 +133,11 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path, agreement: Agreement
         return writer.prepare_local_plan(planner.create_local_plan())
 
     def plan_of_all(plans: list[SavePlan]) -> list[SavePlan]:
-        whole, _ = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(whole)
+        global_plan, _ = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(global_plan)
 
     def write_data() -> Any:
-        with file.naming(str(folder)):  # on this rank, which knows how much is free here
+        with file.naming(str(folder)):  # here, because only this rank knows how much space its host has left
             return writer.write_data(planner.finish_plan(plan), planner).wait()
 
     def write_index(results: list[Any]) -> list[None]:
@@ -152,7 +152,7 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path, agreement: Agreement
 
 
 def _pieces(metadata: Metadata) -> dict[str, list[Piece]]:
-    """Where each tensor lies, of the index that a writer has finished."""
+    """Returns where each tensor lies, from the metadata of a finished writer."""
 
     def piece(key: str, number: int, chunk: Any) -> Piece:
         stored = metadata.storage_data[MetadataIndex(key, chunk.offsets, number)]
@@ -166,12 +166,12 @@ def _pieces(metadata: Metadata) -> dict[str, list[Piece]]:
 
 
 def commit(path: str, data: str, unfinished: str) -> None:
-    """Gives the folder ``unfinished`` inside ``path`` the name ``data``, which a remote one has already; declares it
-    complete and deletes the others, but those that are not finished."""
+    """Renames the folder ``unfinished`` inside ``path`` to ``data``, declares it complete, and deletes older data
+    folders except unfinished ones. A remote folder has the name ``data`` from the start."""
     fs, target = fsspec.core.url_to_fs(path)
     if isinstance(fs, LocalFileSystem):
         (Path(target) / unfinished).rename(Path(target) / data)
-        Index(Path(target) / data)  # finds files that other hosts have written to disks of their own
+        Index(Path(target) / data)  # raises if another host wrote its files to a disk that is not shared
         file.sync_folder(Path(target) / data)
         file.sync_folder(Path(target))
     with fs.open(f"{target}/{data}/{layout.INDEX}", "rb") as index, file.writing(f"{path}/{layout.MARKER}") as stream:
@@ -185,7 +185,7 @@ def commit(path: str, data: str, unfinished: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes a sharded directory, its marker first: if it is killed half-way, the rest is no checkpoint."""
+    """Deletes a sharded directory, its marker first: after a kill half-way the rest does not count as a checkpoint."""
     (path / layout.MARKER).unlink(missing_ok=True)
     file.sync_folder(path)
     shutil.rmtree(path)
@@ -195,15 +195,15 @@ def remove(path: Path) -> None:
 
 
 def read(path: Path, weights_only: bool | None, part: int = 0, parts: int = 1) -> dict[str, Any]:
-    """The checkpoint in the local folder ``path``, its tensors lazy.
+    """Returns the checkpoint in the local folder ``path``, its tensors lazy.
 
     Args:
         path: Local folder.
         weights_only: Unless ``False``, nothing beyond torch's allow-list is unpickled.
-        part, parts: The share of the tensors to compare with their checksums (ranks share the work).
+        part, parts: Which share of the tensors to compare with their checksums (ranks divide the work).
 
     Raises:
-        CheckpointError: For an incomplete, damaged or foreign folder, naming what is missing.
+        CheckpointError: If the folder is incomplete, damaged or foreign; names what is missing.
     """
     folder = complete_data(path)
     index = Index(folder)
@@ -215,8 +215,8 @@ def read(path: Path, weights_only: bool | None, part: int = 0, parts: int = 1) -
     def fill(where: layout.Path, tensor: Tensor) -> Tensor:
         if tensor.is_meta and id(tensor) not in lazy:
             found = index.lazy(layout.tensor_key(where), tensor)
-            # Weights and optimizer states are copied into the run at once and may stay lazy; callbacks and others may
-            # keep their tensors, which must not depend on the disk.
+            # Weights and optimizer states may stay lazy: the run copies them at once. Callbacks may keep their tensors,
+            # which therefore must not depend on the disk.
             lazy[id(tensor)] = found if where[0] in _COPIED_AT_ONCE else found.materialize()
         return lazy.get(id(tensor), tensor)
 
@@ -227,20 +227,20 @@ _COPIED_AT_ONCE = ("state_dict", "optimizer_states")
 
 
 def complete_data(path: Path) -> Path:
-    """The data folder that ``path``'s marker declares complete.
+    """Returns the data folder that ``path``'s marker declares complete.
 
     Raises:
         CheckpointError: If there is none.
     """
     marker = path / layout.MARKER
     if not marker.is_file():
-        # Empty: the save was killed before it had made its data folder.
+        # If the folder is empty, the save was killed before it had made its data folder.
         begun = any(path.glob(layout.DATA_PREFIX + "*")) or (path.is_dir() and not any(path.iterdir()))
-        what = "its saving was interrupted" if begun else "it is no sharded checkpoint of lightning_zero"
+        what = "its saving was interrupted" if begun else "it is not a sharded checkpoint of lightning_zero"
         beside = [p.parent.name for p in sorted(path.absolute().parent.glob(f"*/{layout.MARKER}"))]
         raise CheckpointError(
             f"{path}: {layout.MARKER} is missing, so {what}. "
-            + (f"Complete ones beside it: {', '.join(beside)}." if beside else "Use another checkpoint.")
+            + (f"Complete ones in the same folder: {', '.join(beside)}." if beside else "Use another checkpoint.")
         )
     data, crc32 = layout.read_marker(marker.read_text(encoding="utf-8", errors="replace"), str(path))
     folder = path / data
@@ -248,24 +248,24 @@ def complete_data(path: Path) -> Path:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing: the checkpoint is damaged, use another one.")
     if zlib.crc32((folder / layout.INDEX).read_bytes()) != crc32:
-        raise CheckpointError(f"{folder / layout.INDEX} is damaged (its checksum is another): use another checkpoint.")
+        raise CheckpointError(f"{folder / layout.INDEX} is damaged (its checksum differs): use another checkpoint.")
     return folder
 
 
 class Piece(NamedTuple):
-    """A part of a tensor as one rank has written it, an archive of ``torch.save`` inside a file."""
+    """A part of a tensor that one rank wrote: an archive of ``torch.save`` inside a file."""
 
     offsets: list[int]
-    """In the tensor, by dim."""
+    """Offset in the tensor, by dim."""
     sizes: list[int]
     file: str
     start: int
-    """First byte, from the file's beginning."""
+    """Offset of its first byte in the file."""
     nbytes: int
 
 
 class Index:
-    """The tensors in a data folder: reads any rows of any of them."""
+    """The tensors in a data folder; reads any rows of any tensor."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -275,25 +275,27 @@ class Index:
             self._pieces = {key: [Piece(*piece) for piece in pieces] for key, pieces in found.items()}
             self._require_whole_files()
         except (ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged or not ours ({error}): use another checkpoint.") from error
+            raise CheckpointError(
+                f"{path} is damaged, or lightning_zero did not write it ({error}): use another checkpoint."
+            ) from error
 
     def lazy(self, key: str, like: Tensor) -> LazyTensor:
-        """The tensor named ``key``, with the shape and dtype of ``like``.
+        """Returns the tensor named ``key``, with the shape and dtype of ``like``.
 
         Raises:
-            CheckpointError: If the index lacks it or a part of it, or has another shape.
+            CheckpointError: If the index lacks the tensor or a part of it, or lists another shape.
         """
         pieces, shape = self._pieces.get(key, []), like.shape
         found = [math.prod(piece.sizes) for piece in pieces if len(piece.sizes) == len(shape)]
         if key not in self._pieces or sum(found) != like.numel():
             raise CheckpointError(
-                f"{self.folder}: {key!r}, {tuple(shape)} in {layout.REST}, is missing in {layout.INDEX}, in parts or as"
-                " a whole; use another checkpoint."
+                f"{self.folder}: {key!r} has shape {tuple(shape)} in {layout.REST}, but {layout.INDEX} lacks it or a"
+                " part of it: use another checkpoint."
             )
         return LazyTensor(shape, like.dtype, partial(self._rows, key, shape, like.dtype))
 
     def _rows(self, key: str, shape: Sequence[int], dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Rows ``start`` to ``stop``, as :data:`~lightning_zero.checkpoint.lazy.Read` has it."""
+        """Reads rows ``start`` to ``stop``, as :data:`~lightning_zero.checkpoint.lazy.Read` defines it."""
         if not shape:
             return self._stored(key, self._pieces[key][0], dtype)
         rows = torch.empty((stop - start, *shape[1:]), dtype=dtype, device="cpu")
@@ -313,8 +315,8 @@ class Index:
             tensor = error
         if not isinstance(tensor, Tensor) or (list(tensor.shape), tensor.dtype) != (piece.sizes, dtype):
             raise CheckpointError(
-                f"{self.folder / piece.file}: {key!r} should be {dtype} {piece.sizes} there, and is {tensor!r:.200}:"
-                " use another checkpoint."
+                f"{self.folder / piece.file}: {key!r} should be {dtype} {piece.sizes} but is {tensor!r:.200}: use"
+                " another checkpoint."
             )
         return tensor
 
@@ -333,12 +335,12 @@ class Index:
                 raise CheckpointError(f"{path} is missing: the checkpoint is damaged, use another one.")
             if path.stat().st_size < end:
                 raise CheckpointError(
-                    f"{path} is truncated: {end} bytes were written, {path.stat().st_size} are there; use another"
+                    f"{path} is truncated: {end} bytes were written, {path.stat().st_size} are left; use another"
                     " checkpoint."
                 )
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Compares every ``parts``-th stored piece, from ``part`` on, with its checksum."""
+        """Compares every ``parts``-th stored piece, beginning with number ``part``, with its checksum."""
         pieces = [(key, piece) for key, pieces in self._pieces.items() for piece in pieces]
         for key, piece in pieces[part::parts]:
             try:
@@ -347,12 +349,12 @@ class Index:
                 broken = str(error)
             if broken:
                 raise CheckpointError(
-                    f"{self.folder / piece.file} is damaged at the tensor {key!r} ({broken}): use another checkpoint."
+                    f"{self.folder / piece.file} is damaged at tensor {key!r} ({broken}): use another checkpoint."
                 )
 
 
 class _Materializing(DefaultSavePlanner):
-    """Lets a checkpoint that was read lazily be written again."""
+    """Also writes lazy tensors, so that a checkpoint that was read can be written again."""
 
     def resolve_data(self, write_item: Any) -> Any:
         data = super().resolve_data(write_item)

@@ -1,7 +1,7 @@
-"""Values for parameters on the meta device, read when the parameters get memory.
+"""Stores values for parameters on the meta device, to be read when the parameters are materialized.
 
-The value lies on the parameter itself, as an attribute: it stays with the parameter wherever modules are replaced
-around it, and goes with it.
+The value is an attribute of the parameter itself, so it stays with the parameter if modules around it are replaced, and
+is freed with it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _ATTRIBUTE = "_lightning_zero_value"
 
 
 def leave(parameter: Tensor, value: Tensor) -> None:
-    """``parameter`` is on the meta device; ``value``, of its shape, is to be its value."""
+    """Stores ``value`` as the future value of ``parameter``, which is on the meta device and has the same shape."""
     setattr(parameter, _ATTRIBUTE, value)
 
 
 def left(parameter: Tensor) -> Tensor | None:
-    """The value that :func:`leave` has left, if any."""
+    """The value that :func:`leave` stored, or ``None``."""
     return getattr(parameter, _ATTRIBUTE, None)
 
 
 def become(tensor: Any, value: Tensor) -> None:
-    """``tensor``, on the meta device, is from now on where ``value`` is and as it is: the same object with the same
-    attributes, whoever holds it."""
+    """Materializes ``tensor``, which is on the meta device, with the memory of ``value``. ``tensor`` stays the same
+    object, with the same attributes, for all code that holds it."""
     attributes = {k: v for k, v in vars(tensor).items() if k != _ATTRIBUTE}
     requires_grad = tensor.requires_grad
     new: Any = nn.Parameter(value, requires_grad) if isinstance(tensor, nn.Parameter) else value
@@ -43,7 +43,7 @@ def become(tensor: Any, value: Tensor) -> None:
 
 @contextmanager
 def leaving_for_later() -> Iterator[None]:
-    """Inside, ``load_state_dict`` leaves values for what is on the meta device; without, it warns and drops them."""
+    """Lets ``load_state_dict`` store values for tensors on the meta device. Without this it warns and drops them."""
     with warnings.catch_warnings(), _Leaving():
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint to a meta")
         yield
@@ -60,6 +60,6 @@ class _Leaving(TorchFunctionMode):
             raise ValueError(f"a value of shape {tuple(value.shape)} for a tensor of shape {tuple(target.shape)}")
         if isinstance(target, nn.Parameter):
             leave(target, value)
-        else:  # small; and whoever replaces buffers, as a change of their dtype does, keeps the values
+        else:  # a buffer is small, and code that replaces it (to change its dtype) must find its values
             become(target, torch.empty_like(target, device="cpu").copy_(value))
         return target

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint, in memory and on disk.
+"""Defines the parts of a checkpoint, in memory and on disk.
 
 *One file*: the dictionary that Lightning writes under DDP, by ``torch.save``.
 
@@ -9,11 +9,11 @@
         data-1f0c…/
             rest.pt         the same dictionary, with a meta tensor in place of each one in *.distcp; torch.save
             *.distcp        the tensors, by torch.distributed.checkpoint; each rank its own shards
-            index.json      in which bytes of which file each part of a tensor lies
+            index.json      the file and bytes of each part of a tensor
             .metadata       the same for torch.distributed.checkpoint, a pickle: never read here
 
-The marker names the data folder that is complete, so a killed save leaves the earlier checkpoint valid. Beside
-Lightning's keys both forms hold one of our own: :data:`EXTRA`.
+The marker names the data folder that is complete, so a killed save leaves the earlier checkpoint valid. Both forms have
+one key in addition to Lightning's: :data:`EXTRA`.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from torch import Tensor
 from lightning_zero.errors import CheckpointError
 
 ACCUMULATION = "accumulate_grad_batches"
-"""Under :data:`EXTRA`, the micro-batches per optimizer step of the run."""
+"""Key under :data:`EXTRA`: the run's number of micro-batches per optimizer step."""
 EXTRA = "lightning_zero"
-"""Key of the random states and loader states of every rank, which Lightning does not keep, and ignores."""
+"""Key of every rank's random states and loader states. Lightning does not save these, and ignores the key."""
 MARKER = "checkpoint.json"
 REST = "rest.pt"
 INDEX = "index.json"
 DATA_PREFIX = "data-"
 FORMAT = 2
 SMALL_BYTES = 4096
-"""Plain tensors below this stay in ``rest.pt``: an index entry would cost more than they do."""
+"""Plain tensors below this size stay in ``rest.pt``: an index entry would cost more than they do."""
 
 Path = tuple[Any, ...]
 
 
 def map_tensors(fn: Callable[[Path, Tensor], Any], value: Any, path: Path = ()) -> Any:
-    """``value`` with ``fn(path, tensor)`` in place of every tensor inside dicts, lists and tuples.
+    """Replaces every tensor inside dicts, lists and tuples of ``value`` by ``fn(path, tensor)``.
 
-    A container in which no tensor changes is returned as the very same object; others keep their type and attributes.
+    A container in which no tensor changes is returned as the same object; a new container keeps type and attributes.
     """
     if isinstance(value, Tensor):
         return fn(path, value)
@@ -61,8 +61,8 @@ def map_tensors(fn: Callable[[Path, Tensor], Any], value: Any, path: Path = ()) 
     return value
 
 
-def whole_bytes(value: Any) -> int:
-    """Of the tensors inside, shards counted as the whole tensors they belong to, and each object once."""
+def full_bytes(value: Any) -> int:
+    """Bytes of the tensors inside ``value``: a shard counts as the full tensor, each object counts once."""
     sizes: dict[int, int] = {}
 
     def count(path: Path, tensor: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def whole_bytes(value: Any) -> int:
 
 def _with_items(mapping: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
     new = copy.copy(mapping)
-    if hasattr(mapping, "__dict__"):  # OrderedDict's copy drops _metadata, the versions that load_state_dict reads
+    if hasattr(mapping, "__dict__"):  # OrderedDict's copy loses _metadata, the versions that load_state_dict reads
         new.__dict__.update(mapping.__dict__)
     new.update(changed)
     return new
@@ -87,7 +87,7 @@ def tensor_key(path: Path) -> str:
 
 
 def placeholder(tensor: Tensor) -> Tensor:
-    """Shape and dtype of ``tensor`` without its values."""
+    """A meta tensor with the shape and dtype of ``tensor``."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
@@ -96,18 +96,18 @@ def marker_text(data: str, index: bytes) -> str:
 
 
 def read_marker(text: str, where: str) -> tuple[str, int]:
-    """The name of the data folder that the marker ``text`` declares complete, and the checksum of its index.
+    """Returns the name of the data folder that the marker ``text`` declares complete, and its index's checksum.
 
     Raises:
-        CheckpointError: For a marker of another kind or of another format.
+        CheckpointError: If the marker is damaged or has another format.
     """
     try:
         marker = json.loads(text)
         number, data, crc32 = int(marker["format"]), str(marker["data"]), int(marker["index_crc32"])
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
-            f"{where}/{MARKER} is damaged ({error!r}): the folder is no checkpoint of lightning_zero, or the file was"
-            " changed; use another checkpoint."
+            f"{where}/{MARKER} is damaged ({error!r}): the folder is not a checkpoint of lightning_zero, or the file"
+            " was changed; use another checkpoint."
         ) from error
     if number > FORMAT:
         raise CheckpointError(
@@ -115,9 +115,9 @@ def read_marker(text: str, where: str) -> tuple[str, int]:
         )
     if number < FORMAT:
         raise CheckpointError(
-            f"{where} has format {number}, this version reads {FORMAT}: make one file of it with the version that wrote"
-            " it (lightning-zero convert)."
+            f"{where} has format {number}, this version reads {FORMAT}: convert it into one file with the version that"
+            " wrote it (lightning-zero convert)."
         )
     if not data.startswith(DATA_PREFIX) or "/" in data or "\\" in data:
-        raise CheckpointError(f"{where}/{MARKER} names {data!r}, which is no data folder: use another checkpoint.")
+        raise CheckpointError(f"{where}/{MARKER} names {data!r}, which is not a data folder: use another checkpoint.")
     return data, crc32

@@ -1,7 +1,7 @@
-"""A tensor on disk that looks like one in memory.
+"""Defines a tensor on disk that looks like one in memory.
 
-Each operation reads the values again, and only the rows that it needs: copying a :class:`LazyTensor` into a parameter
-takes memory for one tensor, copying a narrowed one for one shard.
+Each operation reads the values again, and only the rows that it needs. So copying a :class:`LazyTensor` into a
+parameter needs memory for one tensor; copying a slice of its rows needs memory for those rows.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from lightning_zero.private.torch import disabled_torch_function, schema_of, wrapper_subclass
 
 Read = Callable[[int, int], Tensor]
-"""``read(start, stop)``: rows ``start`` to ``stop`` of dim 0 as a new tensor on the CPU; (0, 0) for a 0-dim tensor."""
+"""``read(start, stop)`` returns rows ``start`` to ``stop`` of dim 0 as a new CPU tensor; (0, 0) for a 0-dim tensor."""
 
 
 class LazyTensor(Tensor):
-    """Reads itself through ``read``; see the module's text. Never written to: an in-place operation raises."""
+    """Reads its values through ``read``; see the module's docstring. It is read-only: an in-place operation raises."""
 
     read_rows: Read
     start: int
@@ -33,7 +33,7 @@ class LazyTensor(Tensor):
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     def materialize(self) -> Tensor:
-        """The values, in a new plain tensor."""
+        """Returns the values in a new plain tensor."""
         return self.read_rows(self.start, self.start + self.shape[0]) if self.dim() else self.read_rows(0, 0)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
@@ -55,8 +55,8 @@ class LazyTensor(Tensor):
         schema = schema_of(func)
         if schema.is_mutable and _writes_to_lazy(schema, args, kwargs or {}):
             raise RuntimeError(
-                f"{func} on a checkpoint's tensor, which is read from disk: put the changed tensor into the dictionary"
-                " instead, as checkpoint['state_dict'][name] = checkpoint['state_dict'][name] * 2."
+                f"{func} on a checkpoint's tensor, which is read-only on disk: put a new tensor into the dictionary"
+                " instead, as in checkpoint['state_dict'][name] = checkpoint['state_dict'][name] * 2."
             )
         return func(*_materialized(args), **{key: _materialized([v])[0] for key, v in (kwargs or {}).items()})
 
@@ -73,7 +73,7 @@ def _writes_to_lazy(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 def _rows(
     tensor: LazyTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> tuple[LazyTensor, int, int] | None:
-    """The tensor and its rows from start to stop, if the slice is one of consecutive rows; else ``None``."""
+    """Returns the tensor and the first and last row of the slice, if it consists of consecutive rows; else ``None``."""
     if dim != 0 or step != 1:
         return None
     first, last, _ = slice(start, end).indices(tensor.shape[0])

@@ -1,9 +1,9 @@
-"""Weights that somebody else has trained, read into a module in parts.
+"""Reads pretrained weights into a module, in parts.
 
-Each name in the files becomes a name in the module (:class:`Names`, then transformers' own conversion where the module
-is one of theirs), all of them are compared, and only then is anything written. What is written is one tensor at a time
-where the module is whole, this rank's rows where it is sharded, and nothing yet where it is on the meta device: such
-parameters are read when the engine shards them (``later``).
+Each name in the files is mapped to a name in the module (by :class:`Names`, then by transformers' own conversion if the
+module is one of theirs). All names are compared before anything is written. An unsharded module is filled one tensor at
+a time; of a sharded one each rank reads only its rows; parameters on the meta device are read when the engine shards
+them (``later``).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _SHOWN = 8
 
 
 class LoadedKeys(NamedTuple):
-    """As ``nn.Module.load_state_dict`` returns it."""
+    """The result of :func:`load_pretrained`, in the form of ``nn.Module.load_state_dict``."""
 
     missing_keys: list[str]
-    """Names of the module that nothing was read for."""
+    """Names in the module for which the files have no value."""
     unexpected_keys: list[str]
-    """Names in the files, as they stand there, that belong nowhere in the module."""
+    """Names in the files, unchanged, that the module does not have."""
 
 
 class Names(NamedTuple):
-    """From a name in the files to the module's."""
+    """Maps a name in the files to a name in the module; ``None`` if it is left out."""
 
     strip: str
     add: str
@@ -68,34 +68,35 @@ def load_pretrained(
     strict: bool = True,
     weights_only: bool | None = None,
 ) -> LoadedKeys:
-    """Reads weights into ``module``, of which each rank takes only what it holds.
+    """Reads weights into ``module``; each rank reads only the rows that it holds.
 
-    In ``configure_model``, in ``setup`` and in any later hook of a run (there each rank reads its rows), or outside of
-    one. In a run it is collective: every rank makes the call, with the same files (rank 0's ``path`` counts).
+    Call it in ``configure_model``, in ``setup``, in any later hook of a run, or outside of a run. In a run it is
+    collective: every rank must make the call, with the same files (rank 0's ``path`` is used).
 
-    Values are converted to the dtype that the module has. Buffers that ``state_dict`` holds are read like parameters.
-    The module's ``_load_from_state_dict`` and its hooks are not called. Where ``module`` is one of transformers', its
-    own conversion of names and layouts applies, as in ``from_pretrained``.
+    Values are converted to the module's dtypes. Buffers in ``state_dict`` are read like parameters. The module's
+    ``_load_from_state_dict`` and its hooks are not called. If ``module`` is a transformers model, transformers'
+    conversion of names and layouts applies, as in ``from_pretrained``.
 
     Args:
         module: A LightningModule, or any module in it.
-        path: A folder as ``save_pretrained`` writes it, one ``.safetensors`` or ``.bin`` file, or a checkpoint of any
+        path: A folder that ``save_pretrained`` wrote, one ``.safetensors`` or ``.bin`` file, or a checkpoint of any
             strategy (file or folder).
-        strip: Only names that begin so are read, without it: ``"model."`` for a LightningModule's checkpoint into its
-            ``self.model``.
-        add: Put in front of every name: ``"model."`` for a published model into a LightningModule that holds it there.
-        rename: After both: new beginnings of names by old ones, the longest that fits; or a function of a name, with
-            ``None`` for what is to be left out.
-        strict: Whether missing and left-over names are an error; shapes that differ always are.
+        strip: Prefix of the names to read; it is removed. Use ``"model."`` to read a LightningModule's checkpoint into
+            its ``self.model``.
+        add: Prefix to add to every name. Use ``"model."`` to read a published model into a LightningModule that holds
+            it as ``self.model``.
+        rename: Applied after both: a mapping from old prefixes to new ones, of which the longest match is used; or a
+            function of a name that returns the new name, or ``None`` to leave it out.
+        strict: Raise if names are missing or left over. Different shapes always raise.
         weights_only: Unless ``False``, nothing beyond torch's allow-list is unpickled.
 
     Returns:
-        ``missing_keys`` and ``unexpected_keys``, empty with ``strict``.
+        ``missing_keys`` and ``unexpected_keys``, both empty if ``strict``.
 
     Raises:
         FileNotFoundError: On every rank, if there is nothing to read at ``path``.
-        CheckpointError: On every rank, before anything is written: for damaged files; for shapes or kinds of numbers
-            that differ, naming file, key and both; with ``strict``, for missing and left-over names.
+        CheckpointError: On every rank, before anything is written: if files are damaged; if shapes or kinds of dtypes
+            differ, naming file, key and both; if ``strict`` and names are missing or left over.
     """
     run = run_agreement()
     agreement = run or Agreement(alone=True)
@@ -105,8 +106,8 @@ def load_pretrained(
     targets = saved_tensors(module)
     if run is None and any(isinstance(target, DTensor) for target in targets.values()):
         raise ValueError(
-            f"{type(module).__name__} was left sharded by an earlier run, and none is in progress: call load_pretrained"
-            " in a hook of the next run, or end the run with after_fit='whole'."
+            f"{type(module).__name__} was left sharded by an earlier run, and no run is in progress: call"
+            " load_pretrained in a hook of the next run, or set after_fit='whole' for the earlier one."
         )
 
     def matched() -> tuple[dict[str, Stored], LoadedKeys]:
@@ -124,18 +125,18 @@ def load_pretrained(
 def _matched(
     module: nn.Module, targets: Mapping[str, Tensor], stored: Sequence[Stored], names: Names
 ) -> tuple[dict[str, Stored], LoadedKeys]:
-    """The source of each name of the module, and the names for which it is not clear.
+    """Returns the source of each name of the module, and the names that are missing or left over.
 
     Raises:
-        CheckpointError: For two of one name, and for tensors that do not fit.
+        CheckpointError: If two tensors get the same name, or a tensor does not fit.
     """
     renamed: dict[str, Stored] = {}
     for each in stored:
         name = names(each.key)
         if name in renamed:
             raise CheckpointError(
-                f"{each.file}: {each.key!r} and {renamed[name].key!r} of {renamed[name].file} would both be {name!r}:"
-                " change strip, add or rename."
+                f"{each.file}: {each.key!r} and {renamed[name].key!r} of {renamed[name].file} would both become"
+                f" {name!r}: change strip, add or rename."
             )
         if name is not None:
             renamed[name] = each
@@ -150,8 +151,8 @@ def _matched(
             found[name] = Stored(tensor, renamed[sources[0]].file, renamed[sources[0]].key)
         unexpected = [renamed[name].key for name in converted.unexpected]
     if misfits := [text for name, s in found.items() if (text := _misfit(name, targets[name], s))]:
-        raise CheckpointError("; ".join(misfits[:_SHOWN]) + f" ({len(misfits)} in all): use the module that fits.")
-    there = {id(targets[name]) for name in found}  # a tied tensor has several names, and one is enough
+        raise CheckpointError("; ".join(misfits[:_SHOWN]) + f" ({len(misfits)} in all): use a module that fits.")
+    there = {id(targets[name]) for name in found}  # by id: of a tied tensor's names one is enough
     missing = [name for name, tensor in targets.items() if id(tensor) not in there]
     return found, LoadedKeys(*transformers.without_ignored(module, missing, unexpected))
 
@@ -159,10 +160,10 @@ def _matched(
 def _misfit(name: str, target: Tensor, stored: Stored) -> str:
     value, place = stored.tensor, f"{stored.file}: {stored.key!r}"
     if value.shape != target.shape:
-        return f"{place} is {tuple(value.shape)}, {name!r} of the module {tuple(target.shape)}"
+        return f"{place} is {tuple(value.shape)}, but {name!r} of the module is {tuple(target.shape)}"
     kinds = [(t.dtype.is_floating_point, t.dtype.is_complex) for t in (value, target)]
     if kinds[0] != kinds[1]:
-        return f"{place} is {value.dtype}, {name!r} of the module {target.dtype}"
+        return f"{place} is {value.dtype}, but {name!r} of the module is {target.dtype}"
     return ""
 
 
@@ -172,23 +173,23 @@ def _incomplete(where: str, kind: str, keys: LoadedKeys, names: Sequence[str], s
 
     parts = []
     if keys.missing_keys:
-        parts.append(f"it has nothing for {shown(keys.missing_keys)}")
+        parts.append(f"it lacks {shown(keys.missing_keys)}")
     if keys.unexpected_keys:
-        parts.append(f"nothing in the module is called {shown(keys.unexpected_keys)}")
+        parts.append(f"the module lacks {shown(keys.unexpected_keys)}")
     return (
-        f"{where} does not fit {kind}: {'; '.join(parts)}. Names there begin like {stored[0].key!r}, the module's like"
-        f" {names[0] if names else 'nothing'!r}: strip, add or rename joins them, strict=False leaves them as they are."
+        f"{where} does not fit {kind}: {'; '.join(parts)}. Its first name is {stored[0].key!r}, the module's is"
+        f" {names[0] if names else 'none'!r}: map names with strip, add or rename, or ignore them with strict=False."
     )
 
 
 def _require_same_files(found: Mapping[str, Stored], where: str, agreement: Agreement) -> None:
-    """Ranks put their rows together: they must be of one model."""
+    """Raises unless all ranks found the same tensors: their rows become parts of the same parameters."""
     text = "\n".join(f"{name} {tuple(s.tensor.shape)} {s.tensor.dtype}" for name, s in sorted(found.items()))
     marks = agreement.gather(zlib.crc32(text.encode()))
     if len(set(marks)) > 1:
         others = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
         raise CheckpointError(
-            f"{where} holds other tensors on rank {others[0]} than on rank 0: copy one to every host."
+            f"{where} holds different tensors on rank {others[0]} than on rank 0: copy the same files to every host."
         )
 
 
@@ -197,11 +198,11 @@ def _fill(targets: Mapping[str, Tensor], found: Mapping[str, Stored], in_run: bo
     with torch.no_grad():
         for name, each in found.items():
             target = targets[name]
-            if id(target) in done:
+            if id(target) in done:  # a tied tensor under its second name: its value is already stored
                 continue
             done.add(id(target))
             if not target.is_meta:
-                target.copy_(each.tensor)  # of a sharded one, the view that is entered reads only the shard's rows
+                target.copy_(each.tensor)  # a sharded target copies a slice of the lazy tensor: only its rows are read
             elif in_run and isinstance(target, nn.Parameter):
                 later.leave(target, each.tensor)
             else:

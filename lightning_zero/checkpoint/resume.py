@@ -1,16 +1,16 @@
-"""State for continuing exactly that Lightning does not keep: random states and loader positions.
+"""Saves and restores what Lightning does not: random states and loader positions, for an exact continuation.
 
-[What is kept, per rank, under ``checkpoint["lightning_zero"]``]
+[Saved per rank under ``checkpoint["lightning_zero"]``]
 - *rng*: the states of Python, NumPy, torch and the accelerator when the checkpoint was written.
 - *orders*: for each map-style training loader, the state from which its sampler drew the current epoch's order.
-- *loaders*: the ``state_dict`` of each training loader that has one (Lightning keeps rank 0's only).
+- *loaders*: the ``state_dict`` of each training loader that has one (Lightning saves only rank 0's).
 
-Beside them, once: how many micro-batches a step takes (see :mod:`.global_batch`).
+The number of micro-batches per step is saved once (see :mod:`.global_batch`).
 
-[What happens on resume]
-In mid-epoch a map-style loader's sampler draws the same order again and is moved on past the batches that are done,
-at any world size: with the same global batch, ``DistributedSampler`` deals the same samples into each batch. Random
-states are set just before the next batch is fetched, where the number of ranks is what it was.
+[On resume]
+In mid-epoch a map-style loader's sampler draws the same order again and skips the batches that are done. This works at
+any world size: with the same global batch, ``DistributedSampler`` puts the same samples into each batch. If the number
+of ranks is unchanged, random states are set just before the next batch is fetched.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning_zero.private.lightning import combined_loader, data_fetcher, set_
 
 
 def rng_state(device: torch.device | None = None) -> dict[str, Any]:
-    """The global random states as tensors and numbers, which ``weights_only`` loading admits."""
+    """Returns the global random states as tensors and numbers, which ``weights_only`` loading admits."""
     version, words, gauss = random.getstate()
     of_numpy: Any = numpy.random.get_state()
     name, keys, position, has_gauss, cached = of_numpy
@@ -50,7 +50,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Sets what :func:`rng_state` returned."""
+    """Sets the global random states to a result of :func:`rng_state`."""
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
@@ -77,7 +77,7 @@ def _drawing_from(state: dict[str, Any] | None) -> Iterator[None]:
 
 
 class _Order:
-    """A loader's (batch) sampler that remembers how its order was drawn and can be moved on once."""
+    """A loader's (batch) sampler that records how its order was drawn, and can skip batches once."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
@@ -99,18 +99,18 @@ class _Order:
         return len(self._sampler)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy and pickle ask for theirs before there is a sampler
+        if name.startswith("__"):  # copy and pickle look these up before _sampler is set
             raise AttributeError(name)
         return getattr(self.__dict__["_sampler"], name)
 
 
 def follow(loader: Any) -> Any:
-    """Makes the order of a map-style training ``loader`` resumable; returns the same loader."""
+    """Makes the order of a map-style training ``loader`` resumable, in place; returns the loader."""
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and not _is_stateful(loader):
         which = "sampler" if loader.batch_sampler is None else "batch_sampler"
         sampler = getattr(loader, which)
         if not isinstance(sampler, _Order):
-            # DataLoader refuses the assignment lest one of its other settings disagree; an order changes none of them
+            # DataLoader forbids this assignment to keep its settings consistent; an _Order changes none of them.
             object.__setattr__(loader, which, _Order(sampler))
     return loader
 
@@ -133,7 +133,7 @@ def _loaders(trainer: Any) -> list[Any]:
 
 
 def collect(trainer: Any, agreement: Agreement) -> dict[str, Any]:
-    """The content of :data:`~lightning_zero.checkpoint.layout.EXTRA` (collective)."""
+    """Returns the content of :data:`~lightning_zero.checkpoint.layout.EXTRA` (collective)."""
     ranks = agreement.gather(together(agreement, lambda: _of_this_rank(trainer)))
     return {"ranks": ranks, ACCUMULATION: trainer.accumulate_grad_batches}
 
@@ -148,7 +148,7 @@ def _of_this_rank(trainer: Any) -> dict[str, Any]:
 
 
 class Resume:
-    """Continues a run from the ``checkpoint`` that was loaded for it."""
+    """Continues a run exactly where the ``checkpoint`` loaded for it was written."""
 
     def __init__(self, checkpoint: dict[str, Any], agreement: Agreement) -> None:
         ranks = checkpoint.get(EXTRA, {}).get("ranks", [])
@@ -159,15 +159,15 @@ class Resume:
         self._undo: Callable[[], None] | None = None
 
     def apply(self, trainer: Any) -> None:
-        """Puts loaders and random states where they were; called before the first batch is fetched."""
+        """Restores loaders and random states. Call it before the first batch is fetched."""
         loaders = _loaders(trainer)
         num_done = _batches_done(trainer)
         if self._same and num_done is None:
-            self._set_rng(trainer)  # the new epoch draws its order from it
+            self._set_rng(trainer)  # before the new epoch draws its order
         self._move_on(trainer, loaders, num_done or 0)
         fetcher = data_fetcher(trainer)
         if fetcher is not None:
-            iter(fetcher)  # as Lightning begins an epoch: iterators made before know nothing of the above
+            iter(fetcher)  # as Lightning does at an epoch's start: earlier iterators would ignore the changes above
         if self._same and num_done is not None:
             self._set_rng(trainer)
 
@@ -190,22 +190,22 @@ class Resume:
                 order.resume_from = drawn[i] if len(drawn) == len(orders) else None
         rank_zero_info(f"Resuming in mid-epoch: the training data continue after batch {num_done}.")
         if all(order or _is_stateful(loader) for loader, order in zip(loaders, orders, strict=True)):
-            # Lightning would say that this loader cannot be resumed
+            # Lightning would warn that this loader cannot be resumed.
             message = "You're resuming from a checkpoint that ended before the epoch"
             self._undo = without_warning_on_reset(trainer.fit_loop.epoch_loop, message)
 
     def close(self) -> None:
-        """Gives back what was lent to the trainer, also after a run that failed before it was used."""
+        """Undoes the changes to the trainer, also if the run failed before they took effect."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
 
 
 def leave_finished_epoch(fit_loop: Any) -> None:
-    """Lets a run with ``max_steps`` begin the next epoch after a checkpoint of an epoch's end.
+    """Lets a run with ``max_steps`` begin the next epoch after a checkpoint from the end of an epoch.
 
-    Lightning takes every resumed run with ``max_steps`` for one in mid-epoch (``_FitLoop.restarting``) and trains one
-    batch too many in the epoch that was done. Called between its restoring of the loops and its use of them.
+    Lightning treats every resumed run with ``max_steps`` as one in mid-epoch (``_FitLoop.restarting``) and trains one
+    batch too many in the finished epoch. Call this after Lightning restores the loops and before it runs them.
     """
     epoch = fit_loop.epoch_progress.current
     if epoch.ready == epoch.started == epoch.processed:
@@ -213,7 +213,7 @@ def leave_finished_epoch(fit_loop: Any) -> None:
 
 
 def _batches_done(trainer: Any) -> int | None:
-    """Batches of the current epoch that were trained on; ``None`` between epochs."""
+    """Number of batches of the current epoch that are done; ``None`` between epochs."""
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
     done = progress.current.completed + int(loop.restarted_on_train_batch_end)
@@ -223,7 +223,7 @@ def _batches_done(trainer: Any) -> int | None:
 
 
 def _cycle(trainer: Any, index: int, loader: Any) -> int:
-    """After how many batches the ``index``-th loader begins anew beside longer ones."""
+    """Number of batches after which the ``index``-th loader begins again, if others are longer."""
     limit = (combined_loader(trainer).limits or [None] * (index + 1))[index]
     length = len(loader) if limit is None else min(len(loader), limit)
     return max(1, int(length))

@@ -1,4 +1,4 @@
-"""One safetensors file as tensors that are read when they are used, by the library of that name."""
+"""Reads a safetensors file as lazy tensors, with the library of that name."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from lightning_zero.errors import CheckpointError
 
 
 def read(path: str) -> dict[str, LazyTensor]:
-    """The tensors of the local file ``path``, by their names in it.
+    """Returns the tensors of the local file ``path`` by their names in it.
 
     Raises:
-        CheckpointError: For a truncated, damaged or foreign file, and where the library is missing.
+        CheckpointError: If the file is truncated, damaged or foreign, or the library is missing.
     """
     try:
         from safetensors import SafetensorError, safe_open  # comes with transformers, timm and others
     except ImportError as error:
-        raise CheckpointError(f"{path} is read by safetensors: pip install safetensors.") from error
+        raise CheckpointError(f"reading {path} needs safetensors: pip install safetensors.") from error
     try:
         opened = safe_open(path, framework="pt")
-        return {name: _lazy(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118  (no dictionary)
+        return {name: _lazy(opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118  (not a dictionary)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is truncated, damaged or no safetensors file ({error}): use another.") from error
+        raise CheckpointError(
+            f"{path} is truncated, damaged or not a safetensors file ({error}): use another."
+        ) from error
 
 
 def _lazy(mapped: Any) -> LazyTensor:
     def rows(start: int, stop: int) -> Tensor:
-        """As :data:`~lightning_zero.checkpoint.lazy.Read` has it; copied, so that the file is let go of."""
+        """Reads rows as :data:`~lightning_zero.checkpoint.lazy.Read` defines; copies them to release the file."""
         found: Tensor = mapped[start:stop] if shape else mapped[...]
         return found.clone()
 

@@ -1,7 +1,7 @@
-"""Saving and loading during a run: in which form, with whose values, and what is still under way.
+"""Saves and loads checkpoints during a run: chooses the form, which rank has values, and the order of pending saves.
 
-One :class:`Saving` lives as long as its strategy; :meth:`Saving.begin` hands it the agreement of each run. All its
-methods but :meth:`Saving.remove` are collective.
+One :class:`Saving` lives as long as its strategy; :meth:`Saving.begin` passes it the agreement of each run. All its
+methods except :meth:`Saving.remove` are collective.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from lightning_zero.private.torch import DisableTorchFunction
 
 
 class Collecting(Enum):
-    """Whether Lightning collects a checkpoint, and so what a rank gets from the methods that return state."""
+    """Whether Lightning is collecting a checkpoint; decides what a rank gets from the methods that return state."""
 
     NOTHING = auto()
-    """The call is a user's own: every rank gets whole tensors, once all ranks have agreed that they make it."""
+    """No: a user's own call. Every rank gets full tensors, after all ranks have agreed that they make the call."""
     FOR_RANK_0 = auto()
-    """For one file: rank 0 gets whole tensors, the others their shapes alone, so a host holds one copy, not one for
-    each rank."""
+    """For one file: rank 0 gets full tensors, other ranks only shapes, so a host holds one copy instead of one per
+    rank."""
     SHARDS = auto()
     """For a directory: every rank gets its own shards, and nothing is gathered."""
     FAILED = auto()
-    """As ``NOTHING``. The last collecting raised, perhaps because a hook read values where only shapes are."""
+    """As ``NOTHING``. The last collection raised, perhaps because a hook read values on a rank that has only shapes."""
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it is Lightning that asks."""
+        """Whether Lightning is collecting a checkpoint."""
         return self in (Collecting.FOR_RANK_0, Collecting.SHARDS)
 
 
@@ -57,7 +57,7 @@ class Saving:
         self._form = form
         self.collecting = Collecting.NOTHING
         self._memory: Collected | None = None
-        self._meet: Callable[[], None] = _nothing  # no lambda: copies of a Trainer are pickled
+        self._barrier: Callable[[], None] = _nothing  # no lambda: copies of a Trainer are pickled
         self._end_reads: Callable[[], None] = _nothing
         self._agreement: Agreement | None = None
         self._loaded: Loaded | None = None
@@ -66,38 +66,41 @@ class Saving:
         self._background: BackgroundSaver | None = None
 
     def refuse_plugin(self, checkpoint_io: Any) -> None:
-        """Raises ``ValueError`` for a plugin beside a form that plugins know nothing of."""
-        if self._form != "file" and type(checkpoint_io) not in (type(None), *_ON_FILES):
+        """Raises ``ValueError`` for a plugin with a form that plugins do not support."""
+        if self._form != "file" and type(checkpoint_io) not in (type(None), *_FILE_PLUGINS):
             raise ValueError(
                 f"checkpoint={self._form!r} with a CheckpointIO plugin ({type(checkpoint_io).__name__}):"
-                " plugins write the one-file form; use checkpoint='file' or no plugin."
+                " plugins write only one file; use checkpoint='file', or no plugin."
             )
 
     # -- a run ---------------------------------------------------------------------------------------------------
 
     @property
     def agreement(self) -> Agreement:
-        """Of all ranks of the run; of this process alone, if the ranks were its children and have ended."""
+        """The run's agreement; of this process alone if the ranks were its child processes and have ended."""
         return self._agreement if self._agreement is not None else Agreement(alone=True)
 
     def begin(self, agreement: Agreement) -> None:
-        """A run begins; before set-up, because checkpoints are loaded into the module while it is still whole."""
+        """Begins a run. Call it before set-up: checkpoints are loaded into the module before it is sharded."""
         self._agreement, self.collecting = agreement, Collecting.NOTHING
 
-    def follow(self, trainer: Any, meet: Callable[[], None], end_reads: Callable[[], None]) -> None:
-        """From here on :attr:`collecting` tells Lightning's own collecting of a checkpoint from a user's call.
+    def follow(self, trainer: Any, barrier: Callable[[], None], end_reads: Callable[[], None]) -> None:
+        """Lets :attr:`collecting` tell Lightning's own collection of a checkpoint from a user's call.
 
-        ``meet`` is called before ranks wait for each other, ``end_reads`` when rank 0 alone has read parameters.
+        Stays in effect after the run: a checkpoint of a module that stays sharded is collected in the same way.
 
-        It stays so after the run: a checkpoint of a module that has stayed sharded is collected the same way.
+        Args:
+            trainer: The trainer whose checkpoints are collected.
+            barrier: Called before ranks wait for each other.
+            end_reads: Called after rank 0 alone may have read parameters.
         """
-        self._meet, self._end_reads = meet, end_reads
+        self._barrier, self._end_reads = barrier, end_reads
         checkpoint_connector(trainer).dump_checkpoint = _Dump(self, trainer)
 
     def collect(self, trainer: Any, weights_only: bool | None) -> dict[str, Any]:
-        """The checkpoint as Lightning collects it, each rank's part by the strategy's form."""
+        """Collects a checkpoint as Lightning does; each rank gets its part according to the strategy's form."""
         connector = checkpoint_connector(trainer)
-        self._meet()
+        self._barrier()
         self.agreement.gather(None, "trainer.save_checkpoint()")
         self.collecting = Collecting.FOR_RANK_0 if self._form == "file" else Collecting.SHARDS
         if self.collecting is Collecting.FOR_RANK_0:
@@ -105,7 +108,7 @@ class Saving:
             self._memory = Collected([folder, trainer.default_root_dir])
         try:
             checkpoint: dict[str, Any] = type(connector).dump_checkpoint(connector, weights_only)
-            if self.agreement.rank == 0:
+            if self.agreement.rank == 0:  # before end_reads: copying parameters may need the other ranks' rows
                 checkpoint = {key: _apart(value) for key, value in checkpoint.items()}
             self._end_reads()
         except BaseException:
@@ -117,16 +120,16 @@ class Saving:
         return checkpoint
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a Trainer has had the same runs, and is of its process alone."""
+        """Returns the state for a copy of a Trainer, which has had the same runs but agrees with its process only."""
         state = type(self)(self._form).__dict__
         return state if self._agreement is None else {**state, "_agreement": Agreement(alone=True)}
 
     def on_rank_0(self) -> tuple[Agreement, Collected] | None:
-        """Agreement and memory for collecting one file; ``None`` if every rank gets whole tensors."""
+        """Returns agreement and memory for collecting one file; ``None`` if every rank gets full tensors."""
         return None if self._memory is None else (self.agreement, self._memory)
 
     def end(self, run_failed: bool) -> None:
-        """Waits for saves in the background. One that fails ends a run; beside another failure it is a warning."""
+        """Waits for background saves. A failed one raises, or only warns if the run has failed already."""
         self._forget_loaded()
         if self._resumed is not None:
             self._resumed.close()
@@ -145,20 +148,20 @@ class Saving:
     def save(
         self, checkpoint: dict[str, Any], path: str, trainer: Any, storage_options: Any, beside_training: bool
     ) -> None:
-        """Writes ``checkpoint`` in the strategy's form; in the background only ``beside_training``.
+        """Writes ``checkpoint`` in the strategy's form; in the background only if ``beside_training``.
 
         Raises:
-            CheckpointError: On every rank, if it cannot be written; the checkpoint before it is untouched.
+            CheckpointError: On every rank, if it cannot be written; the previous checkpoint is untouched.
         """
         if self._form != "file" and storage_options is not None:
             raise TypeError(
                 "save_checkpoint(storage_options=...) is for CheckpointIO plugins, which"
-                f" checkpoint={self._form!r} has none of: use checkpoint='file', or leave it out."
+                f" checkpoint={self._form!r} does not use: use checkpoint='file', or leave storage_options out."
             )
         if "optimizer_states" in checkpoint and self._agreement is None:
             rank_zero_warn(
-                f"{path} has the weights, and training cannot continue from it: optimizers and progress ended with the"
-                " processes of the run. A ModelCheckpoint saves them inside the run."
+                f"{path} has the weights only, so training cannot continue from it: optimizers and progress ended with"
+                " the processes of the run. A ModelCheckpoint saves them during the run."
             )
         with DisableTorchFunction():
             if "optimizer_states" in checkpoint:  # not save_weights_only
@@ -166,27 +169,27 @@ class Saving:
             if self._form == "file":
                 together(self.agreement, lambda: _write_file(checkpoint, path, trainer, storage_options))
             elif self._form == "sharded" or not beside_training:
-                if self._background is not None:  # an older checkpoint is complete first
+                if self._background is not None:  # complete older checkpoints first
                     together(self.agreement, self._background.wait)
                 directory.write(checkpoint, path, self.agreement)
             else:
-                if self._background is None:  # its thread agrees in messages of its own
-                    self._background = BackgroundSaver(self.agreement.beside(IN_BACKGROUND))
+                if self._background is None:  # another kind, because its thread must not mix messages with this one
+                    self._background = BackgroundSaver(self.agreement.with_kind(IN_BACKGROUND))
                 self._background.save(checkpoint, path)
 
     def wait(self) -> None:
-        """Returns when nothing is being written any more; raises if that failed."""
+        """Waits until nothing is being written; raises if a save failed."""
         if self._background is not None:
             self._background.wait()
 
     def remove(self, filepath: Any, checkpoint_io: Any) -> None:
-        """Deletes a checkpoint, on one rank, after the saves that are under way: the next one is complete first."""
+        """Deletes a checkpoint, on one rank, after pending saves: the checkpoint that replaces it is complete first."""
 
         def remove_it() -> None:
             try:
                 if not remove(os.fspath(filepath)):
                     checkpoint_io.remove_checkpoint(filepath)
-            except OSError as error:  # on this rank alone, and nothing depends on it
+            except OSError as error:  # a warning is enough: only this rank is here, and nothing depends on it
                 rank_zero_warn(f"{filepath} could not be deleted: {error}")
 
         if self._background is not None:
@@ -197,18 +200,18 @@ class Saving:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def load(self, checkpoint_path: Any, weights_only: bool | None, checkpoint_io: Any) -> dict[str, Any]:
-        """The content of a file or a sharded directory, its tensors left on the disk until they are used.
+        """Returns the content of a file or a sharded directory; its tensors stay on the disk until they are used.
 
         Raises:
-            FileNotFoundError: On every rank, if there is nothing there.
+            FileNotFoundError: On every rank, if there is nothing at the path.
             CheckpointError: On every rank, if it is incomplete, damaged, foreign, or more than ``weights_only`` admits.
         """
         self._forget_loaded()
-        # Rank 0's path: a rank that looks for the newest checkpoint by itself may find a later one than others
+        # Rank 0's path: ranks that look for the newest checkpoint at different times may find different ones.
         path = self.agreement.gather(os.fspath(checkpoint_path))[0]
         if self._background is not None:
             together(self.agreement, self._background.wait)
-        ours = type(_innermost(checkpoint_io)) in _ON_FILES  # plugins around it change the writing only
+        ours = type(_innermost(checkpoint_io)) in _FILE_PLUGINS  # plugins that wrap it change only how it writes
         if ours or together(self.agreement, lambda: is_directory(path)):
             self._loaded = load(path, weights_only, self.agreement)
         else:
@@ -219,8 +222,8 @@ class Saving:
         return self._loaded.content
 
     def resume(self, trainer: Any) -> None:
-        """Continues from the checkpoint that was loaded for this run, if there is one; before the first batch. Behind a
-        tuner's trial steps loaders and random states go on from there, as under DDP."""
+        """Continues from the checkpoint that was loaded for this run, if there is one. Call it before the first batch.
+        After a tuner's trial steps, loaders and random states are not restored, as under DDP."""
         if self._loaded is not None:
             if self._continues:
                 self._resumed = Resume(self._loaded.content, self.agreement)
@@ -234,11 +237,11 @@ class Saving:
 
 
 def _nothing() -> None:
-    """There is no run whose ranks could wait for each other."""
+    """Default for callbacks before :meth:`Saving.follow`: there is no run whose ranks could wait for each other."""
 
 
 def _apart(value: Any) -> Any:
-    """``value`` of a checkpoint, copied if it holds modules or parameters: a network among the hyperparameters."""
+    """Copies a checkpoint's ``value`` if it holds modules or parameters, such as a network in the hyperparameters."""
     return copy.deepcopy(value) if _holds_parameters(value) else value
 
 
@@ -255,7 +258,8 @@ def _holds_parameters(value: Any) -> bool:
 
 
 class _Dump:
-    """A connector's ``dump_checkpoint``. No function: in a copy of the Trainer it collects for the copy."""
+    """Replaces a connector's ``dump_checkpoint``. A class, not a function, so that a copied Trainer's collects for the
+    copy."""
 
     def __init__(self, saving: Saving, trainer: Any) -> None:
         self._saving, self._trainer = saving, trainer
@@ -275,26 +279,26 @@ def _write_file(checkpoint: dict[str, Any], path: str, trainer: Any, storage_opt
         strategy.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
 
-class WholeFileIO(TorchCheckpointIO):
-    """Lightning's, with files that appear all at once, when all of their content is on the disk."""
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's ``TorchCheckpointIO``, but a file appears only when all of its content is on the disk."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """See :func:`~lightning_zero.checkpoint.file.write`."""
         if storage_options is not None:
-            return super().save_checkpoint(checkpoint, path, storage_options)  # says that it knows none
+            return super().save_checkpoint(checkpoint, path, storage_options)  # raises Lightning's error
         return file.write(checkpoint, os.fspath(path))
 
 
-_ON_FILES = (TorchCheckpointIO, WholeFileIO)
+_FILE_PLUGINS = (TorchCheckpointIO, AtomicCheckpointIO)
 
 
-def on_whole_files(checkpoint_io: Any) -> Any:
-    """``checkpoint_io``, or :class:`WholeFileIO` in the place of none and of Lightning's own; a plugin that wraps
-    another (``AsyncCheckpointIO``) and was given none wraps ours."""
+def with_atomic_files(checkpoint_io: Any) -> Any:
+    """Returns :class:`AtomicCheckpointIO` for no plugin or Lightning's own, and other plugins unchanged. A plugin that
+    wraps another (``AsyncCheckpointIO``) and was given none gets ours to wrap."""
     if type(checkpoint_io) in (type(None), TorchCheckpointIO):
-        return WholeFileIO()
+        return AtomicCheckpointIO()
     if hasattr(checkpoint_io, "checkpoint_io"):
-        checkpoint_io.checkpoint_io = WholeFileIO()  # Lightning's setter leaves one that is there
+        checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # Lightning's setter keeps one that is already set
     return checkpoint_io
 
 

@@ -1,7 +1,7 @@
-"""Saving and loading for all ranks together, on local paths and fsspec URLs.
+"""Saves and loads for all ranks together, on local paths and fsspec URLs.
 
-An error that only one rank may meet (a full disk, a damaged file) is raised on every rank with the same message, before
-the next collective could wait for a rank that has failed.
+An error that may occur on one rank only (a full disk, a damaged file) is raised on every rank with the same message,
+before the next collective, which would otherwise wait for the failed rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 def together(agreement: Agreement, call: Callable[[], Result]) -> Result:
-    """The result of ``call()`` on this rank; if it fails on any rank, its error is raised on all (collective)."""
+    """Returns the result of ``call()`` on this rank; if the call fails on any rank, all ranks raise (collective)."""
     with agreement.raise_if_any_failed():
         return call()
 
@@ -40,33 +40,34 @@ def is_directory(path: str) -> bool:
 
 
 class Loaded:
-    """A checkpoint's content, and the local copy that must stay on the disk while it is read."""
+    """A checkpoint's content, and the local copy that must stay on the disk while the content is read."""
 
     def __init__(self, content: dict[str, Any], fetched: Path | None = None) -> None:
         self.content = content
         self._fetched = fetched
 
     def close(self) -> None:
-        """Deletes the local copy of a remote checkpoint, once no rank of this host reads it any more."""
+        """Deletes the local copy of a remote checkpoint. Call it when no rank of this host reads the copy any more."""
         if self._fetched is not None:
             shutil.rmtree(self._fetched, ignore_errors=True)
             self._fetched = None
 
 
 def load(path: str, weights_only: bool | None, agreement: Agreement) -> Loaded:
-    """The checkpoint at ``path``, a file or a sharded directory (collective).
+    """Loads the checkpoint at ``path``, a file or a sharded directory (collective).
 
-    A local one is memory-mapped, or read lazily, by every rank; a remote one is copied to each host once.
+    Every rank memory-maps a local file, or reads a local directory lazily. A remote checkpoint is copied once to each
+    host.
 
     Raises:
         FileNotFoundError: On every rank, if there is nothing at ``path``.
-        CheckpointError: On every rank, if any finds it incomplete, damaged or foreign.
+        CheckpointError: On every rank, if any rank finds the checkpoint incomplete, damaged or foreign.
     """
     fs, target = together(agreement, lambda: fsspec.core.url_to_fs(path))
     if isinstance(fs, LocalFileSystem):
         share = agreement.rank, agreement.world_size
         return Loaded(together(agreement, lambda: _read(target, weights_only, *share)))
-    fetched, *of_host = _fetch(path, agreement)
+    fetched, *of_host = _fetch(path, agreement)  # ranks of one host divide the checksums of their common copy
     try:
         return Loaded(together(agreement, lambda: _read(str(fetched / "checkpoint"), weights_only, *of_host)), fetched)
     except BaseException:
@@ -75,14 +76,14 @@ def load(path: str, weights_only: bool | None, agreement: Agreement) -> Loaded:
 
 
 def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> dict[str, Any]:
-    """A checkpoint of either form, for use outside of a run, in this process alone.
+    """Loads a checkpoint of either form in this process alone, for use outside of a run.
 
-    Its tensors stay on the disk until they are used; ``module.load_state_dict(load_checkpoint(path)["state_dict"])``
+    The tensors stay on the disk until they are used; ``module.load_state_dict(load_checkpoint(path)["state_dict"])``
     holds one of them in memory at a time.
 
     Raises:
         FileNotFoundError: If there is nothing at ``path``.
-        CheckpointError: If it is incomplete, damaged, foreign, or more than ``weights_only`` admits.
+        CheckpointError: If the checkpoint is incomplete, damaged, foreign, or more than ``weights_only`` admits.
     """
     loaded = load(os.fspath(path), weights_only, Agreement(alone=True))
     atexit.register(loaded.close)
@@ -90,7 +91,7 @@ def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> 
 
 
 def _read(path: str, weights_only: bool | None, part: int, parts: int) -> dict[str, Any]:
-    """The content of the local ``path``; this rank compares checksums of the ``part``-th of ``parts`` shares."""
+    """Returns the content of the local ``path``; compares checksums of share ``part`` of ``parts``."""
     content: dict[str, Any] = (
         directory.read(Path(path), weights_only, part, parts)
         if os.path.isdir(path)
@@ -99,15 +100,18 @@ def _read(path: str, weights_only: bool | None, part: int, parts: int) -> dict[s
     if "state_dict" not in content or "pytorch-lightning_version" not in content:
         missing = "state_dict" if "state_dict" not in content else "pytorch-lightning_version"
         raise CheckpointError(
-            f"{path} has no {missing!r}, so it is no Lightning checkpoint: load plain weights into the module with"
+            f"{path} has no {missing!r}, so it is not a Lightning checkpoint: load plain weights with"
             " module.load_state_dict, or use another checkpoint."
         )
     return content
 
 
 def _fetch(path: str, agreement: Agreement) -> tuple[Path, int, int]:
-    """A folder on this host with a copy named ``checkpoint``, made by the first rank of each host; which of the host's
-    ranks this is, and how many there are."""
+    """Copies ``path`` to this host (collective); the first rank of each host makes the copy.
+
+    Returns:
+        A folder with the copy, named ``checkpoint``; this rank's index among the host's ranks; the number of these.
+    """
     hosts = agreement.gather(socket.gethostname())
     of_host = [rank for rank, host in enumerate(hosts) if host == hosts[agreement.rank]]
     first = of_host[0]
@@ -127,7 +131,7 @@ def _fetch(path: str, agreement: Agreement) -> tuple[Path, int, int]:
 
 
 def remove(path: str) -> bool:
-    """Deletes the sharded directory at ``path``; False if there is something else, which is left alone."""
+    """Deletes the sharded directory at ``path``. Returns ``False``, and deletes nothing, if it is anything else."""
     fs, target = fsspec.core.url_to_fs(path)
     if isinstance(fs, LocalFileSystem) and os.path.isdir(target) and not os.path.islink(target):
         directory.remove(Path(target))
@@ -136,11 +140,11 @@ def remove(path: str) -> bool:
 
 
 class BackgroundSaver:
-    """Writes sharded checkpoints from a copy while training goes on, one at a time and in order.
+    """Writes sharded checkpoints from a copy while training continues, one at a time and in order.
 
-    ``save`` waits only for the copy, this rank's shards in host memory. The thread agrees with the other ranks' threads
-    through an :class:`Agreement` of this object's own. The main thread uses it only after :meth:`wait`: two threads at
-    once would mix their messages up. An error is raised by the next call.
+    ``save`` waits only for the copy, which is this rank's shards in host memory. The thread agrees with the other
+    ranks' threads through this object's own :class:`Agreement`. The main thread may use that agreement only after
+    :meth:`wait`: two threads at once would mix up their messages. The next call raises an error of the thread.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -149,20 +153,20 @@ class BackgroundSaver:
         self._pending: list[Future[None]] = []
 
     def save(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Begins to write; waits first for the save before.
+        """Waits for the previous save, then begins to write.
 
         Raises:
-            CheckpointError: On every rank, if an earlier save has failed on any since the last call.
+            CheckpointError: On every rank, if a save has failed on any rank since the last call.
         """
         together(self._agreement, self.wait)
-        # Not in the thread: Lightning may link to the folder, or check that it exists, as soon as this call returns.
+        # Not in the thread: when this call returns, Lightning may link to the folder or check that it exists.
         together(self._agreement, lambda: directory.prepare(path) if self._agreement.rank == 0 else None)
         staged = together(self._agreement, lambda: _copied(checkpoint))
         self._pending.append(self._thread.submit(directory.write, staged, path, self._agreement))
 
     def then(self, action: Callable[[], None]) -> None:
-        """Runs ``action`` after all earlier saves are complete, and never if one failed: an old checkpoint is deleted
-        only when the new one is there."""
+        """Runs ``action`` after all earlier saves, but not if one of them failed: an old checkpoint must not be deleted
+        before the new one is complete."""
         before = list(self._pending)
 
         def run() -> None:
@@ -172,7 +176,7 @@ class BackgroundSaver:
         self._pending.append(self._thread.submit(run))
 
     def wait(self) -> None:
-        """Returns when nothing is being written.
+        """Waits until nothing is being written.
 
         Raises:
             CheckpointError: If a save has failed since the last call.
@@ -182,7 +186,7 @@ class BackgroundSaver:
             future.result()
 
     def close(self) -> None:
-        """Waits, and ends the thread."""
+        """Waits for pending saves and ends the thread."""
         try:
             self.wait()
         finally:
@@ -190,12 +194,12 @@ class BackgroundSaver:
 
 
 def _copied(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``checkpoint`` that shares nothing with the training; a tied tensor stays one."""
+    """Returns a copy of ``checkpoint`` that shares no memory with training. A tied tensor stays one tensor."""
     copies: dict[int, Tensor] = {}
 
     def staged(path: layout.Path, tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.detach().to("cpu", copy=True)  # of a DTensor: its shard
+            copies[id(tensor)] = tensor.detach().to("cpu", copy=True)  # of a DTensor, this copies the shard
         return copies[id(tensor)]
 
     on_cpu = layout.map_tensors(staged, checkpoint)

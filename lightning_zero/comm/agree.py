@@ -1,6 +1,6 @@
-"""Exchanges beside the engines' own: many tensors in one message, and small agreements.
+"""Collectives outside the engines' own traffic: coalesced tensors, and small agreements of all ranks.
 
-All functions are collective over ``group`` and do nothing when it holds one rank.
+Every function is collective over ``group`` and does nothing if the group has one rank.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from lightning_zero.errors import CheckpointError
 
 _Result = TypeVar("_Result")
 BUCKET_BYTES = 64 * 2**20
-"""Tensors are joined up to this size, so that the copies never take more than a small part of the memory."""
+"""Tensors are coalesced up to this size, so that the copies take only a small part of the memory."""
 
 
 @torch.no_grad()
 def broadcast_coalesced(tensors: Sequence[Tensor], src: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """Rank ``src``'s values of ``tensors`` (any dtypes and shapes, one device) become every rank's, in place."""
+    """Copies rank ``src``'s values of ``tensors`` to every rank, in place; any dtypes and shapes, one device."""
     if dist.get_world_size(group) == 1:
         return
     for bucket in _buckets([t for t in tensors if t.numel()]):
-        if len(bucket) == 1 and bucket[0].is_contiguous():  # it may be a large one, of which no copies are needed
+        if len(bucket) == 1 and bucket[0].is_contiguous():  # sent in place: a large tensor must not be copied
             dist.broadcast(bucket[0].detach().view(-1).view(torch.uint8), src, group=group)
             if dist.get_rank(group) != src and not bucket[0].is_inference():
-                increment_version(bucket[0])
+                increment_version(bucket[0])  # a collective does not: autograd would miss this write
             continue
         flat = torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in bucket])
         dist.broadcast(flat, src, group=group)
@@ -54,7 +54,7 @@ def all_reduce_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup | None =
     for dtype in {t.dtype: None for t in tensors}:
         for bucket in _buckets([t for t in tensors if t.dtype == dtype and t.numel()]):
             flat = torch.cat([t.reshape(-1) for t in bucket])
-            flat.div_(world_size)
+            flat.div_(world_size)  # before the sum, as in DDP: in float16 the sum could overflow
             dist.all_reduce(flat, group=group)
             parts = flat.split([t.numel() for t in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
@@ -79,15 +79,14 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 class Channel:
-    """The gloo group of everything that ranks agree upon, so that none of it meets an engine's messages. Its
-    constructor is collective.
+    """The gloo group that carries all agreements, separate from the engines' messages. The constructor is collective.
 
-    One for all: connections lie along a tree, few per rank (:mod:`~lightning_zero.comm.tree`). What may be under way at
-    the same time differs in its tag, threads included. Collectives of gloo's own have no place here: they count calls,
-    and some connect rank 0 to all.
+    All agreements share it: its connections follow a tree, so each rank has few (:mod:`~lightning_zero.comm.tree`).
+    Messages that may be in flight at the same time, on one thread or on several, differ in their tags. Do not run
+    gloo's own collectives on this group: they match calls by counting them, and some connect rank 0 to every rank.
 
     Attributes:
-        lost: A call on this rank has failed, or was left in the middle: gloo's connections do not recover.
+        lost: A call on this rank has failed or was interrupted. gloo's connections do not recover from that.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -96,7 +95,7 @@ class Channel:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Messages are under way inside."""
+        """Marks the channel as lost if the block, in which messages are in flight, raises."""
         try:
             yield
         except BaseException:
@@ -107,15 +106,16 @@ class Channel:
 class Agreement:
     """Agreements of all ranks on a :class:`Channel`.
 
-    The constructor is collective, and so is each method; on one rank :meth:`gather`, :meth:`raise_if_any_failed` and
+    The constructor and every method are collective. With one rank :meth:`gather`, :meth:`raise_if_any_failed` and
     :meth:`decide` return at once.
 
     Args:
         timeout_seconds: How long a call waits for the other ranks before it raises.
-        alone: This process agrees with itself, even inside a process group.
-        channel: One that there is already; ``None`` makes one.
-        run: Counts the runs that use the channel: what an earlier one has left under way is never met again.
-        kind: Of messages, one of those below :data:`KINDS`; agreements that may be under way together differ in it.
+        alone: Agree with this process only, even inside a process group.
+        channel: The channel to use; ``None`` makes one.
+        run: Number of the run on this channel. It is part of the tags, so messages that an earlier run has left in
+            flight never match those of this run.
+        kind: Kind of the messages, below :data:`KINDS`. Agreements that may be in flight together need different kinds.
     """
 
     def __init__(
@@ -132,16 +132,16 @@ class Agreement:
         self.channel = (channel or Channel(timeout_seconds)) if several else None
         self.run, self._kind = run, kind
         self._latest: dict[int, dist.Work] = {}  # by kind
-        # Connects now: a rank that later makes a call alone would first wait for the connection, and fail late
+        # Connect now: a rank that later makes a call alone would wait for its connection first, and fail late.
         self.gather(None, "the strategy's set-up")
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The channel's; ``None`` on one rank."""
+        """The channel's process group; ``None`` with one rank."""
         return None if self.channel is None else self.channel.group
 
-    def beside(self, kind: int) -> Agreement:
-        """Another one on the same channel, for another thread."""
+    def with_kind(self, kind: int) -> Agreement:
+        """An agreement of another ``kind`` on the same channel, for another thread."""
         if self.channel is None:
             return Agreement(self.timeout_seconds, alone=True)
         return Agreement(self.timeout_seconds, channel=self.channel, run=self.run, kind=kind)
@@ -149,19 +149,19 @@ class Agreement:
     def gather(
         self, value: Any, call: str = "a checkpoint's agreement", error: BaseException | None = None
     ) -> list[Any]:
-        """Every rank's ``value`` (picklable, small), by rank.
+        """Returns every rank's ``value`` (picklable, small), by rank.
 
         Raises:
-            BaseException: On every rank if any rank has an ``error``; on that rank its own, on the others the closest
-                of :data:`_REPEATABLE`, with the message of the first rank that has one.
-            RuntimeError: When a rank does not make the call within ``timeout_seconds``, naming ``call``; on every rank
-                when another rank makes a different call.
+            BaseException: On every rank if any rank passes an ``error``. That rank raises its own; the others raise the
+                closest of :data:`_REPEATABLE`, with the message of the first rank that failed.
+            RuntimeError: If a rank does not make the call within ``timeout_seconds``, naming ``call``; on every rank if
+                ranks make different calls.
         """
         everyones = [(call, None, value)]
         if self.channel is not None:
-            # A number and a text, not the exception: one that cannot be pickled would fail on its own rank alone.
+            # Send a number and a text, not the exception: if it could not be pickled, its rank alone would fail here.
             failure = None if error is None else (_repeatable(error), str(error))
-            content = pickle.dumps((call, failure, value))  # an error here is the caller's
+            content = pickle.dumps((call, failure, value))  # outside the try: an error here is the caller's
             try:
                 with self._calling(call):
                     gathered = tree.gather(content, self.channel.group, self._tag(self._kind), self.timeout_seconds)
@@ -180,7 +180,7 @@ class Agreement:
 
     @contextmanager
     def raise_if_any_failed(self) -> Iterator[None]:
-        """An error on one rank inside is an error on all, as in :meth:`gather`."""
+        """Raises on every rank if the block raises on any, as :meth:`gather` does."""
         error: Exception | None = None
         try:
             yield
@@ -189,18 +189,20 @@ class Agreement:
         self.gather(None, error=error)
 
     def decide(self, make: Callable[[], Any], decide: Callable[[list[Any]], list[Any]], call: str) -> Any:
-        """This rank's part of what ``decide`` says on rank 0, given what ``make`` has made on every rank; both lists
-        are by rank, and of anything picklable. Large ones are held by rank 0 alone.
+        """Calls ``make`` on every rank and ``decide`` on rank 0, and returns this rank's part of the decision.
+
+        ``decide`` gets the results of ``make`` by rank and returns one part for each rank, all picklable. Only rank 0
+        holds the complete lists.
 
         Raises:
-            Exception: What ``make`` or ``decide`` has raised on any rank, as :meth:`gather`.
+            Exception: On every rank, as :meth:`gather`, if ``make`` or ``decide`` raised on any.
         """
         errors: list[Exception] = []
 
         def tried(function: Callable[[], _Result], otherwise: _Result) -> _Result:
             try:
                 return function()
-            except Exception as error:  # raised below, on all ranks, which expect messages until then
+            except Exception as error:  # raised below on all ranks: until then they wait for this rank's messages
                 errors.append(error)
                 return otherwise
 
@@ -220,36 +222,39 @@ class Agreement:
         return pickle.loads(part)
 
     def all_reduce(self, message: Tensor, op: Any, kind: int, peer_memory: PeerMemory | None = None) -> dist.Work:
-        """``message`` (a few numbers, in host memory) becomes its sum or maximum over the ranks, as ``op`` says, when
-        this has been waited for; the calls of its kind that began before are then complete, too."""
+        """Reduces ``message`` (a few numbers in host memory) over the ranks in place; ``op`` is a sum or a maximum.
+
+        The result is there after the returned work was waited for. Earlier calls of the same ``kind`` are then
+        complete as well.
+        """
         assert self.channel is not None
         with self.channel.in_use():
             work = direct.all_reduce(message, op, self.channel.group, peer_memory, self._tag(kind))
-        self._latest[kind] = direct.Begun(self._heard(self._latest.get(kind), work))
+        self._latest[kind] = direct.Begun(self._completed(self._latest.get(kind), work))
         return self._latest[kind]
 
-    def _heard(self, before: dist.Work | None, work: dist.Work) -> Iterator[None]:
+    def _completed(self, before: dist.Work | None, work: dist.Work) -> Iterator[None]:
         assert self.channel is not None
         with self.channel.in_use():
-            if before is not None:  # a rank passes messages on while it waits: in one order on all of them
+            if before is not None:  # a rank forwards messages while it waits, so all ranks must wait in the same order
                 before.wait()
             work.wait()
         yield
 
     def _tag(self, kind: int) -> int:
-        """Of this run's messages of ``kind``."""
+        """The tag of this run's messages of ``kind``."""
         return tree.FIRST_TAG + KINDS + self.run * KINDS + kind
 
     @contextmanager
     def _calling(self, call: str) -> Iterator[None]:
-        """Messages of ``call``, which all ranks make."""
+        """Names ``call`` in the error if its messages fail."""
         assert self.channel is not None
         try:
             if self.channel.lost:
                 raise RuntimeError("an earlier call has failed")
             with self.channel.in_use():
                 yield
-        except Exception as error:  # gloo raises RuntimeError, or a DistBackendError where the peer is gone
+        except Exception as error:  # gloo raises RuntimeError, or DistBackendError if the peer has ended
             raise RuntimeError(
                 f"{call} on rank {self.rank}: not all ranks made this call within timeout_seconds="
                 f"{self.timeout_seconds:g} ({error}). It is collective: make it on every rank,"
@@ -258,15 +263,14 @@ class Agreement:
 
 
 KINDS = 8
-"""Tags of a run: what may be under way at the same time."""
+"""Number of tags per run. Messages that may be in flight at the same time have different tags."""
 OF_RUN, IN_STEP, STEP_SYNC, IN_BACKGROUND, READS = range(5)
-"""The main thread's agreements; the engine's; the step sync's, which travel ahead; those of a save in the background;
-meetings (see :mod:`~lightning_zero.comm.meeting`).
-"""
+"""Kinds: agreements of the main thread; the engine's; the step sync's, which are sent ahead; those of a save in the
+background; barriers (:mod:`~lightning_zero.comm.barrier`)."""
 
 
 class _Shared:
-    """The agreements of a default process group, by their ``timeout_seconds``, and how often they were asked for."""
+    """The agreements of a default process group by ``timeout_seconds``, and how many runs have asked for one."""
 
     def __init__(self) -> None:
         self.agreements: dict[float, Agreement] = {}
@@ -277,13 +281,13 @@ _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
 
 
 def shared_agreement(timeout_seconds: float) -> Agreement:
-    """The agreement of a run that begins in this default process group. Collective.
+    """Returns the agreement for a run that begins in this default process group (collective, main thread only).
 
-    All runs with this ``timeout_seconds`` share one channel: a group holds three threads and its sockets until the
-    process group ends, and a strategy must not close its own at the end of its run, because a trainer saves after
-    ``fit`` as well. It is replaced when a call on it has failed on any rank: ranks that were elsewhere then, in an
-    error of their own perhaps, do not know, so all of them ask each other at the store. Never does garbage collection
-    decide. Only for the main thread, on which all ranks make the same calls.
+    All runs with this ``timeout_seconds`` share one channel. A gloo group holds three threads and its sockets until the
+    process group ends, and a strategy cannot close its own at the end of a run, because a trainer saves after ``fit``
+    as well. The channel is replaced if a call on it has failed on any rank. A rank that was elsewhere at that time does
+    not know of the failure, so the ranks ask each other through the store. Do not decide this by garbage collection:
+    it runs at different times on different ranks.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Agreement(timeout_seconds)
@@ -293,9 +297,8 @@ def shared_agreement(timeout_seconds: float) -> Agreement:
     shared.asked += 1
     before = shared.agreements.get(timeout_seconds)
     channel = before.channel if before is not None else None
-    # Those of other time limits are as they are: each has a channel of its own
     if channel is not None and channel.lost:
-        tree.forget_missing()
+        tree.withdraw_waiting()
     if channel is not None and _any_lost(world, channel.lost, shared.asked, timeout_seconds):
         channel = None
     made = Agreement(timeout_seconds, channel=channel or Channel(timeout_seconds), run=shared.asked)
@@ -304,20 +307,21 @@ def shared_agreement(timeout_seconds: float) -> Agreement:
 
 
 def forget_shared() -> None:
-    """The process group has ended: the channels that its runs shared end with it, their threads and sockets too."""
+    """Forgets all shared channels. Call it when the process group has ended: their threads and sockets end with it."""
     _shared.clear()
 
 
 def _any_lost(world: dist.ProcessGroup, lost: bool, asked: int, timeout_seconds: float) -> bool:
-    """Whether ``lost`` holds on any rank (collective): a few words with the store of the process group, each rank's,
-    because the channel itself cannot be asked.
+    """Returns whether ``lost`` is true on any rank (collective). It uses the store of the process group, because a lost
+    channel cannot carry the question.
 
     Raises:
-        RuntimeError: When a rank does not come within ``timeout_seconds``.
+        RuntimeError: If a rank does not make the call within ``timeout_seconds``.
     """
     store, name = world.get_group_store(), f"lightning_zero/channel_{asked}"
     if lost:
         store.add(f"{name}/lost", 1)
+    # The last rank to arrive publishes the result: every rank whose channel is lost has reported that before.
     if store.add(f"{name}/here", 1) == dist.get_world_size():
         store.set(f"{name}/all", "lost" if store.add(f"{name}/lost", 0) else "all well")
     try:
@@ -334,17 +338,17 @@ _of_run: list[Agreement] = []
 
 
 def set_run_agreement(agreement: Agreement | None) -> None:
-    """Sets the answer of :func:`run_agreement`."""
+    """Sets the agreement that :func:`run_agreement` returns."""
     _of_run[:] = [] if agreement is None else [agreement]
 
 
 def run_agreement() -> Agreement | None:
-    """The agreement of the run that is in progress, for functions that users call without naming its strategy."""
+    """The agreement of the current run, for functions that users call without passing its strategy."""
     return _of_run[0] if _of_run else None
 
 
 _REPEATABLE = (CheckpointError, FileNotFoundError, OSError, ValueError, RuntimeError)
-"""Errors that can be made again from their message; a subclass stands before its base class."""
+"""Errors that can be raised again from their message alone. A subclass must come before its base class."""
 
 
 def _repeatable(error: BaseException) -> int:

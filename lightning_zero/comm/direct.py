@@ -1,23 +1,23 @@
-"""Gathering and reducing shards by direct exchange between CPU processes, in place of gloo's collectives.
+"""Gathers and reduces shards by direct exchange between CPU processes, instead of gloo's collectives.
 
-gloo's own reduce-scatter sends some bytes more than once and its all-gather needs room for its result twice. Here each
-rank sends every other rank exactly the elements that it needs, Ψ(N-1)/N in all, the lower bound:
+gloo's own reduce-scatter sends some bytes more than once, and its all-gather needs twice the memory of its result. Here
+each rank sends every other rank exactly the elements that it needs, Ψ(N-1)/N in all, which is the lower bound:
 
-    all_gather       my shard -> every other rank, received directly in its place in the output
+    all_gather       my shard -> every other rank, received directly into its place in the output
     reduce_scatter   the part of rank j -> rank j, piece by piece; each arriving piece is added to my own part
     all_reduce       of a few numbers: mine -> every other rank; each rank reduces all of them itself
 
 A call begins an exchange and returns a work; the exchange is complete when ``wait()`` returns. Between hosts the bytes
 travel through gloo's sockets while the caller computes. Ranks on one host read each other's memory (``peer_memory``):
-the call offers this rank's tensors, and ``wait()`` reads the others'.
+the call offers this rank's tensors, and ``wait()`` reads those of the others.
 
 [Plan of one reduction, N ranks]
 All sends are posted at once; gloo starts each when its receiver is ready, however late that is. Rank r adds the parts
-of r-1, r-2, ... in this order. Through sockets they arrive in pieces of :data:`PIECE_BYTES`, one on its way while the
-one before is added; from peer memory pieces of :data:`NEAR_PIECE_BYTES` are read and added in turn. The order of
-additions is fixed, so results depend neither on timing nor on which ranks share a host.
+of r-1, r-2, ... in this order. Through sockets they arrive in pieces of :data:`PIECE_BYTES`: one piece is in flight
+while the previous one is added. From peer memory, pieces of :data:`NEAR_PIECE_BYTES` are read and added in turn. Keep
+the order of additions fixed: results must depend neither on timing nor on which ranks share a host.
 
-Accelerators keep their own collectives, and so do backends other than gloo.
+Accelerators and backends other than gloo keep their own collectives.
 """
 
 from __future__ import annotations
@@ -47,57 +47,60 @@ from lightning_zero.private.torch import TESTED
 PIECE_BYTES = 4 * 2**20
 """Small enough to add one while the next arrives, large enough that the number of messages does not matter."""
 NEAR_PIECE_BYTES = 2**19
-"""A piece read from peer memory: small enough to be still in the cache when it is added."""
+"""Size of a piece read from peer memory: small enough to be still in the cache when it is added."""
 SMALL_BYTES = 2**18
-"""Shards below this size share one message: one more copy costs less than a message of their own."""
+"""Shards below this size share one message: one more copy costs less than one more message."""
 IDLE_BYTES = 8 * 2**20
-"""From this size on memory that no message is in is given back but for one piece of it; smaller ones are all kept."""
-_GATHER, _REDUCTION, _WHOLE, _COLLECTED = 7001, 7002, 7003, 7004
-"""Tags of messages. A gather may begin and end during a reduction on the same group, and a whole tensor be asked for
-during both, so each kind has a tag of its own, and none is a number that a user's own messages are likely to have."""
+"""The pool keeps only one idle block of this size or more; it keeps all smaller ones."""
+_GATHER, _REDUCTION, _FULL, _COLLECTED = 7001, 7002, 7003, 7004
+"""Tags of messages. A gather may begin and end during a reduction on the same group, and a full tensor may be requested
+during both, so each kind needs its own tag. The numbers are unlikely to be used by a user's own messages."""
 
 
 Parts = Sequence[Tensor]
-"""One for each rank."""
+"""One tensor for each rank."""
 
 
 _peer_memories: WeakKeyDictionary[dist.ProcessGroup, weakref.ref[PeerMemory]] = WeakKeyDictionary()
 
 
 def connect(group: dist.ProcessGroup, peer_memory: PeerMemory) -> None:
-    """Lets gathers over ``group`` read ``peer_memory`` as long as that lives and is open: an engine's connections,
-    instead of new ones from each rank to each other."""
+    """Lets gathers over ``group`` use the connections of ``peer_memory``, an engine's, while that object is alive and
+    open. Otherwise they would open new connections between every two ranks."""
     _peer_memories[group] = weakref.ref(peer_memory)
 
 
 @torch.no_grad()
 def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """``output``, N times the size of ``shard``, will hold every rank's shard in the order of ranks; 1D, contiguous.
+    """Gathers every rank's ``shard`` into ``output``, in the order of ranks; both 1D and contiguous.
 
-    ``shard`` may alias its own part of ``output``. After the wait nobody reads either.
+    ``output`` has N times the size of ``shard``, which may alias its own part of ``output``. After the wait no rank
+    reads either tensor.
     """
     parts = output.chunk(group.size())
     _place(parts[group.rank()], shard)
     peer_memory = _connected(group)
     near, far = _near_and_far(group, peer_memory)
-    works = [_send(parts, shard, group, _WHOLE, far)] if far else []
+    works = [_send(parts, shard, group, _FULL, far)] if far else []
     if peer_memory is None or not near or not shard.numel():
         return Begun(work.wait() for work in works)
-    works.insert(0, _read([(parts, shard)], _WHOLE, peer_memory))
+    works.insert(0, _read([(parts, shard)], _FULL, peer_memory))
     return Begun((work.wait() for work in works), peer_memory.await_readers)
 
 
 @torch.no_grad()
 def collect(mine: Tensor, group: dist.ProcessGroup, into: Sequence[Tensor] = ()) -> None:
-    """The first rank receives ``mine`` of every rank in ``into``, by rank; of the last ranks some may have nothing.
-    1D, contiguous. It holds nothing else, and the others hold nothing more. After the call nobody reads ``mine``."""
+    """Sends ``mine`` of every rank to the group's rank 0, which receives them into ``into``, by rank; 1D, contiguous.
+
+    ``mine`` of the last ranks may be empty. No rank allocates anything. After the call no rank reads ``mine``.
+    """
     peer_memory = _connected(group)
     near, _ = _near_and_far(group, peer_memory)
     if group.rank():
         if not mine.numel():
             return
         if peer_memory is not None and 0 in near:
-            peer_memory.give(0, _COLLECTED, mine)
+            peer_memory.send_tensor(0, _COLLECTED, mine)
         else:
             dist.send(mine, group=group, group_dst=0, tag=_COLLECTED)
         return
@@ -105,7 +108,7 @@ def collect(mine: Tensor, group: dist.ProcessGroup, into: Sequence[Tensor] = ())
         if sender == 0:
             part.copy_(mine)
         elif part.numel() and peer_memory is not None and sender in near:
-            peer_memory.take(sender, _COLLECTED, part)
+            peer_memory.recv_tensor(sender, _COLLECTED, part)
         elif part.numel():
             dist.recv(part, group=group, group_src=sender, tag=_COLLECTED)
 
@@ -123,16 +126,18 @@ def all_gather_each(
     pool: Pool,
     peer_memory: PeerMemory | None = None,
 ) -> dist.Work:
-    """:func:`all_gather` of every pair, into outputs that are cut into the parts of the ranks already: those that stay
-    are cut once. Peers read ``shards`` in place: until ``peer_memory.await_readers()`` nobody may write to them, even
-    after the wait."""
+    """Runs :func:`all_gather` for every pair of an output and a shard.
+
+    Outputs are already split into the ranks' parts, so that outputs that are kept are split only once. Peers read
+    ``shards`` in place: do not write to them before ``peer_memory.await_readers()``, not even after the wait.
+    """
     pairs = [(parts, shard) for parts, shard in zip(outputs, shards, strict=True) if shard.numel()]
     for parts, shard in pairs:
         _place(parts[group.rank()], shard)
     near, far = _near_and_far(group, peer_memory)
     works = _send_each(pairs, group, pool, far) if pairs and far else []
     if peer_memory is not None and pairs and near:
-        works.insert(0, _read(pairs, _GATHER, peer_memory))  # first, while the messages of other hosts arrive
+        works.insert(0, _read(pairs, _GATHER, peer_memory))  # waited for first: other hosts' messages arrive meanwhile
     return Begun(work.wait() for work in works)
 
 
@@ -143,8 +148,8 @@ def _place(part: Tensor, shard: Tensor) -> None:
 
 def _send(parts: Parts, mine: Tensor, group: dist.ProcessGroup, tag: int, peers: Sequence[int]) -> dist.Work:
     """Sends ``mine`` to ``peers`` and receives theirs into ``parts``, through sockets."""
-    # Receives first: gloo starts a peer's send when its receiver is posted. Messages of one tag between two ranks are
-    # matched in the order of posting, so all ranks begin their exchanges in the same order.
+    # Post receives first: gloo starts a peer's send when its receiver is posted. Messages of one tag between two ranks
+    # are matched in the order of posting, so all ranks must begin their exchanges in the same order.
     works: list[Any] = [dist.irecv(parts[peer], group=group, group_src=peer, tag=tag) for peer in peers]
     works += [dist.isend(mine, group=group, group_dst=peer, tag=tag) for peer in reversed(peers)]
     return Begun(work.wait() for work in works)
@@ -153,7 +158,7 @@ def _send(parts: Parts, mine: Tensor, group: dist.ProcessGroup, tag: int, peers:
 def _send_each(
     pairs: Sequence[tuple[Parts, Tensor]], group: dist.ProcessGroup, pool: Pool, peers: Sequence[int]
 ) -> list[dist.Work]:
-    """As :func:`_send`, for every pair; small shards share one message and are copied to their parts in the wait."""
+    """Runs :func:`_send` for every pair; small shards share one message, and the wait copies them to their parts."""
     works = [_send(parts, shard, group, _GATHER, peers) for parts, shard in pairs if shard.nbytes >= SMALL_BYTES]
     small = [(parts, shard.view(torch.uint8)) for parts, shard in pairs if shard.nbytes < SMALL_BYTES]
     if not small:
@@ -173,7 +178,7 @@ def _send_each(
 
 
 def _read(pairs: Sequence[tuple[Parts, Tensor]], kind: int, peer_memory: PeerMemory) -> dist.Work:
-    """Offers this rank's shards; the wait reads those of every peer on this host out of its memory into their parts."""
+    """Offers this rank's shards; the wait reads the shards of every peer on this host into their parts."""
     offer = peer_memory.offer(kind, [mine for _, mine in pairs])
 
     def rest() -> Iterator[None]:
@@ -189,36 +194,36 @@ def _read(pairs: Sequence[tuple[Parts, Tensor]], kind: int, peer_memory: PeerMem
 @torch.no_grad()
 def reduce_scatter(
     output: Tensor,
-    whole: Tensor,
+    full: Tensor,
     group: dist.ProcessGroup,
     pool: Pool,
     mean: bool = False,
     peer_memory: PeerMemory | None = None,
 ) -> dist.Work:
-    """``output`` will be the sum over the ranks, or the mean, of part ``rank`` of their ``whole``; 1D, contiguous.
+    """Reduces ``full`` over the ranks and writes this rank's part of the sum, or mean, to ``output``; 1D, contiguous.
 
-    The caller touches neither tensor before the wait. Peers read ``whole`` in place: until
-    ``peer_memory.await_readers()`` nobody may write to it, even after the wait.
+    Do not touch either tensor before the wait. Peers read ``full`` in place: do not write to it before
+    ``peer_memory.await_readers()``, not even after the wait.
     """
-    rest = _reduced(output, whole, group, pool, peer_memory)
+    rest = _reduced(output, full, group, pool, peer_memory)
     next(rest)
     return Begun(rest, partial(output.div_, group.size()) if mean else None)
 
 
 def _reduced(
-    output: Tensor, whole: Tensor, group: dist.ProcessGroup, pool: Pool, peer_memory: PeerMemory | None
+    output: Tensor, full: Tensor, group: dist.ProcessGroup, pool: Pool, peer_memory: PeerMemory | None
 ) -> Iterator[None]:
-    """Yields once, when all sends are posted and all offers made; the rest, for the wait, receives and adds."""
+    """Yields once, when all sends are posted and all offers made; the wait runs the rest, which receives and adds."""
     if group.size() == 1 or not output.numel():
-        output.copy_(whole)
+        output.copy_(full)
         yield
         return
     near, far = _near_and_far(group, peer_memory)
-    sent = _Sent(whole, group, pool, far) if far else None
-    read = _Read(whole, group, pool, peer_memory) if peer_memory is not None and near else None
+    sent = _Sent(full, group, pool, far) if far else None
+    read = _Read(full, group, pool, peer_memory) if peer_memory is not None and near else None
     yield
-    # From here on in the wait. `whole` is only read: peers, and sends under way, take their parts from it.
-    so_far = whole.chunk(group.size())[group.rank()]
+    # The wait begins here. Do not write to `full`: peers, and sends in flight, read their parts from it.
+    so_far = full.chunk(group.size())[group.rank()]
     for peer in _others(group):
         carrier = read if peer in near else sent
         assert carrier is not None
@@ -231,23 +236,23 @@ def _reduced(
 
 
 class _Sent:
-    """Sends the parts of ``whole`` to ``peers`` and receives theirs, through sockets, into two slots in turn: one piece
-    arrives while the one before it is added.
+    """Sends the parts of ``full`` to ``peers`` and receives theirs, through sockets, into two slots in turn: one piece
+    arrives while the previous one is added.
 
     Attributes:
-        numel: Of a piece.
+        numel: Number of elements of a piece.
     """
 
-    def __init__(self, whole: Tensor, group: dist.ProcessGroup, pool: Pool, peers: Sequence[int]) -> None:
-        parts = whole.chunk(group.size())
-        self.numel, self._group = PIECE_BYTES // whole.itemsize, group
+    def __init__(self, full: Tensor, group: dist.ProcessGroup, pool: Pool, peers: Sequence[int]) -> None:
+        parts = full.chunk(group.size())
+        self.numel, self._group = PIECE_BYTES // full.itemsize, group
         self._sends: list[Any] = [
             dist.isend(piece, group=group, group_dst=peer, tag=_REDUCTION)
             for peer in reversed(peers)
             for piece in parts[peer].split(self.numel)
         ]
         sizes = [piece.numel() for piece in parts[group.rank()].split(self.numel)]
-        slots = [pool.empty(sizes[0], whole.dtype) for _ in range(2)]
+        slots = [pool.empty(sizes[0], full.dtype) for _ in range(2)]
         self._slices = [slots[i % 2][:size] for i, size in enumerate(sizes * len(peers))]
         self._sources = [peer for peer in peers for _ in sizes]
         self._arriving = [self._receive(i) for i in range(len(self._slices))[:2]]
@@ -256,32 +261,32 @@ class _Sent:
         return dist.irecv(self._slices[i], group=self._group, group_src=self._sources[i], tag=_REDUCTION)
 
     def pieces(self, peer: int) -> Iterator[Tensor]:
-        """The pieces of ``peer``, which is the next of ``peers``. A piece is valid until the next one is requested:
-        then its slot receives another."""
+        """Yields the pieces of ``peer``, which must be the next of ``peers``. A piece is valid until the next one is
+        requested: then its slot receives another piece."""
         for i, source in enumerate(self._sources):
             if source == peer:
                 self._arriving[i].wait()
                 yield self._slices[i]
-                if i + 2 < len(self._slices):
+                if i + 2 < len(self._slices):  # the caller has added this piece, so its slot is free again
                     self._arriving.append(self._receive(i + 2))
 
     def end(self) -> None:
-        """Waits until ``whole`` has been sent: before, its memory must not change."""
+        """Waits until ``full`` has been sent; until then its memory must not change."""
         for send in self._sends:
             send.wait()
 
 
 class _Read:
-    """As :class:`_Sent`, for peers on this host: their parts are read out of their memory, into one slot."""
+    """Does the same as :class:`_Sent` for peers on this host: reads their parts out of their memory, into one slot."""
 
-    def __init__(self, whole: Tensor, group: dist.ProcessGroup, pool: Pool, peer_memory: PeerMemory) -> None:
-        parts = whole.chunk(group.size())
+    def __init__(self, full: Tensor, group: dist.ProcessGroup, pool: Pool, peer_memory: PeerMemory) -> None:
+        parts = full.chunk(group.size())
         part = parts[group.rank()]
-        self.numel = NEAR_PIECE_BYTES // whole.itemsize
-        self._peer_memory, self._offer = peer_memory, peer_memory.offer(_REDUCTION, [whole], parts)
+        self.numel = NEAR_PIECE_BYTES // full.itemsize
+        self._peer_memory, self._offer = peer_memory, peer_memory.offer(_REDUCTION, [full], parts)
         self._sizes = [piece.numel() for piece in part.split(self.numel)]
-        self._slot = pool.empty(self._sizes[0], whole.dtype)
-        self._start_bytes = part.data_ptr() - whole.data_ptr()
+        self._slot = pool.empty(self._sizes[0], full.dtype)
+        self._start_bytes = part.data_ptr() - full.data_ptr()
 
     def pieces(self, peer: int) -> Iterator[Tensor]:
         source, start = self._peer_memory.source(self._offer, peer), self._start_bytes
@@ -294,7 +299,7 @@ class _Read:
 
 
 class Begun(dist.Work):
-    """An exchange that has begun; ``wait`` runs the rest of it, on the calling thread, and once only."""
+    """An exchange that has begun; ``wait`` runs the rest of it, once, on the calling thread."""
 
     def __init__(self, rest: Iterator[Any], then: Callable[[], Any] | None = None) -> None:
         super().__init__()
@@ -318,7 +323,7 @@ def all_reduce(
     peer_memory: PeerMemory | None = None,
     tag: int = tree.FIRST_TAG,
 ) -> dist.Work:
-    """``message``, a few numbers, 1D, will be the sum or the maximum over the ranks, as ``op`` says."""
+    """Reduces ``message``, a few numbers (1D), over the ranks in place; ``op`` is a sum or a maximum."""
     if group.size() > FEW_RANKS:
         rest = tree.all_reduce(message, op, group, tag, peer_memory)
         next(rest)
@@ -326,7 +331,7 @@ def all_reduce(
     near, far = _near_and_far(group, peer_memory)
     everyones = message.new_empty(group.size(), message.numel())
     parts, works = everyones.unbind(), []
-    # A copy in memory of this call alone: peers may still read it when this rank has overwritten `message` and gone on.
+    # A copy that only this call owns: peers may still read it after the caller has overwritten `message`.
     mine = parts[group.rank()].copy_(message)
     if far:
         works.append(_send(parts, mine, group, tag, far))
@@ -343,23 +348,23 @@ def all_reduce(
 
 
 def _near_and_far(group: dist.ProcessGroup, peer_memory: PeerMemory | None) -> tuple[list[int], list[int]]:
-    """The other ranks: those whose memory this one reads, and those reached through sockets."""
+    """The other ranks: those whose memory this rank reads, and those that it reaches through sockets."""
     near = peer_memory.ranks if peer_memory is not None else ()
     others = _others(group)
     return [peer for peer in others if peer in near], [peer for peer in others if peer not in near]
 
 
 def _others(group: dist.ProcessGroup) -> list[int]:
-    """The other ranks, beginning with the one before this, so that no two ranks begin with the same one."""
+    """The other ranks, beginning with the previous one, so that no two ranks begin with the same peer."""
     return [(group.rank() - distance) % group.size() for distance in range(1, group.size())]
 
 
 class Pool:
-    """Memory for messages, handed out again when the last tensor in it is gone; all of it is freed with the pool.
+    """Memory for messages. A block is reused when the last tensor in it is gone; the pool's end frees all of them.
 
-    The general allocator would reuse it as well, but places it among small and lasting tensors, where large blocks that
-    come and go leave gaps. What lies idle is resident all the same, so of large pieces (``IDLE_BYTES``) only the one
-    that came back last stays, and only for a message that it is not far too large for.
+    The general allocator would reuse memory as well. But it places large, short-lived blocks among small, long-lived
+    tensors, and their gaps stay resident. Idle blocks are resident, too, so of large ones (``IDLE_BYTES``) the pool
+    keeps only the last that was returned, and uses it only for messages of at least half its size.
     """
 
     def __init__(self) -> None:
@@ -387,7 +392,7 @@ class Pool:
         return memory
 
     def _give_back(self, memory: mmap.mmap) -> None:
-        """On any thread, at any moment."""
+        """Runs on any thread at any moment, as a finalizer does: take no lock here."""
         if len(memory) >= IDLE_BYTES:
             self._idle = memory
         else:
@@ -396,22 +401,22 @@ class Pool:
 
 def _mapped(nbytes: int) -> mmap.mmap:
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if nbytes >= IDLE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):  # it is written from end to end at once
-        with contextlib.suppress(OSError):  # a kernel without
+    if nbytes >= IDLE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):  # the block is soon written from end to end
+        with contextlib.suppress(OSError):  # the kernel may not support it
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 class ReduceScatter:
-    """For ``FSDPModule.set_custom_reduce_scatter``; one object serves all units, which take turns.
+    """The argument of ``FSDPModule.set_custom_reduce_scatter``; one object serves all units, which take turns.
 
     Args:
-        world_size: Of the groups that it is called with.
-        apart: Around the allocation of what stays.
+        world_size: Size of the groups that it is called with.
+        apart: Context manager for allocations that outlive the reduction.
 
     Attributes:
-        may_wait: The next reduction need not be complete when the call returns, but only after :meth:`finish`: nobody
-            reads or moves its output before.
+        may_wait: Lets the next call return before its reduction is complete. Nobody may read or move its output before
+            :meth:`finish`.
     """
 
     def __init__(
@@ -423,26 +428,26 @@ class ReduceScatter:
     ) -> None:
         self._pool, self._world_size, self._peer_memory, self._apart = pool, world_size, peer_memory, apart
         self._input = 0  # address of the input allocated last
-        self._lent: int | None = None  # elements of an input whose output has not been allocated yet
+        self._input_numel: int | None = None  # elements of an input whose output has not been allocated yet
         self._under_way: dist.Work | None = None
         self.may_wait = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the reduction's input, from the pool, or for its output, which stays as the gradients' storage.
+        """Allocates the reduction's input from the pool, or its output, which stays as the gradients' storage.
 
-        Size tells the two apart: an output is a rank's part of the input allocated before it. After a backward that
-        failed between the two, both may come from the pool, which costs memory and breaks nothing. :meth:`__call__`
+        The size tells the two apart: an output is one rank's part of the input allocated just before it. If a backward
+        fails between the two, both may come from the pool, which costs memory and breaks nothing. :meth:`__call__`
         raises if torch allocates the output first.
         """
         self.finish()  # one reduction at a time: the next call overwrites _under_way
         if self._peer_memory is not None:
-            self._peer_memory.look()  # offers that all peers have read let go of their memory, for the pool to reuse
+            self._peer_memory.release_read()  # returns memory that all peers have read to the pool
         numel = math.prod(size)
-        if self._lent == numel * self._world_size:
-            self._lent = None
-            with self._apart():  # and not of the pool: gradients outlive the next input
+        if self._input_numel == numel * self._world_size:
+            self._input_numel = None
+            with self._apart():  # not from the pool: gradients outlive the next input
                 return torch.empty(*size, dtype=dtype, device=device)
-        self._lent = numel
+        self._input_numel = numel
         sent = self._pool.empty(numel, dtype)
         self._input = sent.data_ptr()
         return sent
@@ -450,14 +455,14 @@ class ReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """:func:`reduce_scatter`, or its mean where ``op`` says so."""
-        self._lent = None
+        """Begins :func:`reduce_scatter`, of the mean if ``op`` is ``AVG``."""
+        self._input_numel = None
         if self._input not in (0, input_tensor.data_ptr()):
             raise MovedError(
-                f"torch {torch.__version__} allocates a reduction's output before its input, so gradients would be kept"
-                f" in memory that is used again: use 'torch{TESTED}', which was tested."
+                f"torch {torch.__version__} allocates a reduction's output before its input, so gradients would lie in"
+                f" memory that is reused: use 'torch{TESTED}', which was tested."
             )
-        with record_function("exchange::reduce_scatter"):  # for traces: its messages have no name
+        with record_function("exchange::reduce_scatter"):  # its messages have no names in a profiler's trace
             self._under_way = reduce_scatter(
                 output_tensor, input_tensor, group, self._pool, op == dist.ReduceOp.AVG, self._peer_memory
             )
@@ -465,7 +470,7 @@ class ReduceScatter:
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the reduction that has begun, if one has."""
+        """Waits for the current reduction, if there is one."""
         if self._under_way is not None:
             with record_function("exchange::reduce_scatter_wait"):
                 self._under_way.wait()

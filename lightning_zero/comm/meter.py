@@ -1,8 +1,9 @@
 """Counts traffic: calls, bytes and waiting time of every collective that Python starts.
 
-The tables below say how many bytes each function moves; everything that counts traffic uses them. Bytes sent and
-received follow from :func:`lightning_zero.comm.costs.wire_bytes`: rings and direct exchanges really send that many,
-gloo's own reduce-scatter may send more. Bytes that ranks on one host read from each other's memory count alike.
+The tables below list how many bytes each function moves; all code that counts traffic uses them. The bytes sent and
+received are those of :func:`lightning_zero.comm.costs.wire_bytes`. Rings and direct exchanges send exactly that many;
+gloo's own reduce-scatter may send more. Bytes that ranks on one host read from each other's memory count in the same
+way.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lightning_zero.errors import MovedError
 from lightning_zero.private.torch import TESTED
 from lightning_zero.private.torch import functional_collectives as functional
 
-# (arguments by name, number of ranks) -> bytes of the whole tensor
+# (arguments by name, number of ranks) -> bytes of the full tensor
 Size = Callable[[dict[str, Any], int], float]
 
 
@@ -69,27 +70,27 @@ _FUNCTIONAL: dict[str, tuple[str, tuple[str, ...], Size]] = {
     "reduce_scatter_single": ("reduce_scatter", ("self", "reduceOp", "scatter_dim", "group"), _of("self")),
     "all_reduce": ("all_reduce", ("self", "reduceOp", "group"), _of("self")),
 }
-"""The functions that ``DTensor`` calls."""
+"""Functions that ``DTensor`` calls."""
 _DIRECT: dict[str, tuple[str, tuple[str, ...], Size]] = {
     "all_gather": ("all_gather", ("output", "shard", "group"), _of("output")),
     "all_gather_each": ("all_gather", ("outputs", "shards", "group"), _of("outputs")),
-    "reduce_scatter": ("reduce_scatter", ("output", "whole", "group"), _of("whole")),
+    "reduce_scatter": ("reduce_scatter", ("output", "full", "group"), _of("full")),
     "all_reduce": ("all_reduce", ("message", "op", "group"), _agreement),
 }
-"""Our own exchanges between processes on CPUs."""
+"""Our own exchanges between CPU processes."""
 _ALIASES = {"output_tensor": "output", "input_tensor": "input"}
-"""Keywords that torch renamed, old name -> new name; either is understood."""
+"""Keywords that torch renamed, old name -> new name. Calls may use either."""
 _RENAMED = (
     ("all_gather_single", "all_gather_into_tensor", "all_gather_tensor"),
     ("reduce_scatter_single", "reduce_scatter_tensor"),
 )
-"""Functions that torch renamed, keeping the old names for a while; one of them must be there."""
+"""Functions that torch renamed, keeping the old names for some releases. Of each line at least one must exist."""
 
 
 class TrafficMeter:
-    """While installed, counts every collective of this process by kind.
+    """Counts every collective of this process by kind, while it is installed.
 
-    A collective that calls another one counts once. The numbers only grow; take differences.
+    A collective that calls another one counts once. The numbers only grow, so take differences.
     """
 
     def __init__(self) -> None:
@@ -98,12 +99,12 @@ class TrafficMeter:
         """Collective -> bytes sent by this rank."""
         self.received: Counter[str] = Counter()
         self.seconds = 0.0
-        """Time inside blocking collectives: on the CPU this is exposed communication."""
+        """Seconds inside blocking collectives. On CPUs this is exposed communication."""
         self._depth = threading.local()
         self._undo: list[tuple[Any, str, Any, Any]] = []
 
     def install(self) -> None:
-        """Puts the counting functions in place of torch's; safe to call again."""
+        """Replaces torch's functions by counting ones. A second call does nothing."""
         if self._undo:
             return
         _check_names()
@@ -118,14 +119,14 @@ class TrafficMeter:
         self._replace(direct.Begun, "wait", "wait", (), lambda call, n: 0.0)
 
     def remove(self) -> None:
-        """Puts torch's functions back, unless somebody else has replaced them meanwhile."""
+        """Restores torch's functions, except those that other code has replaced meanwhile."""
         for module, name, original, counting in reversed(self._undo):
             if getattr(module, name) is counting:
                 setattr(module, name, original)
         self._undo.clear()
 
     def add(self, kind: str, nbytes: float, world_size: int) -> None:
-        """Counts a collective that C++ starts, which nothing here sees: ``nbytes`` of the whole tensor."""
+        """Counts a collective that C++ starts, so that no function here sees it; ``nbytes`` is of the full tensor."""
         self.calls[kind] += 1
         if world_size > 1:
             moved = wire_bytes(kind, nbytes, world_size)
@@ -134,9 +135,9 @@ class TrafficMeter:
 
     def _replace(self, module: Any, name: str, kind: str, parameters: tuple[str, ...], size: Size) -> None:
         original = getattr(module, name, None)
-        if original is None:  # torch has the other of two names: see _check_names
+        if original is None:  # this torch has only the other of two names: see _check_names
             return
-        # dist and c10d hold the same function, and get the same counting one.
+        # dist and c10d hold the same function and must get the same counting one, or a call would count twice.
         made = next((c for _, _, o, c in self._undo if o is original), None)
         counting = made or self._counting(original, kind, parameters, size)
         setattr(module, name, counting)
@@ -189,7 +190,7 @@ class TrafficMeter:
 
 
 def _check_names() -> None:
-    """Raises if torch has neither name of a function: its traffic would be missing from sums that look right."""
+    """Raises if torch has neither name of a function: the sums would silently lack its traffic."""
     for module, table in ((dist, _EAGER), (c10d, _EAGER), (functional, {**_FUNCTIONAL, "wait_tensor": None})):
         for name in table:
             names = next((pair for pair in _RENAMED if name in pair), (name,))
@@ -201,7 +202,7 @@ def _check_names() -> None:
 
 
 def _group_of(given: Any) -> dist.ProcessGroup | None:
-    """The process group of a collective's ``group`` argument; ``DTensor`` gives a mesh and one of its axes."""
+    """The process group of a collective's ``group`` argument; ``DTensor`` passes a mesh and one of its axes."""
     if isinstance(given, DeviceMesh):
         return given.get_group()
     if isinstance(given, tuple) and given and isinstance(given[0], DeviceMesh):

@@ -1,4 +1,4 @@
-"""Ranks of one host read each other's memory: one copy, where a socket takes several.
+"""Lets the ranks of one host read each other's memory: one copy, where a socket needs several.
 
 Linux lets a process read the memory of another process that it may trace (``process_vm_readv(2)``). MPI libraries
 exchange data within a host in this way. Messages of a few bytes on local sockets carry the addresses and confirm the
@@ -10,8 +10,8 @@ reads.
     read            each peer copies the bytes it needs out of the owner's memory, and confirms
     await_readers   the owner holds the tensors, and nobody writes to them, until all peers have confirmed
 
-When the ranks of a host connect, each tries to read all others. If one of them cannot (not on Linux, or a container or
-kernel setting forbids it), no rank of that host does, and the caller uses sockets for everything.
+When the ranks of a host connect, each tries to read all others. If one of them cannot (it is not on Linux, or a
+container or a kernel setting forbids it), no rank of that host does, and the caller uses sockets for everything.
 
 *Peers* are the other ranks of the group on the same host.
 """
@@ -37,15 +37,15 @@ from torch import Tensor
 from lightning_zero.comm import tree
 
 SMALL_BYTES = 2048
-"""Of all tensors of an offer together. Up to this size they travel in the message itself, without
-confirmation; a socket's buffer holds many such messages."""
+"""If all tensors of an offer together are no larger than this, the message itself carries them, and nobody confirms; a
+socket's buffer holds many such messages."""
 _HEADER = struct.Struct("=qQQ")
-"""Kind of an exchange (negated in a confirmation), its number, and the address of the table of addresses."""
+"""Kind of the exchange (negated in a confirmation), its number, and the address of the table of addresses."""
 _ADDRESS = struct.Struct("=Q")
 _CALL_BYTES, _CALL_PIECES = 2**30, 1024
 """Limits of one call; the kernel's own are 0x7ffff000 bytes and IOV_MAX pieces."""
-_MEETING_SECONDS = 60.0
-"""For connecting. All ranks arrive together: they come from one collective call."""
+_CONNECT_SECONDS = 60.0
+"""Time to connect. It can be short: all ranks come from the same collective call, so they arrive together."""
 
 
 @dataclass
@@ -53,9 +53,9 @@ class Offer:
     """This rank's tensors in one exchange, which its peers read.
 
     Attributes:
-        table: The addresses of the tensors; empty if the tensors travelled in the message.
-        before: Bytes of a peer's tensor that lie before what its message has of it.
-        readers: Peers that have not confirmed yet that they have read these tensors.
+        table: The addresses of the tensors; empty if the message carried the tensors.
+        before: Bytes of a peer's tensor before the part that its message carries.
+        readers: Peers that have not yet confirmed that they have read these tensors.
         sources: Peers whose tensors this rank has not finished reading.
     """
 
@@ -70,7 +70,7 @@ class Offer:
 
 @dataclass
 class Source:
-    """The tensors that ``rank`` offers: addresses in its memory, or in ``content`` if they came with the message."""
+    """The tensors that ``rank`` offers: addresses in its memory, or in ``content`` if the message carried them."""
 
     rank: int
     pid: int
@@ -79,46 +79,48 @@ class Source:
 
 
 class PeerMemory:
-    """The other ranks of ``group`` on this host, if all of them may read each other's memory. Its constructor is a
-    collective.
+    """Connections to the other ranks of ``group`` on this host, if all of them may read each other's memory.
 
-    Exchanges of one kind begin in the same order on all ranks, with the same number of tensors of the same sizes
-    (contiguous, on the CPU); exchanges of different kinds may interleave.
+    The constructor is collective. Exchanges of one kind must begin in the same order on all ranks, with the same number
+    of tensors of the same sizes (contiguous, on the CPU). Exchanges of different kinds may interleave.
 
     Args:
-        group: Of processes on CPUs. All ranks in this class are ranks of this group.
+        group: A group of CPU processes. All ranks in this class are ranks of this group.
         timeout_seconds: How long a call waits for another rank.
 
     Attributes:
-        ranks: The peers, beginning with the rank before this one, so that no two ranks begin with the same peer. Empty
-            if reading is forbidden.
+        ranks: The peers, beginning with the previous rank, so that no two ranks begin with the same peer. Empty if
+            reading is forbidden.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
         self._group = group
         self._timeout_seconds = timeout_seconds
-        self._links = _meet(group, timeout_seconds)
+        self._links = _links_of_host(group, timeout_seconds)
         self._numbers: dict[int, int] = {}
         self._offers: dict[tuple[int, int], Offer] = {}  # kind, number -> tensors that are still held
-        self._heard: dict[tuple[int, int, int], tuple[int, bytes]] = {}  # rank, kind, number -> table, content
-        self._told: dict[tuple[int, int], int] = {}  # rank, kind -> messages so far
-        self._listened: dict[tuple[int, int], int] = {}
+        self._arrived: dict[tuple[int, int, int], tuple[int, bytes]] = {}  # rank, kind, number -> table, content
+        self._num_sent: dict[tuple[int, int], int] = {}  # rank, kind -> messages so far
+        self._num_received: dict[tuple[int, int], int] = {}
 
     @property
     def ranks(self) -> Collection[int]:
         return self._links.keys()
 
     def offer(self, kind: int, tensors: Sequence[Tensor], parts: Sequence[Tensor] = ()) -> Offer:
-        """Begins an exchange; ``tensors`` must not be written to before :meth:`await_readers`.
+        """Begins an exchange; do not write to ``tensors`` before :meth:`await_readers`.
 
-        ``parts``: those of the only tensor that each rank reads, by rank of the group and of one size; a peer then gets
-        no other one if that fits into a message.
+        Args:
+            kind: Kind of the exchange, a positive number.
+            tensors: The tensors that peers read.
+            parts: If each rank reads only its own part of a single tensor: the parts, by rank of the group, of equal
+                size. If a part fits into a message, a peer gets that part alone.
 
         Raises:
             RuntimeError: As all methods: if a peer has ended, or does not answer within ``timeout_seconds``.
         """
-        self._let_go(kind)
-        # Counted by each rank for itself: one that skipped an exchange would read another one's tensors from then on
+        self._bound_held(kind)
+        # Each rank counts for itself, so no rank may skip an exchange: it would read the wrong tensors from then on.
         number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
         own = parts[self._group.rank() :][:1] or tensors
         is_small = sum(t.nbytes for t in own) <= SMALL_BYTES
@@ -127,19 +129,19 @@ class PeerMemory:
         addresses = [] if is_small else [t.data_ptr() for t in tensors]
         table = (ctypes.c_size_t * len(addresses))(*addresses)
         offer = Offer(kind, number, tensors, table, before, set(self._links), set(self._links))
-        if table:  # before any message: from its address on, peers may read table and tensors, which live by this entry
+        if table:  # before any message: this entry keeps table and tensors alive, and a message lets peers read them
             self._offers[kind, number] = offer
         message = _HEADER.pack(kind, number, ctypes.addressof(table)) + content
         for rank in self._links:
-            self._send(rank, message + _content(parts[rank]) if is_small and parts else message)
+            self._send_message(rank, message + _content(parts[rank]) if is_small and parts else message)
         return offer
 
     def source(self, offer: Offer, rank: int) -> Source:
         """Waits for the offer of ``rank`` in the same exchange."""
         key = rank, offer.kind, offer.number
-        while key not in self._heard:
-            self._receive(rank)
-        address, content = self._heard.pop(key)
+        while key not in self._arrived:
+            self._recv_message(rank)
+        address, content = self._arrived.pop(key)
         if not offer.table:
             start = (ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0) - offer.before
             ends = accumulate((t.nbytes for t in offer.tensors), initial=start)
@@ -149,96 +151,96 @@ class PeerMemory:
         return Source(rank, pid, list(table), content)
 
     def read(self, source: Source, into: Sequence[Tensor], start_bytes: int = 0) -> None:
-        """Fills each tensor of ``into`` from the tensor of ``source`` at the same index, from ``start_bytes`` on."""
+        """Fills each tensor of ``into`` from ``start_bytes`` on of the tensor of ``source`` at the same index."""
         pairs = zip(into, source.addresses, strict=True)
         self._copy(source.rank, source.pid, ((t.data_ptr(), at + start_bytes, t.nbytes) for t, at in pairs))
 
     def done(self, offer: Offer, source: Source) -> None:
         """Confirms to the owner of ``source`` that this rank has read it."""
         offer.sources.remove(source.rank)
-        if offer.table:  # after the last read: the owner writes to its tensors when all have confirmed
-            self._send(source.rank, _HEADER.pack(-offer.kind, offer.number, 0))
+        if offer.table:  # only after the last read: the owner writes to its tensors once all have confirmed
+            self._send_message(source.rank, _HEADER.pack(-offer.kind, offer.number, 0))
 
-    def tell(self, rank: int, kind: int, content: bytes) -> None:
-        """Sends ``content``, a few numbers, to one peer. Kinds of such messages are not those of exchanges."""
+    def send(self, rank: int, kind: int, content: bytes) -> None:
+        """Sends ``content``, a few numbers, to one peer. ``kind`` must not be the kind of an exchange."""
         for piece in _pieces(content):
-            number = self._told[rank, kind] = self._told.get((rank, kind), 0) + 1
-            self._send(rank, _HEADER.pack(kind, number, 0) + piece)
+            number = self._num_sent[rank, kind] = self._num_sent.get((rank, kind), 0) + 1
+            self._send_message(rank, _HEADER.pack(kind, number, 0) + piece)
 
-    def hear(self, rank: int, kind: int, nbytes: int) -> bytes:
-        """Waits for the next ``nbytes`` that ``rank`` has told this rank in this ``kind``."""
+    def recv(self, rank: int, kind: int, nbytes: int) -> bytes:
+        """Waits for the next ``nbytes`` that ``rank`` sends to this rank by :meth:`send` with this ``kind``."""
         content = b""
         while len(content) < nbytes:
-            number = self._listened[rank, kind] = self._listened.get((rank, kind), 0) + 1
-            while (rank, kind, number) not in self._heard:
-                self._receive(rank)
-            content += self._heard.pop((rank, kind, number))[1]
+            number = self._num_received[rank, kind] = self._num_received.get((rank, kind), 0) + 1
+            while (rank, kind, number) not in self._arrived:
+                self._recv_message(rank)
+            content += self._arrived.pop((rank, kind, number))[1]
         return content
 
-    def give(self, rank: int, kind: int, tensor: Tensor) -> None:
-        """Lets one peer read ``tensor``, contiguous and on the CPU; returns when it has. Kinds as of :meth:`tell`."""
-        self.tell(rank, kind, _ADDRESS.pack(tensor.data_ptr()))
-        self.hear(rank, kind, 1)
+    def send_tensor(self, rank: int, kind: int, tensor: Tensor) -> None:
+        """Waits until one peer has read ``tensor`` (contiguous, on the CPU); ``kind`` as in :meth:`send`."""
+        self.send(rank, kind, _ADDRESS.pack(tensor.data_ptr()))
+        self.recv(rank, kind, 1)
 
-    def take(self, rank: int, kind: int, into: Tensor) -> None:
-        """Fills ``into`` from what one peer gives, of the same size."""
-        (address,) = _ADDRESS.unpack(self.hear(rank, kind, _ADDRESS.size))
+    def recv_tensor(self, rank: int, kind: int, into: Tensor) -> None:
+        """Fills ``into`` from the tensor, of the same size, that one peer passes to :meth:`send_tensor`."""
+        (address,) = _ADDRESS.unpack(self.recv(rank, kind, _ADDRESS.size))
         self._copy(rank, self._links[rank].pid, [(into.data_ptr(), address, into.nbytes)])
-        self.tell(rank, kind, b"!")
+        self.send(rank, kind, b"!")
 
-    def look(self) -> None:
-        """Releases the tensors that all peers have read by now, without waiting."""
+    def release_read(self) -> None:
+        """Releases the tensors that all peers have read, without waiting."""
         for rank in self._links if self._offers else ():
-            while self._receive(rank, socket.MSG_DONTWAIT):
+            while self._recv_message(rank, socket.MSG_DONTWAIT):
                 pass
 
     def await_readers(self) -> None:
         """Waits until the peers have read this rank's tensors; the caller may write to them afterwards.
 
-        Exchanges in which this rank itself has not read everything yet are left out: waiting for them here could block
-        both sides."""
+        Exchanges in which this rank itself has not read everything are skipped: waiting for them here could block both
+        sides."""
         for offer in list(self._offers.values()):
             if not offer.sources:
                 self._await(offer)
 
     def close(self) -> None:
-        """Waits for the readers and disconnects; ``ranks`` is empty afterwards."""
+        """Waits for the readers and disconnects; afterwards ``ranks`` is empty."""
         self.await_readers()
         for link in self._links.values():
             link.socket.close()
         self._links = {}
 
-    def _let_go(self, kind: int) -> None:
-        """Before the next offer of ``kind``: bounds the memory that is held. The latest offer may still be
-        read: nobody waits for a peer that is only a little late."""
+    def _bound_held(self, kind: int) -> None:
+        """Bounds the memory held by offers of ``kind``, before the next one: waits for all but the latest of them. So a
+        peer that is only a little late delays nobody."""
         for offer in [o for o in self._offers.values() if o.kind == kind and not o.sources][:-1]:
             self._await(offer)
 
     def _await(self, offer: Offer) -> None:
-        while offer.readers:  # other messages that arrive meanwhile are kept: kinds interleave
-            self._receive(next(iter(offer.readers)))
+        while offer.readers:  # keeps other messages that arrive meanwhile, because kinds interleave
+            self._recv_message(next(iter(offer.readers)))
 
-    def _send(self, rank: int, message: bytes) -> None:
+    def _send_message(self, rank: int, message: bytes) -> None:
         try:
             self._links[rank].socket.send(message)
         except OSError as error:
             raise self._lost(rank, error) from error
 
-    def _receive(self, rank: int, flags: int = 0) -> bool:
-        """Takes in one message; False if there is none and ``flags`` say not to wait."""
+    def _recv_message(self, rank: int, flags: int = 0) -> bool:
+        """Receives one message; returns ``False`` if there is none and ``flags`` forbid waiting."""
         try:
             message = self._links[rank].socket.recv(_HEADER.size + SMALL_BYTES, flags)
         except OSError as error:
             if flags and isinstance(error, BlockingIOError):
                 return False
             raise self._lost(rank, error) from error
-        if not message and flags:  # a peer that ends its run earlier closes its end: no error while nobody waits for it
+        if not message and flags:  # a peer that ended its run has closed its socket: no error unless somebody waits
             return False
         if not message:
             raise self._lost(rank, "it closed its connection")
         kind, number, table = _HEADER.unpack_from(message)
         if kind > 0:
-            self._heard[rank, kind, number] = table, message[_HEADER.size :]
+            self._arrived[rank, kind, number] = table, message[_HEADER.size :]
             return True
         offer = self._offers[-kind, number]
         offer.readers.remove(rank)
@@ -253,13 +255,13 @@ class PeerMemory:
 
     def _lost(self, rank: int, reason: object) -> RuntimeError:
         who = f"rank {tree.missing(dist.get_global_rank(self._group, rank))}"
-        if isinstance(reason, BlockingIOError):  # the kernel's word for a limit of time
+        if isinstance(reason, BlockingIOError):  # how the kernel reports a socket's time-out
             return RuntimeError(
-                f"{who} has not come within timeout_seconds={self._timeout_seconds:g}: it hangs, which its last output"
-                " may explain, or ranks run different code: a backward through other layers (the loss of an early exit,"
-                " a gradient penalty or frozen layers on some ranks), or a call under `if rank == 0`."
+                f"{who} did not respond within timeout_seconds={self._timeout_seconds:g}. Either it hangs (see its last"
+                " output), or ranks have diverged: a backward through other layers (the loss of an early exit, a"
+                " gradient penalty or frozen layers on some ranks), or a call under `if rank == 0`."
             )
-        return RuntimeError(f"{who} has ended ({reason}): its last output says why.")
+        return RuntimeError(f"{who} has ended ({reason}): see its last output.")
 
 
 def _content(tensor: Tensor) -> bytes:
@@ -271,7 +273,7 @@ def _pieces(content: bytes) -> list[bytes]:
 
 
 def _batches(pieces: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """Groups ``pieces`` (address here, address there, bytes) into batches within the limits of one call."""
+    """Groups ``pieces`` (local address, remote address, bytes) into batches within the limits of one call."""
     batch: list[tuple[int, int, int]] = []
     nbytes = 0
     for here, there, size in pieces:
@@ -287,7 +289,7 @@ def _batches(pieces: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int,
 
 
 def _read_memory(pid: int, batch: Sequence[tuple[int, int, int]]) -> int:
-    """``process_vm_readv(2)``: the bytes copied, or -1 with errno set."""
+    """Calls ``process_vm_readv(2)``; returns the bytes copied, or -1 with errno set."""
     vector = ctypes.c_size_t * (2 * len(batch))  # of struct iovec: address, size
     here = vector(*(word for to, _, size in batch for word in (to, size)))
     there = vector(*(word for _, at, size in batch for word in (at, size)))
@@ -315,22 +317,25 @@ class _Link:
 class _Card:
     """A rank's introduction to the others."""
 
-    host: str  # equal for ranks that share process ids and local sockets
+    host: str  # equal on ranks that share process ids and local sockets
     pid: int
     parent: int
-    name: bytes  # of the socket that it listens on
+    name: bytes  # name of the socket that it listens on
     sample: bytes
     sample_address: int
 
 
-def _meet(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int, _Link]:
-    """Rank -> link. All ranks make the same collective calls, even if something fails on one of them."""
+def _links_of_host(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int, _Link]:
+    """Connects the ranks of a host; returns the link to each peer, by rank.
+
+    All ranks must make the same collective calls here, even if something fails on one of them.
+    """
     if group.size() == 1 or sys.platform != "linux":
         return {}
     rank, sample = group.rank(), ctypes.create_string_buffer(os.urandom(15))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.settimeout(_MEETING_SECONDS)
-        listener.bind("")  # a name of the kernel's choice, in no folder
+        listener.settimeout(_CONNECT_SECONDS)
+        listener.bind("")  # an abstract address that the kernel chooses: nothing to delete afterwards
         listener.listen(group.size())
         name, address = listener.getsockname(), ctypes.addressof(sample)
         card = _Card(_host(), os.getpid(), os.getppid(), name, sample.raw, address)
@@ -338,7 +343,7 @@ def _meet(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int, _Link]:
         near = {other: card for other, card in enumerate(cards) if card.host == cards[rank].host}
         links: dict[int, _Link] = {}
         works = _connect(links, rank, near, listener)
-    everyones = _gather(works, group, timeout_seconds)  # the sample must live until all have read it: until here
+    everyones = _gather(works, group, timeout_seconds)  # keep the sample alive until here: all ranks have read it now
     if not all(everyones[other] for other in near):
         for link in links.values():
             link.socket.close()
@@ -361,51 +366,51 @@ def _host() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return " ".join([boot.strip(), *(os.readlink(f"/proc/self/ns/{name}") for name in ("net", "pid"))])
     except OSError:
-        return os.urandom(16).hex()  # nobody else's
+        return os.urandom(16).hex()  # equals no other rank's
 
 
 def _connect(links: dict[int, _Link], rank: int, near: Mapping[int, _Card], listener: socket.socket) -> bool:
-    """Connects every two ranks in ``near``. Returns whether this rank may read all others."""
+    """Connects every two ranks in ``near``; returns whether this rank may read all others."""
     ranks = {card.pid: other for other, card in near.items()}
     try:
-        _let_read(near.values())
+        _allow_reads(near.values())
         for other, card in near.items():
-            if other < rank:
+            if other < rank:  # the higher rank connects and the lower one accepts: one link per pair
                 made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 links[other] = _Link(card.pid, made)
-                made.settimeout(_MEETING_SECONDS)
+                made.settimeout(_CONNECT_SECONDS)
                 made.connect(card.name)
         while len(links) < len(near) - 1:
             made, _ = listener.accept()
-            made.settimeout(_MEETING_SECONDS)
+            made.settimeout(_CONNECT_SECONDS)
             pid, _, _ = struct.unpack("3i", made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if pid in ranks:  # another process may know the name of the socket
+            if pid in ranks:  # other processes may connect, too
                 links[ranks[pid]] = _Link(pid, made)
             else:
                 made.close()
         for link in links.values():
             link.socket.send(b"!")
         for link in links.values():
-            link.socket.recv(1)  # the peer has called prctl: reading is allowed from now on
-        return all(_may_read(near[other]) for other in links)
+            link.socket.recv(1)  # the peer has called prctl, so reads are allowed from here on
+        return all(_can_read(near[other]) for other in links)
     except OSError:
         return False
 
 
-def _let_read(cards: Collection[_Card]) -> None:
-    """Allows reading to all descendants of the process that started these ranks.
+def _allow_reads(cards: Collection[_Card]) -> None:
+    """Allows all descendants of the process that started these ranks to read this one.
 
-    Needed where only ancestors may trace a process (``kernel.yama.ptrace_scope`` is 1)."""
+    Needed if only ancestors may trace a process (``kernel.yama.ptrace_scope`` is 1)."""
     common = set.intersection(*({card.pid, card.parent} for card in cards))
     for pid in list(common)[:1]:
         _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
 _PR_SET_PTRACER = 0x59616D61
-"""<linux/prctl.h>"""
+"""Defined in ``<linux/prctl.h>``."""
 
 
-def _may_read(card: _Card) -> bool:
+def _can_read(card: _Card) -> bool:
     found = ctypes.create_string_buffer(len(card.sample))
     size = len(card.sample)
     return _read_memory(card.pid, [(ctypes.addressof(found), card.sample_address, size)]) == size and (

@@ -1,8 +1,8 @@
-"""Shards as ``DTensor``: their layout, and how they are gathered into whole tensors.
+"""Shards as ``DTensor``: their layout, and how to gather full tensors from them.
 
 A sharded parameter is a ``DTensor`` whose dim 0 is split along one axis of its mesh (``Shard(0)``: ``ceil(rows / N)``
-rows each, the last ranks fewer) and replicated along the others. Its shard lies on the mesh's device; with CPU offload
-it lies in host memory while the mesh is of an accelerator, and the gathered tensor lies on the accelerator.
+rows each, the last ranks fewer) and replicated along the others. Its shard is on the mesh's device. With CPU offload
+the shard is in host memory although the mesh is of an accelerator; the gathered tensor is on the accelerator.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lightning_zero.private.torch import DisableTorchFunction, local_tensor, set
 
 @torch.no_grad()
 def gathered(tensor: Tensor) -> Tensor:
-    """The values of a ``DTensor`` as one plain tensor on every rank and its mesh's device (collective), outside
-    autograd; other tensors as they are."""
+    """Gathers a ``DTensor`` into one plain tensor on every rank and its mesh's device, outside autograd (collective).
+    Other tensors are returned detached."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     axis = _sharded_axis(tensor)
@@ -33,11 +33,12 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def _gathered_between_hosts(tensor: DTensor, axis: int) -> Tensor:
-    """``full_tensor`` by direct exchange.
+    """Does what ``full_tensor`` does, by direct exchange.
 
-    ``DTensor``'s own runs as ALLGATHER_COALESCED, and both threads of a gloo group write the name of their last
-    operation to one string without a lock (``ProcessGroupGloo::runLoop``, torch 2.13). Names of up to 15 letters fit
-    into the string itself; longer ones are now and then freed twice, which crashes the process.
+    Do not call ``DTensor.full_tensor`` with gloo: it runs as ALLGATHER_COALESCED, and both threads of a gloo group
+    write the name of their last operation to one string without a lock (``ProcessGroupGloo::runLoop``, torch 2.13).
+    Names of up to 15 letters fit into the string itself; longer ones are sometimes freed twice, which crashes the
+    process.
     """
     mesh, shard = tensor.device_mesh, local(tensor)
     each = -(-tensor.shape[0] // mesh.size(axis))
@@ -49,17 +50,17 @@ def _gathered_between_hosts(tensor: DTensor, axis: int) -> Tensor:
 
 
 PACKED_BYTES = 1 << 20
-"""Whole tensors below this travel together: each message costs more than they do."""
+"""Full tensors below this size are gathered together: a message of their own would cost more than they do."""
 BUCKET_BYTES = 32 << 20
-"""Of what travels together at a time, whole."""
-_ALIGNMENT = 16  # of a tensor inside a bucket, in bytes: a view in its dtype has to be possible
+"""Size of the full tensors that are gathered together at a time."""
+_ALIGNMENT = 16  # bytes between tensors in a bucket: a view in any dtype must be possible
 
 
 @torch.no_grad()
 def gathered_each(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """:func:`gathered` of each (collective): small ones together, in buckets; large ones one at a time.
+    """Gathers each tensor as :func:`gathered` does (collective): small ones in buckets, large ones one at a time.
 
-    Of a mesh whose shards are whole, each is the shard itself, detached.
+    On a mesh of one rank the result is the shard itself, detached.
     """
     done: dict[int, Tensor] = {}
     buckets: dict[tuple[DeviceMesh, int], list[DTensor]] = {}
@@ -84,7 +85,8 @@ def gathered_each(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _gathered_together(tensors: Sequence[DTensor], axis: int) -> dict[int, Tensor]:
-    """The whole tensors by their ids, by one all-gather of bytes; every rank packs as many rows as the first has."""
+    """Gathers tensors by one all-gather of bytes; returns the full tensors by id. Every rank packs as many rows as the
+    first rank has, so that all ranks send the same size."""
     mesh = tensors[0].device_mesh
     ranks, device = mesh.size(axis), mesh_device(tensors[0])
     rows = [-(-t.shape[0] // ranks) for t in tensors]
@@ -104,21 +106,21 @@ def _gathered_together(tensors: Sequence[DTensor], axis: int) -> dict[int, Tenso
     done = {}
     for t, n, size, end in zip(tensors, rows, nbytes, ends, strict=True):
         start = end - -(-size // _ALIGNMENT) * _ALIGNMENT
-        whole = torch.empty(ranks * n, *t.shape[1:], dtype=t.dtype, device=device)
-        _bytes_of(whole).view(ranks, size).copy_(packed[:, start : start + size])
-        done[id(t)] = whole if whole.shape == t.shape else whole[: t.shape[0]].clone()
+        full = torch.empty(ranks * n, *t.shape[1:], dtype=t.dtype, device=device)
+        _bytes_of(full).view(ranks, size).copy_(packed[:, start : start + size])
+        done[id(t)] = full if full.shape == t.shape else full[: t.shape[0]].clone()
     return done
 
 
 def _sharded_axis(tensor: DTensor) -> int | None:
-    """The dimension of the mesh along which ``tensor``'s rows are split; ``None`` unless it is replicated along all
-    others, as every tensor of the engine is."""
+    """The mesh axis along which ``tensor``'s rows are split. ``None`` if it is not replicated along all other axes, as
+    every tensor of an engine is."""
     axes = [i for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return axes[0] if len(axes) == 1 and tensor.placements[axes[0]].is_shard(0) else None
 
 
 def on_mesh(tensor: DTensor) -> DTensor:
-    """``tensor`` with its shard on its mesh's device, where collectives run: a copy if the shard is in host memory."""
+    """Returns ``tensor`` with its shard on the mesh's device, where collectives run; copies a shard in host memory."""
     if not is_off_mesh(tensor):
         return tensor
     part = local(tensor).to(mesh_device(tensor), copy=True)
@@ -128,7 +130,7 @@ def on_mesh(tensor: DTensor) -> DTensor:
 
 
 def is_off_mesh(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is sharded over an accelerator's mesh, its shards in host memory."""
+    """Whether ``tensor`` is sharded over an accelerator's mesh while its shards are in host memory."""
     return isinstance(tensor, DTensor) and local(tensor).device.type != tensor.device_mesh.device_type
 
 
@@ -141,8 +143,8 @@ def mesh_device(tensor: Tensor) -> torch.device:
 
 
 def before_host_write(tensor: Tensor) -> None:
-    """Waits for queued copies from a host shard to the device: call it before the shard's values change, or those
-    copies would read the new ones."""
+    """Waits for queued copies from a host shard to the device. Call it before the shard's values change: copies still
+    in the queue would read the new values."""
     if is_off_mesh(tensor):
         _finish_copies(mesh_device(tensor))
 
@@ -153,16 +155,16 @@ def _finish_copies(device: torch.device) -> None:
 
 
 Empty = Callable[[Sequence[int], torch.dtype], Tensor]
-"""Host memory of a shape and dtype."""
+"""Allocates host memory for a shape and dtype."""
 
 
 @torch.no_grad()
 def gathered_on_rank_0(tensor: Tensor, empty: Empty) -> Tensor | None:
-    """As :func:`gathered` on rank 0, in memory of ``empty``; ``None`` on the others (collective).
+    """Gathers a ``DTensor`` on rank 0 in memory from ``empty``; returns ``None`` on the other ranks (collective).
 
-    On an accelerator all ranks gather, through the communicator that they have: NCCL opens another for each pair of
-    ranks that send and receive. Between hosts rank 0 receives rows directly in the result: an all-gather over gloo
-    needs room for the result twice on every rank.
+    On an accelerator all ranks gather through the communicator that they have, because NCCL opens another one for each
+    pair of ranks that send and receive. Between CPU processes rank 0 receives rows directly into the result, because
+    gloo's all-gather needs twice the memory of the result on every rank.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach() if dist.get_rank() == 0 else None
@@ -174,27 +176,29 @@ def gathered_on_rank_0(tensor: Tensor, empty: Empty) -> Tensor | None:
     assert axis is not None
     assert coordinate is not None
     if any(at for i, at in enumerate(coordinate) if i != axis):
-        return None  # a further replica; the shards of the first are sent
+        return None  # only the first replica sends its shards
     each = -(-tensor.shape[0] // mesh.size(axis))
-    whole = None if coordinate[axis] else empty(tensor.shape, tensor.dtype)
-    parts = [] if whole is None or not each else [_bytes_of(part) for part in whole.split(each)]
+    full = None if coordinate[axis] else empty(tensor.shape, tensor.dtype)
+    parts = [] if full is None or not each else [_bytes_of(part) for part in full.split(each)]
     direct.collect(_bytes_of(shard.contiguous()), mesh.get_group(axis), parts)
-    return whole
+    return full
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor; gloo does not know every dtype."""
+    """The memory of a contiguous tensor as bytes, because gloo does not support every dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a ``DTensor``, sharing its memory; other tensors as they are."""
+    """This rank's shard of a ``DTensor``, without a copy; other tensors are returned unchanged."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(value: Tensor, like: DTensor, dtype: torch.dtype | None = None) -> DTensor:
-    """This rank's rows of ``value``, which all ranks have alike, laid out as ``like`` and of its dtype, or another
-    one; only they are copied."""
+    """Copies this rank's rows of ``value``, which is equal on all ranks, into a shard laid out as ``like``.
+
+    The shard has ``dtype``, or that of ``like``.
+    """
     shard = local(like)
     value = value.detach()
     if value.shape != like.shape:
@@ -207,17 +211,17 @@ def shard_like(value: Tensor, like: DTensor, dtype: torch.dtype | None = None) -
 
 
 def as_shard(part: Tensor, like: DTensor) -> DTensor:
-    """``part`` itself, not a copy, as this rank's shard of a tensor laid out as ``like``; it stays on its device."""
+    """Wraps ``part``, without a copy, as this rank's shard of a tensor laid out as ``like``; it stays on its device."""
     if part.device.type == like.device_mesh.device_type:
         return DTensor.from_local(
             part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
-    return _around(part, like)  # from_local would move the part to the mesh's device
+    return _around(part, like)  # not from_local, which would move the part to the mesh's device
 
 
 def rewrapped(tensor: DTensor) -> DTensor:
-    """``tensor`` around the same shard, in a wrapper that begins at its own element 0. One made from a slice has the
-    slice's offset, and ``copy.deepcopy`` takes it for memory that can be read (torch 2.13)."""
+    """Returns a ``DTensor`` around the same shard, with storage offset 0. A wrapper made from a slice keeps the slice's
+    offset, and ``copy.deepcopy`` then treats it as memory that can be read (torch 2.13)."""
     return _around(local(tensor), tensor)
 
 
@@ -230,11 +234,11 @@ def _around(part: Tensor, like: DTensor) -> DTensor:
 
 
 def rows_of(tensor: DTensor) -> tuple[int, int]:
-    """The first row of dim 0 that this rank holds, and the number of its rows: ``ceil(rows / N)``, the last ranks
-    fewer."""
+    """Returns the first row of dim 0 that this rank holds and the number of its rows: ``ceil(rows / N)``, fewer on the
+    last ranks."""
     start, length = 0, tensor.shape[0]
     for mesh_dim, placement in enumerate(tensor.placements):
-        if placement.is_shard(0):
+        if placement.is_shard(0):  # split as torch.chunk does, which fully_shard uses: other rules would shift rows
             each = -(-length // tensor.device_mesh.size(mesh_dim))
             first = min(each * tensor.device_mesh.get_local_rank(mesh_dim), length)
             start, length = start + first, min(each, length - first)

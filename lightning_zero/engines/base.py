@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.collected import Collected
-from lightning_zero.checkpoint.layout import map_tensors, placeholder, whole_bytes
+from lightning_zero.checkpoint.layout import full_bytes, map_tensors, placeholder
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.comm.shards import gathered, gathered_on_rank_0
@@ -282,7 +282,7 @@ class Engine(ABC):
         with torch.no_grad(), DisableTorchFunction():
             if on_rank_0 is not None:
                 agreement, memory = on_rank_0
-                agreement.gather(None, error=memory.why_not(whole_bytes(state)) if agreement.rank == 0 else None)
+                agreement.gather(None, error=memory.why_not(full_bytes(state)) if agreement.rank == 0 else None)
             return map_tensors(one, state)
 
     @contextmanager

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.private.torch import Dynamo, Graph, never_a_frame, pause_dynamo, puts_other_memory
+from lightning_zero.private.torch import Dynamo, Graph, assigns_data, never_a_frame, pause_dynamo
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -61,7 +61,7 @@ def _is_owned(p: Tensor) -> bool:
 def _seen_to(module: Any, graph: Graph) -> Graph:
     """``graph``, whose inputs the run under way sees to; the user's parameters have the same places in each call."""
     _Process.traced_outside |= _Process.inputs is None
-    if _Process.inputs is not None and puts_other_memory(module):
+    if _Process.inputs is not None and assigns_data(module):
         raise ValueError(
             "compiled code assigns p.data, which would take the memory that the strategy keeps the parameter in: write"
             " p.copy_(...) under torch.no_grad(), or mark the function with torch.compiler.disable."

@@ -21,7 +21,7 @@ parameter go on to show its values, and writes to them count whenever they are t
 or the engine is next.
 
 [One rank alone] may open a key between steps: the others give their parts when they come to the end of the window
-(see :mod:`lightning_zero.comm.meeting`). Inside a step all ranks run the same code.
+(see :mod:`lightning_zero.comm.barrier`). Inside a step all ranks run the same code.
 
 [How calls come here] Between steps by :class:`Mode`, which sees each call of torch. Inside a step by :class:`Guards`:
 parameters are of a *guarded class*, a subclass of their own class with the same name, so that only calls with a
@@ -45,7 +45,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.comm.agree import Agreement
-from lightning_zero.comm.meeting import FORWARD, Meeting
+from lightning_zero.comm.barrier import FORWARD, Barrier
 from lightning_zero.comm.shards import before_host_write, gathered, local, mesh_device, rows_of
 from lightning_zero.engines.graphs import end_graph
 from lightning_zero.engines.refusals import refuse_tracing
@@ -63,11 +63,11 @@ from lightning_zero.private.torch import (
     DisableTorchFunctionSubclass,
     as_traced,
     backwards_inside,
-    beside_transforms,
     disabled_torch_function,
     has_compiled,
     in_backward,
     never_a_frame,
+    outside_transforms,
     pause_dynamo,
     put_below,
     set_torch_function,
@@ -314,7 +314,7 @@ class Residency:
         self,
         store: Store,
         is_between: Callable[[], bool] = lambda: True,
-        meeting: Meeting | None = None,
+        meeting: Barrier | None = None,
         memories: Memories | None = None,
         budget_bytes: int = BUDGET_BYTES,
     ) -> None:
@@ -753,7 +753,7 @@ def store_rows(whole: Tensor, sharded: DTensor) -> None:
 def _quietly() -> Iterator[None]:
     """The engine's own work, whatever user code it is called from."""
     leaves_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-    with beside_transforms(), DisableTorchFunction(), leaves_inference, torch.no_grad():
+    with outside_transforms(), DisableTorchFunction(), leaves_inference, torch.no_grad():
         yield
 
 

@@ -251,7 +251,7 @@ class StepSync(Callback):
     def _refuse(self, here: int) -> None:
         assert self._agreement is not None
         places: dict[int, list[int]] = {}
-        for rank, place in enumerate(self._agreement.beside(STEP_SYNC).gather(here, "the step sync")):
+        for rank, place in enumerate(self._agreement.with_kind(STEP_SYNC).gather(here, "the step sync")):
             places.setdefault(place, []).append(rank)
         said = "; ".join(
             f"rank {', '.join(map(str, ranks))} {_PLACES[place >> _SHIFT].format(place & ((1 << _SHIFT) - 1))}"

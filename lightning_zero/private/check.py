@@ -1,7 +1,8 @@
-"""Tells at the start of a run which private parts of a library have moved, instead of failing or misleading later.
+"""Reports at the start of a run which private parts of a library have moved, instead of failing or misleading later.
 
-Each private file has a table of :class:`Needed` parts. :func:`check` compares it with the installed library: whether a
-name is there, takes its parameters in the order in which we pass them, and stores the attributes that we read and set.
+Each private file has a table of :class:`Needed` parts. :func:`check` compares the table with the installed library:
+whether a name exists, takes its parameters in the order in which we pass them, and stores the attributes that we read
+and set.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ class Needed:
     """One private part of a library."""
 
     name: str
-    """``"package.module:Class.attribute"``; of a property, ``.fset`` is its setter."""
+    """``"package.module:Class.attribute"``; a property's setter is ``.fset``."""
     takes: str | None = None
     """The leading parameters as we pass or receive them, ``"self, trainer"``; further ones must have defaults.
-    Those behind ``*`` are passed by keyword."""
+    Parameters after ``*`` are passed by keyword."""
     stores: str = ""
-    """Attributes and variables that its code uses by these names, ``"_main_port _timeout"``; of a class: any of its
-    methods' code. So attributes of instances are checked without making one."""
+    """Attributes and variables that its code uses by these names, ``"_main_port _timeout"``. For a class, the code of
+    all its methods counts, so attributes of instances are checked without making one."""
     sets: str = ""
-    """Of a class: those that we assign, so that a property without setter will not do."""
+    """For a class: attributes that we assign, so a property without a setter does not suffice."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """Names of a library in use here beside its public ones."""
+    """The private names of a library that this package uses."""
 
     name: str
-    """As the package index has it."""
+    """Name in the package index."""
     tested: str
     """The versions that were read and tested: ``">=2.6,<2.7"``."""
     needed: tuple[Needed, ...]
@@ -53,10 +54,10 @@ _log = logging.getLogger(__name__)
 
 
 def check(library: Library) -> None:
-    """Compares the installed library with its table, once per process; rank 0 says so if it is newer than tested.
+    """Compares the installed library with its table, once per process; rank 0 logs if it is newer than tested.
 
     Raises:
-        MovedError: Naming everything that is gone or another than what was tested, and the versions to use.
+        MovedError: Names everything that is gone or has changed, and the versions to use.
     """
     if library in _checked:
         return
@@ -70,7 +71,7 @@ def check(library: Library) -> None:
 
 @contextmanager
 def importing(library: Library) -> Iterator[None]:
-    """Around imports of private names: what is gone is named together with all else that has moved."""
+    """Wraps imports of private names: if one fails, the error names everything in the table that has moved."""
     try:
         yield
     except (ImportError, AttributeError) as error:
@@ -79,7 +80,7 @@ def importing(library: Library) -> Iterator[None]:
 
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
-"""Set by launchers; unset on the only process."""
+"""Variables that launchers set; a single process has none of them."""
 
 
 def _found(library: Library) -> str:
@@ -103,7 +104,7 @@ def _message(library: Library, moved: list[str]) -> str:
 
 
 def _moved(needed: Needed) -> Iterator[str]:
-    """Says what is not as in the table."""
+    """Yields a text for each difference between the table and the library."""
     module, _, path = needed.name.partition(":")
     shown = f"{module}.{path}"
     try:
@@ -127,8 +128,11 @@ def _moved(needed: Needed) -> Iterator[str]:
 
 
 def _innermost(function: Any) -> Any:
-    """The function inside decorators; DeepSpeed's say nothing of it and take anything, and so does the one that
-    Dynamo puts in the place of ``Module.__init__`` once something is compiled."""
+    """Returns the function inside decorators.
+
+    ``inspect.unwrap`` does not see through DeepSpeed's decorators, nor through Dynamo's replacement of
+    ``Module.__init__`` once something is compiled: these take any arguments and do not name what they wrap.
+    """
     function = inspect.unwrap(function)
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     functions = [cell.cell_contents for cell in cells if inspect.isfunction(cell.cell_contents)]
@@ -138,7 +142,7 @@ def _innermost(function: Any) -> Any:
 
 
 def _names_in(found: Any) -> set[Any]:
-    """Names and constants in the code of a function, or of a class's methods."""
+    """Returns the names and constants in the code of a function, or of a class's methods."""
     if isinstance(found, type):
         return {*dir(found)}.union(*map(_names_in, vars(found).values()))
     function = getattr(found, "fget", None) or getattr(found, "__func__", None) or found

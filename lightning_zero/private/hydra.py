@@ -1,6 +1,7 @@
-"""Private parts of Hydra. Read in hydra-core 1.3.0-1.3.8.
+"""Private parts of Hydra, read in hydra-core 1.3.0-1.3.8.
 
-Hydra tells a job its folder and its overrides, but not its config. Checked when a job's ranks are started.
+They give a job's config to its ranks: Hydra passes a job its folder and its overrides, but no public name gives its
+config. Checked when a job's ranks are started.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ HYDRA = Library(
         Needed("hydra.core.hydra_config:HydraConfig.instance"),
     ),
 )
-"""``--experimental-rerun`` belongs to them, too; ``tests/system/test_multirun.py`` uses it."""
+"""The flag ``--experimental-rerun`` is private, too; ``tests/system/test_multirun.py`` uses it."""
 
 
 class Job(NamedTuple):
-    """The local variables of ``run_job`` that say what it runs."""
+    """The local variables of ``run_job`` that describe the job."""
 
     function: Callable[..., Any]
     config: Any
-    """With the ``hydra`` node."""
+    """The config with the ``hydra`` node."""
     task: Any
-    """Without it, as the function gets it; interpolations that were answered are answered here."""
+    """The config without that node, as the function gets it, with the interpolations that were resolved."""
 
 
 def running_job() -> Job | None:
-    """The innermost job that this thread is in, read from the frame of ``run_job``; ``None`` in other threads."""
+    """Returns the innermost job of this thread, read from the frame of ``run_job``; ``None`` in other threads."""
     check(HYDRA)
     from hydra.core.utils import run_job
 

@@ -1,7 +1,7 @@
-"""Private parts of Lightning (and ``_device`` of its torchmetrics). Read in Lightning 2.6.0-2.6.6.
+"""Private parts of Lightning (and ``_device`` of its torchmetrics), read in Lightning 2.6.0-2.6.6.
 
-None of them has a public name: Lightning's strategies, loops and launchers are meant to be subclassed, and what they
-do between two of their public methods is private.
+None of them has a public name: Lightning's strategies, loops and launchers are meant to be subclassed, and the steps
+between two of their public methods are private.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ LIGHTNING = Library(
     ),
 )
 TUNERS_FILES = (".lr_find_", ".scale_batch_size_")
-"""Begins of the names under which Lightning's tuners save what they go back to after their trial steps. There is no
-other sign of it; ``tests/unit/test_private.py`` looks them up in its sources."""
+"""Prefixes of the files to which Lightning's tuners save the state before their trial steps. Nothing else marks such a
+file; ``tests/unit/test_private.py`` compares the prefixes with Lightning's sources."""
 TORCHMETRICS = Library(
     "torchmetrics",
     ">=1.4,<1.10",
@@ -115,7 +115,7 @@ with importing(LIGHTNING):
     from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalStateSnapshot
     from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
     from lightning.pytorch.strategies.launchers.subprocess_script import (
-        _SubprocessScriptLauncher as SubprocessScriptLauncher,  # Lightning tells it from others by this class
+        _SubprocessScriptLauncher as SubprocessScriptLauncher,  # Lightning recognizes a launcher by this class
     )
     from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose as HandlersCompose
 
@@ -161,29 +161,30 @@ __all__ = [
 
 
 def set_restarting(fit_loop: Any, value: bool) -> None:
-    """Past ``_FitLoop``'s own setter, which takes every resumed run with ``max_steps`` for one in mid-epoch."""
+    """Sets ``fit_loop.restarting`` without ``_FitLoop``'s own setter, which treats every resumed run with ``max_steps``
+    as one in mid-epoch."""
     _Loop.restarting.fset(fit_loop, value)  # type: ignore[attr-defined]
 
 
 def combined_loader(trainer: Any) -> Any:
-    """The training loaders with their limits and cycles, ``None`` before the loop's set-up;
-    ``trainer.train_dataloader`` is the user's own nesting of them."""
+    """Returns the training loaders with their limits and cycles; ``None`` before the loop's set-up. The public
+    ``trainer.train_dataloader`` is only the user's own nesting of them."""
     return trainer.fit_loop._combined_loader
 
 
 def data_fetcher(trainer: Any) -> Any:
-    """The fetcher that reads ahead of the training loop; ``None`` before its set-up."""
+    """Returns the fetcher that reads ahead of the training loop; ``None`` before the loop's set-up."""
     return trainer.fit_loop._data_fetcher
 
 
 def training_source(trainer: Any) -> Any:
-    """Source of the training loader: a LightningModule, a DataModule, or the loader itself. Lightning shows
-    it when the loop has set it up, after the strategy."""
+    """Returns the source of the training loader: a LightningModule, a DataModule, or the loader itself. Public names
+    give it only after the loop's set-up, which comes after the strategy's."""
     return trainer.fit_loop._data_source.instance
 
 
 def change_training_loader(trainer: Any, change: Callable[[Any], Any]) -> Callable[[], None]:
-    """Lets the training loop take ``change`` of what the user gives it; call what is returned to undo it."""
+    """Lets the training loop use ``change(loader)`` of the user's loader; returns a function that undoes this."""
     source = trainer.fit_loop._data_source
     given = source.dataloader
     source.dataloader = lambda: change(given())
@@ -195,7 +196,7 @@ def change_training_loader(trainer: Any, change: Callable[[Any], Any]) -> Callab
 
 
 def without_sigterm_broadcast(loop: Any) -> Callable[[], None]:
-    """Leaves out the broadcast before each batch, which waits for the device; call what is returned to undo it."""
+    """Skips the broadcast before each batch, which waits for the device; returns a function that undoes this."""
     loop._broadcast_sigterm_tensor = lambda: None
 
     def undo() -> None:
@@ -205,8 +206,10 @@ def without_sigterm_broadcast(loop: Any) -> Callable[[], None]:
 
 
 def without_warning_on_reset(loop: Any, message: str) -> Callable[[], None]:
-    """Leaves out warnings that begin with ``message`` when the epoch loop is reset next, and no others at any other
-    time; call what is returned to undo it before."""
+    """Suppresses warnings that begin with ``message`` during the epoch loop's next reset, and at no other time.
+
+    Returns a function that undoes this earlier.
+    """
 
     def undo() -> None:
         vars(loop).pop("reset", None)
@@ -222,7 +225,8 @@ def without_warning_on_reset(loop: Any, message: str) -> Callable[[], None]:
 
 
 def checkpoint_connector(trainer: Any) -> Any:
-    """Has ``dump_checkpoint``, with which Lightning collects a checkpoint; it tells a strategy nothing of it."""
+    """Returns the connector whose ``dump_checkpoint`` collects a checkpoint; Lightning gives a strategy no hook for
+    that."""
     return trainer._checkpoint_connector
 
 
@@ -230,7 +234,7 @@ def checkpoint_connector(trainer: Any) -> Any:
 
 
 class Collector(_MultiProcessingLauncher):
-    """Lightning's way of bringing results back from processes, without the empty folder that it leaves behind."""
+    """Brings results back from processes as Lightning does, but without leaving an empty folder behind."""
 
     def __init__(self, strategy: Any, start_method: Any, folder: str) -> None:
         super().__init__(strategy, start_method)
@@ -238,7 +242,7 @@ class Collector(_MultiProcessingLauncher):
 
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
         tempfile.tempdir = self.folder  # of a rank that has nothing else to do
-        # a whole state_dict is collective for shards: all ranks come here
+        # gathering a full state_dict of shards is collective, so all ranks must come here
         return super()._collect_rank_zero_results(trainer, results)
 
     def run_rank(self, index: int, trainer: Any, function: Any, args: Any, kwargs: Any, state: Any) -> Any:
@@ -248,24 +252,25 @@ class Collector(_MultiProcessingLauncher):
         return None if box.empty() else box.get()
 
     def recover(self, output: Any, trainer: Any) -> None:
-        """Gives what rank 0 has sent back to the trainer of this process."""
+        """Passes the results that rank 0 sent back to the trainer of this process."""
         self._recover_results_in_main_process(output, trainer)
 
 
 def choose_port_again(environment: Any) -> None:
-    """Lightning's own environment remembers the free port that it has found; others are told theirs."""
+    """Lets Lightning's own environment, which keeps the free port that it found, look for another. Other environments
+    have a fixed port."""
     if isinstance(environment, LightningEnvironment):
         set_main_port(environment, -1)
 
 
 def set_main_port(environment: LightningEnvironment, port: int) -> None:
-    """The port of the store, which has no setter; -1: it finds a free one when it is asked."""
+    """Sets the port of the store, which has no public setter. With -1 the environment finds a free one on demand."""
     environment._main_port = port
 
 
 def answer_signals_by(trainer: Any, handler: Callable[[int, Any], None]) -> None:
-    """Lightning's own answers to SIGTERM, and to SLURM's signal before the time limit, are collectives inside the
-    handler, and come before training begins."""
+    """Replaces Lightning's handlers of SIGTERM and of SLURM's signal before the time limit, which run collectives inside
+    the handler, even before training begins."""
     trainer._signal_connector._sigterm_notifier_fn = handler
     trainer._signal_connector._slurm_sigusr_handler_fn = handler
 
@@ -275,42 +280,44 @@ def answer_signals_by(trainer: Any, handler: Callable[[int, Any], None]) -> None
 
 
 def set_launcher(strategy: Any, launcher: Any) -> None:
-    """Sets ``strategy.launcher``, which has no setter."""
+    """Sets ``strategy.launcher``, which has no public setter."""
     strategy._launcher = launcher
 
 
 def timeout_of(strategy: DDPStrategy) -> timedelta | None:
-    """Of the process group, as it was given to the strategy."""
+    """Returns the time-out of the process group, as it was passed to the strategy."""
     return strategy._timeout
 
 
 def backend_of(strategy: Any) -> str:
-    """The backend that the strategy has been given, or the one for its device."""
+    """Returns the backend that was passed to the strategy, or the one for its device."""
     return str(strategy._get_process_group_backend())
 
 
 def start_method(strategy: DDPStrategy) -> str:
-    """``"popen"``, or what processes are forked or spawned with."""
+    """Returns how processes are started: ``"popen"``, or a start method of ``multiprocessing``."""
     return strategy._start_method
 
 
 def comm_hook(strategy: Any) -> Any:
-    """The communication hook that DDP was given; other strategies that wrap into DDP know none."""
+    """Returns the communication hook that was passed to DDP; ``None`` for other strategies that wrap into DDP."""
     return strategy._ddp_comm_hook if isinstance(strategy, DDPStrategy) else None
 
 
 def layer_sync(strategy: Any) -> Any:
-    """Turns BatchNorm into its synchronized kind and back; ``None`` without ``sync_batchnorm``."""
+    """Returns the plugin that converts BatchNorm to its synchronized kind and back; ``None`` without
+    ``sync_batchnorm``."""
     return strategy._layer_sync
 
 
 def forget_optimizers(strategy: Any) -> None:
-    """Drops the optimizers of an earlier run, as DDP does before it makes others; they would be kept beside them."""
+    """Drops the optimizers of an earlier run, as DDP does before it makes new ones. Otherwise both would stay in
+    memory."""
     strategy._reset_optimizers_and_schedulers()
 
 
 def given_checkpoint_io(strategy: Any) -> Any:
-    """As it was given: the public property puts one there if there is none."""
+    """Returns the plugin as it was passed. The public property would create one if there is none."""
     return strategy._checkpoint_io
 
 
@@ -318,27 +325,27 @@ def given_checkpoint_io(strategy: Any) -> Any:
 
 
 def after_closure(precision: Any, model: Any, optimizer: Any) -> None:
-    """The hooks and the clipping that come between a closure and the step."""
+    """Runs the hooks and the clipping that come between a closure and the step."""
     precision._after_closure(model, optimizer)
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer in what ``self.optimizers()`` returns."""
+    """Returns the optimizer inside a result of ``self.optimizers()``."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def trainer_of(module: nn.Module) -> Any:
-    """As it is kept, ``None`` before a run, when the public property raises."""
+    """Returns the module's trainer; ``None`` before a run, when the public property raises."""
     return module._trainer if isinstance(module, LightningModule) else None
 
 
 def set_device(module: nn.Module, device: torch.device) -> None:
-    """Sets ``module.device``, on which steps are computed. The property has no setter, ``to`` moves tensors."""
+    """Sets ``module.device``, on which steps are computed. The property has no setter, and ``to`` moves tensors."""
     if isinstance(module, _DeviceDtypeModuleMixin):
         module._device = device
 
 
 def pretend_device(module: nn.Module, device: torch.device) -> None:
-    """The same of metrics, too, whose ``to`` moves their states."""
+    """Does the same as :func:`set_device`, and also for metrics, whose ``to`` moves their states."""
     if isinstance(module, (_DeviceDtypeModuleMixin, Metric)):
         module._device = device

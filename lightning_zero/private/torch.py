@@ -1,7 +1,7 @@
-"""Private parts of PyTorch, beside those of ``fully_shard`` (``engines/fsdp2/private.py``). Read in torch 2.11-2.15.
+"""Private parts of PyTorch except those of ``fully_shard`` (``engines/fsdp2/private.py``), read in torch 2.11-2.15.
 
-``torch._foreach_*`` is not here: torch documents these functions on its page of operators, as beta, and they are used
-under their own names. So are ``os._exit`` and ``sys._getframe``, which Python documents.
+``torch._foreach_*`` is not listed: torch documents these functions on its page of operators, as beta, so other files
+use them directly. The same holds for ``os._exit`` and ``sys._getframe``, which Python documents.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from lightning_zero.private.check import Library, Needed, importing
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 TESTED = ">=2.11,<2.16"
 VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
-"""Where versions of torch differ in what we use, this decides; in private files alone."""
+"""Selects code for a version of torch. Only private files may use it."""
 _GET_ATTRIBUTE = "tp_getattro_impl" if VERSION >= (2, 14) else "var_getattr"
 _SET_DATA = "shallow_copy_data_" if VERSION >= (2, 14) else "set_"
-"""The operator that Dynamo writes ``p.data = value`` as."""
+"""The operator to which Dynamo translates ``p.data = value``."""
 TORCH = Library(
     "torch",
     TESTED,
@@ -133,42 +133,42 @@ with importing(TORCH):
     from torch._subclasses.fake_tensor import FakeTensorMode  # no public path
     from torch.distributed import _functional_collectives as functional_collectives  # what DTensor calls, to be counted
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_meshes
-    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # of any dimension; no public class is all of them
-    from torch.utils import _pytree as pytree  # what torch itself takes arguments apart with; no public path yet
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # no public base class of all dimensions
+    from torch.utils import _pytree as pytree  # torch's own functions for nested arguments; no public path yet
     from torch.utils._python_dispatch import TorchDispatchMode  # no public path; torch's documentation uses this one
-    from torch.utils._python_dispatch import _disable_current_modes as outside_modes  # of dispatch; nothing public is
+    from torch.utils._python_dispatch import _disable_current_modes as outside_modes  # dispatch modes; no public name
 
-    # `forget_meshes`: DTensor's operators keep what they have found out by its mesh, and give it to results. Meshes are
-    # equal whatever their process groups are, so a later run's results would have an earlier one's groups; nothing
-    # public forgets.
+    # Call `forget_meshes` between runs. DTensor's operators cache results by mesh, and meshes compare equal whatever
+    # their process groups are: a later run would get tensors with an earlier run's groups. No public name clears it.
 
     DisableTorchFunction = torch._C.DisableTorchFunction
-    """Inside it, no ``__torch_function__`` runs, neither a mode's (our views') nor a subclass's. Public is
-    ``DisableTorchFunctionSubclass``, which leaves modes on."""
-    DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # documented by this name
+    """No ``__torch_function__`` runs inside it, neither of a mode (as our views have) nor of a subclass. The public
+    ``DisableTorchFunctionSubclass`` leaves modes on."""
+    DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # documented under this name
     EnableTorchFunction: Any = torch._C._EnableTorchFunction
     """Undoes ``DisableTorchFunction`` inside it, for the user's own code."""
     disabled_torch_function = torch._C._disabled_torch_function_impl
-    """``__torch_function__`` of a subclass that has none; public for ``torch.compile`` only, by the same name."""
+    """``__torch_function__`` for a subclass without one of its own; public only for ``torch.compile``, under the same
+    name."""
     in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-    """Whether a transform of ``torch.func`` runs right now; nothing public tells."""
+    """Whether a transform of ``torch.func`` is running; there is no public way to ask."""
     ITEM = torch.ops.aten._local_scalar_dense.default
     """The operator of ``Tensor.item()``."""
     INITIALIZERS = ("reset_parameters", "_reset_parameters")
-    """Methods by which torch's modules initialize themselves; two of them have it under the second name only."""
+    """Methods by which torch's modules initialize themselves; two modules have only the second name."""
     GETTERS = (Tensor._backward_hooks.__get__, Tensor._version.__get__)  # type: ignore[attr-defined, union-attr]
-    """Attributes that autograd itself reads, as a ``TorchFunctionMode`` meets them."""
+    """Attributes that autograd itself reads, in the form that a ``TorchFunctionMode`` receives."""
 
 __all__ = [
     "GETTERS", "INITIALIZERS", "ITEM", "KEPT_WITHOUT_HOOKS", "TORCH", "BatchNorm", "DisableTorchFunction",
     "DisableTorchFunctionSubclass", "Dynamo", "EnableTorchFunction", "FakeTensorMode", "Graph",
-    "TorchDispatchMode", "abort_process_groups", "as_traced", "at_end_of_backward",
-    "backwards_inside", "base_of", "beside_transforms", "call_with_hooks", "compiled_call",
+    "TorchDispatchMode", "abort_process_groups", "as_traced", "assigns_data", "at_end_of_backward",
+    "backwards_inside", "base_of", "call_with_hooks", "compiled_call",
     "disabled_torch_function", "dynamo_error",
     "forget_meshes", "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward",
     "in_fx_trace", "in_transform", "is_compiled", "is_in_graph", "is_traced", "local_tensor",
-    "loss_scale", "module_tables", "never_a_frame", "outside_modes",
-    "own_parameters", "pause_dynamo", "put_below", "puts_other_memory", "pytree",
+    "loss_scale", "module_tables", "never_a_frame", "outside_modes", "outside_transforms",
+    "own_parameters", "pause_dynamo", "put_below", "pytree",
     "run_first", "saved_tensors", "schema_of",
     "set_compiled_call", "set_data", "set_found_inf",
     "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "set_torch_function", "storage_key",
@@ -177,32 +177,33 @@ __all__ = [
 ]  # fmt: skip
 
 KEPT_WITHOUT_HOOKS: dict[str, Any] = {"respect_saved_tensors_hooks": False} if VERSION >= (2, 14) else {}
-"""Has ``checkpoint`` leave what selective recomputation keeps where it is, as all versions do, and not warn of it."""
+"""Keeps the tensors that selective recomputation saves away from saved-tensor hooks. Every version does so by default,
+but torch 2.14 warns unless it is told."""
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""Grows with each in-place write to a tensor or a view of it. torch's notes on autograd describe it."""
+"""Counter that grows with each in-place write to a tensor or a view of it; torch's notes on autograd describe it."""
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-"""The tensor of which another is a view. The public ``Tensor.is_view`` does not say of which."""
+"""The base tensor of a view. The public ``Tensor.is_view`` does not name it."""
 local_tensor: Callable[[Any], Tensor] = attrgetter("_local_tensor")
-"""The shard of a ``DTensor`` itself; the public ``to_local()`` is recorded by autograd and ten times slower."""
+"""The shard of a ``DTensor`` itself; autograd records the public ``to_local()``, which is ten times slower."""
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-"""A module's own parameters, by attribute, to be read and written. ``named_parameters(recurse=False)`` is a copy and
-leaves out what is there twice."""
+"""A module's own parameters, by attribute, for reading and writing. ``named_parameters(recurse=False)`` makes a copy,
+without duplicates."""
 
 storage_key: Callable[[Any], int] = attrgetter("_cdata")
-"""Identity of a storage, whatever memory it has; ``data_ptr`` is 0 for all that have none. As long as a
-``torch.multiprocessing.reductions.StorageWeakRef`` of it lives, no other has the same."""
+"""Identity of a storage, with or without memory; ``data_ptr`` is 0 for every storage without memory. The key is unique
+while a ``torch.multiprocessing.reductions.StorageWeakRef`` to the storage is alive."""
 
 
 def storage_behind(alive: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The storage that ``alive`` refers to, if there is one still; the class itself offers no way to ask.
-    ``torch.multiprocessing.reductions.storage_from_cache`` does the same."""
+    """Returns the storage that ``alive`` refers to, or ``None`` if it is freed. The class itself cannot return it;
+    ``torch.multiprocessing.reductions.storage_from_cache`` does the same as this."""
     return torch.UntypedStorage._new_with_weak_ptr(alive.cdata)
 
 
 def users_of(storage: Any) -> int:
-    """Number of tensors in it; nothing public tells. ``storage`` itself is one that counts, too."""
-    return torch._C._storage_Use_Count(storage._cdata) - 1
+    """Returns the number of tensors that use ``storage``; there is no public way to ask."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # the Python object `storage` itself counts as one
 
 
 def is_in_graph(tensor: Tensor) -> bool:
@@ -211,54 +212,54 @@ def is_in_graph(tensor: Tensor) -> bool:
 
 
 def is_in_graph_alone(reference: weakref.ref[Tensor]) -> bool:
-    """Whether autograd alone keeps a tensor, and no Python code. While C++ holds a tensor it also holds its Python
-    object."""
+    """Whether only autograd, and no Python code, holds a tensor. While C++ holds a tensor, it also holds the tensor's
+    Python object."""
     tensor = reference()
-    here = 2  # the variable, and the argument of the call
+    here = 2  # references of this function: the variable, and the argument of getrefcount
     return tensor is not None and sys.getrefcount(tensor) - here <= 1 < tensor._use_count()  # type: ignore[attr-defined]
 
 
 def set_local_tensor(sharded: Any, part: Tensor) -> None:
-    """``part`` becomes the shard of a ``DTensor``; the public ``from_local`` moves it to the mesh's device."""
+    """Sets the shard of a ``DTensor``; the public ``from_local`` would move ``part`` to the mesh's device."""
     sharded._local_tensor = part
 
 
 def set_own_parameters(module: nn.Module, table: dict[str, nn.Parameter | None]) -> None:
-    """Another table than :data:`own_parameters`, such as the one that was there before a library put its own."""
+    """Replaces the table :data:`own_parameters`, for example by the one that a library has replaced."""
     module._parameters = table
 
 
 def set_data(p: Tensor, value: Tensor) -> None:
-    """``p.data = value`` for a parameter of any class, whose ``__torch_function__`` need not know the setter."""
+    """Sets ``p.data = value`` for a parameter of any class, even if its ``__torch_function__`` does not support it."""
     with torch._C.DisableTorchFunctionSubclass():
         p.data = value
 
 
 def convert(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """Puts ``function(t)`` in the place of each tensor ``t``, as ``module.to`` does; modules may have a way of their
-    own, by which they convert tensors that are neither parameters nor buffers."""
+    """Replaces each tensor ``t`` by ``function(t)``, as ``module.to`` does. Modules may override ``_apply`` to convert
+    tensors that are neither parameters nor buffers."""
     module._apply(function)
 
 
 def run_first(module: nn.Module, handle: Any) -> None:
-    """The hook of ``handle``, registered on ``module.state_dict()``, runs before those of users."""
+    """Lets the hook of ``handle``, registered on ``module.state_dict()``, run before user hooks."""
     hooks: Any = module._state_dict_hooks  # an OrderedDict
     hooks.move_to_end(handle.id, last=False)
 
 
 def torch_function_of(kind: Any) -> Any:
-    """``kind.__torch_function__``, which torch's annotations leave out of ``type``."""
+    """Returns ``kind.__torch_function__``, which torch's type annotations omit."""
     return kind.__torch_function__
 
 
 def set_torch_function(kind: Any, function: Any) -> None:
-    """Has torch functions that meet an instance of ``kind`` call ``function``. Torch looks it up at each call."""
+    """Lets torch functions called with an instance of ``kind`` call ``function``. Torch looks it up at each call."""
     kind.__torch_function__ = staticmethod(function)
 
 
 @contextmanager
 def without_modes(kind: type[TorchFunctionMode]) -> Iterator[None]:
-    """No ``TorchFunctionMode`` of ``kind`` is active; others stay, in their order."""
+    """Deactivates every ``TorchFunctionMode`` of ``kind``; other modes stay, in their order."""
     before = _exchange_modes(lambda modes: [mode for mode in modes if not isinstance(mode, kind)])
     try:
         yield
@@ -267,7 +268,7 @@ def without_modes(kind: type[TorchFunctionMode]) -> Iterator[None]:
 
 
 def put_below(mode: TorchFunctionMode) -> None:
-    """``mode`` is active until modes are put back as they were, below those that user code is inside of."""
+    """Activates ``mode`` below the modes of user code, until the previous modes are restored."""
     _exchange_modes(lambda modes: [mode, *modes])
 
 
@@ -280,10 +281,10 @@ def _exchange_modes(choose: Callable[[list[TorchFunctionMode]], list[TorchFuncti
 
 @contextmanager
 def backwards_inside(mode: TorchFunctionMode) -> Iterator[None]:
-    """Autograd runs with ``mode`` active for the length of this.
+    """Keeps ``mode`` active while autograd runs inside this block.
 
-    ``Tensor.backward`` and ``torch.autograd.grad`` are torch functions themselves, so a mode that has let them through
-    is off while they run, and so in every hook, ``autograd.Function`` and recomputed forward of the user's within.
+    ``Tensor.backward`` and ``torch.autograd.grad`` are torch functions themselves, so torch turns a mode that handles
+    them off while they run. The mode would then miss every user hook, ``autograd.Function`` and recomputed forward.
     """
     run_backward = torch.autograd._engine_run_backward
 
@@ -305,15 +306,16 @@ _TRANSFORMS = (
     (torch._functorch.eager_transforms, "_vjp_with_argnums"),
     (torch._functorch.eager_transforms, "_jvp_with_argnums"),
 )
-"""All transforms come through these four."""
+"""All transforms of ``torch.func`` call one of these four."""
 _untranslated: list[Callable[..., Any]] = []
 
 
 def translate_transformed(translate: Callable[[Any], Any]) -> Callable[[], None]:
-    """``torch.func`` wraps ``translate(tensor)`` for each tensor among its arguments, until the result is called.
+    """Lets ``torch.func`` wrap ``translate(tensor)`` for each tensor in its arguments, until the returned function is
+    called.
 
-    A wrapped tensor is another object, and wrapping is no torch function, so no mode and no class can tell whose it is.
-    Runs may end in any order: torch has its own functions back when the last one has.
+    A wrapped tensor is a different object, and wrapping is not a torch function, so no mode and no subclass can map it
+    to the original. Runs may end in any order: torch's own functions are restored when the last run ends.
     """
     if not _translations:
         for module, name in _TRANSFORMS:
@@ -323,7 +325,7 @@ def translate_transformed(translate: Callable[[Any], Any]) -> Callable[[], None]
     _translations.append(translate)
 
     def end() -> None:
-        if translate not in _translations:  # it has ended
+        if translate not in _translations:  # already ended
             return
         _translations.remove(translate)
         if not _translations:
@@ -346,19 +348,19 @@ def _translating(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_accumulation_hooks(p: Tensor) -> bool:
-    """Whether ``register_post_accumulate_grad_hook`` was used on it; there is no public way to ask."""
+    """Whether ``p`` has hooks from ``register_post_accumulate_grad_hook``; there is no public way to ask."""
     return bool(p._post_accumulate_grad_hooks)
 
 
 def module_tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """A module's own parameters, buffers and children, by attribute: ``vars(module)`` holds them under such names."""
+    """Returns the tables of a module's own parameters, buffers and children, by attribute."""
     return module._parameters, module._buffers, module._modules
 
 
 def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Entries of ``state_dict`` by name: the registered objects themselves, a tied one under each of its names.
+    """Returns the entries of ``state_dict`` by name: the registered objects themselves, a tied one under each name.
 
-    ``state_dict`` itself runs hooks, of which an engine's gathers; nothing public tells which buffers it leaves out.
+    ``state_dict`` itself runs hooks, and an engine's hook gathers. No public name lists the buffers that it omits.
     """
     saved: dict[str, Tensor] = {}
     for prefix, each in module.named_modules(remove_duplicate=False):
@@ -370,48 +372,52 @@ def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def dynamo_error() -> type[Exception]:
-    """Errors of tracing and backends; there is no public name. Importing Dynamo takes a second."""
+    """Returns the base class of errors of tracing and backends, which has no public name. A function, because importing
+    Dynamo takes a second."""
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException
 
 
 def is_traced(function: Any) -> bool:
-    """Whether Dynamo has compiled a part of ``function``'s own code at least; nothing public tells."""
+    """Whether Dynamo has compiled at least a part of ``function``'s own code; there is no public way to ask."""
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-    code = getattr(function, "__code__", None)  # a method has its function's
+    code = getattr(function, "__code__", None)  # a method has the code of its function
     return code is None or len(_debug_get_cache_entry_list(code)) > 0
 
 
 def as_traced(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a mode calls for ``func`` while Dynamo traces: ``Tensor.unflatten``, which is Python that asks
-    ``super()``, would end the graph there (torch 2.13)."""
+    """Returns the function that a mode must call for ``func`` while Dynamo traces. ``Tensor.unflatten`` is Python code
+    that calls ``super()``, which would break the graph (torch 2.13)."""
     return torch.unflatten if func is Tensor.unflatten else func
 
 
 def has_compiled() -> bool:
-    """Whether ``torch.compile`` was given anything in this process, since Dynamo was reset; nothing public tells."""
+    """Whether ``torch.compile`` was used in this process since Dynamo was reset; there is no public way to ask."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and any(backend is not None for backend in dynamo.cached_backends.values())
 
 
-def beside_transforms() -> AbstractContextManager[object]:
-    """To a transform of ``torch.func`` a parameter that its function finds by itself is a constant: what brings it here
-    runs inside this, as autograd functions without rules for transforms raise in one, or crash."""
+def outside_transforms() -> AbstractContextManager[object]:
+    """Suspends transforms of ``torch.func`` for code that gathers a parameter.
+
+    A parameter that the transformed function does not take as an argument is a constant of the transform. But the
+    autograd functions that gather it have no rules for transforms: inside of one they would raise, or crash.
+    """
     return without_transforms() if in_transform() else nullcontext()
 
 
 def in_fx_trace() -> bool:
-    """Whether ``make_fx`` records operators right now; the public answer alone takes five times as long."""
+    """Whether ``make_fx`` is recording operators. The public check alone takes five times as long."""
     return torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None
 
 
 def never_a_frame(function: _Call) -> _Call:
-    """``function``, which Dynamo may inline into what calls it, but never compiles where eager code calls it: that is
-    how a handler of torch functions can tell the two apart. Public, ``torch.compiler.disable``, also breaks graphs.
+    """Lets Dynamo inline ``function`` into compiled callers, but never compile it for eager callers; returns it.
 
-    What it calls is compiled unless it does so between :data:`pause_dynamo` calls.
+    So a handler of torch functions can tell the two apart. The public ``torch.compiler.disable`` would break graphs.
+    Functions that ``function`` calls may be compiled, except between two :data:`pause_dynamo` calls.
     """
     from torch._dynamo.eval_frame import skip_code  # fully_shard has imported it
 
@@ -420,20 +426,20 @@ def never_a_frame(function: _Call) -> _Call:
 
 
 pause_dynamo: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
-"""``before = pause_dynamo(None)``, and in the end ``pause_dynamo(before)``: nothing is compiled in between but what is
-a compiled function itself. ``torch.compiler.disable`` takes ten times as long, and is for functions."""
+"""Call ``previous = pause_dynamo(None)``, and finally ``pause_dynamo(previous)``: in between nothing is compiled except
+compiled functions themselves. The public ``torch.compiler.disable`` takes ten times as long and needs a function."""
 
 Graph = Callable[..., Any]
-"""A backend's result for a graph of Dynamo's; it takes the graph's inputs one by one."""
+"""A backend's result for one of Dynamo's graphs; it takes the graph's inputs one by one."""
 
 
 class Dynamo:
-    """Changes, for the rest of the process, what Dynamo does. Graphs live as long as the code that they were made of,
-    so nothing of it can be taken back. Public are only the backends, which users choose.
+    """Changes Dynamo's behaviour for the rest of the process. Graphs live as long as the code that they come from, so
+    the change cannot be undone. Only backends are public, and users choose those.
 
     Args:
-        wrap: What is run in the place of each compiled graph is ``wrap(graph, compiled)``.
-        own: Whether ``.grad`` and ``.data`` of a parameter are left to eager: a graph ends there.
+        wrap: ``wrap(graph, compiled)`` returns the function to run in place of each compiled graph.
+        own: Whether reads of a parameter's ``.grad`` and ``.data`` must run in eager mode: they break the graph.
     """
 
     def __init__(self, wrap: Callable[[Any, Graph], Graph], own: Callable[[Tensor], bool]) -> None:
@@ -449,7 +455,7 @@ class Dynamo:
             explanation = f"{what} is answered for outside of graphs."
             unimplemented(gb_type="lightning_zero: sharded parameters", context=what, explanation=explanation, hints=[])
 
-        @functools.wraps(compile_graph)  # or the table's check would find parameters other than torch's
+        @functools.wraps(compile_graph)  # keep the signature: the table's check compares parameters with torch's
         def call_user_compiler(self: OutputGraph, gm: Any, example_inputs: Any) -> Any:
             return wrap(gm, compile_graph(self, gm, example_inputs))
 
@@ -463,7 +469,7 @@ class Dynamo:
 
         @functools.wraps(call_of_optimizer)
         def call_method(self: OptimizerVariable, tx: Any, name: str, *args: Any) -> Any:
-            if name == "_init_group":  # which Dynamo calls by itself, and which looks at gradients
+            if name == "_init_group":  # Dynamo calls it by itself, and it reads gradients
                 held = (p for group in self.value.param_groups for p in group["params"])
                 if any(isinstance(p, nn.Parameter) and own(p) for p in held):
                     leave_to_eager(f"{type(self.value).__name__} of sharded parameters")
@@ -474,14 +480,14 @@ class Dynamo:
         setattr(TensorVariable, _GET_ATTRIBUTE, read)
 
     def forget_graphs(self) -> None:
-        """All code is traced anew."""
+        """Lets all code be traced again."""
         from torch._dynamo import reset_code_caches
 
         reset_code_caches()
 
 
-def puts_other_memory(graph: Any) -> bool:
-    """Whether a graph of Dynamo's assigns ``p.data`` of a parameter that it is given."""
+def assigns_data(graph: Any) -> bool:
+    """Whether one of Dynamo's graphs assigns ``p.data`` of a parameter that is its input."""
     given = {n: getattr(n.meta.get("grapharg"), "example", None) for n in graph.graph.nodes if n.op == "placeholder"}
     writes = (n.args[0] for n in graph.graph.nodes if n.args and getattr(n.target, "__name__", n.target) in _SET)
     return any(isinstance(given.get(n), nn.Parameter) for n in writes)
@@ -491,27 +497,28 @@ _SET = ("set_", _SET_DATA)
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """The function by which ``module.compile()`` has replaced calling the module."""
+    """Returns the function that ``module.compile()`` runs instead of calling the module, or ``None``."""
     return module._compiled_call_impl
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calling ``module`` runs compiled code, in any of the ways to have that."""
+    """Whether calling ``module`` runs compiled code, by any way of compiling it."""
     from torch._dynamo import OptimizedModule
 
     own = vars(module)
-    # the call may also be one that recomputes
+    # Check for this attribute: a module's compiled call may also be one of ours that recomputes.
     calls = (compiled_call(module), *(own.get(name) for name in ("forward", "training_step")))
     return isinstance(module, OptimizedModule) or any(hasattr(call, "_torchdynamo_orig_callable") for call in calls)
 
 
 def uncompiled(function: Any) -> Any:
-    """The function that was given to ``torch.compile``; any other as it is."""
+    """Returns the function that was passed to ``torch.compile``; returns other functions unchanged."""
     return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """As ``module.compile()`` does, which compiles the module's hooks too. Copies and pickles leave it out."""
+    """Sets the function that runs instead of calling ``module``, hooks included, as ``module.compile()`` does. Copies
+    and pickles omit it."""
     if call is None:
         vars(module).pop("_compiled_call_impl", None)
     else:
@@ -519,7 +526,7 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
 
 
 def call_with_hooks(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls ``module`` with all its hooks, and ``forward`` in the place of its own."""
+    """Calls ``module`` with all its hooks, but with ``forward`` instead of its own."""
     own = vars(module)
     before = own.get("forward")
     own["forward"] = forward
@@ -533,44 +540,45 @@ def call_with_hooks(module: nn.Module, forward: Callable[..., Any], *args: Any, 
 
 
 def wrapper_subclass(cls: type, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
-    """A tensor of the subclass ``cls`` without memory. torch's own subclasses (``DTensor``) are made so; public
-    documentation of ``__torch_dispatch__`` names it."""
+    """Makes a tensor of the subclass ``cls`` without memory, as torch's own subclasses (``DTensor``) are made. The
+    public documentation of ``__torch_dispatch__`` mentions this function."""
     return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
 
 
 def schema_of(func: Any) -> Any:
-    """The signature of an operator that ``__torch_dispatch__`` is given."""
+    """Returns the schema of an operator that ``__torch_dispatch__`` receives."""
     return func._schema
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Called within a backward: ``call`` comes when it ends. ``fully_shard`` and DDP use the same."""
+    """Runs ``call`` when the current backward ends, as ``fully_shard`` and DDP do. Use it only within a backward."""
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
 def in_backward() -> bool:
-    """Whether autograd runs on this thread, which of an accelerator's backward is one of torch's own."""
+    """Whether autograd is running on this thread. On an accelerator, a backward runs on a thread of torch's own."""
     return torch._C._current_graph_task_id() != -1
 
 
 def abort_process_groups() -> None:
-    """Ends all process groups without waiting for other ranks; ``destroy_process_group`` waits."""
+    """Ends all process groups without waiting for other ranks; the public ``destroy_process_group`` waits."""
     dist.distributed_c10d._abort_process_group()
 
 
 def loss_scale(scaler: Any) -> Tensor | None:
-    """The scale of a ``GradScaler`` where it lies; ``get_scale()`` copies it to the host, which waits."""
+    """Returns the scale of a ``GradScaler`` on its device; the public ``get_scale()`` copies it to the host, which
+    waits for the device."""
     return scaler._scale
 
 
 def set_loss_scale_on(scaler: Any, device: torch.device) -> None:
-    """Makes the scale before the first loss does, on a device of our choice."""
+    """Makes the scale on ``device``, before the first loss would make it on its own device."""
     scaler._lazy_init_scale_growth_tracker(device)
 
 
 def found_inf(scaler: Any, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-    """Findings of ``scaler.unscale_(optimizer)`` by device, to be written to: ``GradScaler`` offers no way to add other
-    ranks' findings (FSDP1's ``ShardedGradScaler`` does the same)."""
+    """Returns the inf flags of ``scaler.unscale_(optimizer)`` by device, for writing: ``GradScaler`` has no public way
+    to add other ranks' flags (FSDP1's ``ShardedGradScaler`` uses the same name)."""
     return scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 
 

@@ -1,4 +1,4 @@
-"""The private names of ``torch.optim`` that this package uses, each with its reason."""
+"""Private parts of ``torch.optim``, each with the reason for its use."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_zero.private.torch import uncompiled
 
 
 def is_step_replaced(optimizer: Optimizer) -> bool:
-    """Whether the object's own ``step`` is another than its class's.
+    """Whether the object's own ``step`` differs from its class's.
 
-    A learning rate scheduler puts a wrapper there, which only counts; it is told by ``_wrapped_by_lr_sched``. What
-    ``torch.compile`` makes of a step does the same.
+    Wrappers of the class's ``step`` do not count: a learning rate scheduler's, which only counts calls and is marked
+    ``_wrapped_by_lr_sched``, and the result of ``torch.compile``.
     """
     function = _innermost(vars(optimizer).get("step"))
     return function is not None and function is not type(optimizer).step

@@ -1,8 +1,8 @@
-"""Private parts of transformers: how its models' names in files become names in its modules. Read in 5.0-5.23.
+"""Private parts of transformers, read in 5.0-5.23: they map the names in its models' files to names in its modules.
 
-``from_pretrained`` renames and joins what files hold (experts become one tensor, old names new ones) by tables of its
-own. They are applied here to tensors that are still on the disk. transformers 4 has no such tables: names are taken as
-they are.
+``from_pretrained`` uses tables to rename and join tensors (experts become one tensor, old names become new ones). This
+file applies the tables to tensors that are still on the disk. transformers 4 has no such tables, so its names stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ TRANSFORMERS = Library(
 
 
 class Converted(NamedTuple):
-    """The tensors that a model of transformers makes of those of files."""
+    """The tensors of a transformers model, converted from those in files."""
 
     by_name: dict[str, tuple[Tensor, list[str]]]
-    """The module's names -> the tensor, lazy, and the names that it was made of."""
+    """Name in the module -> the lazy tensor, and the names of its sources in the files."""
     unexpected: list[str]
 
 
 def is_model(module: nn.Module) -> bool:
-    """Whether ``module`` is one of transformers' models. Whoever has made one has imported this."""
+    """Whether ``module`` is a transformers model. Imports nothing: code that made one has imported transformers."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
 
 def initialize(model: Any, module: nn.Module) -> None:
-    """Initializes ``module`` as ``model``, one of transformers' that holds it, does, buffers that its constructor
-    computes included."""
+    """Initializes ``module`` as the transformers ``model`` that contains it would, including buffers that its
+    constructor computes."""
     model._init_weights(module)
 
 
 def converted(
     module: Any, tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], lazy: Callable[..., Tensor]
 ) -> Converted | None:
-    """``tensors`` under the names that ``module`` has them, joined and laid out as it wants; ``None`` for modules that
-    are not transformers', and for transformers 4.
+    """Converts ``tensors`` to the names and layouts of ``module``; returns ``None`` if ``module`` is not a transformers
+    model, and for transformers 4.
 
     ``lazy(shape, dtype, read)`` makes a tensor that calls ``read(start, stop)`` for its rows.
     """
@@ -86,7 +86,7 @@ def converted(
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     known = dict(targets)
     done = Converted({}, [])
-    parts: dict[str, list[tuple[str, str]]] = {}  # first target -> (pattern, source) in the order that joins them
+    parts: dict[str, list[tuple[str, str]]] = {}  # first target -> (pattern, source), in the order of joining
     for source in sorted(tensors, key=loading.dot_natural_key):
         name, pattern = loading.rename_source_key(source, renamings, converters, module.base_model_prefix, known)
         if name not in known and source in known:
@@ -111,7 +111,7 @@ def converted(
 def _convert(
     converter: Any, model: Any, first: str, sources: Sequence[tuple[str, str]], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The tensors that ``converter`` makes of ``sources``, by the module's names."""
+    """Returns the tensors that ``converter`` makes of ``sources``, by the module's names."""
     converter = copy.deepcopy(converter)
     for pattern, source in sources:
         converter.add_tensor(first, source, pattern, partial(_in_memory, tensors[source]))
@@ -119,8 +119,8 @@ def _convert(
         made = converter.convert(first, model=model, config=model.config)
     except Exception as error:
         raise CheckpointError(
-            f"{type(model).__name__}: transformers cannot make {first!r} of {', '.join(s for _, s in sources[:4])}"
-            f" ({type(error).__name__}: {error}): load it with from_pretrained."
+            f"{type(model).__name__}: transformers cannot convert {', '.join(s for _, s in sources[:4])} into {first!r}"
+            f" ({type(error).__name__}: {error}): load the model with from_pretrained."
         ) from error
     return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
@@ -130,8 +130,8 @@ def _in_memory(tensor: Tensor) -> Tensor:
 
 
 def _stacked(converter: Any, sources: Sequence[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """Row -> the sources that it alone is made of, where ``converter`` stacks along dim 0 and what it does then leaves
-    rows where they are; else nothing."""
+    """Returns, for each row, the sources of that row alone. The list is empty unless ``converter`` stacks along dim 0
+    and its further operations leave rows where they are."""
     from transformers import core_model_loading as loading
 
     first, *rest = converter.operations
@@ -163,7 +163,7 @@ def _rows(
 
 
 def without_ignored(module: Any, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
-    """Both without what the model's class says may be missing or left over."""
+    """Returns both lists without the names that the model's class allows to be missing or left over."""
     if not is_model(module):
         return missing, unexpected
 

@@ -56,7 +56,7 @@ def _at_once() -> None:
     """The step sync travels ahead, the engine agrees several times, a thread saves, the main thread agrees."""
     dist.init_process_group("gloo")
     agreement, rank, n = shared_agreement(60), dist.get_rank(), dist.get_world_size()
-    saver = agreement.beside(IN_BACKGROUND)
+    saver = agreement.with_kind(IN_BACKGROUND)
     heard: list[list[int]] = []
     thread = threading.Thread(target=lambda: heard.extend(saver.gather(-rank - i) for i in range(30)))
     thread.start()
@@ -120,7 +120,7 @@ def test_after_a_failed_agreement_the_next_run_gets_a_new_channel_on_all_ranks(r
         assert knew == (rank != absent)
         if rank != absent:
             assert "the call on rank" in said
-            assert f"within timeout_seconds={LIMIT:g} (rank {absent} has ended, or has not come in time" in said
+            assert f"within timeout_seconds={LIMIT:g} (rank {absent} has ended or did not respond in time" in said
 
 
 def _broadcast_of_a_large_tensor() -> int:

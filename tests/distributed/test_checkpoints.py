@@ -215,7 +215,7 @@ def test_a_file_collected_beyond_memory_is_the_same(ranks2, tmp_path: Path) -> N
     assert alike
     assert also
     assert not nothing
-    assert ["takes no more (No space left on device)" in text for text in said] == [True]
+    assert ["has no room for the rest (No space left on device)" in text for text in said] == [True]
     assert {each.name for each in tmp_path.iterdir()} == {"short.ckpt", "ample.ckpt"}
 
 
@@ -296,8 +296,8 @@ def _damage_file(path: Path, how: str) -> None:
 
 
 DAMAGED_FILES = {
-    "truncated": "is truncated, damaged or no checkpoint",
-    "flipped": "is truncated, damaged or no checkpoint of torch (BadZipFile: Bad CRC-32",
+    "truncated": "is truncated, damaged or not a torch checkpoint",
+    "flipped": "is truncated, damaged or not a torch checkpoint (BadZipFile: Bad CRC-32",
     "other archive": "has no 'state_dict'",
     "list": "holds a list",
     "missing": "Checkpoint file not found",
@@ -356,13 +356,13 @@ def _damage_folder(path: Path, how: str) -> None:
 DAMAGED_FOLDERS = {
     "no marker": "checkpoint.json is missing, so its saving was interrupted",
     "later format": "has format 99",
-    "earlier format": "make one file of it with the version that wrote it",
+    "earlier format": "convert it into one file with the version that wrote it",
     "no shard": "__1_0.distcp is missing",
     "short shard": "__1_0.distcp is truncated",
-    "flipped": "is damaged at the tensor",
-    "changed index": "index.json is damaged (its checksum is another)",
+    "flipped": "is damaged at tensor",
+    "changed index": "index.json is damaged (its checksum differs)",
     "no rest": "rest.pt is missing",
-    "foreign": "it is no sharded checkpoint of lightning_zero",
+    "foreign": "it is not a sharded checkpoint of lightning_zero",
 }
 
 

@@ -143,7 +143,7 @@ def test_a_rank_that_dies_ends_the_exchange(ranks2, monkeypatch):
     assert kinds == {0: "RuntimeError", 1: "exit"}
 
 
-def test_memory_is_lent_again_only_when_no_tensor_is_left_in_it():
+def test_memory_is_reused_only_when_no_tensor_is_left_in_it():
     pool = direct.Pool()
     first = pool.empty(1000, torch.float32)
     address, view = first.data_ptr(), first[10:20].as_strided((2, 3), (3, 1))

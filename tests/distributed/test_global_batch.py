@@ -63,5 +63,5 @@ def test_it_is_refused_where_it_cannot_be_kept(ranks2, ranks3, tmp_path: Path) -
     path, keep = str(tmp_path / "x.ckpt"), {"keep_global_batch": True}
     ranks2(_run, {}, 1, 5, 3, path, None)
     for kind, text in ranks3(outcome, _run, keep, 1, 8, None, path, path):
-        assert "2 ranks accumulated 1 micro-batch(es) per step, which 3 ranks cannot share equally" in text, kind
+        assert "2 ranks accumulated 1 micro-batch(es) per step" in text, kind
         assert "use one of 1, 2 ranks" in text

@@ -59,7 +59,7 @@ def _met(refused: str) -> list[int]:
     }
     with ExitStack() as stack:
         if refused in UNMET:  # nobody succeeds, so a busy machine changes nothing
-            stack.enter_context(mock.patch.object(peer_memory, "_MEETING_SECONDS", 0.5))
+            stack.enter_context(mock.patch.object(peer_memory, "_CONNECT_SECONDS", 0.5))
         if refused and int(os.environ["RANK"]) == 1:
             stack.enter_context(mock.patch.object(peer_memory, *changes[refused]))
         return list(_meet().ranks)
@@ -140,7 +140,7 @@ def _does_not_come() -> None:
     if dist.get_rank() == 1:
         store.wait(["rank 0 was told"])
         return
-    with pytest.raises(RuntimeError, match=r"rank 1 has not come within timeout_seconds=0.3: "):
+    with pytest.raises(RuntimeError, match=r"rank 1 did not respond within timeout_seconds=0.3"):
         near.source(near.offer(KIND, [torch.ones(1)]), 1)
     store.add("rank 0 was told", 1)
 

@@ -66,8 +66,8 @@ def test_convert_refuses_what_it_cannot_do(checkpoint, tmp_path):
         (("nowhere.ckpt", "x.ckpt"), "Checkpoint file not found: "),
         ((folder, folder), "already exists"),
         ((folder, "x.ckpt", "--format", "zip"), "invalid choice: 'zip'"),
-        ((f"{folder}/..", "x.ckpt"), "checkpoint.json is missing, so it is no sharded checkpoint"),
-        ((folder, "x", "--format", "safetensors", "--prefix", "nothing"), "does not begin with it"),
+        ((f"{folder}/..", "x.ckpt"), "checkpoint.json is missing, so it is not a sharded checkpoint"),
+        ((folder, "x", "--format", "safetensors", "--prefix", "nothing"), "lacks this prefix"),
     ):
         _refused("convert", *arguments, said=said, folder=tmp_path)
     assert os.listdir(tmp_path) == []

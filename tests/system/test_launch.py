@@ -127,7 +127,7 @@ def test_results_come_back_whole(method, after_fit, tmp_path, temporary):
         assert value.shape == initial[name].shape
         assert (value != initial[name]).any()
     assert t.callback_metrics["loss"] > 0
-    with pytest.warns(UserWarning, match="has the weights, and training cannot continue from it"):
+    with pytest.warns(UserWarning, match="has the weights only, so training cannot continue from it"):
         t.save_checkpoint(tmp_path / "afterwards.ckpt")  # by a module that no run was attached to in this process
     saved = torch.load(tmp_path / "afterwards.ckpt", weights_only=False)["state_dict"]
     assert all(torch.equal(saved[name], value) for name, value in module.state_dict().items())

@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement, shared_agreement
-from lightning_zero.comm.meeting import Meeting
+from lightning_zero.comm.barrier import Barrier
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
 from lightning_zero.engines.base import Engine, OnWhole, Root, refuse_late_hooks, unheard
@@ -136,9 +136,9 @@ class DeepSpeedEngine(Engine):
         )  # fmt: skip
         agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
         meets = agreement is not None and dist.get_world_size() > 1
-        meeting = Meeting(agreement) if meets and agreement is not None else None
+        barrier = Barrier(agreement) if meets and agreement is not None else None
         budget = budget_bytes(self.config.hook_budget_bytes, self.device, agreement)
-        self._residency = Residency(self._store, self._under_way.is_between, meeting, memories, budget)
+        self._residency = Residency(self._store, self._under_way.is_between, barrier, memories, budget)
         self._store.residency = self._residency
         self._guards = Guards(self._residency, params.held)
         self._store.watch = self._guards.watch_all

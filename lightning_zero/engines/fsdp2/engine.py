@@ -66,7 +66,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import broadcast_coalesced, run_agreement
-from lightning_zero.comm.meeting import Meeting
+from lightning_zero.comm.barrier import Barrier
 from lightning_zero.comm.shards import gathered, local, shard_like
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
@@ -196,7 +196,7 @@ class Fsdp2Engine(Engine):
         self._writes = Writes(self._groups, self.shards_change, self.shards_have_changed)
         agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
         meets = agreement is not None and dist.get_world_size() > 1
-        meeting = Meeting(agreement, self.peer_memory) if meets and agreement is not None else None
+        meeting = Barrier(agreement, self.peer_memory) if meets and agreement is not None else None
         memories = Memories()
         names: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
         store = Fsdp2Store(self._identity.own, self._groups, self._assigned, self._writes, memories, names, self)
