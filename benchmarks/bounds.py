@@ -1,4 +1,4 @@
-"""What the stored runs are held to: the first table of docs/speed.md."""
+"""Bounds that the stored runs must meet: the first table of docs/speed.md."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Measured = dict[str, Any]
 
 @dataclass(frozen=True)
 class Bound:
-    """A figure of every table of one shape, and the most it may be; the least where ``at_least``."""
+    """An upper bound on a figure of every table of one shape; a lower bound if ``at_least``."""
 
     what: str
     limit: float
     of: Callable[[Measured], list[float]]
-    """A value per round, whose median counts; none where the table has not what it takes."""
+    """A value per round, whose median counts; none if the table lacks a contender."""
     shape: str = "gpt"
     about: str = ""
     """The subject of the table, where it is not all contenders'."""
@@ -36,7 +36,7 @@ class Bound:
 
 
 def rounds(measured: Measured, *names: str) -> list[tuple[dict[str, Any], ...]]:
-    """What these contenders did in each round in which all of them ran."""
+    """The results of these contenders in each round in which all of them ran."""
     return [tuple(ran[name] for name in names) for ran in measured["rounds"] if all(name in ran for name in names)]
 
 

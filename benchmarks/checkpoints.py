@@ -1,4 +1,4 @@
-"""Writes the tables of docs/checkpoints.md: `make checkpoints`.
+"""Measures the tables of docs/checkpoints.md: `make checkpoints`.
 
 python benchmarks/checkpoints.py moves     every strategy, world size and form to every other (half an hour)
 python benchmarks/checkpoints.py groups    the same from and to shards in groups, HSDP (five minutes)
@@ -6,8 +6,7 @@ python benchmarks/checkpoints.py memory    peak memory of each rank while 1 GB o
 
 python benchmarks/checkpoints.py moves zero3 ddp    only moves between those named; prints and writes no table
 
-Whatever is beyond its tolerance is named on stderr when all have been walked; then no table is written, and the exit
-status is 1.
+Differences beyond their tolerance are listed on stderr at the end. Then no table is written, and the exit status is 1.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""docs/memory.md: what a rank stores and sends, with every figure computed or measured here.
+"""Makes docs/memory.md: what a rank stores and sends, with every figure computed or measured here.
 
     python benchmarks/memory.py > docs/memory.md              # measures again, about 15 minutes and 8 GiB
     python benchmarks/memory.py --keep docs/memory.md         # prints the page with that file's measurements
-    python benchmarks/memory.py --keep docs/memory.md life    # with those of one part anew: steps, life or built
+    python benchmarks/memory.py --keep docs/memory.md life    # measures one part again: steps, life or built
 
-Figures of a plan that are farther from those measured than it promises (10 %) are named on stderr, and the exit status
-is 1.
+Planned figures that differ from measured ones by more than 10 % are listed on stderr, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ FSDP2 = (
 
 
 beyond: list[str] = []
-"""Where plan and measurement are too far apart."""
+"""Figures in which plan and measurement differ too much."""
 
 
 # -- formulas of Rajbhandari et al. 2020 (arXiv:1910.02054), and others ------------------------------------------------
@@ -124,7 +123,7 @@ def main() -> None:
 
 
 def measured_parts(text: str) -> dict[str, str]:
-    """What stands between the marks of each part."""
+    """The text between the marks of each part."""
     return {name: text.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- /{name} -->")[0] for name in MEASURES}
 
 

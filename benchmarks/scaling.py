@@ -1,8 +1,8 @@
-"""Time, traffic and start-up of a run on many GPUs, from a few published figures.
+"""Predicts time, traffic and start-up of a run on many GPUs from a few published figures.
 
 Symbols (docs/scaling.md): Psi parameters, N ranks, S ranks that share one copy (N, or ``shard_size``), A micro-batches
-per optimizer step, p and g bytes of a gathered parameter and of a reduced gradient. All results are lower bounds of a
-perfect overlap plus what cannot overlap; none is a measurement.
+per optimizer step, p and g bytes of a gathered parameter and of a reduced gradient. All results are lower bounds:
+perfect overlap, plus what cannot overlap. None is a measurement.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def test_a_limit_of_open_files_that_cannot_be_enough_is_said_with_one_that_is() 
         subprocess.run([sys.executable, "-c", code, n], capture_output=True, text=True) for n in ("0", "-1")
     )
     assert enough.returncode == 0, enough.stderr
-    assert re.search(r"64 ranks take \d+ open files in this process, and its limit is \d+", short.stderr)
+    assert re.search(r"64 ranks need \d+ open files in this process, and its limit of \d+", short.stderr)
     assert "ulimit -n 1152" in short.stderr
 
 

@@ -115,7 +115,7 @@ def test_nothing_is_sent_by_one_rank():
 
 
 def test_states_count_replicated_and_unused_parameters():
-    states: dict[str, Any] = {"state_per_element": 8, "state_whole": 4}
+    states: dict[str, Any] = {"state_per_element": 8, "state_replicated": 4}
     parameters = (
         _size("a", **states),
         _size("b", stepped=False, **states),
