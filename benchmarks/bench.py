@@ -63,14 +63,14 @@ ABOUT = {
         ["ddp-compiled", "fully_shard-compiled", *(f"zero{stage}-compiled" for stage in (1, 2, 3)), "zero1", "zero3"],
     ),
     "units": (
-        "units chosen by itself and by hand",
+        "automatic units and units by hand",
         ["lightning-ddp", *(f"zero{stage}-units" for stage in (1, 2, 3)), "zero1", "zero2", "zero3"],
     ),
 }
-"""A table's subject beside its shape -> its title, and its contenders beside the anchors. The other tables have those
-that belong to none of these."""
+"""Subject of a table besides its shape -> its title, and its contenders besides the anchors. Tables without a subject
+have the contenders that belong to none of these."""
 PROCESSES = 20
-"""Alive at once: they fit into 24 GiB, the largest holds 1.3 GB."""
+"""Processes alive at once: they fit into 24 GiB, because the largest needs 1.3 GB."""
 NAMES = {
     "gpt": "GPT of 26 M parameters, 8 blocks of 512",
     "many": "many small tensors, 200 blocks of 64, clipped by norm",

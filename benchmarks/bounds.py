@@ -96,7 +96,7 @@ BOUNDS = [
         for bound in (
             Bound(f"stage {stage}: step to DDP's", to_ddp, _ratio(f"zero{stage}", "ddp", "step_seconds")),
             Bound(
-                f"stage {stage}: strategy and Trainer beside the engine alone",
+                f"stage {stage}: strategy and Trainer on top of the engine alone",
                 2,
                 _above_engine(stage),
                 unit=" %",
@@ -149,7 +149,7 @@ BOUNDS = [
     ),
     *(
         Bound(
-            f"stage {stage}, units chosen by itself: step to DDP's",
+            f"stage {stage}, automatic units: step to DDP's",
             limit,
             _ratio(f"zero{stage}-units", "lightning-ddp", "step_seconds"),
             shape="many",
@@ -159,7 +159,7 @@ BOUNDS = [
     ),
     *(
         Bound(
-            f"stage {stage}: beside Lightning's DDP",
+            f"stage {stage}: on top of Lightning's DDP",
             0.5,
             _more(f"zero{stage}", "lightning-ddp"),
             shape="tiny",
@@ -169,7 +169,7 @@ BOUNDS = [
     ),
     *(Bound(f"stage {stage}: start-up to Lightning's DDP", 1.1, _start_up(stage)) for stage in (1, 2, 3)),
     Bound(
-        "`import lightning_zero` beside `import lightning.pytorch`",
+        "`import lightning_zero` on top of `import lightning.pytorch`",
         50,
         lambda measured: [measured["imports"]["lightning_zero_adds"] * 1e3],
         unit=" ms",

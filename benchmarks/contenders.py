@@ -501,7 +501,7 @@ CONTENDERS: dict[str, tuple[str, Callable[[Job], None]]] = {
     ),
     **{
         f"zero{stage}-units": (
-            f"**lightning_zero, stage {stage}**, units chosen by itself",
+            f"**lightning_zero, stage {stage}**, automatic units",
             partial(_zero, stage=stage, units=None),
         )
         for stage in (1, 2, 3)

@@ -32,7 +32,9 @@ def test_states_are_ordinary_tensors_after_fit(ranks2, tmp_path, engine):
 
 def test_another_number_of_optimizers_is_refused_by_name(ranks2, tmp_path):
     answers = ranks2(outcome, optimizers.two_then_one, {"stage": 2}, str(tmp_path / "x.ckpt"))
-    assert all("the states of 1 optimizers, but configure_optimizers returned 2 (SGD, SGD)" in text for _, text in answers)
+    assert all(
+        "the states of 1 optimizers, but configure_optimizers returned 2 (SGD, SGD)" in text for _, text in answers
+    )
 
 
 def _wolfe(strategy: object) -> list[torch.Tensor]:

@@ -51,7 +51,7 @@ def test_tables_show_ratios_within_a_round_and_who_did_other_work():
 def test_bounds_are_judged_by_what_is_stored():
     found = {bound.what: (median(values), bound.holds(values)) for bound, _, values in bounds.judged([_measured()])}
     assert found == {
-        "`import lightning_zero` beside `import lightning.pytorch`": (pytest.approx(60), False),
+        "`import lightning_zero` on top of `import lightning.pytorch`": (pytest.approx(60), False),
         "stage 3: step to DDP's": (3.0, False),
         "stage 3: start-up to Lightning's DDP": (1.0, True),
         "stage 3: step to `fully_shard`'s": (0.75, True),
