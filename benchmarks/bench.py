@@ -118,7 +118,7 @@ def main() -> int:
 
 
 def _contenders(table: dict[str, Any]) -> list[str]:
-    """Those of ``table``, in the order of :data:`CONTENDERS`."""
+    """The contenders of ``table``, in the order of :data:`CONTENDERS`."""
     if "about" in table:
         return [name for name in CONTENDERS if name in (*ANCHORS, *ABOUT[table["about"]][1])]
     return [name for name in CONTENDERS if not name.endswith(("-compiled", "-units"))]

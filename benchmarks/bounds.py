@@ -45,7 +45,7 @@ def _ratio(name: str, anchor: str, key: str) -> Callable[[Measured], list[float]
 
 
 def _above_imports(name: str, anchor: str) -> Callable[[Measured], list[float]]:
-    """As :func:`_ratio`, of what a process holds at its peak beyond what it held before the model was made."""
+    """Ratio as in :func:`_ratio`, of peak memory without the memory before the model was built."""
 
     def above(run: dict[str, Any]) -> float:
         return run["peak_bytes"] - run["imported_bytes"]
@@ -78,7 +78,7 @@ def _more(name: str, anchor: str) -> Callable[[Measured], list[float]]:
 
 
 def _start_up(stage: int) -> Callable[[Measured], list[float]]:
-    """To the median of Lightning's DDP: each process starts when no other runs, so rounds have nothing in common."""
+    """Ratio to the median of Lightning's DDP, over all rounds: each process starts while no other runs."""
 
     def of(measured: Measured) -> list[float]:
         ours, theirs = (
@@ -189,7 +189,7 @@ class _Asked(dict[str, Any]):
 
 
 def contenders(table: dict[str, Any]) -> set[str]:
-    """Those whose figures the bounds of ``table`` take."""
+    """The contenders that the bounds of ``table`` need."""
     asked = _Asked()
     for bound in BOUNDS:
         if bound.concerns(table):

@@ -52,7 +52,7 @@ def table_of_moves() -> str:
 
 
 def table_of_groups() -> str:
-    """As :func:`table_of_moves`, from and to shards in groups (HSDP)."""
+    """Same as :func:`table_of_moves`, from and to shards in groups (HSDP)."""
     number, worst = _worst(moves.moves_of_groups())
     first, *_ = names = list(moves.GROUPS)
 
@@ -73,7 +73,7 @@ def table_of_groups() -> str:
 
 
 def _worst(walked: Iterable[moves.Move]) -> tuple[int, dict[tuple[str, str], float]]:
-    """How many moves there were, and the largest difference per source and target, as a part of its tolerance."""
+    """Number of moves, and the largest difference per source and target, as a fraction of its tolerance."""
     worst: dict[tuple[str, str], float] = defaultdict(float)
     beyond: list[str] = []
     number = 0

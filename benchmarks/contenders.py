@@ -90,7 +90,7 @@ class Job:
 
     @contextlib.contextmanager
     def update(self) -> Any:
-        """Around clipping and the optimizer's step, where a contender's loop is ours to write."""
+        """Context that times clipping and the optimizer's step, for contenders whose loop we write."""
         begun = self._now()
         yield
         self.updates.append(self._now() - begun)

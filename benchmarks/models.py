@@ -28,7 +28,7 @@ from tests.helpers.ranks import RankError, RankPool
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "parity.md"
 BEGIN, END = "<!-- models: begin -->", "<!-- models: end -->"
-"""What lies between them in the page is written here and kept by benchmarks/parity.py."""
+"""Marks of the section that this program writes and benchmarks/parity.py keeps."""
 TIMEOUT_SECONDS = 60.0
 WORLD_SIZE = 2
 EQUAL = "equal"
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def requirements(extra: str) -> list[str]:
-    """What the package's ``extra`` asks for, each without spaces: a shell takes the words of ``$(...)`` as they are."""
+    """Requirements of the package's ``extra``, without spaces, because a shell splits ``$(...)`` at spaces."""
     return [
         each.partition(";")[0].replace(" ", "")
         for each in requires("lightning-zero") or ()
@@ -186,7 +186,7 @@ The rows are declared in `tests/helpers/models.py`.
 
 
 def section_of(page: str) -> str:
-    """What :func:`write_section` has put into ``page``, with its marks; ``""`` without any."""
+    """The section that :func:`write_section` wrote into ``page``, with its marks; ``""`` if there is none."""
     begin, end = page.find(BEGIN), page.find(END)
     return page[begin : end + len(END)] + "\n" if 0 <= begin < end else ""
 

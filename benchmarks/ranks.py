@@ -102,7 +102,7 @@ def _is_open(number: str) -> bool:
 
 
 def _fit(name: str, ranks: int, folder: str, save: str | None, units: list[str] | None) -> None:
-    """In a process of its own: forks the ranks."""
+    """Forks the ranks, in a separate process."""
     torch.set_num_threads(1)
     given = {"units": units, "checkpoint": save}
     settings: dict[str, Any] = {"start_method": "fork", **{key: value for key, value in given.items() if value}}

@@ -91,7 +91,7 @@ class Counts(zoo.Zoo):
 
 
 def measure() -> list[dict[str, dict[str, float]]]:
-    """By round: strategy -> site -> seconds per call, on this rank."""
+    """One mapping per round: strategy -> site -> seconds per call, on this rank."""
     from torch.utils.data import DataLoader
 
     torch.set_num_threads(1)

@@ -40,7 +40,7 @@ class AutoStrategy(ZeroStrategy):
         answer: tuple[int, str, str, str] | None = None
         if self.is_global_zero:  # all ranks would get the same result; only one loads a batch for it
             answer = self._answer(trainer, memory)
-        answer = self.broadcast(answer)
+        answer = self.broadcast(answer)  # ranks with different stages would deadlock
         assert answer is not None
         stage, offload, line, error = answer
         if error:

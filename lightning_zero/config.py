@@ -41,7 +41,7 @@ _Targeted = TypeVar("_Targeted", "OffloadConfig", "CompileConfig", "ActivationCh
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Where optimizer states, master weights and (stage 3) parameters are stored between uses."""
+    """Storage of optimizer states, master weights and (stage 3) parameters between uses."""
 
     target: OffloadTarget | None = "none"
     """``"none"`` (the accelerator), ``"cpu"`` (host memory) or ``"nvme"`` (files, engine ``fsdp2``);
@@ -362,9 +362,9 @@ class ZeroConfig:
     """When a run resumes on another number of ranks, keep the number of samples per optimizer step by accumulating more
     or fewer micro-batches. Settings in batches (``val_check_interval``, ...) still count the batches of one rank."""
     transport: TransportName = "auto"
-    """How ``fsdp2`` moves shards and gradients. ``"torch"`` uses the collectives and the schedule of ``fully_shard``.
-    ``"direct"``, for CPU processes only, exchanges over gloo exactly the bytes needed, so it sends and stores less.
-    ``"auto"`` is direct between CPU processes and torch elsewhere."""
+    """Transport of shards and gradients with ``fsdp2``. ``"torch"`` uses the collectives and the schedule of
+    ``fully_shard``. ``"direct"``, for CPU processes only, exchanges over gloo exactly the bytes needed, so it sends and
+    stores less. ``"auto"`` is direct between CPU processes and torch elsewhere."""
     elementwise_optimizers: Sequence[str] | None = None
     """Class names of third-party optimizers, such as ``["Lion"]``, that update each element from that element's values
     and gradients alone. They step on shards, like PyTorch's element-wise optimizers. All others step on full
@@ -377,7 +377,7 @@ class ZeroConfig:
     full module. ``"whole"`` builds the full module on every rank first. ``deepspeed`` at stage 3 always shards while
     building."""
     uneven: Uneven = "error"
-    """What to do if the training dataloaders of the ranks differ in length. ``"error"`` ends the run on all ranks when
+    """Behaviour if the ranks' training dataloaders differ in length. ``"error"`` ends the run on all ranks when
     the first dataloader is exhausted. ``"shortest"`` ends each epoch there, like DDP with dataloaders cut to that
     length."""
     after_fit: AfterFit = "auto"
@@ -395,9 +395,9 @@ class ZeroConfig:
     device_memory_gib: float | None = None
     """Memory of one device, for the plan of ``auto``; ``None`` queries the devices."""
     start_method: StartMethod = "auto"
-    """How the other ranks of a machine are started. ``"popen"`` executes the program again. ``"spawn"`` and ``"fork"``
-    start processes that return their results. ``"auto"`` is popen for programs, fork in notebooks and spawn in pytest.
-    No effect under torchrun, srun and mpirun."""
+    """Method that starts the other ranks of a machine. ``"popen"`` executes the program again. ``"spawn"`` and
+    ``"fork"`` start processes that return their results. ``"auto"`` is popen for programs, fork in notebooks and spawn
+    in pytest. No effect under torchrun, srun and mpirun."""
     rank_logs: str | None = None
     """Folder for one log file per rank (``rank1.log``); ``None`` is ``ranks/`` in the folder of a Hydra job, and the
     terminal without Hydra. Only popen uses it."""
@@ -468,6 +468,8 @@ class ZeroConfig:
         if self.offload.parameters is not None:
             return self.offload.parameters
         return self.engine == "fsdp2" or self.stage == 3
+
+    # The three methods below run inside __post_init__ of a frozen dataclass, hence object.__setattr__.
 
     def _resolve_file(self) -> None:
         """Resolves ``stage`` and ``offload``: the given value, else that of ``deepspeed_config``, else the default."""

@@ -74,6 +74,7 @@ class _RegisterAfterImport(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in _REGISTRIES:
             return None
+        # Wrap the loader that another finder returns: the registry exists only once Lightning's module has run.
         others = [finder for finder in sys.meta_path if finder is not self]
         spec = next((found for finder in others if (found := finder.find_spec(fullname, path, target))), None)
         if spec is None or spec.loader is None:

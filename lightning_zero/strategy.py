@@ -290,7 +290,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._start_engine(trainer)
         else:
             sync_module_states(module)
-        if fitting:
+        if fitting:  # after sharding, so that optimizers get the parameters that the engine trains
             self._make_optimizers(trainer)
         optimizers = list(self.optimizers) if fitting else []
         self._run.check_optimizers(optimizers)
@@ -382,6 +382,7 @@ class ZeroStrategy(Launched, DDPStrategy):
                 " the layers in __init__ or configure_model, or use validate/test/predict."
             )
         plugin = self.precision_plugin
+        # A user's own plugin may have no policy; then dtypes stay as they are.
         dtypes = plugin.dtype_policy() if hasattr(plugin, "dtype_policy") else DtypePolicy()
         engine = self._run.make_engine(self.root_device, dtypes)
         place = Place(self.local_rank, self.num_processes)
@@ -389,6 +390,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         engine.shard(module)
         engine.automatic = module.automatic_optimization
         engine.backward_is_users = is_overridden("backward", module)
+        # If one rank has a user hook, all ranks treat it as present: the end of a hook is collective.
         engine.hooks = UserHooks.of_any(self.agreement.gather(user_hooks(trainer, module)))
         engine.keep_gathered = fitting and not engine.hooks.between_micro_batches
         self.engine = engine
@@ -410,9 +412,9 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._run.load()
 
     def setup_environment(self) -> None:
-        self._saving.refuse_plugin(given_checkpoint_io(self))  # the Trainer's plugins=[...] come after __init__
+        self._saving.refuse_plugin(given_checkpoint_io(self))  # the Trainer sets its plugins=[...] after __init__
         super().setup_environment()
-        if self.root_device.type == "cpu":
+        if self.root_device.type == "cpu":  # with an accelerator, gathered parameters are not in malloc's heap
             return_freed_memory()
         self._agreement = shared_agreement(self.config.timeout_seconds)
         set_run_agreement(self._agreement)
@@ -431,6 +433,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._run.take_over(module)
 
     def teardown(self) -> None:
+        # Saving ends first: it waits for an asynchronous save, whose error must not be lost.
         set_run_agreement(None)
         self.requeue_again()
         try:
@@ -498,6 +501,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         # The agreement has a CPU group of its own; the run's process group may have no CPU backend.
         room = int(0.8 * available_host_bytes()) // self.num_processes
         own = own_room_bytes()
+        # The smallest of all ranks counts, so that all decide alike: to unshard is collective.
         room = min(self.agreement.gather(room if own is None else min(room, own), "the end of a run"))
         optimizers = [unwrapped(o) for o in self.optimizers]
         after, note = where_memory_allows(self.engine, optimizers, self.num_processes, room)

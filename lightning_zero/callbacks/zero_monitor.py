@@ -259,7 +259,7 @@ class ZeroMonitor(Callback):
             self.meter.add("all_reduce", self._ddp_bytes, trainer.world_size)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        if self._sample:
+        if self._sample:  # counting walks all tensors, so only some windows do it
             state = state_of_run(trainer, pl_module)
             self._state["parameters"] = state.held("parameters")
             self._state["gradients"] = max(self._state["gradients"], state.held("gradients"))

@@ -169,7 +169,7 @@ def state_bytes(layout: Layout, stage: int, world_size: int) -> dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class StepRules:
-    """How the engine runs the step whose bytes are counted."""
+    """Properties of the step whose bytes are counted: stage, ranks, accumulation, offload."""
 
     stage: int
     """0 is DDP."""

@@ -210,6 +210,7 @@ def smallest_device_bytes(trainer: Trainer, config: ZeroConfig) -> float:
     mine = device_memory_bytes(trainer.strategy.root_device, trainer.num_devices)
     if not dist.is_initialized() or trainer.world_size == 1:
         return mine
+    # The plan must fit the smallest device, because all ranks run the same stage.
     everyone: list[Any] = [None] * trainer.world_size
     dist.all_gather_object(everyone, mine)
     return min(everyone)

@@ -268,6 +268,7 @@ class Study:
         name += {"cpu": "_offload", "nvme": "_nvme"}.get(rules.offload, "")
         layout, n = self.layout, rules.world_size if rules.stage else 1
         from_host = rules.offload != "none" and not rules.host_is_device
+        # An optimizer in host memory has its temporaries there; an element-wise one has those of its shards only.
         step_bytes = 0.0 if from_host else self.optimizer_peak
         if all(map(self._is_elementwise, self.optimizers)):
             step_bytes /= n
