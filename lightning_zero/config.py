@@ -373,9 +373,8 @@ class ZeroConfig:
     """Broadcast rank 0's buffers before each training forward, as DDP does; under manual optimization only before the
     first one, as Lightning's DDP does."""
     build: BuildName = "auto"
-    """``"auto"`` shards, at stage 3, each layer as soon as ``configure_model`` has built it, so that no rank holds the
-    full module. ``"whole"`` builds the full module on every rank first. ``deepspeed`` at stage 3 always shards while
-    building."""
+    """``"auto"`` shards layers at stage 3 while ``configure_model`` builds them, so that no rank holds the full module.
+    ``"whole"`` builds the full module on every rank first. ``deepspeed`` at stage 3 always shards while building."""
     uneven: Uneven = "error"
     """Behaviour if the ranks' training dataloaders differ in length. ``"error"`` ends the run on all ranks when
     the first dataloader is exhausted. ``"shortest"`` ends each epoch there, like DDP with dataloaders cut to that

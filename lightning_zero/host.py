@@ -24,7 +24,7 @@ _LARGE_PAGE = 2 << 20
 def available_host_bytes() -> int:
     """Host memory in bytes that new processes together could still allocate: the kernel's available memory, or less if
     a control group around this process (a container, a batch job) has less left of its limit."""
-    return min([_kernel_has(), *groups_leave()])
+    return min([_kernel_available_bytes(), *cgroup_bytes_left()])
 
 
 def own_room_bytes() -> int | None:
@@ -41,7 +41,7 @@ def own_room_bytes() -> int | None:
         return None
 
 
-def _kernel_has() -> int:
+def _kernel_available_bytes() -> int:
     try:
         with open("/proc/meminfo") as lines:
             kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
@@ -57,7 +57,7 @@ _CGROUP_FILES = {
 }
 
 
-def groups_leave(mounts: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> Iterator[int]:
+def cgroup_bytes_left(mounts: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> Iterator[int]:
     """Yields the bytes left under the limit of each control group from this process's up to the root (cgroup v1 and
     v2)."""
     with contextlib.suppress(OSError):
@@ -70,10 +70,10 @@ def groups_leave(mounts: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup")
             # inside a container the path may be the host's, and the container's own group is the root
             for group in {root, *(root / path.strip("/") / ("../" * up) for up in range(path.count("/") + 1))}:
                 if root.resolve() in (group.resolve(), *group.resolve().parents):
-                    yield from _group_leaves(group, *_CGROUP_FILES[kind])
+                    yield from _bytes_left(group, *_CGROUP_FILES[kind])
 
 
-def _group_leaves(group: Path, limit: str, use: str, droppable: str) -> Iterator[int]:
+def _bytes_left(group: Path, limit: str, use: str, droppable: str) -> Iterator[int]:
     with contextlib.suppress(OSError, ValueError):  # "max" is no limit
         total, used = (int((group / name).read_text()) for name in (limit, use))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())

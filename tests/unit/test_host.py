@@ -36,7 +36,7 @@ def test_the_tightest_group_above_this_process_counts(line, kind, names, tmp_pat
     _group(root / "job" / "step", names, "max" if not kind else str(2**63 - 4096), 10 * MIB, 0)
     _group(root / "job", names, str(100 * MIB), 80 * MIB, 5 * MIB)
     _group(root / "other", names, str(MIB), MIB, 0)
-    found = list(host.groups_leave(str(tmp_path / "mounts"), str(own)))
+    found = list(host.cgroup_bytes_left(str(tmp_path / "mounts"), str(own)))
     assert min(found) == 25 * MIB
 
 
@@ -45,11 +45,11 @@ def test_a_containers_own_group_is_the_root_of_its_mount(tmp_path) -> None:
     own = tmp_path / "cgroup"
     own.write_text("0::/docker/0123456789ab\n")
     _group(tmp_path / "mounts", V2, str(64 * MIB), 80 * MIB, 0)
-    assert list(host.groups_leave(str(tmp_path / "mounts"), str(own))) == [0]
+    assert list(host.cgroup_bytes_left(str(tmp_path / "mounts"), str(own))) == [0]
 
 
 def test_without_groups_nothing_is_said(tmp_path) -> None:
-    assert list(host.groups_leave(str(tmp_path), str(tmp_path / "nothing"))) == []
+    assert list(host.cgroup_bytes_left(str(tmp_path), str(tmp_path / "nothing"))) == []
     assert host.available_host_bytes() > 0
 
 
