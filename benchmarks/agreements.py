@@ -1,11 +1,11 @@
-"""One agreement of all ranks, several ways, beside each other in one run: microseconds each.
+"""Times one agreement of all ranks in several implementations, in microseconds.
 
     python benchmarks/agreements.py                  # 2, 4, 8, 16, 32 ranks on this machine
     python benchmarks/agreements.py --ranks 16
 
-Ranks are forked after importing, and outnumber the cores: a time means something beside the others of its row. The
-columns with "peers" pass through the connections of ``comm.peer_memory``, as ranks of one host do, the others through
-gloo's sockets, as between hosts.
+Ranks are forked after importing and outnumber the cores, so compare times only within a row. Columns with "peers" use
+the connections of ``comm.peer_memory``, as ranks of one host do. The others use gloo's sockets, as ranks of several
+hosts do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _everyone(message: torch.Tensor, group: Any, near: PeerMemory | None, few: i
 
 
 def _gather_and_broadcast(message: torch.Tensor, group: Any) -> None:
-    """Gloo's own gather and broadcast: the other way to spare the ring."""
+    """Gloo's own gather and broadcast, another way to avoid the ring."""
     all_of_them = [torch.empty_like(message) for _ in range(group.size())] if group.rank() == 0 else None
     dist.gather(message, all_of_them, group_dst=0, group=group)
     if all_of_them is not None:
@@ -92,7 +92,7 @@ def _rank(rank: int, ranks: int, store: str, results: Connection) -> None:
 
 
 def measure(ranks: int) -> dict[str, float]:
-    """Microseconds of a call, the median of rank 0's rounds."""
+    """Microseconds per call, as the median of rank 0's rounds."""
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,17 +1,17 @@
-"""How fast a training step is under each way of running it: the tables of docs/speed.md.
+"""Measures the speed of a training step under each strategy: the tables of docs/speed.md.
 
     python benchmarks/bench.py                          # everything docs/speed.md shows, about three hours
     python benchmarks/bench.py gpt --ranks 2            # one table, to the terminal
     python benchmarks/bench.py gpt --only ddp zero3     # some contenders (floor and fully_shard always run)
     python benchmarks/bench.py --page                   # docs/speed.md from the stored results
-    python benchmarks/bench.py --check                  # exits with 1 where the stored results exceed a bound
-    python benchmarks/bench.py --bounds                 # as --check, measured anew in two thirds of an hour; not stored
+    python benchmarks/bench.py --check                  # exits with 1 if the stored results exceed a bound
+    python benchmarks/bench.py --bounds                 # as --check, but measured again in 40 minutes; not stored
 
-Contenders run on the same machine, each with as many processes as there are ranks and one thread per process. As many
-as fit into memory are alive at once and take turns, some steps each, while the others are stopped: a machine's slow
-minutes are everybody's. That is a round, the floor, DDP and ``fully_shard`` take part in each; a ratio is taken within
-a round, and the median over the rounds is what counts. A contender whose losses are not DDP's is marked: it did other
-work. What was measured is stored under benchmarks/results/ with the hardware and the versions.
+Contenders run on the same machine, with one process per rank and one thread per process. As many as fit into memory are
+alive at once. They take turns of a few steps while the others are stopped, so that a slow minute of the machine affects
+all. This is a round; the floor, DDP and ``fully_shard`` take part in every round. Ratios are taken within a round, and
+their median over the rounds counts. A contender whose losses differ from DDP's is marked, because it did different
+work. Results are stored under benchmarks/results/ with the hardware and the versions.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ ABOUT = {
         ["ddp-compiled", "fully_shard-compiled", *(f"zero{stage}-compiled" for stage in (1, 2, 3)), "zero1", "zero3"],
     ),
     "units": (
-        "units chosen by itself and by hand",
+        "automatic units and units by hand",
         ["lightning-ddp", *(f"zero{stage}-units" for stage in (1, 2, 3)), "zero1", "zero2", "zero3"],
     ),
 }
-"""A table's subject beside its shape -> its title, and its contenders beside the anchors. The other tables have those
-that belong to none of these."""
+"""Subject of a table besides its shape -> its title, and its contenders besides the anchors. Tables without a subject
+have the contenders that belong to none of these."""
 PROCESSES = 20
-"""Alive at once: they fit into 24 GiB, the largest holds 1.3 GB."""
+"""Processes alive at once: they fit into 24 GiB, because the largest needs 1.3 GB."""
 NAMES = {
     "gpt": "GPT of 26 M parameters, 8 blocks of 512",
     "many": "many small tensors, 200 blocks of 64, clipped by norm",
@@ -118,7 +118,7 @@ def main() -> int:
 
 
 def _contenders(table: dict[str, Any]) -> list[str]:
-    """Those of ``table``, in the order of :data:`CONTENDERS`."""
+    """The contenders of ``table``, in the order of :data:`CONTENDERS`."""
     if "about" in table:
         return [name for name in CONTENDERS if name in (*ANCHORS, *ABOUT[table["about"]][1])]
     return [name for name in CONTENDERS if not name.endswith(("-compiled", "-units"))]
@@ -192,7 +192,7 @@ def _turns(settings: dict[str, Any]) -> Generator[None, None, list[dict[str, Any
 
 
 def _summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rank 0's times, whose clock leaves the others' turns out; the largest one's memory."""
+    """Rank 0's times, whose clock excludes the turns of others, and the memory of the largest rank."""
     return {
         "step_seconds": statistics.median(ranks[0]["seconds"]),
         "cpu_seconds": statistics.mean(r["cpu_seconds_per_step"] for r in ranks),
@@ -283,7 +283,7 @@ def _same_losses(measured: dict[str, Any], name: str) -> bool:
 
 
 def page() -> str:
-    """docs/speed.md, from what is stored."""
+    """docs/speed.md, from the stored results."""
     from benchmarks import per_unit, view  # which import this module
 
     stored = _stored()
@@ -305,7 +305,7 @@ def page() -> str:
 
 
 def _times(measured: dict[str, Any]) -> int:
-    """How often each contender was measured, the anchors left out."""
+    """Number of measurements of each contender, without the anchors."""
     return min(Counter(name for ran in measured["rounds"] for name in ran).values())
 
 
@@ -319,7 +319,7 @@ def _path(table: dict[str, Any]) -> Path:
 
 
 def machine() -> dict[str, Any]:
-    """Where and with which versions something was measured."""
+    """The hardware and the versions of a measurement."""
     names = ["torch", "lightning", "deepspeed", "accelerate"]
     return {
         "date": date.today().isoformat(),

@@ -1,4 +1,4 @@
-"""What the stored runs are held to: the first table of docs/speed.md."""
+"""Bounds that the stored runs must meet: the first table of docs/speed.md."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Measured = dict[str, Any]
 
 @dataclass(frozen=True)
 class Bound:
-    """A figure of every table of one shape, and the most it may be; the least where ``at_least``."""
+    """An upper bound on a figure of every table of one shape; a lower bound if ``at_least``."""
 
     what: str
     limit: float
     of: Callable[[Measured], list[float]]
-    """A value per round, whose median counts; none where the table has not what it takes."""
+    """A value per round, whose median counts; none if the table lacks a contender."""
     shape: str = "gpt"
     about: str = ""
     """The subject of the table, where it is not all contenders'."""
@@ -36,7 +36,7 @@ class Bound:
 
 
 def rounds(measured: Measured, *names: str) -> list[tuple[dict[str, Any], ...]]:
-    """What these contenders did in each round in which all of them ran."""
+    """The results of these contenders in each round in which all of them ran."""
     return [tuple(ran[name] for name in names) for ran in measured["rounds"] if all(name in ran for name in names)]
 
 
@@ -45,7 +45,7 @@ def _ratio(name: str, anchor: str, key: str) -> Callable[[Measured], list[float]
 
 
 def _above_imports(name: str, anchor: str) -> Callable[[Measured], list[float]]:
-    """As :func:`_ratio`, of what a process holds at its peak beyond what it held before the model was made."""
+    """Ratio as in :func:`_ratio`, of peak memory without the memory before the model was built."""
 
     def above(run: dict[str, Any]) -> float:
         return run["peak_bytes"] - run["imported_bytes"]
@@ -78,7 +78,7 @@ def _more(name: str, anchor: str) -> Callable[[Measured], list[float]]:
 
 
 def _start_up(stage: int) -> Callable[[Measured], list[float]]:
-    """To the median of Lightning's DDP: each process starts when no other runs, so rounds have nothing in common."""
+    """Ratio to the median of Lightning's DDP, over all rounds: each process starts while no other runs."""
 
     def of(measured: Measured) -> list[float]:
         ours, theirs = (
@@ -96,7 +96,7 @@ BOUNDS = [
         for bound in (
             Bound(f"stage {stage}: step to DDP's", to_ddp, _ratio(f"zero{stage}", "ddp", "step_seconds")),
             Bound(
-                f"stage {stage}: strategy and Trainer beside the engine alone",
+                f"stage {stage}: strategy and Trainer on top of the engine alone",
                 2,
                 _above_engine(stage),
                 unit=" %",
@@ -149,7 +149,7 @@ BOUNDS = [
     ),
     *(
         Bound(
-            f"stage {stage}, units chosen by itself: step to DDP's",
+            f"stage {stage}, automatic units: step to DDP's",
             limit,
             _ratio(f"zero{stage}-units", "lightning-ddp", "step_seconds"),
             shape="many",
@@ -159,7 +159,7 @@ BOUNDS = [
     ),
     *(
         Bound(
-            f"stage {stage}: beside Lightning's DDP",
+            f"stage {stage}: on top of Lightning's DDP",
             0.5,
             _more(f"zero{stage}", "lightning-ddp"),
             shape="tiny",
@@ -169,7 +169,7 @@ BOUNDS = [
     ),
     *(Bound(f"stage {stage}: start-up to Lightning's DDP", 1.1, _start_up(stage)) for stage in (1, 2, 3)),
     Bound(
-        "`import lightning_zero` beside `import lightning.pytorch`",
+        "`import lightning_zero` on top of `import lightning.pytorch`",
         50,
         lambda measured: [measured["imports"]["lightning_zero_adds"] * 1e3],
         unit=" ms",
@@ -189,7 +189,7 @@ class _Asked(dict[str, Any]):
 
 
 def contenders(table: dict[str, Any]) -> set[str]:
-    """Those whose figures the bounds of ``table`` take."""
+    """The contenders that the bounds of ``table`` need."""
     asked = _Asked()
     for bound in BOUNDS:
         if bound.concerns(table):

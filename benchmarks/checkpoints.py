@@ -1,4 +1,4 @@
-"""Writes the tables of docs/checkpoints.md: `make checkpoints`.
+"""Measures the tables of docs/checkpoints.md: `make checkpoints`.
 
 python benchmarks/checkpoints.py moves     every strategy, world size and form to every other (half an hour)
 python benchmarks/checkpoints.py groups    the same from and to shards in groups, HSDP (five minutes)
@@ -6,8 +6,7 @@ python benchmarks/checkpoints.py memory    peak memory of each rank while 1 GB o
 
 python benchmarks/checkpoints.py moves zero3 ddp    only moves between those named; prints and writes no table
 
-Whatever is beyond its tolerance is named on stderr when all have been walked; then no table is written, and the exit
-status is 1.
+Differences beyond their tolerance are listed on stderr at the end. Then no table is written, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def table_of_moves() -> str:
 
 
 def table_of_groups() -> str:
-    """As :func:`table_of_moves`, from and to shards in groups (HSDP)."""
+    """Same as :func:`table_of_moves`, from and to shards in groups (HSDP)."""
     number, worst = _worst(moves.moves_of_groups())
     first, *_ = names = list(moves.GROUPS)
 
@@ -74,7 +73,7 @@ def table_of_groups() -> str:
 
 
 def _worst(walked: Iterable[moves.Move]) -> tuple[int, dict[tuple[str, str], float]]:
-    """How many moves there were, and the largest difference per source and target, as a part of its tolerance."""
+    """Number of moves, and the largest difference per source and target, as a fraction of its tolerance."""
     worst: dict[tuple[str, str], float] = defaultdict(float)
     beyond: list[str] = []
     number = 0

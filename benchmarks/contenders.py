@@ -1,7 +1,8 @@
-"""One training step under each way of running it; what :mod:`benchmarks.bench` times.
+"""The contenders whose training steps :mod:`benchmarks.bench` times.
 
-Each contender is a function that trains the same model on the same data from the same seed and calls ``job.tick(loss)``
-after every optimizer step. Only what it needs is imported, so that memory and start-up are its own.
+Each contender is a function that trains the same model on the same data from the same seed, and calls
+``job.tick(loss)`` after every optimizer step. It imports only what it needs, so that memory and start-up time are its
+own.
 
     python benchmarks/contenders.py '{"contender": "zero3", "shape": "gpt", "ranks": 2}'     # one run, as JSON
 """
@@ -32,7 +33,7 @@ WARMUP_STEPS = 2
 
 @dataclass
 class Job:
-    """What to run, and what was seen of it."""
+    """A contender's task and its measurements."""
 
     contender: str
     shape: str = "gpt"
@@ -89,7 +90,7 @@ class Job:
 
     @contextlib.contextmanager
     def update(self) -> Any:
-        """Around clipping and the optimizer's step, where a contender's loop is ours to write."""
+        """Context that times clipping and the optimizer's step, for contenders whose loop we write."""
         begun = self._now()
         yield
         self.updates.append(self._now() - begun)
@@ -214,7 +215,7 @@ def make_model(shape: Shape) -> Any:
 
 
 def _train(job: Job, model: Any, optimizer: Any, before: Callable[[bool], Any] | None = None) -> None:
-    """The plainest loop there is; ``before(is_last)`` gives a context for each micro-batch."""
+    """A bare training loop; ``before(is_last)`` returns a context for each micro-batch."""
     import torch
 
     batches = job.batches()
@@ -247,7 +248,7 @@ def floor(job: Job) -> None:
 
 
 def _compile_blocks(model: Any) -> None:
-    """In place, as torchtitan does it per block, and before anything shards them."""
+    """Compiles each block in place before sharding, as torchtitan does."""
     for block in model.blocks:
         block.compile()
 
@@ -290,7 +291,7 @@ def _deepspeed(job: Job, stage: int) -> None:
 
 
 def _deepspeed_loop(job: Job, make_optimizer: Callable[[Any], Any], config: dict[str, Any]) -> None:
-    """DeepSpeed's own loop; ``config`` adds to what the job says."""
+    """DeepSpeed's own loop; ``config`` extends the job's settings."""
     _join(job)
     os.environ.setdefault("LOCAL_SIZE", str(job.ranks))
     if job.device == "cpu":
@@ -500,7 +501,7 @@ CONTENDERS: dict[str, tuple[str, Callable[[Job], None]]] = {
     ),
     **{
         f"zero{stage}-units": (
-            f"**lightning_zero, stage {stage}**, units chosen by itself",
+            f"**lightning_zero, stage {stage}**, automatic units",
             partial(_zero, stage=stage, units=None),
         )
         for stage in (1, 2, 3)

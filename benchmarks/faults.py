@@ -1,8 +1,8 @@
-"""The table of docs/reliability.md: how runs end that are broken on purpose, and whose ranks do unlike things.
+"""Makes the table of docs/reliability.md: how runs with injected faults or diverged ranks end.
 
     python benchmarks/faults.py docs/reliability.md    # replaces the table in that page, about 4 minutes
 
-Two CPU ranks; what each fault does stands in ``tests/helpers/faults.py``. The exit status is 1 if a run left something
+It uses two CPU ranks. ``tests/helpers/faults.py`` defines the faults. The exit status is 1 if a run left something
 behind or took too long.
 """
 

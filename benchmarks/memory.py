@@ -1,11 +1,10 @@
-"""docs/memory.md: what a rank stores and sends, with every figure computed or measured here.
+"""Makes docs/memory.md: what a rank stores and sends, with every figure computed or measured here.
 
     python benchmarks/memory.py > docs/memory.md              # measures again, about 15 minutes and 8 GiB
     python benchmarks/memory.py --keep docs/memory.md         # prints the page with that file's measurements
-    python benchmarks/memory.py --keep docs/memory.md life    # with those of one part anew: steps, life or built
+    python benchmarks/memory.py --keep docs/memory.md life    # measures one part again: steps, life or built
 
-Figures of a plan that are farther from those measured than it promises (10 %) are named on stderr, and the exit status
-is 1.
+Planned figures that differ from measured ones by more than 10 % are listed on stderr, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ FSDP2 = (
 
 
 beyond: list[str] = []
-"""Where plan and measurement are too far apart."""
+"""Figures in which plan and measurement differ too much."""
 
 
 # -- formulas of Rajbhandari et al. 2020 (arXiv:1910.02054), and others ------------------------------------------------
@@ -124,7 +123,7 @@ def main() -> None:
 
 
 def measured_parts(text: str) -> dict[str, str]:
-    """What stands between the marks of each part."""
+    """The text between the marks of each part."""
     return {name: text.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- /{name} -->")[0] for name in MEASURES}
 
 
@@ -135,14 +134,14 @@ def _marked(name: str, text: str) -> str:
 def page(measured: dict[str, str]) -> str:
     return f"""# What a rank stores and sends
 
-`lightning-zero plan` answers it for your module; this page says where the numbers come from. Ψ is the number of
-parameters, N the number of ranks. Every figure is made by `make memory` (`benchmarks/memory.py`).
+`lightning-zero plan` predicts this for your module; this page explains the numbers. Ψ is the number of parameters, N is
+the number of ranks. `make memory` (`benchmarks/memory.py`) makes every figure.
 
 ## What training keeps
 
-For each parameter, training with Adam in mixed precision keeps 2 bytes of weight and 2 of gradient to compute with, and
-12 that only the optimizer needs: an fp32 copy of the weight and two running averages. That is 16Ψ bytes, on every rank
-of plain data parallelism (DDP), although all ranks hold the same. ZeRO keeps one copy and gives each rank a part:
+For each parameter, training with Adam in mixed precision keeps 2 bytes of weight and 2 bytes of gradient for compute,
+and 12 bytes for the optimizer: an fp32 copy of the weight and two running averages. That is 16Ψ bytes. Under DDP every
+rank holds the same 16Ψ. ZeRO keeps one copy and shards it:
 
 | | sharded | bytes per rank, mixed precision | in fp32 | {PSI / 1e9:g} B parameters on {RANKS} GPUs, mixed |
 |---|---|---|---|---|
@@ -157,42 +156,43 @@ bytes. In fp32 the same 16Ψ split differently: 4 of weight, 4 of gradient, 8 of
 |---|---|---|---|---|---|
 {_popular_rows()}
 
-All agree on one rank, where nobody checks. Beyond, only stage 3's holds: stage 1's has the coefficients of 4 + 12/N
-swapped, so it promises almost no saving where there is most of it, and stage 2's is the fp32 formula of stage 1.
+On one rank all agree. For N > 1 only the formula of stage 3 is right. That of stage 1 swaps the coefficients of 4 +
+12/N, so it predicts almost no saving. That of stage 2 is the fp32 formula of stage 1.
 
 ## What `fsdp2` really does
 
-PyTorch's `fully_shard` keeps the fp32 shard beside the copy it has gathered, so inside a step a parameter costs the
-gathered copy (2 bytes mixed, 4 in fp32) and its share of 16. Between processes on CPUs in fp32, stages 1 and 2 keep the
-shard in the gathered buffer (it aliases a part of it), which gives the paper's formulas:
+PyTorch's `fully_shard` keeps the fp32 shard in addition to the gathered copy. So inside a step a parameter takes the
+gathered copy (2 bytes in mixed precision, 4 in fp32) and its share of 16 bytes. Between CPU processes in fp32, the
+shard aliases a part of the gathered buffer at stages 1 and 2, which gives the paper's formulas:
 
 | | formula | N = 8, bytes per parameter | N = 64 |
 |---|---|---|---|
 {_fsdp2_rows()}
 
-- On one accelerator (N = 1) nothing is sharded and the gathered copy comes on top: 20Ψ in fp32 at stages 1 and 2, where
-  training without ZeRO holds 16Ψ.
-- Without accumulation stage 1 is stage 2: each unit's gradients are shared out as soon as they are complete.
-- While accumulating, stage 1 holds whole gradients in the dtype they are reduced in, and no shards of them.
-- Between two steps every stage holds 16Ψ/N; where the shard aliases the gathered buffer, that stays: 4Ψ +
-  12Ψ/N. DDP holds 20Ψ: its reducer's buckets are a second copy of the gradients.
-- Lightning zeroes gradients after the next forward, so that one still sees the last step's.
-- A shard is `ceil(rows / N)` rows, padded; the plan counts padding, frozen and unused parameters, and what cannot be
-  split and stays whole, parameter by parameter. Optimizer states are those that one step of your own optimizer makes.
+- On one accelerator (N = 1) nothing is sharded, and the gathered copy comes on top: 20Ψ in fp32 at stages 1 and 2,
+  while training without ZeRO holds 16Ψ.
+- Without accumulation stage 1 equals stage 2: each unit's gradients are reduced and sharded as soon as they are
+  complete.
+- During accumulation stage 1 holds unsharded gradients in the dtype of the reduction, and no gradient shards.
+- Between two steps every stage holds 16Ψ/N. If the shard aliases the gathered buffer, the buffer stays: 4Ψ + 12Ψ/N. DDP
+  holds 20Ψ, because the buckets of its reducer are a second copy of the gradients.
+- Lightning zeroes gradients after the next forward, so the previous step's gradients are alive during it.
+- A shard is `ceil(rows / N)` rows, padded. The plan counts padding, frozen and unused parameters, and parameters that
+  cannot be sharded, one by one. It takes optimizer states from one step of your own optimizer.
 
-On top come buffers on their way (the flat message of the unit being gathered, at stage 3 also the next one's; between
-processes on CPUs only small parameters from other hosts need one, the next unit's others arrive where they stay; the
-message of the last reduced unit) and activations. The plan traces one micro-batch with fake tensors, notes what is
-alive whenever a unit has run or a gradient is complete, and has a formula for what each stage holds at these moments.
-It promises peaks within 10 % of those measured; states and bytes sent are nearer. A step that cannot be traced (it
-reads values, as `.numpy()` does, or the module holds hooks and functions that know the module, which a copy would run
-on the module itself) is counted by its states alone, and the plan says that activations are not counted.
+Message buffers and activations come on top. There is a flat buffer for the unit being gathered, at stage 3 also for the
+next one, and one for the last reduced unit. (Between CPU processes only small parameters from other hosts need a
+buffer; all others arrive at their final place.) The plan traces one micro-batch with fake tensors and records the live
+bytes whenever a unit has run or a gradient is complete. A formula adds what each stage holds at these moments. Planned
+peaks are within 10 % of measured ones; states and bytes sent are closer. Some steps cannot be traced: they read values,
+as `.numpy()` does, or the module holds hooks or closures that refer to it, so that a copy would run on the original.
+Then the plan counts only the states, and says that activations are not counted.
 
-## What goes over the wire
+## Traffic
 
-Per rank and optimizer step of A micro-batches, in elements, each times (N−1)/N (section 7 of the paper). At
-stage 3 the root unit and the one that runs last are gathered once per micro-batch, every other unit twice. (The one
-that runs last is known from the second step on, and under automatic optimization.)
+Per rank and optimizer step of A micro-batches, in elements, each times (N−1)/N (section 7 of the paper). At stage 3 the
+root unit and the unit that runs last are gathered once per micro-batch, every other unit twice. (The engine knows the
+last unit from the second step on, and only under automatic optimization.)
 
 | | gathered | reduced |
 |---|---|---|
@@ -201,26 +201,25 @@ that runs last is known from the second step on, and under automatic optimizatio
 | stage 2 | Ψ | AΨ |
 | stage 3 | 2AΨ | AΨ |
 
-Stages 1 and 2 gather A times instead of once if a hook of yours looks at the module between micro-batches, unless
-shards alias their gathered buffers, which stay. The buffers' broadcast is counted as well, and so are bytes that ranks
-on one host read from each other's memory; agreements between ranks, of some KiB, are not. An optimizer that looks
-across elements (Adafactor, Muon, LAMB) also gathers its parameters, gradients and states.
+Stages 1 and 2 gather A times instead of once if a user hook runs between micro-batches, unless shards alias the
+gathered buffers. The plan also counts the broadcast of buffers, and bytes that ranks on one host read from each other's
+memory, but not agreements between ranks (a few KiB). An optimizer that is not element-wise (Adafactor, Muon, LAMB) also
+gathers its parameters, gradients and states.
 
 ## Offload
 
 Rows with `_offload` and `_nvme` move shards of parameters, gradients and optimizer states to host memory (ZeRO-Offload,
-arXiv:2101.06840) or files (ZeRO-Infinity, arXiv:2104.07857): every gather brings the fp32 shard up, every reduction
-takes a gradient shard down. `zero_auto` takes `_offload` where nothing fits without and the host's memory allows. On a
-CPU-only machine the host's memory is the device's, so offload to it frees nothing there. `_nvme` is
-never taken by itself: the plan has no account of pages that the kernel keeps. Stages 1 and 2 have files, too
-(`strategy/offload=nvme`), and no rows for them.
-[`offload.md`](offload.md) has what is really held where.
+arXiv:2101.06840) or files (ZeRO-Infinity, arXiv:2104.07857). Every gather copies the fp32 shard to the device, and
+every reduction copies a gradient shard back. `zero_auto` chooses `_offload` if nothing fits without it and host memory
+is sufficient. On a CPU-only machine offload to host memory frees nothing. `zero_auto` never chooses `_nvme`, because
+the plan cannot predict the pages that the kernel keeps. Files also work at stages 1 and 2 (`strategy/offload=nvme`),
+but the plan has no rows for them. [`offload.md`](offload.md) shows where each tensor is stored.
 
-## Models that no process can hold
+## Models that do not fit into one process
 
-At stage 3 a step needs 16Ψ/N bytes and the gathered units. A module that `__init__` builds is whole on every rank until
-it is sharded, in host memory: `fsdp2` moves it to the accelerator one shard unit at a time. One that `configure_model`
-builds is not: `fsdp2` shards its parameters as they come.
+At stage 3 a step needs 16Ψ/N bytes and the gathered units. A module that `__init__` builds is unsharded in the host
+memory of every rank until the engine shards it; `fsdp2` moves it to the accelerator one shard unit at a time. A module
+that `configure_model` builds is never unsharded: `fsdp2` shards its parameters as they are created.
 
 ```python
 def configure_model(self):
@@ -239,7 +238,7 @@ error. A thread that uses a closed parameter is named in an error; one that runs
 `build="whole"` builds the whole module on every rank instead, as stages 1 and 2 do, and so does `zero_auto`, which
 knows its stage only afterwards.
 
-On the meta device nothing is built twice, and nothing is initialized that a file fills:
+On the meta device nothing is built twice, and parameters that a file fills are not initialized:
 
 ```python
 def configure_model(self):
@@ -248,26 +247,26 @@ def configure_model(self):
             self.model = GPT(...)  # or AutoModelForCausalLM.from_config(config)
 ```
 
-or, outside of the module, `with trainer.init_module(empty_init=True): module = MyModule()` (without `empty_init=True`
-it is whole, and a line says so: there are no other processes yet to share it with). `fsdp2` then gives one shard unit
-after the other memory and values, and shards it before the next one begins; what belongs to the root (mostly the
-embedding and the head) stays whole until the end, as it does in each step. Values come from
+Outside the module, write `with trainer.init_module(empty_init=True): module = MyModule()`. (Without `empty_init=True`
+every process builds the full module, because the ranks do not exist yet; one line says so.) `fsdp2` then materializes,
+initializes and shards one unit after the other. Parameters of the root (usually the embedding and the head) stay
+unsharded until the end, as in each step. Values come from
 
-1. `ckpt_path` or [`load_pretrained`](checkpoints.md#published-weights), one tensor at a time, read by rank 0 and sent
-   to the others; nothing is initialized then;
-2. the class's own `reset_parameters`, in the order of construction. The numbers are those of ordinary construction
-   under the same seed, bit for bit, where constructors draw them through `reset_parameters` too, as torch's do;
-3. in models of transformers `_init_weights` after that, buffers such as rotary frequencies included. Spread and
-   constants are those of ordinary construction; the random numbers are others, as transformers draws twice there, the
-   whole model each time.
+1. `ckpt_path` or [`load_pretrained`](checkpoints.md#published-weights): rank 0 reads one tensor at a time and sends it
+   to the others, and nothing is initialized;
+2. the class's own `reset_parameters`, in the order of construction. The values equal those of ordinary construction
+   under the same seed bit for bit, if constructors also draw them through `reset_parameters`, as torch's do;
+3. in models of transformers, `_init_weights` after that, including buffers such as rotary frequencies. Distributions
+   and constants are those of ordinary construction. The random numbers differ, because transformers draws them twice
+   there, for the full model each time.
 
-A tied parameter keeps the value of the first module that holds it. What none of these fills (a bare `nn.Parameter`, a
-buffer or a plain tensor that a constructor computes) is named in an error, on every rank and before training. Modules
-that were built outside of `torch.device("meta")` keep their values. Initializers that write to units which are sharded
-already draw each rank's rows from that rank's random numbers: seed all ranks alike, as `seed_everything` does.
+A tied parameter keeps the value of the first module that holds it. If none of these fills a tensor (a bare
+`nn.Parameter`, or a buffer or plain tensor that a constructor computes), an error names it on every rank before
+training. Modules that were built outside `torch.device("meta")` keep their values. Initializers that write to sharded
+units draw each rank's rows from that rank's random numbers, so seed all ranks alike, as `seed_everything` does.
 
-At stages 1 and 2 of `deepspeed`, and where nothing is sharded (`validate` at stages 1 and 2), the module is filled
-whole. At stage 3 `deepspeed` shards each layer as `configure_model` builds it, without meta, and says so.
+At stages 1 and 2 of `deepspeed`, and without sharding (`validate` at stages 1 and 2), the full module is materialized
+on every rank. At stage 3 `deepspeed` shards each layer as `configure_model` builds it and refuses meta tensors.
 
 When such a run ends, `after_fit="auto"` leaves the shards where the whole module does not fit into host memory. The
 next run (`trainer.test(module, ckpt_path="best")`, another `fit`) takes them over: parameters are gathered and closed
@@ -278,28 +277,28 @@ and a forward without it is refused by name.
 
 {_marked("built", measured["built"])}
 
-## Checked against what happens
+## Plan and measurement
 
-`tests/system/test_plan.py` compares the plan with what `ZeroMonitor` counts on every rank: model states, gathers and
-reductions within 1 %, the CPU allocator's peak within 10 %. `make memory` ends with an error where the figures below
+`tests/system/test_plan.py` compares the plan with the counts of `ZeroMonitor` on every rank: model states, gathers and
+reductions within 1 %, the CPU allocator's peak within 10 %. `make memory` ends with an error if the figures below
 differ more.
 
 {_marked("steps", measured["steps"])}
 
 {_marked("life", measured["life"])}
 
-Nothing here was measured on a GPU: none was at hand. `tests/gpu/test_plan_cuda.py` compares the plan with
-`torch.cuda.max_memory_allocated` for four models where there is one; it is skipped elsewhere. A plan for CUDA that is
-made on a machine without it traces the CPU's operators, whose attention may keep other tensors, and says so.
+The figures on this page were not measured on a GPU. `tests/gpu/test_plan_cuda.py` compares the plan with
+`torch.cuda.max_memory_allocated` for four models; it is skipped without a GPU. On a machine without CUDA, a plan for
+CUDA traces the CPU's operators, whose attention may keep other tensors, and says so.
 
 ## In your run
 
 `callbacks=zero_monitor` (`lightning_zero.callbacks.ZeroMonitor`) logs per optimizer step: seconds of compute, exposed
-communication, optimizer and waiting for data; samples and tokens per second; FLOP/s, and MFU where the device's peak is
-known; bytes of parameters, gradients and optimizer states, of memory at the peak, and sent. At the end it prints a
-column per rank beside the plan's. Its hooks take well below 1 % of a step (`benchmarks/monitor.py`; a test holds it to
-that). On the CPU the peak is the process's resident memory. `profile=true` writes a Chrome
-trace of three steps per rank into the run folder.
+communication, optimizer and waiting for data; samples and tokens per second; FLOP/s, and MFU if the device's peak is
+known; bytes of parameters, gradients and optimizer states, peak memory, and bytes sent. At the end it prints one column
+per rank next to the plan. Its hooks take well below 1 % of a step (`benchmarks/monitor.py`; a test checks this). On the
+CPU the peak is the process's resident memory. `profile=true` writes a Chrome trace of three steps per rank into the run
+folder.
 """
 
 
@@ -377,16 +376,16 @@ Peaks with activations, MiB, rank 0, micro-batches of 16 (`tests/helpers/account
 
 GPT = {"vocab_size": 16000, "n_embd": 768, "n_layer": 12, "n_head": 12}
 """97 million parameters."""
-BORN_RANKS, ROOM_GIB = 8, 14
+BUILT_RANKS, ROOM_GIB = 8, 14
 
 
 def life() -> str:
-    """A whole life, in the process that holds the most."""
+    """Peak memory in all phases of a run, in the process that needs the most."""
     rows = _life_rows()
-    return f"""A GPT of 97 million parameters (372 MiB in fp32) under `zero3`, AdamW, micro-batches of one, in its whole
-life (`tests/helpers/lifetime.py`): built in `configure_model`, loaded from safetensors, trained, saved as one file,
-made whole at the end. Most that was resident in the process that held the most, MiB, beyond what it held after the run
-of a tiny module: its imports.
+    return f"""A GPT of 97 million parameters (372 MiB in fp32) under `zero3` with AdamW and micro-batches of one, in
+all phases of a run (`tests/helpers/lifetime.py`): built in `configure_model`, loaded from safetensors, trained, saved
+as one file, unsharded at the end. Peak resident memory of the process that needs the most, in MiB, without its memory
+after the run of a tiny module, which is imports.
 
 | | 2 ranks | 4 ranks |
 |---|---|---|
@@ -416,7 +415,8 @@ def _life_rows() -> list[tuple[str, ...]]:
 
 
 def built() -> str:
-    """A module that no process here could hold, in one rank of a run whose other ranks are not there."""
+    """Peak memory of a module that is too large for one process, in one rank of a run whose other ranks are
+    simulated."""
     import json
     import subprocess
 
@@ -424,7 +424,7 @@ def built() -> str:
 
     rows = []
     for device, name in (("cpu", "in `configure_model`"), ("meta", "on the meta device")):
-        job = {"world_size": BORN_RANKS, "device": device, "sizes": born.SEVEN_BILLION, "room_gib": ROOM_GIB}
+        job = {"world_size": BUILT_RANKS, "device": device, "sizes": born.SEVEN_BILLION, "room_gib": ROOM_GIB}
         command = [sys.executable, "-m", "tests.helpers.born", json.dumps(job)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         found = json.loads(done.stdout.splitlines()[-1])
@@ -433,10 +433,10 @@ def built() -> str:
         print(f"measured: {name}", file=sys.stderr, flush=True)
     billions, whole_gib = found["parameters"] / 4e9, found["parameters"] / 2**30
     return f"""A Llama of {billions:.1f} billion parameters ({whole_gib:.1f} GiB in fp32) was built and sharded in
-one process, as rank 0 of {BORN_RANKS} whose others are not there (`tests/helpers/born.py`), which may take
-{ROOM_GIB} GiB of address space (`RLIMIT_AS`) and no more. GiB, resident beyond its imports:
+one process, as rank 0 of {BUILT_RANKS} whose other ranks do not exist (`tests/helpers/born.py`), with a limit of
+{ROOM_GIB} GiB of address space (`RLIMIT_AS`). Resident memory in GiB, without imports:
 
-| built | most | left: the shards |
+| built | peak | afterwards: the shards |
 |---|---|---|
 {_rows(rows)}
 

@@ -1,13 +1,12 @@
-"""The second table of docs/parity.md: public models and optimizers by package and version, beside DDP.
+"""Makes the second table of docs/parity.md: public models and optimizers compared with DDP, by package and version.
 
     python benchmarks/models.py                    # every row, 2 ranks, and writes its section of docs/parity.md
     python benchmarks/models.py timm peft/LoRA     # rows whose names begin so; prints them
     python benchmarks/models.py --keep timm        # writes them, and keeps all other rows
 
-Rows are declared in ``tests/helpers/models.py``. Each is a job of its own in ranks that stay alive: a few steps under
-``ddp`` and under each stage from the same initial values, on the same data. A row that fails is tried again stage by
-stage, so that the others' cells are known. A line of progress per row goes to stderr; the exit status is 1 if any cell
-differs.
+``tests/helpers/models.py`` declares the rows. Each is a separate job in ranks that stay alive: a few steps under
+``ddp`` and under each stage, from the same initial values and on the same data. A row that fails is repeated stage by
+stage, so that the other cells are known. Progress goes to stderr. The exit status is 1 if any cell differs.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tests.helpers.ranks import RankError, RankPool
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "parity.md"
 BEGIN, END = "<!-- models: begin -->", "<!-- models: end -->"
-"""What lies between them in the page is written here and kept by benchmarks/parity.py."""
+"""Marks of the section that this program writes and benchmarks/parity.py keeps."""
 TIMEOUT_SECONDS = 60.0
 WORLD_SIZE = 2
 EQUAL = "equal"
@@ -89,7 +88,7 @@ def main() -> int:
 
 
 def requirements(extra: str) -> list[str]:
-    """What the package's ``extra`` asks for, each without spaces: a shell takes the words of ``$(...)`` as they are."""
+    """Requirements of the package's ``extra``, without spaces, because a shell splits ``$(...)`` at spaces."""
     return [
         each.partition(";")[0].replace(" ", "")
         for each in requires("lightning-zero") or ()
@@ -187,13 +186,13 @@ The rows are declared in `tests/helpers/models.py`.
 
 
 def section_of(page: str) -> str:
-    """What :func:`write_section` has put into ``page``, with its marks; ``""`` without any."""
+    """The section that :func:`write_section` wrote into ``page``, with its marks; ``""`` if there is none."""
     begin, end = page.find(BEGIN), page.find(END)
     return page[begin : end + len(END)] + "\n" if 0 <= begin < end else ""
 
 
 def write_section(section: str) -> None:
-    """Puts the second table at the end of the page, in the place of the one before."""
+    """Replaces the second table at the end of the page."""
     page = PAGE.read_text(encoding="utf-8")
     page = page.replace(section_of(page), "").rstrip()
     PAGE.write_text(f"{page}\n\n{BEGIN}\n\n{section}\n{END}\n", encoding="utf-8")

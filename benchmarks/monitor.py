@@ -1,4 +1,4 @@
-"""What ZeroMonitor itself costs: its hooks' share of a step, and the meter's time per collective.
+"""Measures the cost of ZeroMonitor itself: its hooks' share of a step, and the meter's time per collective.
 
 python benchmarks/monitor.py        # under a minute
 """
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def overhead() -> tuple[float, float]:
-    """Seconds inside the monitor's own hooks, and of the steps around them: one rank, so that nobody waits."""
+    """Seconds in the monitor's own hooks and of the steps around them; on one rank, so that no rank waits."""
     from torch.utils.data import DataLoader
 
     from lightning_zero.callbacks import ZeroMonitor
@@ -68,7 +68,7 @@ def overhead() -> tuple[float, float]:
 
 
 def meter_seconds_per_call() -> float:
-    """Difference between counted and plain calls of a collective that has nothing to send."""
+    """Difference in time between a counted and a plain call of a collective with nothing to send."""
     import torch
     import torch.distributed as dist
 

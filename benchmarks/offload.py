@@ -1,9 +1,9 @@
-"""The tables of docs/offload.md: what lies where, and what is copied.
+"""Measures the tables of docs/offload.md: where each tensor is stored, and how many bytes are copied.
 
     python benchmarks/offload.py docs/offload.md              # fills in the page's tables, about 5 minutes
 
-On two CPU ranks; ``lightning_zero.engines.model_state`` says how host and device are told apart there. Copies are
-counted on a pretended accelerator (``tests/helpers/pretend.py``), operator by operator.
+It uses two CPU ranks; ``lightning_zero.engines.model_state`` defines which tensors count as on the device there. Copies
+are counted on a simulated accelerator (``tests/helpers/pretend.py``), operator by operator.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""``offload="nvme"`` on one disk: time, memory, and what is read and written.
+"""Measures ``offload="nvme"`` on one disk: time, memory, and bytes read and written.
 
     python benchmarks/offload_files.py docs/offload.md        # fills in the page's table, about 5 minutes
 
-Two CPU ranks train the same linear layers with AdamW in fp32 at stage 3, the contenders in turn in each round. Files
-also run *short of memory*: what they let go of is dropped from the page cache at once, so that the disk is read for
-everything.
+Two CPU ranks train the same linear layers with AdamW in fp32 at stage 3; the contenders take turns in each round. Files
+also run *short of memory*: pages that they release are dropped from the page cache at once, so that every read goes to
+the disk.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""CPU offload against its rivals and its limit: our strategies, raw ``CPUOffloadPolicy``, DeepSpeed's own offload.
+"""Compares the speed of CPU offload: our strategies, raw ``CPUOffloadPolicy``, DeepSpeed's own offload, and the limit.
 
     python benchmarks/offload_speed.py --shape gpt-1b --steps 10 --rounds 3     # one GPU; writes benchmarks/results/
     python benchmarks/offload_speed.py --shape tiny --steps 2 --rounds 1        # the same without one, in seconds
 
-Every contender trains the same GPT in bf16 with fp32 master weights from the same seed, each run a process of its own,
-interleaved over the rounds. What has to cross PCIe is the plan's arithmetic for what runs, and its limit is the time
-that the measured bandwidth of pinned copies allows for it; ZeRO-Offload's own floor is 2 bytes per parameter each way
-(arXiv:2101.06840, section 4). A chrome trace of our last steps shows which copies ran beside kernels.
+Every contender trains the same GPT in bf16 with fp32 master weights from the same seed. Each run is a separate process,
+and rounds interleave the contenders. The plan gives the bytes that must cross PCIe, and the measured bandwidth of
+pinned copies gives the least time for them. ZeRO-Offload's own minimum is 2 bytes per parameter each way
+(arXiv:2101.06840, section 4). A Chrome trace of our last steps shows which copies overlapped with kernels.
 """
 
 from __future__ import annotations

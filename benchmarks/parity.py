@@ -1,13 +1,13 @@
-"""The table of docs/parity.md: how far each kind of module is from DDP under both engines at stages 1, 2 and 3.
+"""Makes the table of docs/parity.md: the difference from DDP of each kind of module, on both engines at stages 1 to 3.
 
     python benchmarks/parity.py > new.md                    # every kind, 2 ranks, about 10 minutes: docs/parity.md
     python benchmarks/parity.py --keep adam gan > new.md    # some kinds; all other rows are those of docs/parity.md
     python benchmarks/parity.py --ranks 3 adam gan          # some kinds, other ranks
     python benchmarks/parity.py --ranks 4 --shard-size 2 > docs/hsdp.md     # shards in groups; --keep as above
 
-Every rank starts from another seed (rank 0's values are everybody's), every repeated block is a unit. Kinds made of a
-package that is not installed (``make models``) are skipped by name, and keep the rows that they have. A line of
-progress per kind goes to stderr; the exit status is 1 if any cell is beyond its tolerance.
+Every rank starts from a different seed, because rank 0's values must reach all ranks. Every repeated block is a unit.
+Kinds from a package that is not installed (``make models``) are skipped with a message and keep their rows. Progress
+goes to stderr. The exit status is 1 if any cell exceeds its tolerance.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Where the time of a step goes that has little to compute: two tables of docs/speed.md.
+"""Profiles steps with little compute: two tables of docs/speed.md.
 
 python benchmarks/per_unit.py        # 2 ranks, three minutes; stores what was measured and writes the page
 
-The same 200 small blocks, each a unit, and with the units that are chosen by itself; and a model so small that only
-overhead is left, beside Lightning's DDP. Steps are timed without a profiler; then cProfile tells where rank 0's main
-thread, which runs forward, hooks, backward and step, is. What a function of C takes counts for the Python function that
-calls it. Profiling makes Python slower and C not, so shares are rough.
+The first model has 200 small blocks, once with each block as a unit and once with automatic units. The second is so
+small that only overhead is left; Lightning's DDP runs it as well. Steps are timed without a profiler. Then cProfile
+shows where rank 0's main thread spends its time; it runs forward, hooks, backward and step. The time of a C function
+counts for the Python function that calls it. Profiling slows down Python but not C, so shares are rough.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Host sockets, threads, memory, start and step of many ranks on one machine, beside Lightning's DDP.
+"""Measures sockets, threads, memory, start-up and step of many ranks on one machine, next to Lightning's DDP.
 
     python benchmarks/ranks.py                       # 2, 4, ... 64 ranks; ten minutes
     python benchmarks/ranks.py --ranks 64            # one number
     python benchmarks/ranks.py docs/scaling.md       # replaces the table in that page
     python benchmarks/ranks.py docs/scaling.md --units Linear        # its other table: each layer a unit
     python benchmarks/ranks.py --open-files 256      # under a limit of open files, as `ulimit -n 256`
-    python benchmarks/ranks.py --save sharded        # counted after a save in mid-run
+    python benchmarks/ranks.py --save sharded        # counted after a save during the run
 
-The ranks are forked after importing, so that they share their imports. The model is tiny: a step is what ranks say to
-each other and wait for. Ranks outnumber the cores, so times are only to be compared with those beside them.
+Ranks are forked after importing, so that they share their imports. The model is tiny, so a step is messages and
+waiting. Ranks outnumber the cores, so compare times only within the same number of ranks.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _is_open(number: str) -> bool:
 
 
 def _fit(name: str, ranks: int, folder: str, save: str | None, units: list[str] | None) -> None:
-    """In a process of its own: forks the ranks."""
+    """Forks the ranks, in a separate process."""
     torch.set_num_threads(1)
     given = {"units": units, "checkpoint": save}
     settings: dict[str, Any] = {"start_method": "fork", **{key: value for key, value in given.items() if value}}

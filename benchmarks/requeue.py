@@ -1,9 +1,9 @@
-"""docs/requeue.txt and docs/requeue.svg: one SLURM job that is requeued twice, and the run it should equal.
+"""Makes docs/requeue.txt and docs/requeue.svg: a SLURM job that is requeued twice, and the run that it must equal.
 
     python benchmarks/requeue.py docs    # needs root and Debian's slurm-wlm and munge; about 3 minutes
 
-The job is interrupted by ``scontrol requeue`` in its first life and by SLURM's signal before the time limit in its
-second. The exit status is 1 unless every step was trained once and every loss equals the uninterrupted run's.
+``scontrol requeue`` interrupts the job first, then SLURM's signal before the time limit. The exit status is 1 unless
+every step was trained once and every loss equals that of the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _uninterrupted(folder: Path, env: dict[str, str]) -> dict[int, float]:
 
 
 def _shortened(log: str, folder: Path) -> str:
-    """The lines that tell the story, without this machine's folders."""
+    """The relevant lines of the log, without this machine's folders."""
     kept = [line for line in log.splitlines() if re.match(r"==|lightning_zero:|slurmstepd|srun|Restor|.Trainer", line)]
     text = "\n".join(kept).replace(f"{folder}/job/", "").replace(str(folder), "")
     return re.sub(r"\bvm\b|(?<=ON )\S+(?= CANCELLED)", "node", text) + "\n"

@@ -1,8 +1,8 @@
-"""Time, traffic and start-up of a run on many GPUs, from a few published figures.
+"""Predicts time, traffic and start-up of a run on many GPUs from a few published figures.
 
 Symbols (docs/scaling.md): Psi parameters, N ranks, S ranks that share one copy (N, or ``shard_size``), A micro-batches
-per optimizer step, p and g bytes of a gathered parameter and of a reduced gradient. All results are lower bounds of a
-perfect overlap plus what cannot overlap; none is a measurement.
+per optimizer step, p and g bytes of a gathered parameter and of a reduced gradient. All results are lower bounds:
+perfect overlap, plus what cannot overlap. None is a measurement.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLOPS_PER_PARAMETER_AND_TOKEN = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What a GPU and its links can do; the defaults are an 8-GPU H100 host with one 400 Gbit/s adapter per GPU."""
+    """Capabilities of a GPU and its links; the defaults are an 8-GPU H100 host with one 400 Gbit/s adapter per GPU."""
 
     gpus_per_node: int = 8
     flops_per_second: float = 495e12
@@ -35,9 +35,9 @@ class Cluster:
     network_latency_seconds: float = 14e-6
     """One hop of a ring over the network, from the same table (NET, Ring, Simple)."""
     storage_bytes_per_second_per_node: float = 2e9
-    """What one host writes to a parallel file system; an assumption, replace it by your own measurement."""
+    """Write bandwidth of one host to a parallel file system; an assumption, replace it by your own measurement."""
     storage_bytes_per_second: float = 100e9
-    """What the whole file system takes; an assumption as well."""
+    """Write bandwidth of the entire file system; an assumption as well."""
     connect_seconds_per_rank: float = 1e-3
     """One rank's registration with the store that rank 0 keeps (one TCP round trip and one thread): an assumption."""
     host_latency_seconds: float = 25e-6
@@ -115,7 +115,7 @@ def messages(run: Run) -> dict[str, int]:
 
 
 def _ranks_per_node(ranks: int, stride: int, cluster: Cluster) -> int:
-    """How many of ``ranks`` ranks, neighbours ``stride`` apart, share a host."""
+    """Number of ranks on one host, of ``ranks`` ranks that are ``stride`` apart."""
     return max(1, min(ranks, cluster.gpus_per_node // stride))
 
 
@@ -207,9 +207,9 @@ def tokens_that_hide_the_traffic(run: Run, cluster: Cluster) -> float:
 
 
 def host_sockets(ranks: int, rank: int, strategy: str = "zero3", shard_size: int | None = None) -> int:
-    """Of one process with a CPU rank, in mid-run: :func:`lightning_zero.host.sockets_of_a_run`, rank 0 keeping the
-    store. DDP has two groups. With HSDP a listener for each of two more groups, the connections inside a group of
-    ``shard_size`` and its tree, and the neighbours in gloo's ring of replicas."""
+    """Number of sockets of one CPU rank's process during a run (:func:`lightning_zero.host.sockets_of_a_run`); rank 0
+    serves the store. DDP has two groups. HSDP adds a listener for each of two more groups, the connections inside a
+    group of ``shard_size`` and its tree, and the neighbours in gloo's ring of replicas."""
     if strategy == "ddp":
         return 2 * ranks + 2
     of_groups = 0
@@ -219,24 +219,26 @@ def host_sockets(ranks: int, rank: int, strategy: str = "zero3", shard_size: int
 
 
 def accelerator_sockets(ranks: int, communicators: int = 1) -> int:
-    """Of the host, of one process with an accelerator's rank whose data travels over NVLink and InfiniBand; the store
-    that torch.distributed keeps, in rank 0 or in torchrun's agent, has two for each rank.
+    """Number of host sockets of one accelerator rank's process, if data uses NVLink and InfiniBand. The store of
+    torch.distributed, in rank 0 or in torchrun's agent, has two more for each rank.
 
-    Two to the store and one of gloo's listeners for each of two groups, the default one's and the agreements'; of the
-    default group on the host the two neighbours in a ring (norms of offloaded gradients); the agreements' tree. For
-    each communicator of NCCL, an assumption after its design: the two neighbours of its bootstrap's ring, three
-    listeners, and a connection between each rank's proxy and each rank of its host, at most 8, both ways.
+    There are two to the store, one gloo listener for each of two groups (the default group and the agreements'), two
+    neighbours in the ring of the default group (norms of offloaded gradients), and the agreements' tree. Each NCCL
+    communicator adds, assumed from its design: the two neighbours of its bootstrap ring, three listeners, and
+        connections
+    in both directions between each rank's proxy and each rank of its host, at most 8.
     """
     return 2 + 2 + 2 + tree_levels(ranks) + communicators * (5 + 2 * 8)
 
 
 def tree_levels(ranks: int) -> int:
-    """Of the binomial tree of the agreements: the most connections of a rank, and the hops of half a round."""
+    """The binomial tree of the agreements: most connections of a rank, and hops of half a round."""
     return (ranks - 1).bit_length()
 
 
 HOST_THREADS, HOST_THREADS_OF_GROUPS = 10, 16
-"""Of one process with a CPU rank, in mid-run, at any number of ranks; the second with HSDP. From the same table."""
+"""Threads of one CPU rank's process during a run, for any number of ranks; the second with HSDP. From the same
+table."""
 
 
 def host_agreement_seconds(ranks: int, cluster: Cluster) -> float:

@@ -1,4 +1,4 @@
-"""Prints docs/settings.md, from the dataclasses and the groups themselves: ``make settings``."""
+"""Prints docs/settings.md, which it makes from the dataclasses and the Hydra groups: ``make settings``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_zero.registry import NAMES
 CONF = Path(config.__file__).parent / "conf"
 
 PAGES = (
-    # dataclass, heading, how it is written
+    # dataclass, heading, how to write a setting
     (
         config.ZeroConfig,
         "The strategy",
@@ -41,7 +41,7 @@ PAGES = (
         "Recomputed activations",
         "`strategy/activation_checkpointing=full|selective` (a group) and"
         " `strategy.activation_checkpointing.NAME=VALUE`; the fields of `ActivationCheckpointingConfig`, which"
-        " `ZeroStrategy(activation_checkpointing=...)` takes, as well as a word or a list of modules."
+        " `ZeroStrategy(activation_checkpointing=...)` takes besides a word or a list of modules."
         " [compile.md](compile.md#recomputed-activations) explains them.",
     ),
     (
@@ -58,14 +58,14 @@ HEAD = """\
 
 <!-- Made by `make settings` from the dataclasses; do not edit. -->
 
-What is wrong with a value is an error before the first step, which names the setting, the value and the repair.
-`trainer.NAME=VALUE` is every argument of `lightning.Trainer`; `lightning-zero fit --cfg job` shows them all with the
-values that your overrides make.
+An invalid value is an error before the first step, which names the setting, the value and the repair.
+`trainer.NAME=VALUE` sets any argument of `lightning.Trainer`. `lightning-zero fit --cfg job` prints all settings with
+your overrides applied.
 """
 
 
 def page() -> str:
-    """The whole page."""
+    """The complete page."""
     parts = [HEAD, names(), groups()]
     for cls, heading, how in PAGES:
         rows = [(f"`{f.name}`", shown_default(f), meaning) for f, meaning in documented(cls)]
@@ -74,30 +74,29 @@ def page() -> str:
 
 
 def names() -> str:
-    """The registered names and what they stand for."""
+    """The registered names and their settings."""
     rows = [(f"`{name}`", ", ".join(f"`{k}={v!r}`" for k, v in values.items())) for name, values in NAMES.items()]
     return (
-        "## Names\n\nFor `Trainer(strategy=NAME)` and `strategy=NAME`, beside Lightning's own such as `ddp`.\n\n"
+        "## Names\n\nFor `Trainer(strategy=NAME)` and `strategy=NAME`, besides Lightning's own, such as `ddp`.\n\n"
         + table(("name", "stands for"), rows)
     )
 
 
 def groups() -> str:
-    """Every group of the command with its choices, as the first line of each file explains them."""
+    """All groups of the command with their choices and the first comment of each file."""
     rows = []
     for folder in sorted(path for path in CONF.rglob("*") if path.is_dir() and path.name != "__pycache__"):
         group = str(folder.relative_to(CONF))
         for file in sorted(folder.glob("*.yaml")):
             rows.append((f"`{group}={file.stem}`", about(file)))
     return (
-        "## Groups\n\n`group=choice` on the command line; several callbacks or loggers at once as"
-        " `callbacks=[default,early_stopping]`. `--config-dir DIR` adds choices of your own.\n\n"
-        + table(("choice", "what it is"), rows)
+        "## Groups\n\nWrite `group=choice` on the command line, or `callbacks=[default,early_stopping]` for several"
+        " callbacks or loggers. `--config-dir DIR` adds your own choices.\n\n" + table(("choice", "what it is"), rows)
     )
 
 
 def about(file: Path) -> str:
-    """The comment that a file of a group begins with, or its first key that has one."""
+    """The comment at the top of a group's file, or that of its first commented key."""
     lines = file.read_text(encoding="utf-8").splitlines()
     comments = [line[1:].strip() for line in lines if line.startswith("#") and "@package" not in line]
     if comments:
@@ -107,7 +106,7 @@ def about(file: Path) -> str:
 
 
 def documented(cls: type) -> list[tuple[dataclasses.Field[Any], str]]:
-    """Every field with the docstring below it."""
+    """All fields, each with the docstring below it."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     body = tree.body[0].body  # type: ignore[attr-defined]
     found = {}
@@ -127,7 +126,7 @@ def markdown(text: str) -> str:
 
 
 def shown_default(f: dataclasses.Field[Any]) -> str:
-    """The default as one would write it."""
+    """The default as a user would write it."""
     if f.default is not dataclasses.MISSING:
         return f"`{f.default!r}`"
     made = f.default_factory()  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Tests what a release of a library may break, with the installed versions, and writes their row of docs/versions.md.
+"""Runs the tests that a new release of a library may break, and writes the row of docs/versions.md.
 
     python benchmarks/versions.py docs/versions.md    # `make test-latest` and `make test-lowest` do it, 5 minutes
 

@@ -1,11 +1,10 @@
-"""What watching for touched parameters costs, beside DDP, in each torch call of a step and in hooks: tables of
-docs/speed.md.
+"""Measures the cost of watching for touched parameters, per torch call in a step and in hooks: tables of docs/speed.md.
 
 python benchmarks/view.py        # 2 ranks, a few minutes; stores what was measured and writes the page
 
-DDP and each stage take turns in the same ranks, a short run each, several rounds. Measured is CPU time of the thread
-that calls, which other processes don't lengthen; a difference is taken within a round, and its median counts. Of hooks
-it is the time from step to step, as ranks wait for each other in them.
+DDP and each stage take turns in the same ranks, with short runs in several rounds. The measure is CPU time of the
+calling thread, which other processes do not affect; differences are taken within a round, and their median counts. For
+hooks it is the time from step to step, because ranks wait for each other there.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class Counts(zoo.Zoo):
 
 
 def measure() -> list[dict[str, dict[str, float]]]:
-    """By round: strategy -> site -> seconds per call, on this rank."""
+    """One mapping per round: strategy -> site -> seconds per call, on this rank."""
     from torch.utils.data import DataLoader
 
     torch.set_num_threads(1)

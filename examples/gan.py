@@ -1,4 +1,4 @@
-"""Two optimizers under manual optimization, as Lightning's own GAN example: python examples/gan.py zero2"""
+"""A GAN with two optimizers under manual optimization, like Lightning's own example: python examples/gan.py zero2"""
 
 import sys
 
@@ -15,7 +15,7 @@ def mlp(inputs: int, outputs: int, width: int = 64) -> nn.Sequential:
 
 
 class Gan(L.LightningModule):
-    """Learns a ring of radius 1 in the plane."""
+    """A generator that learns a ring of radius 1 in the plane, and its discriminator."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An ordinary LightningModule. The one word that makes it ZeRO is the strategy: python examples/quickstart.py zero3"""
+"""Trains an ordinary LightningModule; only the strategy selects ZeRO: python examples/quickstart.py zero3"""
 
 import sys
 
@@ -45,7 +45,7 @@ def main() -> None:
     )
     module = Classifier()
     trainer.fit(module, DataLoader(data, batch_size=64, shuffle=True), DataLoader(data, batch_size=256))
-    if trainer.is_global_zero:  # after fit it is an ordinary module again, also on one rank alone
+    if trainer.is_global_zero:  # after fit the module is an ordinary one again, so one rank alone may use it
         print(f"accuracy {trainer.callback_metrics['accuracy']:.3f}, class {type(module).__name__}")
 
 

@@ -1,7 +1,7 @@
 """ZeRO stages 1, 2 and 3 for unchanged LightningModules: ``Trainer(strategy="zero3")``.
 
-Importing this package registers the strategy names, before or after ``import lightning``; everything heavier is
-imported when it is first used.
+Importing this package registers the strategy names, before or after ``import lightning``. All heavier modules are
+imported on first use.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ __all__ = [
     "plan",
 ]
 
+# Name -> module, imported on first access: `import lightning_zero` must not import torch or Lightning.
 _LAZY = {
     "ActivationCheckpointingConfig": "lightning_zero.config",
     "CompileConfig": "lightning_zero.config",

@@ -1,4 +1,4 @@
-"""``zero_auto``: the plan picks stage and offload when the run is set up."""
+"""``zero_auto``: the plan chooses stage and offload when a run is set up."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from lightning_zero.strategy import ZeroStrategy
 
 
 def make_strategy(config: ZeroConfig) -> ZeroStrategy:
-    """The strategy of this config: a :class:`ZeroStrategy`, or the one that plans if ``config.auto``."""
+    """Makes the strategy for ``config``: an :class:`AutoStrategy` if ``config.auto``, else a :class:`ZeroStrategy`."""
     return (AutoStrategy if config.auto else ZeroStrategy).from_config(config)
 
 
 class AutoStrategy(ZeroStrategy):
-    """Plans the run on rank 0, tells every rank stage and offload, and says in one line which and why.
+    """Plans the run on rank 0, broadcasts stage and offload to all ranks, and logs both with the reason.
 
-    Offload to host memory is taken where nothing fits without, or everywhere if it was asked for; files are only taken
-    if they were asked for.
+    Offload to host memory is chosen if nothing fits without it, or if the user asked for it. Offload to files is chosen
+    only if the user asked for it.
     """
 
     strategy_name = "zero_auto"
 
-    def _take(self, config: ZeroConfig, **of_lightning: Any) -> None:
-        super()._take(config if config.auto else config.with_(auto=True), **of_lightning)
+    def _take(self, config: ZeroConfig, **lightning_arguments: Any) -> None:
+        super()._take(config if config.auto else config.with_(auto=True), **lightning_arguments)
         self.plan: Plan | None = None
-        """On rank 0, the plan of the last fit."""
-        self._asked: OffloadConfig | None = None  # by the user; config holds what was picked for the last run
+        """The plan of the last fit, on rank 0 only."""
+        self._asked: OffloadConfig | None = None  # the user's setting; config has the last choice
 
     def _resolve_stage(self, trainer: Any) -> None:
         memory = smallest_device_bytes(trainer, self.config)
         self._asked = self._asked or self.config.offload
         answer: tuple[int, str, str, str] | None = None
-        if self.is_global_zero:  # every rank would find the same; one of them asks the data
+        if self.is_global_zero:  # all ranks would get the same result; only one loads a batch for it
             answer = self._answer(trainer, memory)
-        answer = self.broadcast(answer)
+        answer = self.broadcast(answer)  # ranks with different stages would deadlock
         assert answer is not None
         stage, offload, line, error = answer
         if error:
@@ -50,7 +50,8 @@ class AutoStrategy(ZeroStrategy):
         rank_zero_info(f"zero_auto takes {line}")
 
     def _answer(self, trainer: Any, memory: float) -> tuple[int, str, str, str]:
-        """``(stage, offload, why, error)``: an error is raised by all ranks, not by one."""
+        """Returns ``(stage, offload, reason, error)``. It returns an error instead of raising it, so that all ranks can
+        raise it."""
         module = self.lightning_module
         assert module is not None
         try:
@@ -58,7 +59,7 @@ class AutoStrategy(ZeroStrategy):
                 return self._answer_without_fit(module, memory)
             batch = training_batch(trainer)
             given = self.config
-            if given.shard_size == "auto":  # groups are chosen for the stage, once it is known
+            if given.shard_size == "auto":  # chosen later, once the stage is known
                 given = given.with_(shard_size=None)
             settings = {"device_memory_gib": memory / GIB, "headroom": HEADROOM, "config": given}
             planner = Planner.of_run(trainer, module, **settings)
@@ -83,13 +84,13 @@ class AutoStrategy(ZeroStrategy):
                 notes += " Use activation_checkpointing='full', or your module's own: without it no stage fits."
             row = plan.row(name)
             return row.stage, row.offload, reason + notes, ""
-        wanted = f" {plan.choice} would fit: take it by that name." if plan.choice else ""
-        return 3, "none", f"zero3, which stores the least, though {reason}{wanted}{notes}", ""
+        wanted = f" {plan.choice} would fit: use strategy={plan.choice!r}." if plan.choice else ""
+        return 3, "none", f"zero3, which stores the least, although {reason}{wanted}{notes}", ""
 
     def _answer_without_fit(self, module: nn.Module, memory: float) -> tuple[int, str, str, str]:
-        whole = sum(p.numel() * p.element_size() for p in module.parameters())
+        full = sum(p.numel() * p.element_size() for p in module.parameters())
         usable = memory * (1 - HEADROOM)
-        sizes = f"parameters take {whole / GIB:.4g} of {usable / GIB:.4g} usable GiB"
-        if whole <= usable:
-            return 1, "none", f"whole parameters: {sizes}.", ""
+        sizes = f"parameters take {full / GIB:.4g} of {usable / GIB:.4g} usable GiB"
+        if full <= usable:
+            return 1, "none", f"full parameters: {sizes}.", ""
         return 3, "none", f"zero3: {sizes}.", ""

@@ -1,8 +1,8 @@
 """Every rule about which settings are valid.
 
-A :class:`ZeroConfig` is the single form that settings take past the entrance: registered names, keyword arguments
-of :class:`~lightning_zero.strategy.ZeroStrategy` and Hydra's groups all become one. What is wrong with a value is
-said here, in a ``ValueError`` that names the setting, the value found and the repair.
+Registered names, keyword arguments of :class:`~lightning_zero.strategy.ZeroStrategy` and Hydra groups all become one
+:class:`ZeroConfig`; the rest of the package sees nothing else. An invalid value raises a ``ValueError`` here that names
+the setting, the value found and the repair.
 """
 
 from __future__ import annotations
@@ -41,22 +41,24 @@ _Targeted = TypeVar("_Targeted", "OffloadConfig", "CompileConfig", "ActivationCh
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Place of optimizer states, master weights and (stage 3) parameters between uses."""
+    """Storage of optimizer states, master weights and (stage 3) parameters between uses."""
 
     target: OffloadTarget | None = "none"
     """``"none"`` (the accelerator), ``"cpu"`` (host memory) or ``"nvme"`` (files, engine ``fsdp2``);
-    ``None`` is what ``deepspeed_config`` says, else none. A :class:`ZeroConfig` holds it resolved."""
+    ``None`` takes the value of ``deepspeed_config``, else ``"none"``. :class:`ZeroConfig` resolves it."""
     optimizer: bool | None = None
-    """Whether optimizer states and master weights move; ``None`` is yes. ``fully_shard`` moves nothing without them."""
+    """Whether optimizer states and master weights are offloaded; ``None`` is yes. ``fully_shard`` offloads nothing
+    without them."""
     parameters: bool | None = None
-    """Whether parameter shards move; ``None`` is what the engine and stage do (:meth:`ZeroConfig.offloads_parameters`).
-    Engine ``deepspeed`` only lets it be chosen, at stage 3."""
+    """Whether parameter shards are offloaded; ``None`` follows engine and stage
+    (:meth:`ZeroConfig.offloads_parameters`). Only engine ``deepspeed`` at stage 3 lets you choose."""
     path: str | None = None
     """nvme: folder on the fast disk; ``None`` is ``<default_root_dir>/offload``."""
     pin_memory: bool | None = None
-    """Page-locked host memory, which copies to the accelerator need to overlap; ``None`` is yes where there is one."""
+    """Use page-locked host memory, without which copies to the accelerator do not overlap with compute; ``None`` is yes
+    if there is an accelerator."""
     ratio: float | None = None
-    """cpu, engine ``deepspeed``, stage 3: share of the optimizer states that moves, above 0 to 1; ``None`` is 1."""
+    """cpu, engine ``deepspeed``, stage 3: fraction of the optimizer states to offload, in (0, 1]; ``None`` is 1."""
 
     def __post_init__(self) -> None:
         _one_of("offload.target", self.target, (*OFFLOAD_TARGETS, None))
@@ -66,7 +68,7 @@ class OffloadConfig:
             raise ValueError(f"offload.path={self.path!r}: use the name of a folder, or None.")
         ratio = self.ratio
         if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1):
-            raise ValueError(f"offload.ratio={ratio!r}: use a share above 0, up to 1, or None.")
+            raise ValueError(f"offload.ratio={ratio!r}: use a fraction above 0 and up to 1, or None.")
         for name in _given(self):
             if name != "target" and self.target == "none":
                 raise ValueError(
@@ -82,19 +84,19 @@ class OffloadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
-    """Arguments of ``torch.compile`` for each shard unit by itself."""
+    """Arguments of ``torch.compile``, which compiles each shard unit separately."""
 
     target: CompileTarget = "none"
-    """``"units"`` compiles the forward of every shard unit but the root, in place; equal blocks share their graphs."""
+    """``"units"`` compiles the forward of every shard unit except the root, in place; equal blocks share graphs."""
     backend: str | None = None
-    """A name that ``torch.compiler.list_backends()`` knows; ``None`` is torch's default, ``"inductor"``."""
+    """A name from ``torch.compiler.list_backends()``; ``None`` is torch's default, ``"inductor"``."""
     mode: str | None = None
-    """``"default"`` or ``"max-autotune-no-cudagraphs"``, of inductor; ``None`` is its default. The others record CUDA
-    graphs, which want each parameter at one address in all steps."""
+    """inductor's ``"default"`` or ``"max-autotune-no-cudagraphs"``; ``None`` is its default. Its other modes record
+    CUDA graphs, which need each parameter at the same address in every step."""
     dynamic: bool | None = None
-    """Whether sizes are variables from the first graph on; ``None`` makes those that have changed once variable."""
+    """Whether sizes are symbolic from the first graph on; ``None`` makes a size symbolic after it has changed once."""
     fullgraph: bool = False
-    """A unit that takes more than one graph counts as one that cannot be compiled."""
+    """Treat a unit that needs more than one graph as one that cannot be compiled."""
 
     def __post_init__(self) -> None:
         _one_of("compile.target", self.target, COMPILE_TARGETS)
@@ -104,15 +106,15 @@ class CompileConfig:
                 raise ValueError(f"compile.{name}={value!r}: use a name, or None.")
         if self.mode in ("reduce-overhead", "max-autotune"):
             raise ValueError(
-                f"compile.mode={self.mode!r}: its CUDA graphs want each parameter at one address in all steps, and"
-                " parameters are gathered into other memory each time; use 'max-autotune-no-cudagraphs'."
+                f"compile.mode={self.mode!r}: its CUDA graphs need each parameter at the same address in every step,"
+                " and each gather uses different memory; use 'max-autotune-no-cudagraphs'."
             )
         if self.mode is not None:
             _one_of("compile.mode", self.mode, COMPILE_MODES)
             if self.backend not in (None, "inductor"):
                 raise ValueError(
-                    f"compile.mode={self.mode!r} with compile.backend={self.backend!r}: modes are inductor's; leave one"
-                    " of them unset."
+                    f"compile.mode={self.mode!r} with compile.backend={self.backend!r}: only inductor has modes; leave"
+                    " one of them unset."
                 )
         _boolean_or_none("compile.dynamic", self.dynamic)
         _boolean("compile.fullgraph", self.fullgraph)
@@ -129,15 +131,15 @@ CHECKPOINTING_TARGETS: tuple[str, ...] = get_args(CheckpointingTarget)
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointingConfig:
-    """Selection of the modules that compute their activations again in the backward instead of keeping them."""
+    """Which modules recompute their activations in the backward instead of keeping them."""
 
     target: CheckpointingTarget = "none"
-    """``"full"``: nothing but a module's inputs is kept; ``"selective"``: every second matrix product and attention
-    are kept, too, which takes more memory and less time."""
+    """``"full"`` keeps only a module's inputs. ``"selective"`` also keeps the outputs of every second matrix product
+    and of attention, which takes more memory and less time."""
     units: Sequence[str] | None = None
-    """The modules, by class name or by name pattern (``"blocks.*"``); ``None`` is every shard unit but the root."""
+    """The modules, by class name or name pattern (``"blocks.*"``); ``None`` is every shard unit except the root."""
     offload: bool = False
-    """Kept inputs wait in host memory."""
+    """Store the kept inputs in host memory until the backward."""
 
     def __post_init__(self) -> None:
         _one_of("activation_checkpointing.target", self.target, CHECKPOINTING_TARGETS)
@@ -154,11 +156,11 @@ class ActivationCheckpointingConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is computed again."""
+        """Whether any module recomputes its activations."""
         return self.target != "none"
 
     def __str__(self) -> str:
-        """As it is set."""
+        """The setting as a user writes it: ``activation_checkpointing='full'``."""
         what = repr(self.target) if self.units is None else repr(list(self.units))
         return f"activation_checkpointing={what}"
 
@@ -168,45 +170,47 @@ COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedConfig:
-    """Settings of the engine ``deepspeed`` alone. ``None`` everywhere is a default chosen for speed, or the
-    ``deepspeed_config`` file's value; ``_numel`` counts elements, whatever their dtype."""
+    """Settings that only the engine ``deepspeed`` has. ``None`` takes the value of ``deepspeed_config``, else a default
+    chosen for speed. ``_numel`` counts elements of any dtype."""
 
     overlap_comm: bool | None = None
-    """Reduce gradients (stage 3: also gather parameters) while computing goes on; ``None`` is yes on an accelerator.
-    Takes the memory of a second reduce bucket."""
+    """Overlap the reduction of gradients (stage 3: also the gathering of parameters) with compute; ``None`` is yes on
+    an accelerator. Needs the memory of a second reduce bucket."""
     reduce_bucket_numel: int | None = None
     """Gradients reduced in one message; ``None`` scales with the module (:func:`.deepspeed_config.bucket_numel`)."""
     allgather_bucket_numel: int | None = None
-    """Stages 1 and 2: parameters gathered in one message after a step; ``None`` as above."""
+    """Stages 1 and 2: parameters gathered in one message after a step; ``None`` scales with the module."""
     prefetch_numel: int | None = None
     """Stage 3: parameters gathered ahead of their use; ``None`` scales with the module."""
     persistence_numel: int | None = None
-    """Stage 3: parameters smaller than this stay whole on every rank; ``None`` scales with the module."""
+    """Stage 3: parameters smaller than this stay unsharded on every rank; ``None`` scales with the module."""
     max_live_numel: int | None = None
-    """Stage 3: whole parameters kept at a time; ``None`` is 1e9."""
+    """Stage 3: most elements of parameters that are unsharded at a time; ``None`` is 1e9."""
     max_reuse_distance_numel: int | None = None
-    """Stage 3: a parameter used again within so many others' elements stays whole; ``None`` is 1e9."""
+    """Stage 3: a parameter stays unsharded if it is used again within this many elements of other parameters; ``None``
+    is 1e9."""
     sub_group_numel: int | None = None
-    """Stage 3: parameters of one group of masters; ``None`` is 1e9, and less with ``offload.ratio``, which moves whole
-    groups."""
+    """Stage 3: elements in one group of master weights; ``None`` is 1e9, and less with ``offload.ratio``, which
+    offloads only complete groups."""
     contiguous_gradients: bool | None = None
-    """Gradients are copied into one buffer as they appear, so that memory does not fragment; ``None`` is yes."""
+    """Copy gradients into one buffer as they are produced, to avoid fragmentation; ``None`` is yes."""
     reduce_scatter: bool | None = None
-    """Stages 1 and 2: each rank receives its share of a reduction only; ``None`` is yes."""
+    """Stages 1 and 2: reduce gradients by reduce-scatter instead of all-reduce; ``None`` is yes."""
     round_robin_gradients: bool | None = None
-    """Stages 1 and 2: ranks take turns per parameter, so that copies to host memory go in parallel; ``None`` is
+    """Stages 1 and 2: assign parameters to ranks in turn, so that copies to host memory run in parallel; ``None`` is
     no."""
     communication_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """``"fp32"``, ``"bf16"`` or ``"fp16"``: what gradients are reduced in; ``None`` is what the precision says."""
+    """The dtype in which gradients are reduced: ``"fp32"``, ``"bf16"`` or ``"fp16"``; ``None`` follows the
+    precision."""
     hpz_partition_size: int | None = None
-    """Stage 3, ZeRO++: so many ranks (those of a host) hold a second copy of the parameters, so that the backward
-    gathers inside the host; divides the number of ranks; ``None`` is 1, none."""
+    """Stage 3, ZeRO++: size of the groups of ranks (those of a host) that hold a second sharded copy of the parameters,
+    so that the backward gathers inside the host. Must divide the number of ranks; ``None`` is 1, no second copy."""
     quantized_weights: bool | None = None
-    """Stage 3, ZeRO++: parameters are gathered as int8; needs CUDA."""
+    """Stage 3, ZeRO++: gather parameters as int8; needs CUDA."""
     quantized_nontrainable_weights: bool | None = None
-    """Stage 3: frozen parameters are stored and gathered as int8; needs CUDA."""
+    """Stage 3: store and gather frozen parameters as int8; needs CUDA."""
     quantized_gradients: bool | None = None
-    """Stage 3, ZeRO++: gradients are reduced as int4 between hosts; without effect on one host; needs CUDA."""
+    """Stage 3, ZeRO++: reduce gradients as int4 between hosts; no effect on one host; needs CUDA."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -235,21 +239,21 @@ _ONLY_AT: dict[str, tuple[int, ...]] = {
     "quantized_nontrainable_weights": (3,),
     "quantized_gradients": (3,),
 }
-"""Setting of DeepSpeedConfig -> the stages at which DeepSpeed looks at it."""
+"""Setting of DeepSpeedConfig -> the stages at which DeepSpeed reads it."""
 
 
 @dataclass(frozen=True)
 class RawConfig:
-    """A DeepSpeed config as it was given, read once and never changed; :meth:`content` hands out copies."""
+    """A DeepSpeed config as the user gave it, read once and never changed; :meth:`content` returns copies."""
 
     text: str
-    """As JSON."""
+    """The config as JSON."""
     origin: str = field(default="deepspeed_config", compare=False)
-    """The file, for messages."""
+    """The file's path, for messages."""
 
     @classmethod
     def read(cls, given: str | os.PathLike[str] | Mapping[str, Any]) -> RawConfig:
-        """The file of that name, or the mapping."""
+        """Reads a file by its path, or copies a mapping."""
         if isinstance(given, Mapping):
             return cls(json.dumps(_json(given, "deepspeed_config")))
         path = os.fspath(given)
@@ -264,11 +268,11 @@ class RawConfig:
         return cls(json.dumps(_json(content, path)), path)
 
     def content(self) -> dict[str, Any]:
-        """The whole config; the caller's own copy."""
+        """A new copy of the complete config."""
         return json.loads(self.text)
 
     def section(self, name: str) -> dict[str, Any]:
-        """One section's settings; empty if there is none."""
+        """The settings of one section; empty if the config lacks it."""
         found = self.content().get(name)
         if found is None:
             return {}
@@ -278,7 +282,7 @@ class RawConfig:
 
     @property
     def stage(self) -> int | None:
-        """The ZeRO stage it asks for; ``None`` where it doesn't."""
+        """The ZeRO stage that the config sets; ``None`` if it sets none."""
         stage = self.section("zero_optimization").get("stage", "auto")
         if stage == "auto":
             return None
@@ -293,7 +297,7 @@ class RawConfig:
 
     @property
     def offload(self) -> OffloadConfig | None:
-        """The coarse form of its offload sections; ``None`` where it has none."""
+        """The config's offload sections as an :class:`OffloadConfig`; ``None`` if it has none."""
         zero = self.section("zero_optimization")
         parts = {}
         for part in ("optimizer", "param"):
@@ -319,86 +323,88 @@ class ZeroConfig:
         ValueError: naming the setting, the value found and the repair.
     """
 
-    # Unset is None here; what is read afterwards is always a stage and an OffloadConfig.
+    # None means unset. __post_init__ replaces it, so readers always find a stage and an OffloadConfig.
     stage: Stage = None  # type: ignore[assignment]
-    """ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also parameters. Unset: what ``deepspeed_config``
-    says, else 3."""
+    """ZeRO stage: 1 shards optimizer states, 2 also gradients, 3 also parameters. Unset: the value of
+    ``deepspeed_config``, else 3."""
     engine: EngineName = "fsdp2"
     """The runtime that does the sharding: ``"fsdp2"`` is ``torch.distributed.fsdp.fully_shard``, ``"deepspeed"`` is
     ``deepspeed.initialize``."""
     offload: OffloadConfig = None  # type: ignore[assignment]
-    """A target (``"none"``, ``"cpu"``, ``"nvme"``), an :class:`OffloadConfig` or a mapping of its fields. Unset: what
-    ``deepspeed_config`` says, else none."""
+    """A target (``"none"``, ``"cpu"``, ``"nvme"``), an :class:`OffloadConfig` or a mapping of its fields. Unset: the
+    value of ``deepspeed_config``, else ``"none"``."""
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     """Settings that only the engine ``deepspeed`` has: a :class:`DeepSpeedConfig` or a mapping of its fields."""
     deepspeed_config: Mapping[str, Any] | str | os.PathLike[str] | None = None
-    """A DeepSpeed config, as the path of a JSON file or a mapping, for the engine ``deepspeed``. It fills what is unset
-    here and in the Trainer; where both say something else, that is an error. Read once; afterwards :attr:`raw`."""
+    """A DeepSpeed config for the engine ``deepspeed``: the path of a JSON file, or a mapping. It supplies values that
+    are unset here and in the Trainer; two different values are an error. It is read once; use :attr:`raw`
+    afterwards."""
     units: Sequence[str] | None = None
-    """Modules gathered together, by class name or by name pattern (``"blocks.*"``); ``None`` chooses from the module,
-    an empty list makes the whole module one unit."""
+    """Modules that become shard units, by class name or name pattern (``"blocks.*"``). The parameters of a unit are
+    gathered together. ``None`` chooses the units from the module; an empty list makes the entire module one unit."""
     min_unit_numel: int = 100_000
-    """Automatic units smaller than this many elements are left to the unit around them."""
+    """An automatically chosen unit with fewer elements than this is merged into the unit around it."""
     compile: CompileConfig = field(default_factory=CompileConfig)
-    """``"units"`` compiles each shard unit with ``torch.compile``, ``"none"`` what you compile yourself and nothing
-    else; a :class:`CompileConfig` or a mapping of its fields says how."""
+    """``"units"`` compiles each shard unit with ``torch.compile``; ``"none"`` leaves compilation to you. A
+    :class:`CompileConfig` or a mapping of its fields gives more control."""
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
-    """``"full"`` computes each shard unit's activations again in the backward, ``"selective"`` keeps those of every
-    second matrix product and of attention, a list of class names or name patterns says which modules instead; an
-    :class:`ActivationCheckpointingConfig` or a mapping of its fields says more."""
+    """``"full"`` recomputes each shard unit's activations in the backward. ``"selective"`` keeps those of every second
+    matrix product and of attention. A list of class names or name patterns chooses other modules than the units. An
+    :class:`ActivationCheckpointingConfig` or a mapping of its fields gives more control."""
     find_unused_parameters: bool = True
-    """Agree after each synchronized backward which parameters no rank used, so that their gradients stay ``None`` as
-    under DDP, and after each forward that all ranks ran the same units. ``False`` saves these small all-reduces and
-    leaves zeros there instead; stage 3 between CPU processes agrees on units all the same."""
+    """After each synchronized backward, ranks agree which parameters no rank used, so that their gradients stay
+    ``None`` as under DDP, and after each forward that all ran the same units. ``False`` saves these small all-reduces
+    and leaves zeros instead of ``None``; at stage 3 CPU processes agree on units all the same."""
     shard_size: int | Literal["auto"] | None = None
-    """Ranks that share one copy of the model: shards lie inside groups of this many consecutive ranks (the GPUs of a
-    host, say), and the groups are replicas of each other (HSDP). ``None`` shards over all ranks; ``"auto"`` takes the
-    smallest group of whole hosts in which the plan says that the run fits, and says why."""
+    """Number of consecutive ranks that share one copy of the model, for example the GPUs of a host. The groups are
+    replicas of each other (HSDP). ``None`` shards over all ranks. ``"auto"`` takes the smallest group of complete hosts
+    in which the run fits according to the plan, and prints the reason."""
     keep_global_batch: bool = False
-    """Resume on another number of ranks with as many samples per optimizer step as before, by accumulating more or
-    fewer micro-batches. What the Trainer counts in batches (``val_check_interval``, ...) stays in those of one rank."""
+    """When a run resumes on another number of ranks, keep the number of samples per optimizer step by accumulating more
+    or fewer micro-batches. Settings in batches (``val_check_interval``, ...) still count the batches of one rank."""
     transport: TransportName = "auto"
-    """Transport of shards and gradients with ``fsdp2``: ``"torch"`` is ``fully_shard``'s own collectives and schedule,
-    ``"direct"`` an exchange between CPU processes over gloo, which sends and holds less; ``"auto"`` is direct there,
-    torch elsewhere."""
+    """Transport of shards and gradients with ``fsdp2``. ``"torch"`` uses the collectives and the schedule of
+    ``fully_shard``. ``"direct"``, for CPU processes only, exchanges over gloo exactly the bytes needed, so it sends and
+    stores less. ``"auto"`` is direct between CPU processes and torch elsewhere."""
     elementwise_optimizers: Sequence[str] | None = None
-    """Class names of optimizers other than PyTorch's own, ``["Lion"]``, whose update of an element depends on nothing
-    but that element's own values and gradients: they step on shards. All others step on full tensors and keep full
-    states."""
+    """Class names of third-party optimizers, such as ``["Lion"]``, that update each element from that element's values
+    and gradients alone. They step on shards, like PyTorch's element-wise optimizers. All others step on full tensors
+    and keep full states."""
     broadcast_buffers: bool = True
-    """Rank 0's buffers become everybody's at each training forward, as under DDP; under manual optimization before the
-    first one alone, as under Lightning's DDP."""
+    """Broadcast rank 0's buffers before each training forward, as DDP does; under manual optimization only before the
+    first one, as Lightning's DDP does."""
     build: BuildName = "auto"
-    """``"auto"`` shards what ``configure_model`` builds at stage 3 as it comes, so that no rank holds all of it;
-    ``"whole"`` builds the whole module on every rank first. ``deepspeed`` shards at stage 3 whatever is set here."""
+    """``"auto"`` shards layers at stage 3 while ``configure_model`` builds them, so that no rank holds the full module.
+    ``"whole"`` builds the full module on every rank first. ``deepspeed`` at stage 3 always shards while building."""
     uneven: Uneven = "error"
-    """Training loaders of which some ranks' have fewer batches: ``"error"`` ends the run on all ranks where the first
-    runs dry, ``"shortest"`` ends each epoch on all ranks with the shortest, as DDP does with loaders cut to it."""
+    """Behaviour if the ranks' training dataloaders differ in length. ``"error"`` ends the run on all ranks when
+    the first dataloader is exhausted. ``"shortest"`` ends each epoch there, like DDP with dataloaders cut to that
+    length."""
     hook_budget_bytes: int | None = None
-    """Bytes of full parameters, gradients and optimizer states that user hooks may hold gathered at a time; beyond them
-    those that were gathered first are resharded. ``None`` is an eighth of what is free on the device when a run
+    """Bytes of full parameters, gradients and optimizer states that user hooks may hold gathered at a time. Beyond them
+    those that were gathered first are resharded. ``None`` is an eighth of the free memory of the device when a run
     starts, or of this rank's share of the host on CPUs."""
     after_fit: AfterFit = "auto"
-    """``"whole"`` gives every rank plain full parameters and optimizer states when the run ends, ``"sharded"`` leaves
-    the shards, ``"auto"`` gives full parameters where host memory allows, and states as they are touched."""
+    """``"whole"`` gives every rank plain, full parameters and optimizer states when the run ends. ``"sharded"`` leaves
+    the shards. ``"auto"`` gives full parameters if host memory allows it, and full states when they are touched."""
     checkpoint: CheckpointForm = "file"
-    """``"file"`` writes what Lightning writes under DDP, ``"sharded"`` a directory that each rank writes its part of,
-    ``"sharded-async"`` the same while training goes on. All are read whatever is set here."""
+    """``"file"`` writes the one file that Lightning writes under DDP. ``"sharded"`` writes a directory, each rank its
+    own shards. ``"sharded-async"`` does so while training continues. This setting does not matter for reading."""
     process_group_backend: str | None = None
-    """``torch.distributed`` backend; ``None`` is the device's own (NCCL on CUDA, gloo on CPU)."""
+    """``torch.distributed`` backend; ``None`` is the device's default (NCCL on CUDA, gloo on CPU)."""
     timeout_seconds: float = 1800.0
     """Seconds that a collective waits for a missing rank before it raises."""
     auto: bool = False
-    """The plan picks the stage when a run is set up, whatever ``stage`` says; the name ``zero_auto``."""
+    """Let the plan choose the stage when a run is set up, and ignore ``stage``; this is ``strategy="zero_auto"``."""
     device_memory_gib: float | None = None
-    """Memory of one device that ``auto`` plans for; ``None`` asks the devices."""
+    """Memory of one device, for the plan of ``auto``; ``None`` queries the devices."""
     start_method: StartMethod = "auto"
-    """Start of the other ranks of a machine: ``"popen"`` executes the program again, ``"spawn"`` and ``"fork"``
-    make processes that bring their results back; ``"auto"`` is popen for programs, fork in notebooks, spawn in pytest.
-    Without effect under torchrun, srun and mpirun."""
+    """Method that starts the other ranks of a machine. ``"popen"`` executes the program again. ``"spawn"`` and
+    ``"fork"`` start processes that return their results. ``"auto"`` is popen for programs, fork in notebooks and spawn
+    in pytest. No effect under torchrun, srun and mpirun."""
     rank_logs: str | None = None
-    """Folder for one log file per rank (``rank1.log``); ``None`` is ``ranks/`` in a Hydra job's folder, and the
-    terminal outside of Hydra. Used by popen."""
+    """Folder for one log file per rank (``rank1.log``); ``None`` is ``ranks/`` in the folder of a Hydra job, and the
+    terminal without Hydra. Only popen uses it."""
 
     def __post_init__(self) -> None:
         _one_of("engine", self.engine, ENGINES)
@@ -445,31 +451,33 @@ class ZeroConfig:
 
     @property
     def raw(self) -> RawConfig | None:
-        """The ``deepspeed_config``, read."""
+        """The content of ``deepspeed_config``; ``None`` if it is unset."""
         return self.deepspeed_config  # type: ignore[return-value]
 
     @property
     def builds_sharded(self) -> bool:
-        """Whether ``fsdp2`` shards what ``configure_model`` builds as it comes."""
+        """Whether ``fsdp2`` shards layers while ``configure_model`` builds them."""
         return self.engine == "fsdp2" and self.stage == 3 and self.build == "auto" and not self.auto
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether optimizer states and master weights leave the accelerator."""
+        """Whether optimizer states and master weights are stored off the accelerator."""
         return self.offload.target != "none" and self.offload.optimizer is not False
 
     @property
     def offloads_parameters(self) -> bool:
-        """Whether parameter shards leave the accelerator between uses: with ``fully_shard`` always (at stages 1 and 2
-        between steps), with DeepSpeed at stage 3."""
+        """Whether parameter shards are stored off the accelerator between uses: with ``fully_shard`` at every stage (at
+        stages 1 and 2 between steps), with DeepSpeed at stage 3."""
         if self.offload.target == "none":
             return False
         if self.offload.parameters is not None:
             return self.offload.parameters
         return self.engine == "fsdp2" or self.stage == 3
 
+    # The three methods below run inside __post_init__ of a frozen dataclass, hence object.__setattr__.
+
     def _resolve_file(self) -> None:
-        """``stage`` and ``offload`` are what was given, what the file says, or the default, in this order."""
+        """Resolves ``stage`` and ``offload``: the given value, else that of ``deepspeed_config``, else the default."""
         given = self.deepspeed_config
         raw = given if given is None or isinstance(given, RawConfig) else RawConfig.read(_file_or_mapping(given))
         object.__setattr__(self, "deepspeed_config", raw)
@@ -480,7 +488,7 @@ class ZeroConfig:
                     f"deepspeed_config={raw.origin!r} with engine={self.engine!r}: use engine='deepspeed'."
                 )
             if self.auto:
-                raise ValueError("auto=True with deepspeed_config: use stage=1, 2 or 3, or what the file says.")
+                raise ValueError("auto=True with deepspeed_config: use stage=1, 2 or 3, or leave both unset.")
             if self.stage is not None and raw.stage not in (None, self.stage):
                 raise ValueError(
                     f"stage={self.stage!r}, but zero_optimization.stage={raw.stage} in {raw.origin}: leave stage unset"
@@ -520,11 +528,11 @@ class ZeroConfig:
     def _check_deepspeed(self) -> None:
         offload = self.offload
         if self.auto:
-            raise ValueError("auto=True with engine='deepspeed': the plan picks among fsdp2's; use stage=1, 2 or 3.")
+            raise ValueError("auto=True with engine='deepspeed': the plan covers fsdp2 only; use stage=1, 2 or 3.")
         if offload.target == "nvme":
             origin = "" if self.raw is None or self.raw.offload is None else f" of {self.raw.origin}"
             raise ValueError(
-                f"offload='nvme'{origin} with engine='deepspeed', which keeps no shards in files: use engine='fsdp2'"
+                f"offload='nvme'{origin} with engine='deepspeed', which cannot keep shards in files: use engine='fsdp2'"
                 " (strategy='zero3_nvme'), or offload='cpu'."
             )
         if offload.parameters and self.stage != 3:
@@ -548,25 +556,25 @@ class ZeroConfig:
             )
         if self.compile.target != "none" and self.stage == 3:
             raise ValueError(
-                f"compile={self.compile.target!r} with engine='deepspeed' at stage 3, which gathers inside units, where"
-                " a graph would end: use stage=2, or engine='fsdp2'."
+                f"compile={self.compile.target!r} with engine='deepspeed' at stage 3, which gathers inside units and so"
+                " breaks the graph: use stage=2, or engine='fsdp2'."
             )
         if self.activation_checkpointing.target == "selective" and self.stage == 3:
             raise ValueError(
-                "activation_checkpointing='selective' with engine='deepspeed' at stage 3, which has to compute all of a"
-                " unit again to know when to gather: use 'full', stage 1 or 2, or engine='fsdp2'."
+                "activation_checkpointing='selective' with engine='deepspeed' at stage 3, which must recompute all of a"
+                " unit to know when to gather: use 'full', stage 1 or 2, or engine='fsdp2'."
             )
         if self.transport != "auto":
             raise ValueError(
-                f"transport={self.transport!r} with engine='deepspeed': DeepSpeed has its own; leave it unset, or use"
-                " engine='fsdp2'."
+                f"transport={self.transport!r} with engine='deepspeed': DeepSpeed has its own; leave it unset, or"
+                " use engine='fsdp2'."
             )
         for f in fields(self):
             given, by_unit = getattr(self, f.name), {self.activation_checkpointing.target, self.compile.target}
             if f.name in ("units", "min_unit_numel") and given != f.default and by_unit == {"none"}:
                 raise ValueError(
-                    f"{f.name}={given!r} with engine='deepspeed': DeepSpeed gathers each module by itself, and units"
-                    " are what is recomputed or compiled; set activation_checkpointing='full' or compile='units', leave"
+                    f"{f.name}={given!r} with engine='deepspeed': DeepSpeed gathers each module separately, and uses"
+                    " units only to recompute or compile; set activation_checkpointing='full' or compile='units', leave"
                     " it unset, or use engine='fsdp2'."
                 )
         for name in _given(self.deepspeed):
@@ -578,40 +586,40 @@ class ZeroConfig:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> ZeroConfig:
-        """A config from keywords, naming the closest field when one is unknown."""
+        """Makes a config from keywords; the error for an unknown keyword names the closest field."""
         _known_only(cls, kwargs)
         return cls(**kwargs)
 
     def with_(self, **changes: Any) -> ZeroConfig:
-        """A copy with ``changes``, validated again."""
+        """Returns a copy with ``changes`` applied, validated again."""
         return replace(self, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Settings of ``lightning-zero plan`` beside the run itself."""
+    """Settings of the command ``lightning-zero plan`` that do not belong to the run."""
 
     device_memory_gib: float | None = None
-    """Memory of one device; ``None`` asks the device that is there."""
+    """Memory of one device; ``None`` queries the device of this machine."""
     headroom: float = 0.1
-    """Share of it left for the driver, the allocator's gaps and what a trace cannot see."""
+    """Fraction of that memory kept free for the driver, fragmentation and allocations that a trace cannot see."""
     host_memory_gib: float | None = None
-    """Host memory of one node, for offload; ``None`` asks this machine."""
+    """Host memory of one node, for offload; ``None`` queries this machine."""
     batch: Any = None
-    """Shape of a micro-batch, ``[8, 129]``, or shapes by name, ``{input_ids: [8, 128]}``; ``None`` takes the data's
-    first."""
+    """Shape of a micro-batch, ``[8, 129]``, or shapes by name, ``{input_ids: [8, 128]}``; ``None`` takes the first
+    batch of the data."""
     batch_dtype: str = "int64"
-    """Its dtype."""
+    """Dtype of the micro-batch."""
     plot: str | None = None
-    """A PNG with a bar for every row is written here; needs matplotlib."""
+    """File for a bar chart of the rows (PNG); needs matplotlib."""
     json: str | None = None
-    """The plan is written here as JSON; ``"-"`` prints it instead of the table."""
+    """File for the plan as JSON; ``"-"`` prints it instead of the table."""
 
     def __post_init__(self) -> None:
         _gib_or_none("plan.device_memory_gib", self.device_memory_gib)
         _gib_or_none("plan.host_memory_gib", self.host_memory_gib)
         if isinstance(self.headroom, bool) or not isinstance(self.headroom, (int, float)) or not 0 <= self.headroom < 1:
-            raise ValueError(f"plan.headroom={self.headroom!r}: use a share from 0 to below 1.")
+            raise ValueError(f"plan.headroom={self.headroom!r}: use a fraction, 0 or more and below 1.")
 
 
 def _gib_or_none(name: str, value: Any) -> None:
@@ -634,7 +642,7 @@ def _as_compile(value: Any) -> CompileConfig:
 
 
 def _by_target(cls: type[_Targeted], name: str, value: Any, targets: tuple[str, ...]) -> _Targeted:
-    """A section from itself, from its ``target`` alone, or from a mapping of its fields."""
+    """Makes a section from an instance, from its ``target`` alone, or from a mapping of its fields."""
     if isinstance(value, cls):
         return value
     if isinstance(value, str):
@@ -672,16 +680,16 @@ def _known_only(config: type, values: Mapping[str, Any], where: str = "") -> Non
 
 
 def _merged(offload: OffloadConfig, raw: RawConfig) -> OffloadConfig:
-    """``offload`` filled from the file where it is unset."""
+    """Fills the unset fields of ``offload`` from the file."""
     filed = raw.offload
     filled: dict[str, Any] = {}
     for name in ("target", "optimizer", "parameters") if filed is not None else ():
-        mine, its = getattr(offload, name), getattr(filed, name)
-        if mine is None:
-            filled[name] = its
-        elif its is not None and mine != its:
+        given, in_file = getattr(offload, name), getattr(filed, name)
+        if given is None:
+            filled[name] = in_file
+        elif in_file is not None and given != in_file:
             raise ValueError(
-                f"offload.{name}={mine!r}, but {raw.origin} says {its!r}: leave it unset or make them equal."
+                f"offload.{name}={given!r}, but {raw.origin} has {in_file!r}: leave it unset or make them equal."
             )
     return replace(offload, **filled)
 
@@ -693,7 +701,7 @@ def _file_or_mapping(value: Any) -> str | os.PathLike[str] | Mapping[str, Any]:
 
 
 def _parse(text: str, path: str) -> Any:
-    """JSON, or Hjson (JSON with comments), which DeepSpeed itself reads, where its reader is installed."""
+    """Parses JSON, or Hjson (JSON with comments) if its parser is installed; DeepSpeed reads both."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
@@ -707,7 +715,7 @@ def _parse(text: str, path: str) -> Any:
         except hjson.HjsonDecodeError:
             pass
         raise ValueError(
-            f"deepspeed_config={path!r} is no JSON: {error.msg} in line {error.lineno}, column {error.colno}."
+            f"deepspeed_config={path!r} is not valid JSON: {error.msg} in line {error.lineno}, column {error.colno}."
         ) from None
 
 
@@ -716,23 +724,23 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name in content:
         values = [value for key, value in pairs if key == name]
         if len(values) > 1:
-            raise ValueError(f"deepspeed_config: {name!r} stands there {len(values)} times, with {values}; keep one.")
+            raise ValueError(f"deepspeed_config: {name!r} occurs {len(values)} times, with values {values}; keep one.")
     return content
 
 
 def _json(value: Any, where: str) -> Any:
-    """``value`` in plain dicts and lists."""
+    """Copies ``value`` into plain dicts and lists."""
     if isinstance(value, Mapping):
         return {str(key): _json(inner, f"{where}.{key}") for key, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return [_json(inner, f"{where}[{number}]") for number, inner in enumerate(value)]
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
-    raise ValueError(f"{where}={value!r}: a DeepSpeed config holds numbers, words, lists and sections only.")
+    raise ValueError(f"{where}={value!r}: a DeepSpeed config contains only numbers, strings, lists and sections.")
 
 
 def _given(config: Any) -> list[str]:
-    """The settings of ``config`` that are not at their default."""
+    """The settings of ``config`` that differ from their default."""
     return [f.name for f in fields(config) if getattr(config, f.name) != f.default]
 
 
@@ -766,7 +774,7 @@ def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
 
 
 def closest(word: str, known: Sequence[Any]) -> str:
-    """The end of an error: the known word that was probably meant, or all of them."""
+    """The end of an error message: the known word that was probably meant, or all of them."""
     from difflib import get_close_matches
 
     match = get_close_matches(str(word), [str(k) for k in known], n=1)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc's malloc.h
+# Blocks of this size and more are separate mappings: outside steps, in steps, and for memory that stays.
 MAPPED_FROM_BYTES = 1 << 20
 MAPPED_IN_STEPS_FROM_BYTES = 8 << 20
 MAPPED_APART_FROM_BYTES = 256 << 10
@@ -21,13 +22,13 @@ _LARGE_PAGE = 2 << 20
 
 
 def available_host_bytes() -> int:
-    """Host memory that new processes could take together, in bytes: what the kernel has free, and what the control
-    groups around this process (a container's, a batch job's) leave of their limits."""
-    return min([_kernel_has(), *groups_leave()])
+    """Host memory in bytes that new processes together could still allocate: the kernel's available memory, or less if
+    a control group around this process (a container, a batch job) has less left of its limit."""
+    return min([_kernel_available_bytes(), *cgroup_bytes_left()])
 
 
 def own_room_bytes() -> int | None:
-    """Bytes that this process alone may still take under its limit of address space (``ulimit -v``), if it has one."""
+    """Bytes of address space left to this process under its own limit (``ulimit -v``); ``None`` without a limit."""
     try:
         import resource
 
@@ -40,7 +41,7 @@ def own_room_bytes() -> int | None:
         return None
 
 
-def _kernel_has() -> int:
+def _kernel_available_bytes() -> int:
     try:
         with open("/proc/meminfo") as lines:
             kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
@@ -50,14 +51,15 @@ def _kernel_has() -> int:
 
 
 _CGROUP_FILES = {
-    # hierarchy -> limit, use, and the line of memory.stat with what the kernel drops when it needs room
+    # hierarchy -> files with the limit and the use, and the line of memory.stat that counts reclaimable cache
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 
 
-def groups_leave(mounts: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> Iterator[int]:
-    """Bytes that each group from this process's up to the root leaves; version 2's and version 1's."""
+def cgroup_bytes_left(mounts: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> Iterator[int]:
+    """Yields the bytes left under the limit of each control group from this process's up to the root (cgroup v1 and
+    v2)."""
     with contextlib.suppress(OSError):
         for line in Path(own).read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -68,10 +70,10 @@ def groups_leave(mounts: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup")
             # inside a container the path may be the host's, and the container's own group is the root
             for group in {root, *(root / path.strip("/") / ("../" * up) for up in range(path.count("/") + 1))}:
                 if root.resolve() in (group.resolve(), *group.resolve().parents):
-                    yield from _group_leaves(group, *_CGROUP_FILES[kind])
+                    yield from _bytes_left(group, *_CGROUP_FILES[kind])
 
 
-def _group_leaves(group: Path, limit: str, use: str, droppable: str) -> Iterator[int]:
+def _bytes_left(group: Path, limit: str, use: str, droppable: str) -> Iterator[int]:
     with contextlib.suppress(OSError, ValueError):  # "max" is no limit
         total, used = (int((group / name).read_text()) for name in (limit, use))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -79,11 +81,12 @@ def _group_leaves(group: Path, limit: str, use: str, droppable: str) -> Iterator
 
 
 def return_freed_memory() -> None:
-    """Has this process give memory back as it frees it, so that what is resident is what is alive.
+    """Makes malloc return freed memory to the kernel, so that resident memory equals live memory.
 
-    glibc's malloc raises the size from which blocks are mappings of their own up to 32 MiB, as such blocks are freed;
-    smaller ones, gathered parameters among them, then leave gaps in the heap that nothing else fits into. Left alone
-    where the environment has its say (``MALLOC_MMAP_THRESHOLD_`` and others), and without effect on other allocators.
+    glibc's malloc allocates large blocks as separate mappings. As such blocks are freed, it raises the size from which
+    it does so up to 32 MiB. Smaller blocks, gathered parameters among them, then leave gaps in the heap that nothing
+    else fits into. The environment (``MALLOC_MMAP_THRESHOLD_`` and others) takes precedence. Other allocators are not
+    affected.
     """
     if sys.platform != "linux" or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
@@ -94,12 +97,15 @@ def return_freed_memory() -> None:
 
 
 _mapped_from: list[int] = []
-"""The threshold set last; empty if malloc is not ours to set."""
+"""The current mmap threshold in bytes; empty if this process leaves malloc's settings alone."""
 
 
 def map_from(nbytes: int) -> None:
-    """From here on blocks of this size and more are mappings of their own. Each costs page faults, which an operator on
-    activations feels: in a step only what stays, or comes and goes by the unit, is worth them."""
+    """Sets the block size from which malloc uses separate mappings.
+
+    Each mapping costs page faults, which slow down operators on activations. So during a step only memory that stays,
+    or that is gathered and freed by the unit, should use them.
+    """
     if _mapped_from:
         _mapped_from[0] = nbytes
         _libc().mallopt(_MMAP_THRESHOLD, nbytes)
@@ -108,8 +114,8 @@ def map_from(nbytes: int) -> None:
 
 @contextlib.contextmanager
 def mapped_apart() -> Iterator[None]:
-    """Blocks allocated inside stay, so all but small ones are mappings of their own: in the heap they would pin what
-    activations leave around them."""
+    """Allocates all but small blocks as separate mappings, for memory that stays: in the heap such blocks would keep
+    the gaps that activations leave around them from being returned."""
     if not _mapped_from:
         yield
         return
@@ -121,13 +127,13 @@ def mapped_apart() -> Iterator[None]:
 
 
 def return_gaps() -> None:
-    """The kernel gets what is free between blocks that are alive; milliseconds for a hundred megabytes."""
+    """Returns free heap memory between live blocks to the kernel; takes milliseconds for a hundred megabytes."""
     if _mapped_from:
         _libc().malloc_trim(0)
 
 
 def resident_bytes() -> int:
-    """Of this process; 0 where that is not known."""
+    """Resident memory of this process in bytes; 0 if the system does not report it."""
     try:
         with open("/proc/self/statm", "rb", buffering=0) as file:
             return int(file.read(64).split()[1]) * mmap.PAGESIZE
@@ -141,16 +147,16 @@ def _libc() -> Any:
 
 
 def in_large_pages(address: int, nbytes: int) -> None:
-    """Has the kernel lay fresh memory of this process, which is about to be written from end to end, in pages of 2 MiB
-    as far as they fit into it: a page of 4 KiB costs about as much to come by as to fill."""
+    """Asks the kernel for 2 MiB pages for new memory that is about to be written completely: to fault in a page of 4
+    KiB takes about as long as to fill it."""
     if sys.platform == "linux" and nbytes >= 2 * _LARGE_PAGE:
         start, end = -(-address // _LARGE_PAGE) * _LARGE_PAGE, (address + nbytes) // _LARGE_PAGE * _LARGE_PAGE
-        # without effect where the kernel knows no such pages, or has them for everything
+        # No effect if the kernel lacks large pages or uses them for all memory.
         _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
 
 
 def require_deepspeed() -> None:
-    """Raises ``ModuleNotFoundError`` with what to install, unless deepspeed can be imported."""
+    """Raises ``ModuleNotFoundError`` with the command that installs deepspeed, unless it can be imported."""
     if find_spec("deepspeed") is None:
         raise ModuleNotFoundError(
             "engine='deepspeed' needs the package deepspeed, which is not installed: pip install deepspeed (on Linux it"
@@ -159,36 +165,36 @@ def require_deepspeed() -> None:
 
 
 def files_of_a_run(world_size: int) -> int:
-    """Open files that a rank should be allowed: up to three connections to each other one, and 960 for data loaders,
-    logs and the user's own."""
+    """Number of open files that a rank should be allowed: up to three connections to each other rank, and 960 for data
+    loaders, logs and user code."""
     return 960 + 3 * world_size
 
 
 def allow_open_files(count: int) -> None:
-    """Raises this process' limit of open files to ``count``, as far as the system lets it; never lowers it.
+    """Raises this process's limit of open files to ``count``, as far as the system permits; never lowers it.
 
-    Many systems start programs with 1,024 and allow far more to those that ask.
+    Many systems start programs with a limit of 1,024 and permit far more on request.
     """
     import resource  # not on every system
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         most = count if hard == resource.RLIM_INFINITY else min(count, hard)
-        with contextlib.suppress(ValueError, OSError):  # a system's own maximum below its hard limit (macOS)
+        with contextlib.suppress(ValueError, OSError):  # macOS has a maximum below its hard limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, soft), hard))
 
 
 def require_open_files(world_size: int, connected: bool, keeps_store: bool) -> None:
-    """Raises before ranks meet where this process may not open what a run needs: gloo ends a process that finds no free
-    file in the middle of a step, without a word about it.
+    """Checks, before ranks connect, that this process may open all files of a run. Otherwise gloo ends the process
+    without a message in the middle of a step.
 
     Args:
-        world_size: Ranks of the run.
-        connected: This rank has a connection to each other one, as processes on CPUs do.
-        keeps_store: This rank keeps the store, with two connections to each rank.
+        world_size: Number of ranks of the run.
+        connected: Whether this rank has a connection to each other rank, as CPU processes do.
+        keeps_store: Whether this rank serves the store, with two connections to each rank.
 
     Raises:
-        RuntimeError: Naming the limit and what to do.
+        RuntimeError: If the limit is too low; names the limit and the repair.
     """
     import resource  # not on every system
 
@@ -196,20 +202,20 @@ def require_open_files(world_size: int, connected: bool, keeps_store: bool) -> N
     if not os.path.isdir(folder):
         return
     targets = (os.path.join(folder, number) for number in os.listdir(folder))
-    # sockets may be of this run already
+    # Open sockets may already belong to this run, so they are not counted on top.
     others = sum(os.path.exists(each) and not os.readlink(each).startswith("socket:") for each in targets)
     needed = others + sockets_of_a_run(world_size, connected, keeps_store)
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise RuntimeError(
-            f"{world_size} ranks take {needed} open files in this process, and its limit is {limit}, which could not be"
-            f" raised: set a higher one before the start (ulimit -n {files_of_a_run(world_size)}; LimitNOFILE= of a"
+            f"{world_size} ranks need {needed} open files in this process, and its limit of {limit} could not be"
+            f" raised: set a higher limit before the start (ulimit -n {files_of_a_run(world_size)}; LimitNOFILE= of a"
             " systemd unit, --ulimit nofile= of a container)."
         )
 
 
 def sockets_of_a_run(world_size: int, connected: bool, keeps_store: bool) -> int:
-    """In mid-run, fitted to the measured table of docs/scaling.md: ``3 log2(N) + 2`` for the agreements' tree and what
-    starts a run, and one to the store for reads that a rank makes alone."""
+    """Number of open sockets during a run, fitted to the measured table of docs/scaling.md: ``3 log2(N) + 2`` for the
+    tree of the agreements and the start of a run, and one to the store for reads by one rank alone."""
     levels = (world_size - 1).bit_length()
     return 3 * levels + 3 + (world_size if connected else 0) + (2 * world_size if keeps_store else 0)

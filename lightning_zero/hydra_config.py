@@ -1,6 +1,6 @@
-"""Entry point for a Hydra app of one's own: builds the Trainer, the module and the data of its ``cfg``.
+"""Builds the Trainer, the module and the data from the ``cfg`` of a user's own Hydra app.
 
-The public name of what :mod:`lightning_zero.app.hydra_config` holds.
+This is the public name of :mod:`lightning_zero.app.hydra_config`.
 """
 
 from lightning_zero.app.hydra_config import make_object, make_strategy, make_trainer, register_configs

@@ -2,7 +2,7 @@
 
 Lightning has no entry point for strategies, so this module adds the names to Lightning's registry: immediately if
 Lightning is already imported, otherwise when it is imported. So importing this package alone is cheap, which keeps
-``--help`` and errors about mistyped arguments fast. ``pytorch_lightning`` gets the names, too
+``--help`` and errors about mistyped arguments fast. ``pytorch_lightning`` gets the names too
 (``lightning_zero.twins``).
 """
 
@@ -28,17 +28,17 @@ NAMES: dict[str, dict[str, Any]] = {
 }
 NAMES["zero3_nvme"] = {"stage": 3, "engine": "fsdp2", "offload": "nvme"}
 NAMES["zero_auto"] = {"auto": True, "engine": "fsdp2"}
-"""Registered name -> the fields of ``ZeroConfig`` it stands for."""
+"""Registered name -> fields of ``ZeroConfig``."""
 
 _LIGHTNING = "lightning.pytorch"
 _REGISTRIES = {f"{_LIGHTNING}.strategies": "lightning.fabric", "pytorch_lightning.strategies": "lightning_fabric"}
-"""Module of Lightning that makes the Trainer's registry -> the Fabric package that belongs to it."""
+"""Lightning's module with the Trainer's registry -> the Fabric package of the same distribution."""
 
 
 def register_strategies(trainers: str = f"{_LIGHTNING}.strategies") -> None:
-    """Registers every name, importing Lightning; safe to call again.
+    """Registers every name, which imports Lightning; idempotent.
 
-    Fabric gets the names too, to say that it is the Trainer that takes them.
+    Fabric gets the names too, so that it can refuse them with a hint to use the Trainer.
 
     Args:
         trainers: The module with the Trainer's registry.
@@ -58,7 +58,7 @@ def register_strategies(trainers: str = f"{_LIGHTNING}.strategies") -> None:
 
 
 def register_when_imported() -> None:
-    """Registers every name as soon as Lightning's registry is there."""
+    """Registers every name once Lightning's registry is imported, now or later."""
     for trainers in _REGISTRIES:
         if trainers in sys.modules:
             register_strategies(trainers)
@@ -74,6 +74,7 @@ class _RegisterAfterImport(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in _REGISTRIES:
             return None
+        # Wrap the loader that another finder returns: the registry exists only once Lightning's module has run.
         others = [finder for finder in sys.meta_path if finder is not self]
         spec = next((found for finder in others if (found := finder.find_spec(fullname, path, target))), None)
         if spec is None or spec.loader is None:
@@ -89,7 +90,8 @@ class _RegisterAfterImport(MetaPathFinder):
 
 
 class _KnownNames(list[str]):
-    """The table of names that the Trainer looks into; its own refusal of an unknown one lists examples without ours."""
+    """The list in which the Trainer looks up a name; suggests our names for an unknown one, as Lightning's own error
+    does not."""
 
     def __contains__(self, name: object) -> bool:
         if list.__contains__(self, name):
@@ -115,7 +117,7 @@ def _maker(trainers: str, name: str) -> Callable[..., Any]:
 
 
 def _check_is_ours(trainers: str, name: str) -> None:
-    """Refuses the Trainer of the ``pytorch_lightning`` that is not the Lightning of this package's classes."""
+    """Refuses a Trainer of ``pytorch_lightning`` whose classes differ from the Lightning that this package uses."""
     if import_module(trainers).StrategyRegistry is import_module(f"{_LIGHTNING}.strategies").StrategyRegistry:
         return
     lightning, twin = versions()
@@ -131,6 +133,6 @@ def _check_is_ours(trainers: str, name: str) -> None:
 
 def _refuse_fabric(name: str) -> Any:
     raise ValueError(
-        f"Fabric(strategy={name!r}): lightning_zero's strategies are the Trainer's, Fabric cannot run them. Use"
-        f" lightning.Trainer(strategy={name!r}), or for Fabric one of Lightning's own, such as 'fsdp'."
+        f"Fabric(strategy={name!r}): lightning_zero's strategies need a Trainer; Fabric cannot run them. Use"
+        f" lightning.Trainer(strategy={name!r}), or for Fabric one of Lightning's strategies, such as 'fsdp'."
     )

@@ -1,8 +1,8 @@
 """``ZeroStrategy``: Lightning's contract on top of an engine.
 
-Lightning treats it as a :class:`~lightning.pytorch.strategies.DDPStrategy` (launching, ranks, reductions, samplers,
-sync BatchNorm, the compile allow-list), because to users it is DDP that stores everything once. This module overrides
-what differs.
+The class inherits from :class:`~lightning.pytorch.strategies.DDPStrategy`, so Lightning treats it as DDP (launching,
+ranks, reductions, samplers, sync BatchNorm, the compile allow-list). To users it is DDP that stores everything once.
+This module overrides only what differs.
 """
 
 from __future__ import annotations
@@ -97,38 +97,39 @@ from lightning_zero.private.torch import TORCH, convert
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_NOTHING_SET = DeepSpeedConfig()
-_AS_THE_USER_DOES = CompileConfig()
-_KEEPS_ALL = ActivationCheckpointingConfig()
+_DEEPSPEED_DEFAULTS = DeepSpeedConfig()
+_NO_COMPILE = CompileConfig()
+_KEEP_ALL = ActivationCheckpointingConfig()
 
 
 class ZeroStrategy(Launched, DDPStrategy):
     """Trains any LightningModule under ZeRO stage 1, 2 or 3.
 
     Args:
-        stage, ..., rank_logs: The fields of :class:`~lightning_zero.config.ZeroConfig`, where each is explained.
+        stage, ..., rank_logs: The fields of :class:`~lightning_zero.config.ZeroConfig`, which documents each.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As for Lightning's own
             strategies; the Trainer sets them.
 
     Raises:
-        ValueError: For an impossible setting, naming it, its value and the repair.
+        ValueError: If a setting is invalid; names the setting, its value and the repair.
     """
 
     strategy_name = "zero"
 
-    # Spelled out, so that editors and LightningCLI complete and check them; a test keeps them equal to ZeroConfig.
+    # The keywords are written out so that editors and LightningCLI can complete and check them. A test keeps them equal
+    # to the fields of ZeroConfig.
     def __init__(
         self,
         stage: Stage | None = None,
         engine: EngineName = "fsdp2",
         *,
         offload: OffloadTarget | OffloadConfig | None = None,
-        deepspeed: DeepSpeedConfig = _NOTHING_SET,
+        deepspeed: DeepSpeedConfig = _DEEPSPEED_DEFAULTS,
         deepspeed_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         units: Sequence[str] | None = None,
         min_unit_numel: int = 100_000,
-        compile: CompileTarget | CompileConfig = _AS_THE_USER_DOES,
-        activation_checkpointing: CheckpointingTarget | Sequence[str] | ActivationCheckpointingConfig = _KEEPS_ALL,
+        compile: CompileTarget | CompileConfig = _NO_COMPILE,
+        activation_checkpointing: CheckpointingTarget | Sequence[str] | ActivationCheckpointingConfig = _KEEP_ALL,
         find_unused_parameters: bool = True,
         shard_size: int | Literal["auto"] | None = None,
         keep_global_batch: bool = False,
@@ -162,21 +163,21 @@ class ZeroStrategy(Launched, DDPStrategy):
         )
 
     @classmethod
-    def from_config(cls, config: ZeroConfig, **of_lightning: Any) -> Self:
-        """Makes a strategy from a validated config; ``of_lightning`` takes ``accelerator`` and the others of
-        Lightning."""
+    def from_config(cls, config: ZeroConfig, **lightning_arguments: Any) -> Self:
+        """Makes a strategy from a validated config; ``lightning_arguments`` are those that the Trainer sets."""
         strategy = cls.__new__(cls)
-        strategy._take(config, **of_lightning)  # noqa: SLF001
+        strategy._take(config, **lightning_arguments)  # noqa: SLF001
         return strategy
 
-    def _take(self, config: ZeroConfig, **of_lightning: Any) -> None:
-        """Sets up from a config; the constructor, the registered names, LightningCLI and Hydra all call it."""
+    def _take(self, config: ZeroConfig, **lightning_arguments: Any) -> None:
+        """Initializes the strategy from a config; the constructor, the registered names, LightningCLI and Hydra all end
+        here."""
         check_libraries(config.engine)
         self.config = config
         self.start_method, self.rank_logs = config.start_method, config.rank_logs
         DDPStrategy.__init__(
             self,
-            **of_lightning,
+            **lightning_arguments,
             process_group_backend=config.process_group_backend,
             timeout=timedelta(seconds=config.timeout_seconds),
         )
@@ -184,19 +185,19 @@ class ZeroStrategy(Launched, DDPStrategy):
         """The engine that shards the module; ``None`` outside a run."""
         self._view: AbstractContextManager[Any] | None = None
         self._in_groups_that_fit = config.shard_size == "auto"
-        self._failed = False  # since the set-up of this run
+        self._failed = False  # whether this run raised; then other ranks may be anywhere, so no collectives
         self._inference_mode = InferenceMode()
         self._agreement: Agreement | None = None
         self._saving = Saving(config.checkpoint)
         self._run: EngineRun = (DeepSpeedRun if config.engine == "deepspeed" else Fsdp2Run)(config)
         if self._run.builds_sharded:
-            # On the object only: Trainer.init_module warns of strategies whose class has it
+            # Set on the instance, because Trainer.init_module warns about strategies whose class overrides it.
             self.model_sharded_context = self._build_sharded  # type: ignore[method-assign,assignment]
-        self._saving.refuse_plugin(of_lightning.get("checkpoint_io"))
+        self._saving.refuse_plugin(lightning_arguments.get("checkpoint_io"))
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The plugin that writes and reads files on rank 0: the user's, or Lightning's with our way of writing."""
+        """The plugin that writes and reads files on rank 0: the user's, or Lightning's with our writer."""
         self.checkpoint_io = with_atomic_files(given_checkpoint_io(self))
         return super().checkpoint_io
 
@@ -204,7 +205,7 @@ class ZeroStrategy(Launched, DDPStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         DDPStrategy.checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
 
-    # -- what Lightning asks of a strategy by its type ------------------------------------------------------------
+    # -- decisions that Lightning makes by the strategy's type ----------------------------------------------------
 
     @property
     def is_distributed(self) -> bool:
@@ -221,7 +222,7 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def _configure_launcher(self) -> None:
         num_devices = len(self.parallel_devices or ())
-        knows_its_device = type(self).root_device is not ZeroStrategy.root_device  # Ray's: each worker sees but its own
+        knows_its_device = type(self).root_device is not ZeroStrategy.root_device  # Ray: a worker sees only its own
         if self.local_rank >= num_devices and not knows_its_device:
             raise ValueError(
                 f"Trainer(devices={num_devices}): this process is local rank {self.local_rank} of a run with more"
@@ -231,7 +232,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         super()._configure_launcher()
 
     def _get_process_group_backend(self) -> str:
-        # Small agreements are made between hosts' CPUs, so that no step waits for the device.
+        # Agreements run on the CPUs' backend, so that no step waits for the device.
         default = "gloo" if self.root_device.type == "cpu" else f"cpu:gloo,{super()._get_process_group_backend()}"
         if self.root_device.type == "cuda":
             default = "cpu:gloo,cuda:nccl"
@@ -239,13 +240,13 @@ class ZeroStrategy(Launched, DDPStrategy):
         unknown = {part.split(":")[-1] for part in backend.split(",")} - set(dist.Backend.backend_list)
         if unknown:
             raise ValueError(
-                f"process_group_backend={backend!r}: torch.distributed knows {', '.join(dist.Backend.backend_list)};"
+                f"process_group_backend={backend!r}: torch.distributed has {', '.join(dist.Backend.backend_list)};"
                 f" use one of them, or None for {default!r}."
             )
         if self._steps_on_host and "cpu" not in dist.BackendConfig(dist.Backend(backend)).get_device_backend_map():
             raise ValueError(
-                f"process_group_backend={backend!r} with offload={self.config.offload.target!r}: gradients lie in host"
-                f" memory, and their norms are joined there; use {default!r}, or None for it."
+                f"process_group_backend={backend!r} with offload={self.config.offload.target!r}: gradients are in host"
+                f" memory and so are their norms, which need a CPU backend; use {default!r}, or None for it."
             )
         return backend
 
@@ -256,15 +257,15 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._run.connect(model)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles of a Trainer between runs.
+        """State for copies and pickles of a Trainer between runs.
 
         Raises:
             RuntimeError: While parameters are shards.
         """
         if self.engine is not None:
             raise RuntimeError(
-                "a Trainer cannot be copied or pickled while its strategy shards the module, inside a run or after one"
-                f" with after_fit={self.config.after_fit!r} that has left shards: copy the module"
+                "a Trainer cannot be copied or pickled while its strategy shards the module, during a run or after one"
+                f" that left shards with after_fit={self.config.after_fit!r}: copy the module"
                 " (copy.deepcopy(module), on every rank) or call trainer.save_checkpoint; or use after_fit='whole'."
             )
         agreement = None if self._agreement is None else Agreement(alone=True)
@@ -297,16 +298,16 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._start_engine(trainer)
         else:
             sync_module_states(module)
-        if fitting:
+        if fitting:  # after sharding, so that optimizers get the parameters that the engine trains
             self._make_optimizers(trainer)
         optimizers = list(self.optimizers) if fitting else []
         self._run.check_optimizers(optimizers)
-        self._run.take_built()  # the engine has it
+        self._run.take_built()  # the engine owns it now
         if self.engine is not None:
             self.engine.attach(optimizers, trainer_facts(trainer))
         self.setup_precision_plugin()
-        self._saving.follow(trainer, self._meet, self._end_reads)
-        if self.engine is not None:  # after configure_optimizers: states made there are shards, like their parameters
+        self._saving.follow(trainer, self._serve_reads, self._end_reads)
+        if self.engine is not None:  # after configure_optimizers, so that states created there are sharded as well
             self._view = self.engine.view()
             self._view.__enter__()
 
@@ -322,13 +323,13 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     @property
     def _shards(self) -> bool:
-        """Whether this run has an engine: without gradients and optimizer states stages 1 and 2 shard nothing."""
+        """Whether this run needs an engine: stages 1 and 2 shard only gradients and optimizer states, so only a fit."""
         assert self.lightning_module is not None
         return self.config.stage == 3 or self.lightning_module.trainer.state.fn == TrainerFn.FITTING
 
     @property
     def _steps_on_host(self) -> bool:
-        """Whether gradients and master weights lie in host memory, away from the device that computes."""
+        """Whether gradients and master weights are in host memory while an accelerator computes."""
         return self.config.offloads_optimizer and self.root_device.type != "cpu"
 
     def model_to_device(self) -> None:
@@ -341,37 +342,37 @@ class ZeroStrategy(Launched, DDPStrategy):
         if on_meta(self.model):
             if self.config.engine == "deepspeed" and self.config.stage == 3:
                 raise ValueError(
-                    "the module has parameters on the meta device, which engine='deepspeed' does not fill at stage 3:"
-                    " leave torch.device('meta') out, as it shards each layer while configure_model builds it, or use"
-                    " engine='fsdp2'."
+                    "the module has parameters on the meta device, which engine='deepspeed' does not materialize at"
+                    " stage 3: remove torch.device('meta'), as DeepSpeed shards each layer while configure_model builds"
+                    " it, or use engine='fsdp2'."
                 )
             give_birth(self.model, self.root_device)
         super().model_to_device()
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        if empty_init and self.config.engine == "fsdp2":  # filled in setup, unit by unit
+        if empty_init and self.config.engine == "fsdp2":  # materialized in setup, unit by unit
             with torch.device("meta"), self.precision_plugin.tensor_init_context():
                 yield
             return
         if self.lightning_module is None and self.config.stage == 3:  # in Trainer.init_module, before any run
             other = " or call init_module(empty_init=True)" if self.config.engine == "fsdp2" else ""
             rank_zero_info(
-                "lightning_zero: trainer.init_module() makes the whole module in every process, as there are no ranks"
-                f" yet to share it; build it in configure_model{other}, and no process holds all of it."
+                "lightning_zero: trainer.init_module() builds the full module in every process, because the ranks do"
+                f" not exist yet; build it in configure_model{other}, so that no process holds the full module."
             )
         on_host = self._run.loads_on_host(self.root_device)
         with super().tensor_init_context(empty_init), torch.device("cpu") if on_host else nullcontext():
             yield
 
     def _resolve_stage(self, trainer: Any) -> None:
-        """``self.config.stage`` is the one to run afterwards, the same on every rank."""
+        """Hook of ``zero_auto``: sets ``self.config.stage`` to the planned stage, the same on every rank."""
         if self.config.auto:
             raise ValueError("auto=True needs the planner: use strategy='zero_auto', or stage=1, 2 or 3.")
 
     def _resolve_shard_size(self, trainer: Any) -> None:
-        """``"auto"`` becomes a number of ranks, or all of them: what rank 0 finds."""
-        from lightning_zero.planner import resolve_shard_size  # builds on all of PyTorch's tracing
+        """Replaces ``shard_size="auto"`` by the size that rank 0 plans, or by ``None`` for all ranks."""
+        from lightning_zero.planner import resolve_shard_size  # imports PyTorch's tracing, which takes long
 
         module, config = self.lightning_module, self.config.with_(shard_size="auto")
         assert module is not None
@@ -385,10 +386,11 @@ class ZeroStrategy(Launched, DDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and not any(p.requires_grad for p in module.parameters()):
             raise ValueError(
-                f"{type(module).__name__} has no trainable parameter, so there is nothing to optimize or shard: build"
+                f"{type(module).__name__} has no trainable parameters, so there is nothing to optimize or shard: build"
                 " the layers in __init__ or configure_model, or use validate/test/predict."
             )
         plugin = self.precision_plugin
+        # A user's own plugin may have no policy; then dtypes stay as they are.
         dtypes = plugin.dtype_policy() if hasattr(plugin, "dtype_policy") else DtypePolicy()
         engine = self._run.make_engine(self.root_device, dtypes)
         place = Place(self.local_rank, self.num_processes)
@@ -396,6 +398,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         engine.shard(module)
         engine.automatic = module.automatic_optimization
         engine.backward_is_users = is_overridden("backward", module)
+        # If one rank has a user hook, all ranks treat it as present: the end of a hook is collective.
         engine.hooks = UserHooks.of_any(self.agreement.gather(user_hooks(trainer, module)))
         engine.keep_gathered = fitting and not engine.hooks.between_micro_batches
         self.engine = engine
@@ -408,7 +411,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             rank_zero_info(f"ZeRO stage {self.config.stage} on one process: nothing is sharded, no memory is saved.")
 
     def _place_scale(self) -> None:
-        """The loss scale lies where the gradients do that it divides."""
+        """Puts the loss scale where the gradients are, because it divides them."""
         plugin = self.precision_plugin
         if self._steps_on_host and isinstance(plugin, ZeroMixedPrecision):
             plugin.scale_on_host()
@@ -417,9 +420,9 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._run.load()
 
     def setup_environment(self) -> None:
-        self._saving.refuse_plugin(given_checkpoint_io(self))  # the Trainer's plugins=[...] come after __init__
+        self._saving.refuse_plugin(given_checkpoint_io(self))  # the Trainer sets its plugins=[...] after __init__
         super().setup_environment()
-        if self.root_device.type == "cpu":
+        if self.root_device.type == "cpu":  # with an accelerator, gathered parameters are not in malloc's heap
             return_freed_memory()
         self._agreement = shared_agreement(self.config.timeout_seconds)
         set_run_agreement(self._agreement)
@@ -427,10 +430,10 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._take_over()
 
     def _take_over(self) -> None:
-        """Hooks, ``configure_model`` and a checkpoint find the module as an ordinary one, though an earlier run may
-        have left it sharded."""
+        """Makes a module that an earlier run left sharded look ordinary to hooks, ``configure_model`` and a
+        checkpoint."""
         module = self.lightning_module
-        if module is None:  # set up by itself, without a run
+        if module is None:  # the environment is set up without a run
             return
         make_owners_whole(module)
         if is_left_sharded(module):
@@ -438,6 +441,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._run.take_over(module)
 
     def teardown(self) -> None:
+        # Saving ends first: it waits for an asynchronous save, whose error must not be lost.
         set_run_agreement(None)
         try:
             self._saving.end(self._failed)
@@ -446,7 +450,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             map_from(MAPPED_IN_STEPS_FROM_BYTES)
 
     def _end_run(self) -> None:
-        self._inference_mode.give_back()
+        self._inference_mode.restore()
         if self._view is not None:
             self._view.__exit__(None, None, None)
             self._view = None
@@ -454,7 +458,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._leave_built()
             self._run.end()
             if self.lightning_module is not None and on_meta(self.lightning_module):
-                self._end_parts()  # the run ended before the module had memory, so there is none to be moved
+                self._end_parts()  # the run ended before the module was materialized: nothing to move
             else:
                 super().teardown()
             return
@@ -475,7 +479,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._end_parts()
 
     def _end_parts(self) -> None:
-        """The parts of Lightning's own ``teardown`` beside the moving of the module."""
+        """Does what Lightning's own ``teardown`` does, except moving the module."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -484,22 +488,27 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.checkpoint_io.teardown()
 
     def _leave_built(self) -> None:
-        """The run ended before its engine started: the next one makes the module whole first."""
+        """Records that a module was built sharded if the run ended before its engine started: the next run unshards it
+        first."""
         built = self._run.take_built()
         if built is not None:
             assert self.lightning_module is not None
             leave(self.lightning_module, built, AfterRun.SHARDED)
 
     def _after_run(self) -> AfterRun:
-        """Collective, except after an error: then other ranks may be anywhere, and the error is shown at once."""
+        """Decides whether the module is unsharded after the run (collective).
+
+        After an error it is not collective: other ranks may be anywhere, and the error must appear at once.
+        """
         assert self.engine is not None
         if self._failed:
             return AfterRun.SHARDED
         if self.config.after_fit != "auto":
             return AfterRun.WHOLE if self.config.after_fit == "whole" else AfterRun.SHARDED
-        # Between CPUs: the run's own process group may have no backend for them
+        # The agreement has a CPU group of its own; the run's process group may have no CPU backend.
         room = int(0.8 * available_host_bytes()) // self.num_processes
         own = own_room_bytes()
+        # The smallest of all ranks counts, so that all decide alike: to unshard is collective.
         room = min(self.agreement.gather(room if own is None else min(room, own), "the end of a run"))
         after, note = where_memory_allows(self.engine.whole_bytes, self.num_processes, room)
         if note:
@@ -529,7 +538,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._saving.resume(trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0 and self.engine is not None:  # hooks of the epoch's start may have changed the module
+        if batch_idx == 0 and self.engine is not None:  # hooks at the epoch's start may have changed it
             self.engine.check_parameters()
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -544,9 +553,12 @@ class ZeroStrategy(Launched, DDPStrategy):
         if note and hasattr(exception, "add_note"):
             exception.add_note(note)
 
-    # -- collectives of Lightning's: while ranks wait in one, another may still read parameters in its hook -------
+    # -- Lightning's collectives ----------------------------------------------------------------------------------
+    #
+    # Each first serves the parameter reads of other ranks. Without that, a rank that still reads parameters in its
+    # hook would wait for this rank, and this rank for it.
 
-    def _meet(self) -> None:
+    def _serve_reads(self) -> None:
         if self.engine is not None:
             self.engine.meet()
 
@@ -555,21 +567,21 @@ class ZeroStrategy(Launched, DDPStrategy):
             self.engine.end_window()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._meet()
+        self._serve_reads()
         super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._meet()
+        self._serve_reads()
         return super().broadcast(obj, src)
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        self._meet()
-        if isinstance(tensor, Tensor):  # of host memory, maybe: gloo has no mean
+        self._serve_reads()
+        if isinstance(tensor, Tensor):  # it may be in host memory, and gloo cannot average
             return super().reduce(tensor.to(self.root_device), group, reduce_op).to(tensor.device)
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        self._meet()
+        self._serve_reads()
         return super().all_gather(tensor, group, sync_grads)
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -619,12 +631,12 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     @property
     def agreement(self) -> Agreement:
-        """The ranks' agreement on everything outside of the engine."""
+        """The channel on which ranks agree on everything outside the engine."""
         assert self._agreement is not None
         return self._agreement
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state on the CPU, in its own names, on every rank (collective).
+        """The module's full state dict on the CPU, with the module's own names, on every rank (collective).
 
         Raises:
             RuntimeError: If not all ranks make this call within ``timeout_seconds``.
@@ -632,7 +644,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.engine is None:
             return super().lightning_module_state_dict()
         collecting = self._saving.collecting
-        self._meet()
+        self._serve_reads()
         if not collecting.is_under_way:
             self.agreement.gather(None, "strategy.lightning_module_state_dict()")
         state = self.engine.sharded_state_dict()
@@ -642,12 +654,12 @@ class ZeroStrategy(Launched, DDPStrategy):
         return full
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """``optimizer.state_dict()`` with whole tensors, as DDP would have it (collective)."""
+        """``optimizer.state_dict()`` with full tensors, as under DDP (collective)."""
         optimizer = unwrapped(optimizer)
         if self.engine is None and not has_left_states(optimizer):
             return super().optimizer_state(optimizer)
         collecting = self._saving.collecting
-        self._meet()
+        self._serve_reads()
         if not collecting.is_under_way:
             self.agreement.gather(None, "strategy.optimizer_state()")
         engine = self.engine
@@ -672,22 +684,22 @@ class ZeroStrategy(Launched, DDPStrategy):
         saved, now = len(checkpoint["optimizer_states"]), [type(unwrapped(o)).__name__ for o in self.optimizers]
         if saved != len(now):
             raise ValueError(
-                f"the checkpoint holds the states of {saved} optimizers, configure_optimizers returned {len(now)}"
-                f" ({', '.join(now)}): resume with the optimizers that saved it, or load the weights alone."
+                f"the checkpoint has the states of {saved} optimizers, but configure_optimizers returned {len(now)}"
+                f" ({', '.join(now)}): resume with the optimizers that saved it, or load only the weights."
             )
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self.engine.load_optimizer_state(unwrapped(optimizer), state)
 
     @contextmanager
     def full_parameters(self, module: nn.Module | None = None, modify: bool = False) -> Generator[None, None, None]:
-        """``module`` holds whole, plain parameters for a while, on every rank (collective).
+        """Gives ``module`` full, plain parameters inside the context, on every rank (collective).
 
         Args:
             module: The LightningModule of this run; any other is refused.
-            modify: What rank 0 writes to them becomes everybody's. Without it, writing raises.
+            modify: Broadcast rank 0's writes to all ranks at the end. Otherwise a write raises.
 
         Raises:
-            RuntimeError: If not all ranks make this call within ``timeout_seconds``; if parameters were written to
+            RuntimeError: If not all ranks make this call within ``timeout_seconds``, or if parameters were written to
                 without ``modify``.
         """
         if module is not None and module is not self.lightning_module:
@@ -698,7 +710,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.engine is None:
             yield
             return
-        self._meet()
+        self._serve_reads()
         self.agreement.gather(None, "strategy.full_parameters()")
         with self.engine.full_parameters(modify):
             yield
@@ -706,10 +718,10 @@ class ZeroStrategy(Launched, DDPStrategy):
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes ``checkpoint`` in the form that the config says (collective).
+        """Writes ``checkpoint`` in the form of ``config.checkpoint`` (collective).
 
         Raises:
-            CheckpointError: On every rank, if it cannot be written; the checkpoint before it is untouched.
+            CheckpointError: On every rank, if it cannot be written; the previous checkpoint stays intact.
         """
         assert self.lightning_module is not None
         path = os.fspath(filepath)
@@ -722,14 +734,15 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._saving.remove(filepath, self.checkpoint_io)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """The content of a file or a sharded directory, its tensors left on the disk until they are used (collective).
+        """Reads a file or a sharded directory; its tensors stay on disk until they are used (collective).
 
         Raises:
-            FileNotFoundError: On every rank, if there is nothing there.
-            CheckpointError: On every rank, if it is incomplete, damaged, foreign, or more than ``weights_only`` admits.
+            FileNotFoundError: On every rank, if the path does not exist.
+            CheckpointError: On every rank, if it is incomplete, damaged or no checkpoint, or if ``weights_only``
+                forbids part of its content.
         """
         content = self._saving.load(checkpoint_path, weights_only, self.checkpoint_io)
-        self._run.begin_view()  # its tensors go into a module that may have been built sharded
+        self._run.begin_view()  # the module that takes the tensors may have been built sharded
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         if self.config.keep_global_batch and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             keep_global_batch(content, trainer, self.world_size)
@@ -737,47 +750,48 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Names are registered by ``lightning_zero.registry``, not by Lightning's scan of its own strategies."""
+        """Does nothing: ``lightning_zero.registry`` registers the names, not Lightning's scan of its strategies."""
 
 
 class InferenceMode:
-    """A module that ran under inference mode can't be trained afterwards; Lightning knows this of FSDP only."""
+    """Switches inference mode off: a sharded module that ran under it cannot be trained afterwards. Lightning handles
+    this for FSDP only."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, bool]] = []
 
     def switch_off(self, trainer: Any) -> None:
-        """Until :meth:`give_back`, the trainer's loops run with ``no_grad`` instead."""
+        """Makes the trainer's loops run under ``no_grad`` instead, until :meth:`restore`."""
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             self._before.append((loop, loop.inference_mode))
             loop.inference_mode = False
 
-    def give_back(self) -> None:
-        """The loops have what the Trainer was told."""
+    def restore(self) -> None:
+        """Gives the loops the Trainer's own setting back."""
         for loop, inference_mode in self._before:
             loop.inference_mode = inference_mode
         self._before.clear()
 
 
 def check_libraries(engine: str) -> None:
-    """Raises ``MovedError`` if a private part of a library that every run uses is not where it was tested.
+    """Raises ``MovedError`` if a private name that every run uses has changed in the installed libraries.
 
-    DeepSpeed's and Hydra's are checked when they are first used: they take long to import, or may be missing.
+    Private names of DeepSpeed and Hydra are checked on first use: both take long to import and may be missing.
     """
     for library in (TORCH, LIGHTNING, TORCHMETRICS, *([FULLY_SHARD] if engine == "fsdp2" else [])):
         check(library)
 
 
 def all_but_parameters_to(module: nn.Module, device: torch.device) -> None:
-    """Does as ``module.to(device)`` beside moving parameters, which the engine does unit by unit: the whole module need
-    not fit there. What has no memory stays as well."""
+    """Moves buffers and sets devices like ``module.to(device)``, but leaves parameters where they are: the engine moves
+    them unit by unit, because the full module may not fit. Meta tensors stay on meta."""
     for each in module.modules():
         set_device(each, device)
     convert(module, lambda t: t if isinstance(t, nn.Parameter) or t.is_meta else t.to(device))
 
 
 def trainer_facts(trainer: Any) -> dict[str, Any]:
-    """Settings of the Trainer that an engine may have to know."""
+    """Settings of the Trainer that engines depend on."""
     return {
         "precision": str(trainer.precision),
         "accumulation": trainer.accumulate_grad_batches,

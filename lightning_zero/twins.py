@@ -1,9 +1,10 @@
-"""Lightning is published twice, as ``lightning`` and as ``pytorch_lightning``: the same code, two sets of classes.
+"""Makes ``lightning`` and ``pytorch_lightning`` the same modules.
 
-A Trainer of one accepts neither strategies nor modules of the other. So the package that a process imports first is
-used under both names from then on: a script that says ``import pytorch_lightning as pl``, or a package written for it,
-gets the same classes as this package. If both were imported before this package, or their versions differ, nothing is
-replaced, and ``lightning_zero.registry`` refuses the Trainer that cannot run our strategies.
+Lightning is published under both names: the same code, two sets of classes. A Trainer of one accepts neither strategies
+nor modules of the other. So the package that a process imports first is used under both names: a script or a library
+with ``import pytorch_lightning as pl`` gets the same classes as this package. If both were imported before this
+package, or if their versions differ, nothing is replaced, and ``lightning_zero.registry`` refuses the Trainer that
+cannot run our strategies.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ TWINS = {
     "lightning_fabric": "lightning.fabric",
     "lightning.fabric": "lightning_fabric",
 }
-"""Package -> the package of the same content."""
+"""Package -> the package with the same content."""
 
 
 def unite_twins() -> None:
-    """From now on the name that is imported second stands for the modules of the first; safe to call again."""
-    if not any(isinstance(finder, _OfTheFirst) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _OfTheFirst())
+    """Makes later imports of one twin return the modules of the other if that was imported first; idempotent."""
+    if not any(isinstance(finder, _FirstTwinFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _FirstTwinFinder())
 
 
 @cache
@@ -46,8 +47,8 @@ def _installed(name: str) -> str | None:
         return None
 
 
-class _OfTheFirst(MetaPathFinder):
-    """Finds a module of the twin that is imported second in the one that was first."""
+class _FirstTwinFinder(MetaPathFinder):
+    """Resolves modules of the twin that is imported second to those of the first."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -59,7 +60,8 @@ class _OfTheFirst(MetaPathFinder):
 
 
 def _name_in_first(name: str) -> str | None:
-    """The name of the same module in the twin that is imported already; None if there is none, or ``name`` is it."""
+    """The name of the same module in the twin that was imported first; None if no twin is imported, or if ``name``
+    belongs to it."""
     if name in TWINS:
         one, other = versions()
         return TWINS[name] if TWINS[name] in sys.modules and one == other else None
@@ -71,7 +73,7 @@ def _name_in_first(name: str) -> str | None:
 
 
 class _Alias(Loader):
-    """Gives the module of another name, which stays as it is."""
+    """Loads a module under a second name without changing it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -82,4 +84,4 @@ class _Alias(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has put the alias's there
+        module.__spec__ = self._spec  # the import system has replaced it by the alias's spec

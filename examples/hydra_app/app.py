@@ -1,4 +1,4 @@
-"""A Hydra app of your own on this package's groups: python app.py strategy=zero2 trainer.devices=2"""
+"""A user's own Hydra app with the groups of this package: python app.py strategy=zero2 trainer.devices=2"""
 
 import hydra
 import lightning as L

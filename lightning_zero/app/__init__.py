@@ -1,1 +1,1 @@
-"""The commands: ``lightning-zero``, Hydra, plan, doctor."""
+"""The command ``lightning-zero`` and its parts: Hydra, plan, doctor, init."""

@@ -1,7 +1,7 @@
-"""Finds mistakes on a command line before anything heavy is imported: within half a second.
+"""Finds mistakes on a command line within half a second, before heavy imports.
 
-Hydra finds the rest once it has composed the config, for which PyTorch and Lightning are imported. Standard library
-only.
+Hydra finds the remaining mistakes when it composes the config, which needs PyTorch and Lightning. This module uses the
+standard library only.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from lightning_zero.config import PlanConfig, ZeroConfig
 from lightning_zero.registry import NAMES
 
 GROUPS = Path(__file__).resolve().parents[1] / "conf"
-"""The folder of the groups."""
+"""Folder of the Hydra groups."""
 _FLAGS = {
-    # flag of Hydra's -> whether the next argument is its value
+    # Hydra's flag -> whether the next argument is its value
     **dict.fromkeys(("--help", "-h", "--hydra-help", "--version", "--run", "-r", "--multirun", "-m"), False),
     **dict.fromkeys(("--resolve", "--shell-completion", "-sc", "--info", "-i"), False),
     **dict.fromkeys(("--cfg", "-c", "--package", "-p", "--experimental-rerun"), True),
     **dict.fromkeys(("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"), True),
 }
 _OTHER_GROUPS = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
-"""Flags that bring in choices which only Hydra can know."""
-_NOT_OF_THE_TRAINER = {"seed": "seed", "ckpt_path": "ckpt_path", "checkpoint": "ckpt_path", "resume": "ckpt_path"}
+"""Flags that add choices which only Hydra knows."""
+_TOP_LEVEL = {"seed": "seed", "ckpt_path": "ckpt_path", "checkpoint": "ckpt_path", "resume": "ckpt_path"}
 
 
 def mistake(arguments: Sequence[str], own_flags: Sequence[str] = ()) -> str | None:
-    """The message about a mistake in ``arguments`` (those after the command's word); ``None`` if there is none.
+    """Returns a message about the first mistake in ``arguments``, which follow the command; ``None`` if there is none.
 
     Args:
-        arguments: Hydra's overrides and flags.
-        own_flags: Flags that the command takes itself.
+        arguments: Overrides and flags of Hydra.
+        own_flags: Flags that the command itself takes.
     """
     for flag, value in _flags(arguments):
         if flag not in _FLAGS and flag not in own_flags:
@@ -52,7 +52,7 @@ def mistake(arguments: Sequence[str], own_flags: Sequence[str] = ()) -> str | No
 
 
 def help_page() -> str:
-    """The page of ``fit --help``: that of Hydra's template, without the config, which takes seconds to compose."""
+    """The page of ``fit --help``: Hydra's template without the config, which takes seconds to compose."""
     import yaml  # only here, for speed
 
     config = yaml.safe_load((GROUPS / "config.yaml").read_text(encoding="utf-8"))
@@ -67,13 +67,13 @@ def _groups() -> list[str]:
 
 
 def choices(group: str) -> list[str]:
-    """Those of a group of ours, in order."""
+    """The sorted choices of one of this package's groups."""
     found = {path.stem for path in (GROUPS / group).glob("*.yaml")}
     return sorted(found | set(NAMES if group == "strategy" else ()))
 
 
 def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Every flag with its value, or with the next word, which may be its value."""
+    """Yields every flag with its value, or with the next word, which may be its value."""
     skip = False
     for item, following in zip_longest(arguments, arguments[1:], fillvalue="-"):
         if skip:
@@ -87,14 +87,14 @@ def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def _hydra_form(flag: str, value: str | None) -> str:
-    """The replacement for a flag that Hydra does not have."""
+    """The message about a flag that Hydra does not have, with its replacement."""
     name = flag.lstrip("-").replace("-", "_")
     shown = flag if value is None else f"{flag}={value}"
     if name in ("config", "config_file", "cfg_file", "conf"):
         path = Path(value or "FOLDER/NAME.yaml")
         return (
-            f"{shown}: a config is found by its name in a folder: write --config-dir {path.parent} --config-name"
-            f" {path.stem}; a file of overrides belongs into FOLDER/experiment/NAME.yaml: write --config-dir FOLDER"
+            f"{shown}: name a config by its folder and its name: write --config-dir {path.parent} --config-name"
+            f" {path.stem}; for a file of overrides, FOLDER/experiment/NAME.yaml, write --config-dir FOLDER"
             " experiment=NAME."
         )
     if close := get_close_matches(flag, _FLAGS, n=1, cutoff=0.8):
@@ -103,11 +103,11 @@ def _hydra_form(flag: str, value: str | None) -> str:
 
 
 def _setting(name: str) -> str:
-    """The key that an option of that name most likely means; the Trainer's where none of ours has the name."""
+    """The key that an option of this name most likely means; one of the Trainer's if none of ours has the name."""
     if (GROUPS / name).is_dir() or "." in name:
         return name
-    if name in _NOT_OF_THE_TRAINER:
-        return _NOT_OF_THE_TRAINER[name]
+    if name in _TOP_LEVEL:
+        return _TOP_LEVEL[name]
     if name in ("offload", "engine", "compile"):
         return f"strategy/{name}"
     return f"strategy.{name}" if name in {f.name for f in fields(ZeroConfig)} else f"trainer.{name}"
@@ -125,27 +125,27 @@ def _unknown_choice(override: str) -> str | None:
         if choice and choice != "null" and "/" not in choice and choice not in known:
             close = get_close_matches(choice, known, n=1)
             meant = f" did you mean {group}={close[0]}?" if close else ""
-            return f"{group}={choice}: there is no such choice.{meant} {group} is one of {', '.join(known)}."
+            return f"{group}={choice}: this choice does not exist.{meant} {group} is one of {', '.join(known)}."
     return None
 
 
 def unknown_setting(override: str) -> str | None:
-    """Repair of an override that names a group's insides wrongly; ``None`` if it is right, or not
-    known to be wrong."""
+    """The repair for an override that misnames a setting inside a group; ``None`` if it is right, or not known to be
+    wrong."""
     match = re.fullmatch(r"(?:\+{0,2}|~)(strategy|trainer|plan)\.(\w+)(?:=(.*))?", override)
     if not match:
         return None
     where, name, value = match.groups()
     if where == "strategy" and (GROUPS / where / name).is_dir() and name != "engine":
-        if value is not None and value.startswith("{"):  # its settings, which are merged
+        if value is not None and value.startswith("{"):  # a mapping of settings, which Hydra merges
             return None
         if value is not None and value.startswith("["):
-            return f"strategy.{name} is a group of settings: set each by its name, strategy.{name}.NAME=VALUE."
+            return f"strategy.{name} is a group of settings: set each one by name, strategy.{name}.NAME=VALUE."
         return f"strategy.{name} is a group of settings: use strategy/{name}={value}."
     if where == "trainer" and name in ("strategy", "callbacks"):
         return f"{name} is a group of its own: use {name}={value}."
     known = {
-        "strategy": (*(f.name for f in fields(ZeroConfig)), "name"),  # the name of one of Lightning's own
+        "strategy": (*(f.name for f in fields(ZeroConfig)), "name"),  # one of Lightning's strategies, by name
         "trainer": trainer_settings(),
         "plan": tuple(f.name for f in fields(PlanConfig)),
     }[where]
@@ -153,13 +153,13 @@ def unknown_setting(override: str) -> str | None:
         return None
     close = get_close_matches(name, known, n=1)
     repair = f"did you mean {where}.{close[0]}?" if close else f"known: {', '.join(known)}."
-    return f"{where}.{name} is no setting; {repair}"
+    return f"{where}.{name} is not a setting; {repair}"
 
 
 @cache
 def trainer_settings() -> tuple[str, ...]:
-    """The arguments of Lightning's Trainer, read from its source, as importing it takes seconds; empty where the source
-    lies elsewhere than expected."""
+    """The arguments of Lightning's Trainer, read from its source because an import takes seconds; empty if the source
+    is not in the expected place."""
     spec = find_spec("lightning")
     path = Path((spec.origin if spec else None) or "").parent / "pytorch" / "trainer" / "trainer.py"
     if not path.is_file():

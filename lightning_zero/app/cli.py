@@ -1,7 +1,7 @@
 """The command ``lightning-zero``.
 
-The first word is the command; Hydra parses the rest. :mod:`lightning_zero.launch.launcher` starts the other processes
-of a run.
+The first word is the command; Hydra parses the rest. :mod:`lightning_zero.launch.launcher` starts the other ranks of a
+run.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ from lightning_zero.checkpoint import FORMATS
 
 COMMANDS = {
     "fit": "train a LightningModule",
-    "validate": "run its validation data through it",
-    "test": "run its test data through it",
-    "predict": "run its predict data through it and store the results, one file per rank",
-    "plan": "say what each stage would store and send, and which one fits",
-    "submit": "write a batch script that runs fit and give it to SLURM (--dry-run only writes it)",
+    "validate": "run the validation loop",
+    "test": "run the test loop",
+    "predict": "run the predict loop and store the results, one file per rank",
+    "plan": "show what each stage would store and send, and which one fits",
+    "submit": "write a batch script that runs fit and submit it to SLURM (--dry-run only writes it)",
 }
 TOOLS = {
-    "convert": "turn a checkpoint into another form",
-    "doctor": "say what this machine has for training, and what is missing",
+    "convert": "convert a checkpoint to another form",
+    "doctor": "show what this machine has for training, and what is missing",
     "check": "prove on this machine that stages 1 to 3 train as DDP, fit the plan, are fast, and end safely",
-    "init": "make a folder with a small project of your own, which trains at once",
+    "init": "create a folder with a small project that trains at once",
 }
 """Commands with ordinary arguments."""
 _DRY_RUN = "LIGHTNING_ZERO_DRY_RUN"
 
 
 def main() -> None:
-    """Entry point; exits with 0, with 2 for a mistake on the command line or in the config, with 1 after a failed run.
+    """Entry point; the exit status is 0, 2 after a mistake on the command line or in the config, or 1 after a failed
+    run.
 
-    Help, the version and mistakes on the command line need neither PyTorch nor Lightning, and do not import them.
+    Help, version and mistakes on the command line do not import PyTorch or Lightning.
     """
     try:
         _run(sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:  # `... | head` has seen enough
+    except BrokenPipeError:  # the reader has closed its end, as `... | head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes into it when it ends
         sys.exit(128 + signal.SIGPIPE)
 
@@ -66,7 +67,7 @@ def _run(arguments: list[str]) -> None:
         "  lightning-zero fit strategy=zero2 trainer.devices=2 trainer.max_steps=100\n"
         "  lightning-zero plan trainer.devices=8 trainer.precision=bf16-mixed plan.device_memory_gib=80\n"
         "  lightning-zero fit --help        every group and its choices\n"
-        "  lightning-zero fit --cfg job     the config alone",
+        "  lightning-zero fit --cfg job     only the config",
     )
     parser.add_argument("--version", action="version", version=f"lightning-zero {lightning_zero.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
@@ -90,21 +91,21 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _not_a_command(word: str) -> str | None:
-    """The command meant by a first word that is none; ``None`` if it is one, or a flag, or like none."""
+    """The message about a first word that is not a command; ``None`` for a flag, a tool, or a word like no command."""
     if word.startswith("-") or word in TOOLS:
         return None
     if "=" in word:
-        return f"{word}: a command comes first, as in: lightning-zero fit {word}"
+        return f"{word}: the command comes first: lightning-zero fit {word}"
     close = get_close_matches(word, [*COMMANDS, *TOOLS], n=1)
     return f"{word}: did you mean {close[0]}?" if close else None
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a checkpoint: file, sharded folder, DeepSpeed's own folder, or fsspec URL")
-    parser.add_argument("target", help="what to write; must not exist yet")
+    parser.add_argument("target", help="path to write; must not exist yet")
     parser.add_argument("--format", choices=FORMATS, help="default: the form that SOURCE does not have")
-    parser.add_argument("--prefix", help="safetensors: what to take off the names (default: the only child's name)")
-    parser.add_argument("--config", help="safetensors: a config.json to put beside the weights")
+    parser.add_argument("--prefix", help="safetensors: prefix to remove from names (default: that of an only child)")
+    parser.add_argument("--config", help="safetensors: config.json to copy next to the weights")
     parser.add_argument(
         "--no-weights-only", action="store_true", help="unpickle anything SOURCE holds; only if you trust its origin"
     )
@@ -112,7 +113,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    """Turns a checkpoint into another form, without an accelerator and with one tensor in memory at a time."""
+    """Converts a checkpoint to another form, without an accelerator and with one tensor in memory at a time."""
     from lightning_zero.checkpoint.convert import convert
 
     try:
@@ -136,8 +137,8 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    """Prints versions, accelerators, backends, shared memory, whether two processes can exchange tensors, and which of
-    DeepSpeed's ops can be built; exits with 1 where two processes cannot."""
+    """Prints versions, accelerators, backends, limits, shared memory and whether two processes can exchange tensors;
+    exits with 1 if they cannot."""
     from lightning_zero.app.doctor import run
 
     sys.exit(run(arguments.timeout, arguments.json))
@@ -172,12 +173,12 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _add_init(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="what to make; must not exist yet, or be empty")
+    parser.add_argument("folder", help="folder to create; must be empty if it exists")
     parser.set_defaults(run=_init)
 
 
 def _init(arguments: argparse.Namespace) -> None:
-    """Makes a small project: a module, its data, a Hydra app with a config of its own, a test, a batch script."""
+    """Creates a small project: a module, its data, a Hydra app with its own config, a test and a batch script."""
     from lightning_zero.app.project import make_project
 
     try:
@@ -192,7 +193,7 @@ def _run_hydra(command: str, arguments: list[str]) -> None:
         return
     if wrong := mistake(arguments, own_flags=("--dry-run",) if command == "submit" else ()):
         _exit_with(wrong)
-    import hydra  # half a second that --help does not need
+    import hydra  # takes half a second, which --help does not need
 
     from lightning_zero.launch import launcher
 
@@ -204,10 +205,10 @@ def _run_hydra(command: str, arguments: list[str]) -> None:
 
     if command == "submit" and "--dry-run" in arguments:
         arguments = [item for item in arguments if item != "--dry-run"]
-        os.environ[_DRY_RUN] = "1"  # also for the jobs of a sweep
+        os.environ[_DRY_RUN] = "1"  # an environment variable also reaches the jobs of a sweep
     sys.argv = [typed[0], *arguments]
-    launcher.program_arguments = [command]  # other ranks are started with it in front of Hydra's arguments
-    # Hydra would print a shortened traceback and exit; with this it raises, and the message is made here.
+    launcher.program_arguments = [command]  # the launcher puts it before Hydra's arguments
+    # Without this Hydra prints a shortened traceback and exits; with it Hydra raises, and we print the message.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
         with _user_errors_in_one_line(arguments):
@@ -220,10 +221,10 @@ def _run_hydra(command: str, arguments: list[str]) -> None:
 
 
 def run_command(command: str, cfg: Any) -> float | None:
-    """Runs ``command`` (a name in :data:`COMMANDS`) as ``cfg`` says, inside a Hydra job.
+    """Runs ``command`` (a name in :data:`COMMANDS`) with ``cfg``, inside a Hydra job.
 
     Returns:
-        The metric ``optimized_metric``, for the sweeper; ``None`` where there is no such setting.
+        The value of the metric ``optimized_metric``, for the sweeper; ``None`` if that is not set.
     """
     from hydra.core.hydra_config import HydraConfig
     from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -231,7 +232,7 @@ def run_command(command: str, cfg: Any) -> float | None:
 
     from lightning_zero.app.hydra_config import ConfigError, check_launcher, make_object, make_trainer
 
-    # Modules in the folder where the command was typed, as with `python -m`; in other ranks and a sweep's workers, too
+    # Import modules from the folder of the command, as `python -m` does, in other ranks and sweep workers too.
     if (started_in := HydraConfig.get().runtime.cwd) not in sys.path:
         sys.path.insert(0, started_in)
     if command == "plan":
@@ -251,7 +252,7 @@ def run_command(command: str, cfg: Any) -> float | None:
     module = make_object(cfg, "model")
     data = make_object(cfg, "data")
     if module is None:
-        raise ConfigError("model is empty: give one, as model=gpt or model=custom model._target_=my_module.MyClass")
+        raise ConfigError("model is empty: set it, such as model=gpt or model=custom model._target_=my_module.MyClass")
     _put_checkpoints_in(run_folder, trainer)
     rank_zero_only(_save_resolved)(cfg, run_folder)
     with _ranks_end_with_us():
@@ -267,14 +268,14 @@ def run_command(command: str, cfg: Any) -> float | None:
 
 
 def trace_profiler(cfg: Any, run_folder: Path) -> Any:
-    """Lightning's profiler for a Chrome trace of three batches per rank, behind two that warm up."""
+    """Lightning's profiler, set to write a Chrome trace of three batches per rank after two warm-up batches."""
     import torch
     from lightning.pytorch.profilers import PyTorchProfiler
 
     from lightning_zero.app.hydra_config import ConfigError
 
     if cfg.trainer.get("profiler") is not None:
-        raise ConfigError(f"profile=true with trainer.profiler={cfg.trainer.profiler}: leave one of them out")
+        raise ConfigError(f"profile=true with trainer.profiler={cfg.trainer.profiler}: remove one of them")
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
     return PyTorchProfiler(dirpath=run_folder, filename="trace", schedule=schedule)
 
@@ -291,20 +292,20 @@ def _optimized(name: str | None, trainer: Any) -> float | None:
 
 
 def submit(cfg: Any, run_folder: Path) -> None:
-    """Writes ``job.sbatch`` into the run folder, where the job itself will run, and hands it to SLURM."""
+    """Writes ``job.sbatch`` into the run folder, which the job will use as well, and submits it to SLURM."""
     from hydra.core.hydra_config import HydraConfig
 
     from lightning_zero.app.hydra_config import ConfigError, make_slurm_job, make_strategy
 
     job = make_slurm_job(cfg)
-    make_strategy(**cfg.strategy)  # mistakes are found here, not in a queue
+    make_strategy(**cfg.strategy)  # finds mistakes now, not after hours in a queue
     given = [item for item in HydraConfig.get().overrides.task if not item.lstrip("+~").startswith("launcher")]
     fixed = {"trainer.devices": job.devices, "trainer.num_nodes": job.nodes}
     for item in given:
         name, _, value = item.lstrip("+").partition("=")
         if name in fixed and value != str(fixed[name]):
             raise ConfigError(
-                f"{item}: the job has {name}={fixed[name]}; leave it out and write {_launchers(name, value, job)}."
+                f"{item}: the job has {name}={fixed[name]}; remove it and write {_launchers(name, value, job)}."
             )
     if job.gpus_per_node and not any(item.startswith("trainer=") for item in given):
         given.append("trainer=gpu")
@@ -322,14 +323,14 @@ def submit(cfg: Any, run_folder: Path) -> None:
     try:
         done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True, check=False, cwd=start)
     except FileNotFoundError:
-        raise ConfigError(f"sbatch is not on this machine: give {path} to SLURM where it is.") from None
+        raise ConfigError(f"sbatch is not installed on this machine: submit {path} on one that has SLURM.") from None
     if done.returncode:
         raise ConfigError(f"sbatch refused {path}: {done.stderr.strip()}")
     print(done.stdout.strip(), flush=True)
 
 
 def _launchers(name: str, value: str, job: Any) -> str:
-    """The setting of the launcher that stands for one of the Trainer's."""
+    """The launcher's setting that corresponds to one of the Trainer."""
     if name == "trainer.num_nodes":
         return f"launcher.nodes={value}"
     on_gpus = f"launcher.gpus_per_node={value}"
@@ -337,7 +338,7 @@ def _launchers(name: str, value: str, job: Any) -> str:
 
 
 def _hydra_flags(arguments: list[str]) -> list[str]:
-    """The flags that name the source of the config, which the job needs again."""
+    """The flags that select the config; the job needs them too."""
     kept: list[str] = []
     for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
         if flag in ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"):
@@ -374,7 +375,7 @@ def _save_resolved(cfg: Any, run_folder: Path) -> None:
 
 @contextlib.contextmanager
 def _ranks_end_with_us() -> Iterator[None]:
-    """The ranks that this job has started end with it, so that the next job of a sweep finds nothing of it."""
+    """Ends the ranks that this job has started, so that the next job of a sweep starts clean."""
     from lightning_zero.launch.launcher import end_session
 
     try:
@@ -394,7 +395,8 @@ def _ranks_end_with_us() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _user_errors_in_one_line(arguments: list[str]) -> Iterator[None]:
-    """Errors that the command line can repair end in one message and status 2; others keep their traceback."""
+    """Prints errors that the user can repair on the command line as one message with status 2; other errors keep their
+    traceback."""
     from hydra.errors import HydraException
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from omegaconf.errors import OmegaConfBaseException
@@ -422,12 +424,12 @@ def _exit_with(message: str, status: int = 2) -> None:
 
 
 def _explain(error: BaseException, arguments: list[str]) -> str:
-    """The message of ``error`` with the override that would have worked, if one is known."""
+    """The message of ``error``, with the override that works if it is known."""
     lines = str(error).splitlines()
     if error.__cause__ is not None and str(error.__cause__) not in str(error):
         lines += str(error.__cause__).splitlines()
     hints = [text for text in map(unknown_setting, arguments) if text]
-    # The schemas are closed: Hydra's advice to append a key with + leads nowhere, ours to the key that was meant.
+    # The schemas are closed, so Hydra's advice to append a key with + does not work; our hint names the right key.
     unwanted = (
         r"\s*(full_key|object_type|reference_type|To append to your config use)"
         if hints

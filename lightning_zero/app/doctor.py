@@ -1,7 +1,6 @@
 """``lightning-zero doctor``: reports what this machine has for training under ZeRO, and what is missing.
 
-Each probe reports one line. No probe can hang: probes that use other processes run in child processes with a time
-limit.
+No probe can hang: probes that need several processes run in child processes with a time limit.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch.distributed as dist
 GIB = 2**30
 PACKAGES = ("lightning-zero", "torch", "lightning", "deepspeed", "hydra-core", "numpy", "transformers")
 SMALL_SHARED_MEMORY_GIB = 1.0
-"""Dataloader workers and NCCL pass tensors through it; containers get 64 MiB by default."""
+"""Dataloader workers and NCCL pass tensors through shared memory; containers get 64 MiB by default."""
 
 _RANK = """
 import sys, torch, torch.distributed as dist
@@ -41,7 +40,7 @@ assert value.eq(3.0).all().item(), value
 print("works", flush=True)
 dist.destroy_process_group()
 """
-"""One of two ranks: adds 1 and 2."""
+"""Program of one of two ranks: all-reduces 1 and 2."""
 
 _READER = """
 import sys, torch.distributed as dist
@@ -55,19 +54,19 @@ may = bool(memory.ranks)
 memory.close()
 forbidden = "the system forbids it (a container's seccomp profile, kernel.yama.ptrace_scope), so ranks use sockets"
 print("works" if may else forbidden, flush=True)
-dist.destroy_process_group()  # one that is left to the end of the interpreter may end it in std::terminate
+dist.destroy_process_group()  # at interpreter exit it may end in std::terminate
 sys.exit(not may)
 """
-"""One of two ranks: reads from the other's memory, as ranks on CPUs exchange shards."""
+"""Program of one of two ranks: reads the other's memory, as CPU ranks do to exchange shards."""
 
 Section = dict[str, str]
 
 
 def examine(timeout_seconds: float = 120.0) -> dict[str, Section]:
-    """Section -> question -> answer; an answer that begins with ``no:`` names the missing part.
+    """Runs all probes: section -> question -> answer. An answer that begins with ``no:`` names what is missing.
 
     Args:
-        timeout_seconds: For each of the checks that start processes.
+        timeout_seconds: Time limit of each probe that starts processes.
     """
     probes: dict[str, Callable[[], Section]] = {
         "versions": versions,
@@ -87,7 +86,7 @@ def examine(timeout_seconds: float = 120.0) -> dict[str, Section]:
 
 
 def report(found: dict[str, Section]) -> str:
-    """``found`` as text."""
+    """Formats the findings as text."""
     lines = []
     for name, section in found.items():
         lines.append(f"{name}:")
@@ -97,7 +96,7 @@ def report(found: dict[str, Section]) -> str:
 
 
 def run(timeout_seconds: float, as_json: bool) -> int:
-    """Prints the findings; 1 if not even two processes on this machine can exchange tensors, else 0."""
+    """Prints the findings; returns 0 if two processes on this machine can exchange tensors, else 1."""
     found = examine(timeout_seconds)
     print(json.dumps(found, indent=1) if as_json else report(found), flush=True)
     return 0 if found["two processes"].get("gloo", "").startswith("works") else 1
@@ -129,7 +128,7 @@ def _first_line(tool: str, flag: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"no: {error}"
     lines = (done.stdout or done.stderr).splitlines()
-    return next((line for line in lines if "release" in line), next(iter(lines), "no: it says nothing"))
+    return next((line for line in lines if "release" in line), next(iter(lines), "no: it prints nothing"))
 
 
 def hardware() -> Section:
@@ -150,7 +149,7 @@ def _shared_memory(folder: str = "/dev/shm") -> str:
         return f"no: {folder} ({error.strerror})"
     text = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free in {folder}"
     if usage.total < SMALL_SHARED_MEMORY_GIB * GIB:
-        return f"no: {text}, little for dataloader workers and NCCL; in a container: docker run --shm-size=8g"
+        return f"no: {text}, too little for dataloader workers and NCCL; in a container: docker run --shm-size=8g"
     return text
 
 
@@ -165,7 +164,7 @@ def accelerators() -> Section:
                 f" compute capability {properties.major}.{properties.minor}"
             )
     elif torch.version.cuda:
-        made["cuda"] = "no: torch is built for it, but finds no device (nvidia-smi shows whether the driver does)"
+        made["cuda"] = "no: torch is built for CUDA, but finds no device (check whether nvidia-smi does)"
     else:
         made["cuda"] = "no: torch is built for the CPU"
     if hasattr(torch, "xpu") and torch.xpu.is_available():
@@ -201,14 +200,14 @@ def _collectives(timeout_seconds: float) -> Section:
     if not dist.is_nccl_available():
         made["nccl"] = "not tried: not in this build of torch"
     elif torch.cuda.device_count() < 2:
-        made["nccl"] = f"not tried: it takes two GPUs, here are {torch.cuda.device_count()}"
+        made["nccl"] = f"not tried: needs two GPUs, this machine has {torch.cuda.device_count()}"
     else:
         made["nccl"] = collective_works("nccl", timeout_seconds)
     return made
 
 
 def collective_works(backend: str, timeout_seconds: float) -> str:
-    """``"works"``, or ``"no: "`` and why two processes of this machine cannot add two tensors within the time."""
+    """``"works"`` if two processes of this machine can all-reduce a tensor in time, else ``"no: "`` and the reason."""
     return _two_processes(_RANK, backend, timeout_seconds)
 
 
@@ -225,7 +224,7 @@ def _two_processes(script: str, backend: str, timeout_seconds: float) -> str:
                 process.wait()
     for process, output in zip(ranks, outputs, strict=True):
         lines = output.strip().splitlines()
-        if "works" in lines:  # however the process has ended afterwards
+        if "works" in lines:  # the exit status does not count: a process may crash while it ends
             continue
         return f"no: {next(reversed(lines), f'exit code {process.returncode}')}"
     return "works"

@@ -1,10 +1,9 @@
-"""Between Hydra and the library: typed schemas on the way in, plain objects on the way out.
+"""Connects Hydra to the library: typed schemas on the way in, plain objects on the way out.
 
-The schemas are derived from the dataclasses and signatures they stand for, so that there is one list of settings:
-``ZeroConfig`` for ``strategy=zero*``, ``lightning.Trainer.__init__`` for ``trainer=*``. Importing
-``lightning_zero.conf`` (which Hydra does when it meets ``pkg://lightning_zero.conf``) registers them, in this
-project's command and in anyone's app alike. The functions ``make_*`` are the only way out; no ``DictConfig`` passes
-them.
+The schemas are derived from existing dataclasses and signatures, so that settings are listed once: from ``ZeroConfig``
+for ``strategy=zero*``, from ``lightning.Trainer.__init__`` for ``trainer=*``. Importing ``lightning_zero.conf``
+registers them; Hydra does so for ``pkg://lightning_zero.conf``, in this project's command and in any other app. The
+functions ``make_*`` return plain objects; no ``DictConfig`` gets past them.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ from lightning_zero.launch.launcher import LaunchedDDP
 from lightning_zero.launch.slurm import SlurmJob, run_stamp
 from lightning_zero.private.lightning import start_method
 
-_OF_GROUPS = ("strategy", "callbacks")
-"""Arguments of the Trainer that are groups of their own."""
+_GROUPS_OF_THEIR_OWN = ("strategy", "callbacks")
+"""Arguments of the Trainer that have Hydra groups of their own."""
 _PRIMITIVE = {int, float, bool, str, type(None)}
 
 
 class ConfigError(CompactHydraException, ValueError):
-    """A setting that cannot be used, said in a way that needs no traceback; ``hydra.main`` shows none then."""
+    """A setting is invalid. The message is complete, so ``hydra.main`` prints it without a traceback."""
 
 
 # -- schemas ---------------------------------------------------------------------------------------------------------
 
 
 def plain_type(hint: Any) -> Any:
-    """The nearest type that OmegaConf can check: it takes neither ``Literal`` nor ``Union[str, dataclass]``.
+    """The nearest type that OmegaConf can check: it supports neither ``Literal`` nor ``Union[str, dataclass]``.
 
-    ``Literal`` becomes its values' types, a union with a dataclass that dataclass' schema, a sequence a list; a union
-    that holds anything else (a ``Logger``, a list) is not checked here but by the receiver of the value.
+    A ``Literal`` becomes the types of its values, a union with a dataclass becomes the schema of that dataclass, and a
+    sequence becomes a list. Any other union (with a ``Logger``, say) becomes ``Any``; the receiver checks the value.
     """
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return schema_of(hint)
@@ -76,11 +75,11 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 @functools.cache
 def schema_of(config: type, target: str | None = None) -> type:
-    """A dataclass with the fields, types and defaults of ``config`` in OmegaConf's terms, not frozen.
+    """Makes an unfrozen dataclass with the fields and defaults of ``config``, and with types that OmegaConf supports.
 
     Args:
-        config: A dataclass all of whose fields have defaults.
-        target: The callable for Hydra's ``instantiate``.
+        config: A dataclass whose fields all have defaults.
+        target: Path of the callable for Hydra's ``instantiate``.
     """
     hints = get_type_hints(config)
     made = [(f.name, _or_none(plain_type(hints[f.name]), f), _default(f)) for f in dataclasses.fields(config)]
@@ -88,7 +87,7 @@ def schema_of(config: type, target: str | None = None) -> type:
 
 
 def _or_none(hint: Any, f: dataclasses.Field[Any]) -> Any:
-    """A field whose default is ``None`` can be unset, whatever type it has once it is resolved."""
+    """Allows ``None`` for a field whose default is ``None``, whatever its declared type."""
     return Union[hint, None] if f.default is None and hint is not Any else hint  # noqa: UP007
 
 
@@ -108,10 +107,10 @@ def _make_schema(name: str, made: list[tuple[str, Any, Any]], target: str | None
 
 
 def trainer_schema() -> type:
-    """Every argument of ``lightning.Trainer`` except those that are groups, typed as far as OmegaConf can."""
+    """A schema with all arguments of ``lightning.Trainer`` except those with groups, typed as far as OmegaConf can."""
     hints = get_type_hints(Trainer.__init__)
     parameters = list(inspect.signature(Trainer.__init__).parameters.values())[1:]
-    made = [(p.name, plain_type(hints[p.name]), p.default) for p in parameters if p.name not in _OF_GROUPS]
+    made = [(p.name, plain_type(hints[p.name]), p.default) for p in parameters if p.name not in _GROUPS_OF_THEIR_OWN]
     return _make_schema("Trainer", made, "lightning.pytorch.Trainer")
 
 
@@ -125,7 +124,7 @@ class LightningStrategy:
 
 @dataclasses.dataclass
 class Launcher:
-    """The launcher of the processes."""
+    """The group ``launcher``: how processes are started."""
 
     name: str = "local"
 
@@ -151,12 +150,12 @@ class Job:
 
 
 def zero_schema() -> type:
-    """The fields of ``ZeroConfig``."""
+    """The schema of ``ZeroConfig``, built by :func:`make_strategy`."""
     return schema_of(ZeroConfig, target="lightning_zero.app.hydra_config.make_strategy")
 
 
 def register_configs() -> None:
-    """Makes the schemas known to Hydra; safe to call again."""
+    """Registers the schemas with Hydra; idempotent."""
     store = ConfigStore.instance()
     schemas = {
         "job": Job,
@@ -187,7 +186,7 @@ def make_strategy(**settings: Any) -> DDPStrategy | str:
     """A value for ``Trainer(strategy=...)``, from the ``strategy`` group (also through Hydra's ``instantiate``).
 
     Raises:
-        ConfigError: Naming the setting, its value and the repair.
+        ConfigError: If a setting is invalid; names the setting, its value and the repair.
     """
     settings = to_plain(settings)
     settings.pop("_target_", None)
@@ -197,7 +196,7 @@ def make_strategy(**settings: Any) -> DDPStrategy | str:
 
 
 def _lightning_strategy(name: str) -> DDPStrategy | str:
-    """Lightning's strategy of that name; DDP, which starts processes as ours do, with our launching."""
+    """Lightning's strategy of this name, but DDP with our launcher if it starts processes by popen."""
     known = StrategyRegistry.get(name, None) if name in StrategyRegistry.available_strategies() else None
     if type(known) is not DDPStrategy or start_method(known) != "popen":
         return name
@@ -230,10 +229,9 @@ def make_trainer(cfg: DictConfig, **more: Any) -> Trainer:
     """The Trainer of the groups ``trainer``, ``strategy``, ``callbacks`` and ``logger`` of ``cfg``.
 
     Args:
-        cfg: Any config with the node ``trainer`` and perhaps ``strategy``, ``callbacks`` and ``logger`` (the last two
-            mappings from names to ``_target_`` nodes; ``logger=none`` is no logger, and what ``trainer.logger`` says
-            counts instead).
-        more: Arguments of the Trainer that the config leaves at their default.
+        cfg: Any config with the node ``trainer`` and optionally ``strategy``, ``callbacks`` and ``logger``. The last
+            two map names to ``_target_`` nodes. With an empty ``logger``, ``trainer.logger`` counts.
+        more: Values for arguments of the Trainer that the config leaves at ``None``.
     """
     arguments = _checked(trainer_schema(), to_plain(cfg.trainer), "trainer")
     arguments.pop("_target_")
@@ -259,8 +257,8 @@ def make_trainer(cfg: DictConfig, **more: Any) -> Trainer:
 
 
 def _without_switched_off(arguments: Mapping[str, Any]) -> list[Callback] | None:
-    """The callbacks that go with the switches of ``trainer``: Lightning refuses a progress bar beside
-    ``enable_progress_bar=false``, and the others likewise; says in one line which are left out."""
+    """Drops callbacks that a switch of ``trainer`` turns off, and logs their names. Lightning refuses, for example, a
+    progress bar with ``enable_progress_bar=false``."""
     callbacks: list[Callback] | None = arguments.get("callbacks")
     switches: dict[str, type[Callback]] = {
         "enable_progress_bar": ProgressBar,
@@ -270,37 +268,37 @@ def _without_switched_off(arguments: Mapping[str, Any]) -> list[Callback] | None
     off = {name: kind for name, kind in switches.items() if arguments.get(name) is False}
     for name, kind in off.items():
         if left_out := [type(each).__name__ for each in callbacks or [] if isinstance(each, kind)]:
-            rank_zero_info(f"trainer.{name}=false: left out {', '.join(left_out)} of callbacks.")
+            rank_zero_info(f"trainer.{name}=false: dropped {', '.join(left_out)} from callbacks.")
     return callbacks and [each for each in callbacks if not isinstance(each, tuple(off.values()))]
 
 
 def _all_of(cfg: DictConfig, group: str) -> list[Any]:
-    """The objects of a group that maps names to ``_target_`` nodes."""
+    """Builds the objects of a group that maps names to ``_target_`` nodes."""
     nodes = to_plain(cfg[group]) or {}
     return [_instantiate(node, f"{group}.{name}") for name, node in nodes.items() if node is not None]
 
 
 def make_object(cfg: DictConfig, group: str) -> Any:
-    """The object of a group that is one ``_target_`` node (``model``, ``data``), or ``None`` if it is empty."""
+    """Builds the object of a group with one ``_target_`` node (``model``, ``data``); ``None`` if the group is empty."""
     node = cfg.get(group)
     if node is None:
         return None
     if OmegaConf.is_missing(node, "_target_") or "_target_" not in node:
         raise ConfigError(
-            f"{group}._target_ is not set: give the class to build, as {group}._target_=my_module.MyClass"
+            f"{group}._target_ is not set: give the class to build, such as {group}._target_=my_module.MyClass"
         )
     return _instantiate(to_plain(node), group)
 
 
 def check_launcher(cfg: DictConfig, name: str) -> None:
-    """Raises unless ``launcher`` is the one that the command is for."""
+    """Raises ``ConfigError`` if the command needs another launcher than ``cfg.launcher``."""
     found = to_plain(cfg.launcher).get("name")
     if found not in ("local", "slurm"):
         raise ConfigError(f"launcher.name={found!r}: use 'local' or 'slurm'.")
     if name == "local" and found == "slurm":
-        raise ConfigError("launcher=slurm: use the command submit, or leave it out under srun.")
+        raise ConfigError("launcher=slurm: use the command submit, or remove it under srun.")
     if name == "slurm" and found == "local":
-        raise ConfigError("launcher=local starts no batch job: use submit launcher=slurm launcher.nodes=...")
+        raise ConfigError("launcher=local does not start a batch job: use submit launcher=slurm launcher.nodes=...")
 
 
 def make_slurm_job(cfg: DictConfig) -> SlurmJob:
@@ -314,7 +312,7 @@ def make_slurm_job(cfg: DictConfig) -> SlurmJob:
 
 
 def to_plain(node: Any) -> Any:
-    """``node`` without OmegaConf: dicts, lists and values, interpolations resolved."""
+    """Converts ``node`` to plain dicts, lists and values, with interpolations resolved."""
     if OmegaConf.is_config(node):
         try:
             return OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
@@ -345,19 +343,20 @@ def _instantiate(node: Any, where: str) -> Any:
     try:
         return instantiate(node, _convert_="all")
     except InstantiationException as error:
-        # Not found or called wrongly is the config's fault; an error from inside a constructor is shown in full.
+        # A class that is not found or called wrongly is an error in the config: one message. Any other error inside a
+        # constructor keeps its traceback.
         inside = error.__cause__
         if inside is None or isinstance(inside, (ImportError, TypeError, ValueError)):
-            behind = _import_error(error)
-            said = f"{where}: {_without_key(error)}"
-            if behind is None or str(behind) in said:
-                raise ConfigError(said) from error
-            raise ConfigError(f"{said}\n{type(behind).__name__}: {behind}") from behind
+            cause = _import_error(error)
+            message = f"{where}: {_without_key(error)}"
+            if cause is None or str(cause) in message:
+                raise ConfigError(message) from error
+            raise ConfigError(f"{message}\n{type(cause).__name__}: {cause}") from cause
         raise
 
 
 def _import_error(error: BaseException) -> BaseException | None:
-    """The innermost import error behind Hydra's ``Error locating target``, which says nothing of it itself."""
+    """The innermost import error in the chain behind Hydra's ``Error locating target``, which does not mention it."""
     chain = [error]
     while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(inner)

@@ -1,4 +1,4 @@
-"""The logger behind ``logger=csv``: one ``metrics.csv`` for a run, however often the run is interrupted."""
+"""The logger of ``logger=csv``: one ``metrics.csv`` per run, even if the run is interrupted and requeued."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning.pytorch.loggers import Logger
 
 
 class MetricsFile(Logger):
-    """Writes ``metrics.csv`` (a row for each logged step, a column for each metric) and ``hparams.yaml``.
+    """Writes ``metrics.csv`` (a row per logged step, a column per metric) and ``hparams.yaml``.
 
-    Lightning's own ``CSVLogger`` begins a folder ``version_N`` whenever a process starts, so that a requeued run's
-    metrics lie in several. This one goes on with the file that is there; rows of steps that are trained again, because
-    they lie behind the checkpoint the run continues from, are dropped.
+    Lightning's ``CSVLogger`` creates a folder ``version_N`` in each process, which spreads the metrics of a requeued
+    run over several folders. This logger continues the existing file. It drops rows of steps after the checkpoint from
+    which the run resumes, because those steps are trained again.
 
     Args:
-        save_dir: The folder.
-        flush_every_n_rows: Rows that a kill may lose.
+        save_dir: Folder of both files.
+        flush_every_n_rows: Rows per write; a kill loses at most as many.
     """
 
     FILE = "metrics.csv"
@@ -32,7 +32,7 @@ class MetricsFile(Logger):
         self._folder = Path(save_dir)
         self._every = flush_every_n_rows
         self._rows: list[dict[str, Any]] = []  # not on disk yet
-        self._columns: list[str] = []  # of the file; empty until this process has written
+        self._columns: list[str] = []  # columns of the file; empty until this process has written
         self._hparams: dict[str, Any] = {}
 
     @property
@@ -66,7 +66,7 @@ class MetricsFile(Logger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         step = len(self._rows) if step is None else step
         if self._rows and self._rows[-1]["step"] == step and not self._rows[-1].keys() & metrics.keys():
-            self._rows[-1].update(metrics)  # logged apart, as learning rates are
+            self._rows[-1].update(metrics)  # the same step logged in a second call, as for learning rates
             return
         self._rows.append({"step": step, **metrics})
         if len(self._rows) >= self._every:
@@ -85,15 +85,15 @@ class MetricsFile(Logger):
             csv.DictWriter(file, self._columns).writerows(rows)
 
     def _kept(self, before: int | None) -> list[dict[str, Any]]:
-        """The file's rows; of an earlier process of this run those of steps ``before`` this one's first."""
+        """The rows of the file; those of an earlier process only up to ``before``, this process's first step."""
         try:
             with open(self.path, newline="", encoding="utf-8") as file:
                 rows: list[dict[str, Any]] = list(csv.DictReader(file))
         except FileNotFoundError:
             return []
-        # a row that a kill has cut off has no number, or another column's
-        whole = [row for row in rows if None not in row.values() and str(row.get("step", "")).isdigit()]
-        kept = [row for row in whole if before is None or int(row["step"]) < before]
+        # A row that a kill truncated lacks cells or has no valid step.
+        complete = [row for row in rows if None not in row.values() and str(row.get("step", "")).isdigit()]
+        kept = [row for row in complete if before is None or int(row["step"]) < before]
         self._columns = list(dict.fromkeys([*self._columns, *(name for row in kept[:1] for name in row)]))
         return kept
 
@@ -105,7 +105,7 @@ class MetricsFile(Logger):
             writer = csv.DictWriter(file, self._columns)
             writer.writeheader()
             writer.writerows([*kept, *rows])
-        os.replace(aside, self.path)  # whole or not at all
+        os.replace(aside, self.path)  # atomic
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

@@ -1,6 +1,7 @@
-"""``lightning-zero plan``: from the groups of a run to its plan.
+"""``lightning-zero plan``: makes a plan from the Hydra groups of a run.
 
-No run is started: the module is built on the meta device, and there is no Trainer. So a laptop can plan for 64 GPUs.
+It does not start the run: it builds the module on the meta device and uses no Trainer. So a laptop can plan for 64
+GPUs.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from lightning_zero.planner import GIB, Plan, device_memory_bytes, first_batch, 
 
 
 def run_plan(cfg: DictConfig) -> Plan:
-    """Makes the plan of the run that ``cfg`` describes and shows it as ``cfg.plan`` says."""
+    """Makes the plan of the run that ``cfg`` describes, and shows it in the forms that ``cfg.plan`` sets."""
     config = make_plan_config(cfg)
     trainer = to_plain(cfg.trainer) or {}
     device = _device(trainer)
     devices = num_devices(trainer.get("devices"), device)
     module = _on_meta(cfg)
     if module is None:
-        raise ConfigError("model is empty: give one, as model=gpt or model=custom model._target_=my_module.MyClass")
+        raise ConfigError("model is empty: set it, such as model=gpt or model=custom model._target_=my_module.MyClass")
     try:
         made = plan(
             module,
@@ -61,7 +62,7 @@ def _show(made: Plan, config: PlanConfig) -> None:
 
 
 def num_devices(value: Any, device: str) -> int:
-    """Processes per node, from a value of ``Trainer(devices=...)``."""
+    """Number of processes per node for a value of ``Trainer(devices=...)``."""
     if isinstance(value, (list, tuple)):
         return len(value)
     text = str(value)
@@ -87,14 +88,14 @@ def _device_memory_gib(config: PlanConfig, device: str, devices: int) -> float:
         return config.device_memory_gib
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "plan.device_memory_gib=null: this machine has no GPU to ask, so give the memory of one, as"
+            "plan.device_memory_gib=null: this machine has no GPU to query, so set the memory of one, such as"
             " plan.device_memory_gib=80."
         )
     return device_memory_bytes(torch.device(device), devices) / GIB
 
 
 def _on_meta(cfg: DictConfig) -> Any:
-    """The module without its memory; one that needs values while it is built is built for real."""
+    """Builds the module on the meta device, or in memory if its constructor needs values."""
     try:
         with torch.device("meta"):
             return make_object(cfg, "model")
@@ -103,8 +104,9 @@ def _on_meta(cfg: DictConfig) -> Any:
 
 
 def _zero_config(cfg: DictConfig) -> ZeroConfig:
-    """Of a strategy of ours as it is: a plan refuses the settings that a run refuses. The planner
-    takes units and agreements from it, and its account is that of ``fully_shard``, whatever engine will run."""
+    """The config of a strategy of ours, validated, so that a plan refuses the same settings as a run; the default
+    config for DDP. The planner reads units and agreements from it, and counts as for ``fully_shard`` on both
+    engines."""
     strategy = to_plain(cfg.get("strategy")) or {}
     return make_zero_config(strategy) if "min_unit_numel" in strategy else ZeroConfig()  # ddp
 

@@ -7,20 +7,20 @@ from pathlib import Path
 
 TEMPLATE = Path(__file__).parent / "template"
 _RENAMED = {"gitignore": ".gitignore"}
-"""Names that package builders would leave out."""
+"""Files that package builders would omit under their proper names."""
 
 
 def make_project(folder: Path) -> str:
-    """Makes ``folder`` and fills it.
+    """Creates the project in ``folder``.
 
     Returns:
-        What to tell the user.
+        A message for the user.
 
     Raises:
-        FileExistsError: If something is there already.
+        FileExistsError: If ``folder`` exists and is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} is there already and not empty: give a new folder's name.")
+        raise FileExistsError(f"{folder} exists and is not empty: give another folder.")
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
     shutil.copytree(TEMPLATE, folder, ignore=ignored, dirs_exist_ok=True)
     for name, proper in _RENAMED.items():

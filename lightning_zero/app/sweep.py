@@ -1,8 +1,8 @@
-"""The results of a Hydra sweep's jobs, as one table.
+"""Compares the jobs of a Hydra sweep in one table.
 
 Each job writes ``result.json`` to its folder, under any Hydra launcher. When the sweep ends, the process that started
-it reads all of them. The command uses :class:`CompareRuns` by default; another app adds
-``override hydra/callbacks: compare_runs`` to its defaults.
+it reads all of them. The command uses :class:`CompareRuns` by default; another app adds ``override hydra/callbacks:
+compare_runs`` to its defaults.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ COMPARISON = "comparison.txt"
 
 
 class RunRecord(Callback):
-    """Writes the final metrics, the number of steps and the seconds of a fit into the folder of its Hydra job.
+    """Writes the final metrics, the steps and the seconds of a fit into the folder of its Hydra job.
 
-    They are those that the Trainer itself keeps, so they are there with any logger and with none.
+    The metrics are the Trainer's ``callback_metrics``, so no logger is needed.
     """
 
     def __init__(self) -> None:
-        self._folder = Path(HydraConfig.get().runtime.output_dir)  # now: a spawned rank knows of no job
+        self._folder = Path(HydraConfig.get().runtime.output_dir)  # read it now: a spawned rank has no HydraConfig
         self._since = 0.0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -51,14 +51,14 @@ class RunRecord(Callback):
 
 
 class CompareRuns(HydraCallback):
-    """Prints a table of the jobs of a sweep when it ends, and stores it in the sweep's folder."""
+    """Prints a table of a sweep's jobs when the sweep ends, and stores it in the sweep's folder."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self._folder = Path(str(config.hydra.sweep.dir)).resolve()
-        atexit.register(self._report)  # Hydra does not tell its callbacks of the end when a job has failed
+        atexit.register(self._report)  # after a failed job Hydra does not call on_multirun_end
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """In whichever process ran the job: a job is finished when it has returned, whatever it did."""
+        """Marks the job as finished once it has returned; runs in the process of the job."""
         if config.hydra.mode != RunMode.MULTIRUN or job_return.status != JobStatus.COMPLETED:
             return
         path = Path(config.hydra.runtime.output_dir) / RESULT
@@ -81,7 +81,8 @@ class CompareRuns(HydraCallback):
 
 
 def compare(folder: Path) -> str:
-    """One line for each job under ``folder``: the overrides that tell it from the others, and its result."""
+    """A table with one line per job under ``folder``: the overrides in which it differs from the others, and its
+    result."""
     jobs = sorted(
         (path.parent.parent for path in folder.glob("**/.hydra/overrides.yaml")), key=lambda p: (len(p.name), p.name)
     )

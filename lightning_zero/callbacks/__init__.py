@@ -1,4 +1,4 @@
-"""Callbacks that show a run's times, traffic and memory."""
+"""Callbacks that report a run's times, traffic and memory."""
 
 from lightning_zero.callbacks.model_state_report import ModelStateReport
 from lightning_zero.callbacks.step_time import StepTime

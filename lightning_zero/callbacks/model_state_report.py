@@ -1,7 +1,8 @@
-"""The model state on each rank, measured tensor by tensor.
+"""Measures the bytes of model state on each rank, tensor by tensor.
 
-Counted at the end of training, between two steps: this is the state that stays. While computing, stages 1 and 2 gather
-the parameters (stage 1 also keeps whole gradients until the last micro-batch), stage 3 one unit at a time.
+It counts at the end of training, between two steps, so it shows the state that stays. During a step, stages 1 and 2
+gather all parameters (stage 1 also keeps unsharded gradients until the last micro-batch), and stage 3 gathers one unit
+at a time.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ ELSEWHERE = {"host": "of this in host memory", "disk": "of this on disk"}
 
 
 class ModelStateReport(Callback):
-    """Prints, when training ends, a table of model-state bytes per rank: as DDP would hold them and as measured."""
+    """Prints a table of model-state bytes per rank when training ends: what DDP would hold, and what was measured."""
 
     def __init__(self) -> None:
         self.states: list[ModelState] = []
-        """Per rank."""
+        """Model state of each rank."""
         self._gradients = ModelState()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        # The one moment at which every gradient is there; with several optimizers the largest sum counts.
+        # Only here do all gradients exist. With several optimizers the largest sum counts.
         self._gradients = max(self._gradients, state_of_run(trainer, pl_module), key=lambda s: s.held("gradients"))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -38,12 +39,12 @@ class ModelStateReport(Callback):
         rank_zero_only(print)(f"\n{self.table()}", flush=True)
 
     def table(self) -> str:
-        """The bytes of every kind, for DDP and for each rank, in MiB."""
-        whole = self.states[0].whole
+        """Formats the bytes of every kind in MiB, for DDP and for each rank."""
+        full = self.states[0].whole
         rows = [["model state, MiB", "DDP, each rank", *(f"rank {rank}" for rank in range(len(self.states)))]]
         for kind in KINDS:
-            rows.append([LABELS[kind], _mib(whole[kind]), *(_mib(state.held(kind)) for state in self.states)])
-        total = sum(whole.values())
+            rows.append([LABELS[kind], _mib(full[kind]), *(_mib(state.held(kind)) for state in self.states)])
+        total = sum(full.values())
         sums = [sum(map(state.held, KINDS)) for state in self.states]
         rows.append(["together", _mib(total), *map(_mib, sums)])
         rows.append(["share of DDP's", "", *(f"{each / total:.1%}" if total else "-" for each in sums)])
@@ -56,7 +57,7 @@ class ModelStateReport(Callback):
 
 
 def state_of_run(trainer: Trainer, module: LightningModule) -> ModelState:
-    """This rank's model state now, counted by its engine if there is one."""
+    """This rank's current model state, counted by its engine if it has one."""
     engine = getattr(trainer.strategy, "engine", None)
     return plain_state(module, trainer.optimizers) if engine is None else engine.model_state(trainer.optimizers)
 

@@ -1,4 +1,4 @@
-"""Duration of an optimizer step."""
+"""Logs the duration of an optimizer step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class StepTime(Callback):
-    """Logs ``step_seconds`` to the progress bar and the loggers: the wall-clock time of one optimizer step, its
-    micro-batches and the loading of their data included, as rank 0 sees it."""
+    """Logs ``step_seconds`` to the progress bar and the loggers: rank 0's wall-clock time of one optimizer step,
+    including its micro-batches and the loading of their data."""
 
     def __init__(self) -> None:
         self._step = -1
         self._since = 0.0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._step = -1  # time between two epochs (validation, checkpoints) belongs to no step
+        self._step = -1  # the time between epochs (validation, checkpoints) is part of no step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_step == self._step:

@@ -1,18 +1,18 @@
-"""Measures the bytes and times of a run on each rank, and shows them beside the plan's.
+"""Measures the bytes and times of a run on each rank, and prints them next to the plan.
 
-[Where a step's time goes] A *window* is one optimizer step with its micro-batches, from the end of one to the end of
-the next. On the CPU marks are readings of a clock, on CUDA they are events on the compute stream, read once they have
-passed, at least one window later: the host never waits for the device.
+[Where a step's time goes] A *window* is one optimizer step with its micro-batches, from the end of the previous step to
+the end of this one. On the CPU a mark is a clock reading. On CUDA it is an event on the compute stream, which is read
+only after it has completed, at least one window later: the host never waits for the device.
 
-    data            from the end of a batch's hooks to the start of the next batch's
-    communication   exposed only, i.e. nothing was computed meanwhile.
-                    CPU: the time inside blocking collectives. CUDA: the compute stream's waits before each unit's
+    data            from the end of the hooks of one batch to the start of those of the next
+    communication   exposed communication only, during which nothing is computed.
+                    CPU: the time inside blocking collectives. CUDA: the waits of the compute stream before each unit's
                     forward and backward, and between the last gradient and the end of the backward
-    optimizer       clipping and the step, their communication left out
+    optimizer       clipping and the step, without their communication
     compute         the rest
 
-[What is counted] Bytes of parameters, gradients and optimizer states tensor by tensor, in a few windows; bytes on the
-wire by :class:`~lightning_zero.comm.meter.TrafficMeter`, in all of them.
+[Bytes] Parameters, gradients and optimizer states are counted tensor by tensor, in a few windows. Traffic is counted by
+:class:`~lightning_zero.comm.meter.TrafficMeter` in all windows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PARTS = ("compute", "communication", "optimizer", "data")
 
 
 class HostClock:
-    """Marks are seconds; a CPU has finished its work when the next line runs."""
+    """Marks are seconds: on a CPU, work is done when the next line runs."""
 
     def mark(self) -> Any:
         return time.perf_counter()
@@ -87,11 +87,11 @@ class _Window:
     waits: list[tuple[Any, Any]] = field(default_factory=list)
     """Exposed communication outside the optimizer."""
     host_waits: float = 0.0
-    """Seconds inside blocking collectives, on the CPU."""
+    """CPU: seconds inside blocking collectives."""
     data_waits: float = 0.0
-    """Of them between two batches, in Lightning's collective on whether a rank was asked to end."""
+    """The part of ``host_waits`` between two batches, where Lightning's ranks agree whether to end."""
     optimizer_waits: list[float] = field(default_factory=list)
-    """Of them inside each optimizer's step."""
+    """The part of ``host_waits`` inside each optimizer's step."""
     samples: int = 0
     tokens: int = 0
     micro_batches: int = 0
@@ -101,16 +101,16 @@ class _Window:
 
 
 class ZeroMonitor(Callback):
-    """Logs what each optimizer step costs, and prints at the end what every rank stored and sent, beside the plan.
+    """Logs the cost of each optimizer step, and prints at the end what every rank stored and sent, next to the plan.
 
     Args:
-        every_n_steps: How often averages are logged; ``None`` is the Trainer's ``log_every_n_steps``.
-        predict: Make the plan (rank 0 prints it, its trace also counts the FLOPs); costs a second or so, once.
-        peak_flops: Of one device, per second, for MFU; ``None`` looks the device up.
+        every_n_steps: Steps between logged averages; ``None`` is the Trainer's ``log_every_n_steps``.
+        predict: Make the plan, whose trace also counts the FLOPs; takes about a second, once.
+        peak_flops: Peak FLOP/s of one device, for MFU; ``None`` looks it up by the device's name.
 
-    Validation, checkpoints and the time between epochs belong to no window. The first window is left out: everything
-    warms up in it, and optimizers make their states. After the run ``rows`` holds one mapping per rank with all
-    measurements, ``plan`` the prediction.
+    Validation, checkpoints and the time between epochs are part of no window. The first window is not counted, because
+    it includes warm-up and the creation of optimizer states. After the run ``rows`` has one mapping per rank with all
+    measurements, and ``plan`` has the prediction.
     """
 
     def __init__(self, every_n_steps: int | None = None, predict: bool = True, peak_flops: float | None = None) -> None:
@@ -129,7 +129,7 @@ class ZeroMonitor(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self.predict:
-            # Copied now, while the module is whole; traced with the first batch.
+            # Copy the structure now, before the module is sharded; trace it with the first batch.
             self._planner = _planner_for(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -162,7 +162,7 @@ class ZeroMonitor(Callback):
     def _watch(self, trainer: Trainer) -> None:
         model: Any = trainer.strategy.model
         if isinstance(model, DistributedDataParallel):
-            if comm_hook(trainer.strategy) is None:  # a hook of the user's calls torch.distributed, which is counted
+            if comm_hook(trainer.strategy) is None:  # a user hook calls torch.distributed, which is counted
                 self._ddp, self._ddp_bytes = model, _bytes_reduced(model)
         elif not self._on_host and isinstance(model, nn.Module):
             engine = getattr(trainer.strategy, "engine", None)
@@ -181,7 +181,10 @@ class ZeroMonitor(Callback):
         self._handles.clear()
 
     def _watch_unit(self, unit: Any) -> None:
-        """Marks on both sides of ``fully_shard``'s own hooks, in which the stream waits for a gather."""
+        """Records marks around ``fully_shard``'s own hooks, in which the stream waits for a gather.
+
+        Order matters: ``prepend`` puts a hook before ``fully_shard``'s, and the others run after it.
+        """
         marks: list[Any] = []
         add = self._handles.append
 
@@ -210,7 +213,7 @@ class ZeroMonitor(Callback):
     # -- marks ---------------------------------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._window = self._batch_end = None  # time between epochs belongs to no step
+        self._window = self._batch_end = None  # the time between epochs is part of no step
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._window = self._batch_end = None
@@ -241,8 +244,8 @@ class ZeroMonitor(Callback):
         ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
         self._backward_computed: Any = None
         if loss.requires_grad and (ddp or not self._on_host):
-
-            def computed() -> None:  # queued first, so it runs before the engines' own last callbacks
+            # Queued before the engines' own end-of-backward callbacks, so it runs before they wait for reductions.
+            def computed() -> None:
                 self._backward_computed = (self._clock.mark(), self.meter.seconds)
 
             loss.register_hook(lambda grad: at_end_of_backward(computed))
@@ -250,13 +253,13 @@ class ZeroMonitor(Callback):
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._backward_computed is not None and self._window is not None:
             self._window.waits.append((self._backward_computed[0], self._clock.mark()))
-            self._window.host_waits -= self.meter.seconds - self._backward_computed[1]  # not twice
+            self._window.host_waits -= self.meter.seconds - self._backward_computed[1]  # already in `waits`
         self._backward_computed = None
         if self._ddp is not None and self._ddp.require_backward_grad_sync:
             self.meter.add("all_reduce", self._ddp_bytes, trainer.world_size)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        if self._sample:
+        if self._sample:  # counting walks all tensors, so only some windows do it
             state = state_of_run(trainer, pl_module)
             self._state["parameters"] = state.held("parameters")
             self._state["gradients"] = max(self._state["gradients"], state.held("gradients"))
@@ -267,7 +270,7 @@ class ZeroMonitor(Callback):
         if self._optimizer_begin is None or self._window is None:
             return
         begin, seconds = self._optimizer_begin
-        if self._optimizer_ended:  # a step inside a step: the outer one ends later
+        if self._optimizer_ended:  # an optimizer that steps another one: only the outer step, which ends last, counts
             self._window.optimizer.pop()
             self._window.optimizer_waits.pop()
         self._window.optimizer.append((begin, self._clock.mark()))
@@ -310,26 +313,26 @@ class ZeroMonitor(Callback):
     # -- readings ------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Adds up the windows whose marks have passed."""
+        """Adds up the windows whose marks have completed."""
         while self._pending and self._clock.passed(self._pending[0].end):
             window = self._pending.popleft()
-            if self._num_read == 1:  # the first step warms up, and waits for ranks that were slow to plan
+            if self._num_read == 1:  # drop the first: warm-up, and waits for ranks that were slow to plan
                 self._parts.clear()
                 self._totals.clear()
             self._num_read += 1
             between = self._clock.seconds
-            whole = between(window.begin, window.end)
+            seconds = between(window.begin, window.end)
             optimizer = sum(between(*pair) for pair in window.optimizer)
             optimizer -= sum(window.optimizer_waits) if self._on_host else 0.0
             data = sum(between(*pair) for pair in window.data) - (window.data_waits if self._on_host else 0.0)
             waits = sum(between(*pair) for pair in window.waits) + (window.host_waits if self._on_host else 0.0)
             parts = {"communication": waits, "optimizer": optimizer, "data": data}
-            parts["compute"] = max(whole - sum(parts.values()), 0.0)
+            parts["compute"] = max(seconds - sum(parts.values()), 0.0)
             for target in (self._parts, self._totals):
                 target.update(parts)  # type: ignore[arg-type]
                 target.update(
                     {
-                        "seconds": whole,  # type: ignore[dict-item]
+                        "seconds": seconds,  # type: ignore[dict-item]
                         "steps": 1,
                         "samples": window.samples,
                         "tokens": window.tokens,
@@ -369,7 +372,7 @@ class ZeroMonitor(Callback):
         planner, self._planner = self._planner, None
         try:
             self.plan = planner(batch)
-        except Exception as error:  # a run must not end because its cost could not be predicted
+        except Exception as error:  # a run must not fail because its plan failed
             rank_zero_warn(f"ZeroMonitor: no plan, {type(error).__name__}: {error}")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -379,14 +382,14 @@ class ZeroMonitor(Callback):
             dtype = next((d for name, d in mixed.items() if str(trainer.precision).startswith(name)), torch.float32)
             try:
                 self.peak_flops = float(get_available_flops(trainer.strategy.root_device, dtype) or 0) or None
-            except Exception as error:  # an unknown chip; a run must not end because its share of a peak is unknown
+            except Exception as error:  # an unknown chip must not end the run
                 rank_zero_warn(f"ZeroMonitor: peak_flops is not known, {type(error).__name__}: {error}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.meter.calls:
             self._unwatch()
         if not self._on_host:
-            torch.cuda.synchronize()  # the run is over
+            torch.cuda.synchronize()  # the only wait for the device; the run is over
         self._read()
         steps = max(self._steps - 1, 1)
         mine: dict[str, float] = {f"{kind} bytes": float(self._state[kind]) for kind in STATES}
@@ -400,7 +403,7 @@ class ZeroMonitor(Callback):
         rank_zero_only(print)(f"\n{self.table(trainer)}", flush=True)
 
     def table(self, trainer: Trainer | None = None) -> str:
-        """Measured per rank, and planned where there is a plan for the run's stage."""
+        """Formats the measurements per rank, with the plan's prediction if it covers the run's stage."""
         planned = self._planned(trainer)
         names = list(dict.fromkeys(name for row in self.rows for name in row))
         head = ["ZeroMonitor", *(["plan"] if planned else []), *(f"rank {i}" for i in range(len(self.rows)))]
@@ -425,7 +428,7 @@ class ZeroMonitor(Callback):
         if config is not None and config.offload.target != "none":
             name += {"cpu": "_offload", "nvme": "_nvme"}[config.offload.target]
         row = next((row for row in self.plan.rows if row.name == name), None)
-        if row is None:  # stages 1 and 2 with files have none
+        if row is None:  # the plan has no rows for files at stages 1 and 2
             return {}
         found = {f"{kind} bytes": getattr(row, kind) for kind in STATES}
         if not self._on_host:  # RSS also holds the interpreter and every library
@@ -442,15 +445,19 @@ def _planner_for(trainer: Trainer, module: LightningModule) -> Planner | None:
 
 
 def _bytes_reduced(model: DistributedDataParallel) -> int:
-    """By each synchronized backward. DDP's reducer calls the process group from C++, where nothing can count; a
-    communication hook could, but then another reducer would be measured than the one that runs without the monitor."""
+    """Bytes that DDP reduces in each synchronized backward.
+
+    DDP's reducer calls the process group from C++, where the meter cannot count. A communication hook could count, but
+    it would replace the reducer that a run without the monitor uses.
+    """
     ignored = set(model.parameters_to_ignore)
     reduced = (p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored)
     return sum(p.numel() * p.element_size() for p in reduced)
 
 
 def _sizes(batch: Any) -> tuple[int, int]:
-    """``(samples, tokens)``: the first dimension of the first tensor, and its elements if it holds ids."""
+    """``(samples, tokens)``: the first dimension of the first tensor, and its number of elements if it holds token
+    ids."""
     for t in pytree.tree_leaves(batch):
         if isinstance(t, Tensor) and t.dim():
             ids = t.dim() == 2 and not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)

@@ -148,7 +148,7 @@ class LeftState(Tensor):
 
 def begin_reads(agreement: Agreement) -> None:
     """Reads of states that are about to be left are made by all ranks of ``agreement`` (collective)."""
-    reads = agreement.beside(READS)
+    reads = agreement.with_kind(READS)
     reads.timeout_seconds = min(READ_SECONDS, agreement.timeout_seconds)
     _reads[:] = [reads]
 

@@ -1,9 +1,9 @@
-"""Finds the stage that fits a module on given devices, and its costs: ``lightning_zero.plan``.
+"""Predicts memory and traffic of every stage and finds one that fits: ``lightning_zero.plan``.
 
-The module is copied without its memory and one micro-batch is traced under fake tensors
-(:mod:`~lightning_zero.planner.tracing`), one step of its own optimizers is run on fake parameters, and
-:mod:`~lightning_zero.planner.memory` has the formulas of every stage. Nothing runs on a device and no process group is
-needed.
+The planner copies the module without its memory, traces one micro-batch under fake tensors
+(:mod:`~lightning_zero.planner.tracing`) and runs one step of the module's optimizers on fake parameters.
+:mod:`~lightning_zero.planner.memory` holds the formulas of every stage. Nothing runs on a device, and no process group
+is needed.
 """
 
 from __future__ import annotations

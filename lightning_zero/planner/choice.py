@@ -1,4 +1,4 @@
-"""The row of a plan to take, and the size of its groups (``shard_size="auto"``), each with the reason."""
+"""Chooses the row of a plan, and the size of its groups (``shard_size="auto"``), each with the reason."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def choose(
     ranks_per_host: int,
     recomputes: bool = False,
 ) -> tuple[str | None, bool, str]:
-    """``(name, needs checkpointing, reason)`` of the cheapest row that fits.
+    """Returns ``(name, needs checkpointing, reason)`` of the cheapest row that fits.
 
     Rows are tried in the order of their traffic and recomputation: stages 1, 2, 3 on the device, then with activation
-    checkpointing, then with offload. DDP is never the answer: stage 1 sends the same and stores less. With
-    ``recomputes`` activation checkpointing is on already.
+    checkpointing, then with offload. DDP is never chosen: stage 1 sends as much and stores less. With ``recomputes``
+    activation checkpointing is already on.
     """
     if usable is None:
         return "zero3", recomputes, "zero3: no device memory was given, and stage 3 stores the least."
@@ -39,7 +39,7 @@ def choose(
                     reason += f", where {before} would be needed." if before else ", and no stage sends less per step."
                     if checkpointing and not recomputes:
                         reason += " It needs activation_checkpointing='full': without it no stage fits."
-                elif on_device:  # else offload was asked for
+                elif on_device:  # else the user asked for offload
                     least = min(on_device, key=lambda r: r.peak_checkpointed)
                     reason += f"; without offload even {least.name} with activation checkpointing needs"
                     reason += f" {gib(least.peak_checkpointed)}."
@@ -57,11 +57,11 @@ def smallest_group(
     ranks_per_host: int,
     host_gib: float | None,
 ) -> Plan:
-    """The plan of the run in groups, :attr:`Plan.shard_size` among it; its last note says why.
+    """The plan of the run with the smallest groups that fit; its last note gives the reason.
 
-    The smaller a group, the fewer hosts a gather crosses and the shorter its ring; the more each rank stores. So groups
-    are tried from one host on, in numbers of hosts that divide all of them, for the stage and offload of ``config``.
-    ``planned`` gives the plan of a ``shard_size``.
+    In smaller groups a gather crosses fewer hosts and its ring is shorter, but each rank stores more. So group sizes
+    are tried upwards from one host, for the stage and offload of ``config``. A size must divide the number of hosts.
+    ``planned`` makes the plan for a ``shard_size``.
     """
 
     def noted(made: Plan, size: int | None, why: str) -> Plan:
@@ -70,11 +70,11 @@ def smallest_group(
     everyone = planned(None)
     hosts, rest = divmod(world_size, ranks_per_host)
     if hosts < 2 or rest:
-        where = "are on one host" if hosts == 1 and not rest else "are not in hosts of equally many"
+        where = "are on one host" if hosts == 1 and not rest else "are not spread evenly over hosts"
         return noted(everyone, None, f"all ranks: they {where}")
     if everyone.usable_bytes is None:
         return noted(everyone, None, "all ranks: no device memory was given, and they store the least")
-    in_files = "_nvme" if config.stage == 3 else "_offload"  # plans have files at stage 3 only
+    in_files = "_nvme" if config.stage == 3 else "_offload"  # a plan has rows with files at stage 3 only
     name = f"zero{config.stage}" + {"cpu": "_offload", "nvme": in_files}.get(str(config.offload.target), "")
     recomputes, usable, tried = config.activation_checkpointing.is_on, everyone.usable_bytes, ""
     for count in (n for n in range(1, hosts) if hosts % n == 0 and n * ranks_per_host > 1):

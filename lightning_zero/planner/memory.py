@@ -1,13 +1,14 @@
-"""The bytes that one rank stores and sends at each ZeRO stage: formulas over the moments of one micro-batch.
+"""Formulas for the bytes that one rank stores and sends at each ZeRO stage, over the moments of one micro-batch.
 
-The paper is Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
-(arXiv:1910.02054); offload is ZeRO-Offload (arXiv:2101.06840) and ZeRO-Infinity (arXiv:2104.07857). States and traffic
-count real shapes, padding and units; a step's peak is an estimate, within 10 % of measured ones (docs/memory.md).
+"The paper" is Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
+(arXiv:1910.02054); offload follows ZeRO-Offload (arXiv:2101.06840) and ZeRO-Infinity (arXiv:2104.07857). States and
+traffic count real shapes, padding and units. The peak of a step is an estimate, within 10 % of measured peaks
+(docs/memory.md).
 
 [Tensors of one unit on one rank, N ranks]
-- *shard*: ``ceil(rows / N)`` rows of every parameter, padded, in its own dtype. Always there.
-- *gathered copy*: N padded shards in the compute dtype. At stages 1 and 2 between CPU processes, and at any stage of a
-  process alone, the shard aliases the copy if their dtypes are equal; the copy then stays.
+- *shard*: ``ceil(rows / N)`` rows of every parameter, padded, in the parameter's own dtype. Always allocated.
+- *gathered copy*: N padded shards in the compute dtype. At stages 1 and 2 between CPU processes, and at any stage with
+  one process, the shard aliases the copy if their dtypes are equal; the copy then stays allocated.
 - *unsharded gradient*: in the compute dtype, from autograd until the unit is reduced.
 - *reduce buffer*: N padded shards in the reduce dtype, alive until the next unit's reduction.
 - *gradient shard*: padded, in the parameter's dtype.
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from lightning_zero.comm.costs import wire_bytes
 
 KINDS = ("parameters", "gradients", "optimizer", "gathered", "buffers", "activations")
-"""The kinds of bytes in a rank's memory, in the order in which charts stack them."""
+"""Kinds of bytes in the memory of a rank, in the order in which charts stack them."""
 
 
 # -- one module ------------------------------------------------------------------------------------------------------
@@ -33,32 +34,33 @@ KINDS = ("parameters", "gradients", "optimizer", "gathered", "buffers", "activat
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSize:
-    """One parameter."""
+    """Sizes of one parameter and its optimizer states."""
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
     """Bytes per element as stored (master weights)."""
     compute_itemsize: int
-    """Bytes per element of the gathered copy and of the gradient that autograd makes."""
+    """Bytes per element of the gathered copy and of the gradient that autograd produces."""
     reduce_itemsize: int
-    """Bytes per element while reduced."""
+    """Bytes per element of the gradient while it is reduced."""
     trainable: bool = True
     stepped: bool = True
-    """Trainable, and given a gradient by a step; without one there is no optimizer state."""
+    """Whether a step gives the parameter a gradient; without one there is no optimizer state."""
     state_per_element: float = 0
     """Bytes of optimizer states per element, sharded like the parameter."""
-    state_whole: float = 0
-    """Bytes of optimizer states that do not follow the shards (step counters, row and column factors)."""
-    steps_whole: bool = False
-    """Its optimizer looks across elements, so parameter and gradient are gathered to step, and states are full."""
+    state_replicated: float = 0
+    """Bytes of optimizer states that every rank holds in full (step counters, row and column factors)."""
+    steps_unsharded: bool = False
+    """Whether the optimizer is not element-wise: parameter and gradient are gathered for the step, and states are
+    full."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     def shard_numel(self, world_size: int) -> int:
-        """Elements of rank 0's shard, to which every rank pads its own."""
+        """Elements of rank 0's shard, the largest, to which every rank pads its own."""
         return math.ceil(self.shape[0] / world_size) * math.prod(self.shape[1:])
 
 
@@ -79,7 +81,7 @@ class UnitSize:
         return sum(n * p.shard_numel(n) * p.compute_itemsize for p in self.parameters)
 
     def reduced_bytes(self, n: int) -> int:
-        """Of the reduce-scatter's input: every trainable parameter, if any is used."""
+        """Size of the input of the reduce-scatter: all trainable parameters of the unit, if a step uses any of them."""
         reduced = (n * p.shard_numel(n) * p.reduce_itemsize for p in self.parameters if p.trainable)
         return sum(reduced) if self.stepped else 0
 
@@ -89,12 +91,12 @@ class UnitSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A module as its engine sees it: the units, the root last, and the parameters that no rank shards."""
+    """A module as its engine sees it: the units (the root is the last) and the parameters that are not sharded."""
 
     units: tuple[UnitSize, ...]
     replicated: tuple[ParameterSize, ...] = ()
     broadcast_bytes: int = 0
-    """Of the module's buffers, before each synchronized training forward."""
+    """Bytes of buffers that are broadcast before each synchronized training forward."""
 
     @property
     def root(self) -> int:
@@ -107,14 +109,15 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A part of a micro-batch, from the moment before until one unit has run or one gradient is complete."""
+    """A part of a micro-batch: it starts where the previous moment ends, and ends when a unit has run or a gradient is
+    complete."""
 
     unit: int
     """Index in ``Layout.units`` of the unit that ran."""
     gradient: str = ""
     """Name of the parameter whose gradient became complete; empty in the forward."""
     activations: float = 0
-    """Most bytes that activations took; parameters' gradients are not counted."""
+    """Peak bytes of activations during the moment, without gradients of parameters."""
 
 
 @dataclass(kw_only=True)
@@ -123,17 +126,17 @@ class Trace:
 
     moments: list[Moment] = field(default_factory=list)
     forwards: list[int] = field(default_factory=list)
-    """Units whose forward ran, without the root; each time they ran."""
+    """Units except the root in the order of their forwards; a unit that ran twice is listed twice."""
     returning: list[int] = field(default_factory=list)
-    """Of these the ones that a backward comes back to, each time."""
+    """The elements of ``forwards`` that have a backward."""
     flops: float = 0.0
-    """Forward and backward; a multiply-add counts two."""
+    """FLOPs of forward and backward; a multiply-add counts as two."""
     host_bytes: float = 0.0
-    """Saved inputs that wait in host memory (``activation_checkpointing.offload``)."""
+    """Bytes of saved inputs in host memory (``activation_checkpointing.offload``)."""
 
 
 def untraced(layout: Layout) -> Trace:
-    """A micro-batch whose units run one after another, without activations: a step's states alone."""
+    """A stand-in for a trace: the units run one after another, without activations."""
     forwards = list(range(layout.root))
     moments = [Moment(unit=u) for u in (*forwards, layout.root)]
     for unit in (*reversed(forwards), layout.root):
@@ -149,10 +152,10 @@ def trainable_bytes(parameters: Sequence[ParameterSize]) -> float:
 
 
 def state_bytes(layout: Layout, stage: int, world_size: int) -> dict[str, float]:
-    """Parameters, gradients and optimizer states on rank 0, which holds the most, before the optimizer's step.
+    """Bytes of parameters, gradients and optimizer states on rank 0, which holds the most, before the optimizer step.
 
-    Section 5 of the paper at a step's end: under ``fully_shard`` the shards are all that is left at every stage, so
-    stages 1 to 3 differ only inside a step (:func:`account`).
+    This is Section 5 of the paper at the end of a step. Under ``fully_shard`` only shards are left then at every stage,
+    so stages 1 to 3 differ only during a step (:func:`account`).
     """
     sharded = [p for u in layout.units for p in u.parameters]
     sizes = [(p, p.shard_numel(world_size) if stage else p.numel) for p in sharded]
@@ -161,42 +164,43 @@ def state_bytes(layout: Layout, stage: int, world_size: int) -> dict[str, float]
     return {
         "parameters": sum(numel * p.itemsize for p, numel in sizes),
         "gradients": sum(numel * p.itemsize for p, numel in stepped),
-        "optimizer": sum(numel * p.state_per_element + p.state_whole for p, numel in stepped),
+        "optimizer": sum(numel * p.state_per_element + p.state_replicated for p, numel in stepped),
     }
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRules:
-    """An engine's way of running the step that is counted."""
+    """Properties of the step whose bytes are counted: stage, ranks, accumulation, offload."""
 
     stage: int
     """0 is DDP."""
     world_size: int
-    """Ranks that share one copy."""
+    """Number of ranks that share one copy of the model."""
     replicas: int = 1
-    """Groups of so many ranks (HSDP), which all-reduce their shards of gradients."""
+    """Number of such groups (HSDP), which all-reduce their gradient shards."""
     micro_batches: int = 1
-    """Accumulated before one optimizer step."""
+    """Micro-batches per optimizer step."""
     keep_gathered: bool = True
-    """Stages 1 and 2 stay gathered between micro-batches: no user hook looks at the module there."""
+    """Whether units stay gathered between micro-batches at stages 1 and 2, because no user hook runs there."""
     in_place: bool = False
-    """The direct exchange between CPU processes: gathers need no message, and gathered copies are aliased."""
+    """Whether CPU processes exchange directly: gathers need no message buffer, and shards can alias the gathered
+    copy."""
     automatic: bool = True
-    """Under automatic optimization Lightning zeroes gradients after the next forward, and stage 3 keeps the unit whose
-    backward comes first gathered."""
+    """Whether optimization is automatic: then Lightning zeroes gradients after the next forward, and stage 3 keeps the
+    unit gathered whose backward comes first."""
     offload: str = "none"
     host_is_device: bool = False
-    """Host memory is the device's, so offload to it moves nothing."""
+    """Whether the device is the CPU, so that offload to host memory moves nothing."""
 
     def aliases(self, unit: UnitSize) -> bool:
-        """Whether the gathered copy is always there, and the shards lie in it."""
+        """Whether the gathered copy stays allocated and contains the shard."""
         stays = self.stage in (1, 2) or (self.stage == 3 and self.world_size == 1)
         same_dtype = all(p.compute_itemsize == p.itemsize for p in unit.parameters)
         return self.in_place and self.offload == "none" and stays and same_dtype
 
 
 def offloaded_bytes(layout: Layout, rules: StepRules) -> dict[str, float]:
-    """The part of :func:`state_bytes` that offload takes off the device. What is replicated stays there.
+    """The part of :func:`state_bytes` that offload moves off the device. Replicated parameters stay there.
 
     cpu (ZeRO-Offload, section 4; ``CPUOffloadPolicy``): shards of parameters, gradients and optimizer states live in
     host memory and the step runs there. nvme (ZeRO-Infinity, sections 5 and 6): optimizer states and master weights lie
@@ -209,7 +213,8 @@ def offloaded_bytes(layout: Layout, rules: StepRules) -> dict[str, float]:
 
 
 def kept_bytes(layout: Layout, rules: StepRules) -> float:
-    """The part of the gathered copies that stays between two steps and is other ranks' (:meth:`StepRules.aliases`)."""
+    """Bytes of gathered copies that stay between two steps, without this rank's own shards in them
+    (:meth:`StepRules.aliases`)."""
     n = rules.world_size
     return sum(u.gathered_bytes(n) * (n - 1) / n for u in layout.units if rules.aliases(u))
 
@@ -218,21 +223,24 @@ def kept_bytes(layout: Layout, rules: StepRules) -> float:
 
 
 def account(layout: Layout, trace: Trace, rules: StepRules, step_bytes: float = 0) -> list[dict[str, float]]:
-    """:data:`KINDS` -> bytes on the device, at each moment of an optimizer step's last micro-batch and while the
-    optimizer steps, with temporaries of ``step_bytes``."""
+    """Device bytes by kind (:data:`KINDS`) at each moment of the last micro-batch of an optimizer step, then during the
+    optimizer's own step, whose temporaries take ``step_bytes``."""
     held, off = state_bytes(layout, rules.stage, rules.world_size), offloaded_bytes(layout, rules)
     held = {kind: nbytes - off.get(kind, 0.0) for kind, nbytes in held.items()}
     moments = _sharded(layout, trace, rules) if rules.stage else _ddp(layout, trace, rules)
-    whole = sum(_whole_step_bytes(unit, 1) for unit in layout.units) if rules.stage else 0.0
+    unsharded = sum(_unsharded_step_bytes(unit, 1) for unit in layout.units) if rules.stage else 0.0
     buckets = 0.0 if rules.stage else trainable_bytes(layout.parameters)
-    at_step = held["gradients"], kept_bytes(layout, rules) + whole, buckets + step_bytes, 0.0
+    at_step = held["gradients"], kept_bytes(layout, rules) + unsharded, buckets + step_bytes, 0.0
     changing = ("gradients", "gathered", "buffers", "activations")
     return [{**held, **dict(zip(changing, moment, strict=True))} for moment in (*moments, at_step)]
 
 
 def _ddp(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[tuple[float, ...]]:
-    """Nothing is sharded. Buckets, in which gradients are averaged, are a second copy of them. Under autocast weights
-    are cast, and the casts saved for the backward."""
+    """DDP at each moment: gradients, casts, buckets, activations.
+
+    The buckets in which gradients are averaged are a second copy of them. Autocast casts weights and saves the casts
+    for the backward.
+    """
     sizes, buckets = {p.name: p for p in layout.parameters}, trainable_bytes(layout.parameters)
     casts = float(sum(p.numel * p.compute_itemsize for p in layout.parameters if p.compute_itemsize != p.itemsize))
     full = state_bytes(layout, 0, 1)["gradients"]
@@ -245,7 +253,8 @@ def _ddp(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[tuple[float
 
 
 def _sharded(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[tuple[float, ...]]:
-    """``fully_shard`` as ``engines/fsdp2`` drives it. The root's gradients are reduced last."""
+    """``fully_shard`` at each moment, as ``engines/fsdp2`` drives it: gradients, gathered copies, reduce buffers,
+    activations. The gradients of the root are reduced last."""
     n, root, units = rules.world_size, layout.root, layout.units
     fresh = {p.name: p.numel * p.compute_itemsize for u in units for p in u.parameters}
     reduced = [float(u.reduced_bytes(n)) for u in units]
@@ -257,6 +266,7 @@ def _sharded(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[tuple[f
         held = list(shards)
         if rules.stage == 1:
             held = [float(sum(p.numel * p.reduce_itemsize for p in u.stepped)) for u in units]
+    # Lightning's closure zeroes gradients after the forward, so the previous step's are alive during it.
     stale = sum(shards) if rules.automatic else 0.0
     always = trainable_bytes(layout.replicated)
     incomplete = Counter(m.unit for m in trace.moments if m.gradient) + Counter([root])
@@ -265,11 +275,12 @@ def _sharded(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[tuple[f
         if not m.gradient:
             yield max(sum(held), stale) + always, gathered, 0.0, m.activations
             continue
-        held[m.unit] += fresh.get(m.gradient, 0)  # gradients of replicated parameters are always there
+        held[m.unit] += fresh.get(m.gradient, 0)  # gradients of replicated parameters are in `always`
         incomplete[m.unit] -= 1
         if incomplete[m.unit]:
             yield sum(held) + always, gathered, reduce_buffer, m.activations
             continue
+        # fully_shard frees the input of a reduce-scatter only when the next one starts.
         reduce_buffer = reduced[m.unit]
         yield sum(held) + always, gathered, reduce_buffer * (1 + 1 / n), m.activations
         held[m.unit] = shards[m.unit]
@@ -277,8 +288,11 @@ def _sharded(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[tuple[f
 
 
 def _gathered(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[float]:
-    """Bytes of gathered copies at each moment. At stage 3 these are the root, the running unit and, in a backward, the
-    next one, which is gathered meanwhile; where a gather needs a message, that is as large as the copy."""
+    """Bytes of gathered copies at each moment.
+
+    At stage 3 the root, the running unit and, in a backward, the prefetched next unit are gathered. The message buffer
+    of a gather is as large as the copy.
+    """
     copies = [0 if rules.aliases(u) else u.gathered_bytes(rules.world_size) for u in layout.units]
     kept = kept_bytes(layout, rules)
     then = {later: earlier for earlier, later in itertools.pairwise(trace.returning)}
@@ -292,22 +306,24 @@ def _gathered(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[float]
         yield kept + message + sum(copies if rules.stage < 3 else (copies[u] for u in in_use))
 
 
-def _whole_step_bytes(unit: UnitSize, n: int) -> float:
-    """Parameters and gradients that are gathered for optimizers which look across elements."""
-    whole = [p for p in unit.stepped if p.steps_whole]
-    return sum(n * p.shard_numel(n) * 2 * p.itemsize for p in whole)
+def _unsharded_step_bytes(unit: UnitSize, n: int) -> float:
+    """Bytes of parameters and gradients that are gathered for optimizers that are not element-wise."""
+    unsharded = [p for p in unit.stepped if p.steps_unsharded]
+    return sum(n * p.shard_numel(n) * 2 * p.itemsize for p in unsharded)
 
 
 # -- traffic ---------------------------------------------------------------------------------------------------------
 
 
 def traffic(layout: Layout, trace: Trace, rules: StepRules) -> tuple[dict[str, float], float, float]:
-    """Bytes per optimizer step: collective -> sent by this rank, which receives as many; of its parameter shards, as
-    stored, each time they are gathered; of its gradient shards, each time they are reduced.
+    """Bytes per optimizer step, as ``(sent, gathered, reduced)``.
 
-    Section 7 of the paper, unit by unit: DDP 2Ψ, stage 1 Ψ + Ψ, stage 2 Ψ + AΨ, stage 3 2AΨ + AΨ for A micro-batches;
-    at stage 3 the root, and the unit whose backward comes first, are gathered once per micro-batch. Agreements between
-    ranks, of some KiB, are not counted.
+    ``sent`` maps a collective to the bytes that this rank sends; it receives as many. ``gathered`` counts this rank's
+    parameter shards, as stored, once per gather. ``reduced`` counts its gradient shards once per reduction.
+
+    Section 7 of the paper, unit by unit: DDP 2Ψ, stage 1 Ψ + Ψ, stage 2 Ψ + AΨ, stage 3 2AΨ + AΨ for A micro-batches.
+    At stage 3 the root and the unit whose backward comes first are gathered once per micro-batch. Agreements between
+    ranks, a few KiB, are not counted.
     """
     n, ranks = rules.world_size, rules.world_size * rules.replicas
     sent: dict[str, float] = defaultdict(float)
@@ -322,15 +338,15 @@ def traffic(layout: Layout, trace: Trace, rules: StepRules) -> tuple[dict[str, f
         reductions = 1 if rules.stage == 1 else rules.micro_batches * backwards
         gathered += gathers[index] * unit.shard_bytes(n)
         reduced += reductions * unit.gradient_shard_bytes(n)
-        whole = gathers[index] * unit.gathered_bytes(n) + _whole_step_bytes(unit, n)
-        sent["all_gather"] += wire_bytes("all_gather", whole, n)
+        full = gathers[index] * unit.gathered_bytes(n) + _unsharded_step_bytes(unit, n)
+        sent["all_gather"] += wire_bytes("all_gather", full, n)
         sent["reduce_scatter"] += wire_bytes("reduce_scatter", reductions * unit.reduced_bytes(n), n)
         sent["all_reduce"] += wire_bytes("all_reduce", reductions * unit.reduced_bytes(n) / n, rules.replicas)
     return {name: nbytes for name, nbytes in sent.items() if nbytes}, gathered, reduced
 
 
 def _num_gathers(layout: Layout, trace: Trace, rules: StepRules) -> Counter[int]:
-    """Unit -> gathers per optimizer step."""
+    """Index of each unit -> number of its gathers per optimizer step."""
     a = rules.micro_batches
     if rules.stage < 3:
         stays = rules.keep_gathered or all(map(rules.aliases, layout.units))

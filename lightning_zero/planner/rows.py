@@ -1,4 +1,4 @@
-"""A plan: a row for each way to train; as text and as a chart."""
+"""The plan: one row for each stage and offload, as text and as a chart."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ GIB = 2**30
 
 
 def gib(nbytes: float) -> str:
-    """Bytes in GiB, in three figures or so."""
+    """Formats bytes in GiB with two to four significant digits."""
     value = nbytes / GIB
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.4f}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One way to train, per rank; bytes."""
+    """Costs of one stage with one offload, in bytes per rank."""
 
     name: str
     """``ddp``, ``zero1`` ... ``zero3_nvme``."""
@@ -29,24 +29,25 @@ class Row:
     parameters: float
     gradients: float
     optimizer: float
-    """These three between two steps, as the tensors count; :attr:`at_peak` counts the bytes alive inside one."""
+    """Parameters, gradients and optimizer states between two steps; :attr:`at_peak` has the bytes during a step."""
     gathered_unit: float
-    """The largest unit while it is whole."""
+    """The largest unit while it is gathered."""
     activations: float
-    """Most that the activations of one micro-batch take, without and with recomputation (:attr:`Plan.recomputed`)."""
+    """Peak of the activations of one micro-batch without recomputation."""
     activations_checkpointed: float
+    """The same with recomputation (:attr:`Plan.recomputed`)."""
     at_peak: Mapping[str, float]
     """Kind -> device bytes at the peak of a step."""
     peak: float
     at_peak_checkpointed: Mapping[str, float]
     peak_checkpointed: float
     host: float
-    """Host memory of a step."""
+    """Host memory during a step."""
     host_checkpointed: float
-    """With recomputation: and saved inputs that wait there (``activation_checkpointing.offload``)."""
+    """The same with recomputation, including saved inputs in host memory (``activation_checkpointing.offload``)."""
     disk: float
     sent: Mapping[str, float]
-    """Collective -> bytes this rank sends per optimizer step, and receives as many."""
+    """Collective -> bytes that this rank sends per optimizer step; it receives as many."""
     sent_total: float
     pcie: float
     """Bytes per optimizer step between device and host."""
@@ -57,7 +58,7 @@ class Row:
     max_micro_batch_checkpointed: int
 
     def peak_with(self, checkpointing: bool) -> float:
-        """Device bytes of a step, with recomputation or without."""
+        """Peak device bytes of a step, with recomputation or without."""
         return self.peak_checkpointed if checkpointing else self.peak
 
     def host_with(self, checkpointing: bool) -> float:
@@ -67,31 +68,31 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The rows, the one to take and why."""
+    """The rows, the recommended row and the reason."""
 
     module: str
     num_parameters: int
     num_trainable: int
     world_size: int
     shard_size: int | None = None
-    """Ranks that share one copy; ``None`` is all of them."""
+    """Number of ranks that share one copy of the model; ``None`` is all ranks."""
     ranks_per_host: int
     precision: str
     micro_batch: int
     micro_batches: int
     optimizers: Sequence[str]
     device: str
-    """The kind of device that is planned for."""
+    """Kind of device of the plan, such as ``"cuda"``."""
     device_bytes: float | None
     usable_bytes: float | None
     flops_per_micro_batch: float
     rows: Sequence[Row]
     choice: str | None
-    """Name of the row to take; ``None`` if none fits."""
+    """Name of the recommended row; ``None`` if none fits."""
     checkpointing: bool
-    """Whether the choice needs activation checkpointing, or has it set."""
+    """Whether the recommended row needs activation checkpointing, or the config already sets it."""
     recomputed: str
-    """Recomputation in the columns with it: the setting, or each unit's activations if none is set."""
+    """Description of the recomputation that the ``ckpt`` columns assume."""
     reason: str
     notes: Sequence[str] = field(default_factory=tuple)
 
@@ -105,7 +106,7 @@ class Plan:
         return self.table()
 
     def table(self) -> str:
-        """The plan as text, GiB per rank."""
+        """Formats the plan as text, in GiB per rank."""
         head = [
             f"{self.module}: {self.num_parameters:,} parameters ({self.num_trainable:,} trainable),"
             f" {', '.join(self.optimizers) or 'no optimizer'}, {self.precision}",
@@ -135,17 +136,17 @@ class Plan:
         lines.insert(1, "-" * max(map(len, lines)))
         foot = [
             "",
-            "param, grad, optim: between two steps; unit: the largest gathered one; act: most that activations take;",
-            "peak: most of a step together, within 10 % of what is measured; max batch: the largest micro-batch that",
-            f"fits, without / with ckpt: {self.recomputed}.",
+            "param, grad, optim: between two steps; unit: the largest gathered unit; act: peak of activations;",
+            "peak: all of these during a step, within 10 % of measured peaks; max batch: the largest micro-batch",
+            f"that fits, without / with ckpt; ckpt: {self.recomputed}.",
         ]
         if any(r.host != r.host_checkpointed for r in self.rows):
-            foot.append("host: without / with that; the way of saved inputs there and back is not in PCIe/step.")
+            foot.append("host: without / with ckpt; PCIe/step does not include the transfer of saved inputs.")
         foot += [f"note: {note}." for note in self.notes]
         return "\n".join([*head, *lines, *foot, "", f"take {self.reason}" if self.choice else self.reason])
 
     def plot(self, path: str) -> None:
-        """Writes the chart as PNG; needs matplotlib (``pip install lightning-zero[plot]``)."""
+        """Writes the plan as a bar chart (PNG); needs matplotlib (``pip install lightning-zero[plot]``)."""
         try:
             import matplotlib  # optional: pip install lightning-zero[plot]
         except ImportError as error:

@@ -1,4 +1,4 @@
-"""The plan itself: for a module, and for a run that is about to start, on all ranks alike."""
+"""Makes a plan: for a module, or for a run that is about to start, with the same result on all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_zero.planner.tracing import NotTraceable, shadow
 from lightning_zero.private.lightning import training_source
 
 HEADROOM = 0.1
-"""Of a device's memory, where a run is planned by itself."""
+"""Default fraction of a device's memory that a plan keeps free."""
 
 
 def plan(
@@ -47,27 +47,27 @@ def plan(
     keep_gathered: bool = True,
     config: ZeroConfig | None = None,
 ) -> Plan:
-    """Predicts memory and traffic of each rank for every stage and offload, and recommends one.
+    """Predicts memory and traffic per rank for every stage and offload, and recommends one.
 
     Args:
-        module: Whole, on any device; on the meta device it takes no memory. It is copied, never changed.
-        batch: One micro-batch (its shapes and dtypes count); without one no activations are counted.
-        world_size: Ranks that share the model states.
-        ranks_per_host: Of them on one host (default: all).
+        module: An unsharded module on any device; on the meta device it takes no memory. It is copied, never changed.
+        batch: One micro-batch, of which only shapes and dtypes matter; without one activations are not counted.
+        world_size: Number of ranks.
+        ranks_per_host: Number of ranks on one host (default: all).
         precision: As for ``Trainer(precision=...)``.
-        device: Kind of device to plan for, ``"cpu"`` or ``"cuda"``.
-        device_memory_gib: Of one device; without it nothing is said to fit or not to fit, and the largest micro-batch
-            is not looked for.
-        host_memory_gib: Of one host, for offload.
-        headroom: Share of the device's memory that is left free.
-        micro_batches: Accumulated per optimizer step.
-        max_steps: The answer of ``trainer.estimated_stepping_batches`` while optimizers are configured.
-        keep_gathered: No hook of the user's looks at the module between micro-batches.
-        config: Units, agreements and ``shard_size`` of the run; its stage and offload are looked at only by
-            ``shard_size="auto"``.
+        device: Kind of device, ``"cpu"`` or ``"cuda"``.
+        device_memory_gib: Memory of one device. Without it the plan neither says what fits nor finds the largest
+            micro-batch.
+        host_memory_gib: Memory of one host, for offload.
+        headroom: Fraction of the device's memory to keep free.
+        micro_batches: Micro-batches per optimizer step.
+        max_steps: Value of ``trainer.estimated_stepping_batches`` for ``configure_optimizers``.
+        keep_gathered: Whether units stay gathered between micro-batches, because no user hook runs there.
+        config: Units, agreements and ``shard_size`` of the run; only ``shard_size="auto"`` uses its stage and offload.
 
     Raises:
-        ValueError: For an unknown precision, a module without trainable parameters, or groups that are not equal.
+        ValueError: If the precision is unknown, the module has no trainable parameters, or ``shard_size`` does not
+            divide the ranks.
     """
     config = config or ZeroConfig()
     on_host, name = ranks_per_host or world_size, precision_name(precision)
@@ -123,8 +123,8 @@ def plan(
 
 
 class Planner:
-    """A plan that waits for its batch: copies the module's structure now, while it is whole. Settings are keywords of
-    :func:`plan`."""
+    """Makes a plan in two parts: it copies the module's structure now, before the module is sharded, and plans once a
+    batch is known. ``settings`` are keywords of :func:`plan`."""
 
     def __init__(self, module: LightningModule, **settings: Any) -> None:
         meta = torch.device("meta")
@@ -133,12 +133,12 @@ class Planner:
         self._original = weakref.ref(module)
 
     def __call__(self, batch: Any) -> Plan:
-        """The plan for that batch. A step that runs layers of the module itself, which may be sharded by now, counts as
-        one that cannot be traced."""
+        """Plans for ``batch``. If the step of the copy runs layers of the original module, which may be sharded by now,
+        it counts as not traceable."""
         original = self._original()
         layers = set() if original is None else set(original.modules())
 
-        def refuse(layer: nn.Module, args: Any) -> None:  # a function outside of the copy knows the module
+        def refuse(layer: nn.Module, args: Any) -> None:  # the copy holds a closure over the original
             if layer in layers:
                 raise NotTraceable(f"the step of the copy runs the module's own {type(layer).__name__}")
 
@@ -147,7 +147,7 @@ class Planner:
 
     @classmethod
     def of_run(cls, trainer: Trainer, module: LightningModule, **settings: Any) -> Planner:
-        """For the run that ``trainer`` is about to start."""
+        """Takes the settings from the run that ``trainer`` is about to start; ``settings`` override them."""
         strategy = trainer.strategy
         config = getattr(strategy, "config", None)
         device = strategy.root_device
@@ -169,15 +169,15 @@ class Planner:
 
 
 def device_memory_bytes(device: torch.device, ranks_per_host: int) -> float:
-    """Memory of one device; on the CPU this rank's share of the host's available memory."""
+    """Bytes of memory of one device; on the CPU this rank's share of the host's available memory."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return available_host_bytes() / max(ranks_per_host, 1)
 
 
 def first_batch(loader: Any) -> Any:
-    """The first micro-batch of a ``DataLoader`` over a map-style dataset, without its workers, its sampler or a trace
-    in the random generators; ``None`` where there is no such thing."""
+    """The first micro-batch of a ``DataLoader`` over a map-style dataset; ``None`` for any other loader. Uses neither
+    workers nor the sampler, and restores the random generators."""
     dataset: Any = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return None
@@ -196,7 +196,7 @@ def first_batch(loader: Any) -> Any:
 
 
 def training_batch(trainer: Trainer) -> Any:
-    """:func:`first_batch` of the fit that ``trainer`` is about to start, before its loops have set data up."""
+    """The first training batch of the fit that ``trainer`` is about to start, before its loops have set up the data."""
     source = training_source(trainer)
     if source is not None and (isinstance(source, LightningModule) or hasattr(source, "train_dataloader")):
         source = source.train_dataloader()
@@ -204,12 +204,13 @@ def training_batch(trainer: Trainer) -> Any:
 
 
 def smallest_device_bytes(trainer: Trainer, config: ZeroConfig) -> float:
-    """The least of all ranks' device memory, or what ``config`` says (collective)."""
+    """Bytes of the smallest device of all ranks, or ``config.device_memory_gib`` (collective)."""
     if config.device_memory_gib is not None:
         return config.device_memory_gib * GIB
     mine = device_memory_bytes(trainer.strategy.root_device, trainer.num_devices)
     if not dist.is_initialized() or trainer.world_size == 1:
         return mine
+    # The plan must fit the smallest device, because all ranks run the same stage.
     everyone: list[Any] = [None] * trainer.world_size
     dist.all_gather_object(everyone, mine)
     return min(everyone)
@@ -218,14 +219,15 @@ def smallest_device_bytes(trainer: Trainer, config: ZeroConfig) -> float:
 def resolve_shard_size(
     trainer: Trainer, module: LightningModule, config: ZeroConfig, broadcast: Callable[[Any], Any]
 ) -> tuple[int | None, str]:
-    """The groups of ``shard_size="auto"`` for the run that ``trainer`` is about to start, and the reason (collective).
+    """Finds the group size of ``shard_size="auto"`` for the run that ``trainer`` is about to start, and the reason
+    (collective).
 
     Raises:
-        ValueError: On all ranks, where rank 0 cannot plan the run.
+        ValueError: On all ranks, if rank 0 cannot plan the run.
     """
     memory = smallest_device_bytes(trainer, config)
     answer: Any = None
-    if trainer.is_global_zero:  # every rank would find the same; one of them asks the data
+    if trainer.is_global_zero:  # all ranks would get the same result; only one loads a batch for it
         settings = {"device_memory_gib": memory / GIB, "headroom": HEADROOM, "config": config}
         try:
             if trainer.state.fn != TrainerFn.FITTING:
@@ -234,7 +236,7 @@ def resolve_shard_size(
                 planner = Planner.of_run(trainer, module, host_memory_gib=available_host_bytes() / GIB, **settings)
                 made = planner(training_batch(trainer))
                 answer = made.shard_size, made.notes[-1]
-        except Exception as error:  # whatever the module raises while it is traced: every rank has to hear of it
+        except Exception as error:  # user code can raise anything; all ranks must raise
             reason = f"({type(error).__name__}: {error})"
             answer = ValueError(f"shard_size='auto': the run could not be planned {reason}; use a number.")
     answer = broadcast(answer)

@@ -1,4 +1,4 @@
-"""The needs of a module at any stage: its units, its activations, its optimizers' states."""
+"""Measures what a module needs at every stage: its units, activations and optimizer states."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     "bf16-mixed": (None, _BF16),
     "16-mixed": (None, _FP16),
 }
-"""The dtypes in which parameters are stored, and computed with under autocast; ``None`` keeps their own. Gradients of
-the latter are reduced in fp32, as :mod:`lightning_zero.engines.precision` has it."""
+"""Precision -> dtype in which parameters are stored, and dtype of compute under autocast; ``None`` keeps a parameter's
+own. Under autocast gradients are reduced in fp32, as in :mod:`lightning_zero.engines.precision`."""
 _ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed", "None": "32-true"}
 
 
@@ -60,11 +60,11 @@ def precision_name(value: Any) -> str:
 
 
 class SilentTrainer(Trainer):
-    """Enough of a Trainer for a traced step: logs nothing, knows how many steps there will be."""
+    """A minimal Trainer for a traced step: it logs nothing and answers ``estimated_stepping_batches``."""
 
     def __init__(self, max_steps: int) -> None:
         self._planned_steps = max_steps
-        here = LightningEnvironment()  # whatever cluster this process belongs to
+        here = LightningEnvironment()  # ignores the cluster that this process may run on
         with quiet():
             super().__init__(barebones=True, accelerator="cpu", devices=1, max_steps=max_steps, plugins=[here])
 
@@ -75,7 +75,7 @@ class SilentTrainer(Trainer):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A second Trainer need not tell about the machine again."""
+    """Suppresses logs and warnings, because a second Trainer would report the hardware again."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -90,7 +90,7 @@ def quiet() -> Iterator[None]:
 
 
 class Study:
-    """Everything that is found out about a module once, whatever the stage; arguments as for
+    """Everything about a module that is independent of the stage, measured once. Arguments are those of
     :func:`~lightning_zero.planner.run.plan`."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Study:
         self.stored, self.compute = PRECISIONS[precision]
         self.notes: list[str] = []
         self.target = self.device = device
-        """The device of the plan, and the one whose operators are traced."""
+        """``target`` is the device of the plan; ``device`` is the one whose operators are traced."""
         if device.type != "cpu" and not torch.get_device_module(device.type).is_available():
             self.device = torch.device("cpu")
             self.notes.append(f"this machine has no {device.type}, so the CPU's operators were traced")
@@ -117,23 +117,23 @@ class Study:
         with self.mode:
             self.copy.configure_model()
         if not any(p.requires_grad for p in self.copy.parameters()):
-            raise ValueError(f"{type(module).__name__} has no trainable parameter, so there is nothing to plan.")
+            raise ValueError(f"{type(module).__name__} has no trainable parameters, so there is nothing to plan.")
         if not module.automatic_optimization:
             self.notes.append(
-                "manual optimization: gradients of all optimizers are counted as if they were there together"
+                "manual optimization: gradients of all optimizers are counted as if they existed at the same time"
             )
         self.units = self._plan_units(self.copy)
         self.optimizers = self._set_up_optimizers(self.copy)
         given = config.activation_checkpointing
         if given.offload and self.target.type == "cpu":
-            given = dataclasses.replace(given, offload=False)  # host memory is the device's
+            given = dataclasses.replace(given, offload=False)  # the device is the host
         recompute = given if given.is_on else ActivationCheckpointingConfig(target="full")
         plain, recomputed = self._trace(None), self._trace(recompute)
         used = {name for name, p in self.copy.named_parameters() if p.requires_grad}
         if plain is not None:
             used = {m.gradient for m in plain.moments}
         self.optimizer_peak = 0.0
-        """Bytes of temporaries of a step on unsharded parameters."""
+        """Bytes of temporaries of an optimizer step on unsharded parameters."""
         self.layout = self._layout(used, self._optimizer_states(used))
         self.is_traced = plain is not None and recomputed is not None
         self.plain, self.recomputed = plain or memory.untraced(self.layout), recomputed or memory.untraced(self.layout)
@@ -142,20 +142,20 @@ class Study:
         return self.stored if self.stored is not None and t.is_floating_point() else t.dtype
 
     def _plan_units(self, copied: nn.Module) -> UnitPlan:
-        whole = (BatchNorm,) if self.compute is not None else ()
-        return plan_units(copied, self.config.units, self.config.min_unit_numel, whole)
+        kept_full = (BatchNorm,) if self.compute is not None else ()
+        return plan_units(copied, self.config.units, self.config.min_unit_numel, kept_full)
 
     def _layout(self, used: set[str], states: Mapping[str, tuple[float, float]]) -> Layout:
-        looking_across = [optimizer for optimizer in self.optimizers if not self._is_elementwise(optimizer)]
-        steps_whole = {p for optimizer in looking_across for group in optimizer.param_groups for p in group["params"]}
+        not_elementwise = [optimizer for optimizer in self.optimizers if not self._is_elementwise(optimizer)]
+        unsharded = {p for optimizer in not_elementwise for group in optimizer.param_groups for p in group["params"]}
 
         def size(name: str, p: Tensor, replicated: bool) -> ParameterSize:
             mixed = self.compute is not None and p.is_floating_point() and not replicated
             compute, reduce = (self.compute, torch.float32) if mixed else (p.dtype, p.dtype)
             assert compute is not None
-            per_element, whole = states.get(name, (0.0, 0.0))
-            if p in steps_whole:  # states stay full, as under DDP
-                per_element, whole = 0.0, whole + per_element * p.numel()
+            per_element, other = states.get(name, (0.0, 0.0))
+            if p in unsharded:  # states stay full, as under DDP
+                per_element, other = 0.0, other + per_element * p.numel()
             return ParameterSize(
                 name=name,
                 shape=tuple(p.shape),
@@ -165,8 +165,8 @@ class Study:
                 trainable=p.requires_grad,
                 stepped=p.requires_grad and name in used,
                 state_per_element=per_element,
-                state_whole=whole,
-                steps_whole=p in steps_whole and not replicated,
+                state_replicated=other,
+                steps_unsharded=p in unsharded and not replicated,
             )
 
         units = tuple(
@@ -181,8 +181,8 @@ class Study:
     # -- activations
 
     def _trace(self, recompute: ActivationCheckpointingConfig | None) -> Trace | None:
-        """One micro-batch with parameters in the compute dtype, as they are gathered; ``None`` where it cannot be
-        traced."""
+        """Traces one micro-batch with parameters in the compute dtype, as gathered ones are; ``None`` if that is not
+        possible."""
         if self.batch is None:
             self.notes.append("no batch was given, so activations are not counted")
             return None
@@ -206,8 +206,8 @@ class Study:
                 step = partial(_training_step, copied, batch, autocast)
                 return trace(copied, self._plan_units(copied), step, known, recompute)
         except NotTraceable as error:
-            what = "with activation checkpointing " if recompute is not None else ""
-            self.notes.append(f"the step {what}could not be traced, so activations are not counted ({error})")
+            which = "with activation checkpointing " if recompute is not None else ""
+            self.notes.append(f"the step {which}could not be traced, so activations are not counted ({error})")
             return None
         finally:
             torch.set_default_dtype(default)
@@ -215,7 +215,7 @@ class Study:
     # -- optimizers
 
     def _set_up_optimizers(self, copied: Any) -> list[Optimizer]:
-        """Gives the copy a Trainer that logs nothing, and its optimizers."""
+        """Attaches a silent Trainer to the copy and returns the optimizers of ``configure_optimizers``."""
         trainer = copied.trainer = SilentTrainer(self.max_steps)
         trainer.strategy.connect(copied)
         trainer.state.fn = TrainerFn.FITTING
@@ -223,9 +223,9 @@ class Study:
             try:
                 trainer.strategy.setup_optimizers(trainer)
                 return [o for o in trainer.strategy.optimizers if not isinstance(o, MockOptimizer)]
-            except Exception as error:  # user code that wants more of a Trainer than there is
+            except Exception as error:  # user code may need a real Trainer
                 found = f"{type(error).__name__}: {error}"
-                self.notes.append(f"configure_optimizers could not be run ({found}), so AdamW on everything is assumed")
+                self.notes.append(f"configure_optimizers could not be run ({found}), so AdamW is assumed")
                 return [torch.optim.AdamW([p for p in copied.parameters() if p.requires_grad])]
 
     def _is_elementwise(self, optimizer: Optimizer) -> bool:
@@ -242,7 +242,7 @@ class Study:
             mine = [p for group in optimizer.param_groups for p in group["params"] if names.get(p) in used]
             try:
                 peak = self._fake_step(optimizer)
-            except Exception as error:  # an optimizer that needs values
+            except Exception as error:  # fake tensors have no values, which some optimizers need
                 reason = f"{type(optimizer).__name__} could not be traced ({type(error).__name__}: {error})"
                 self.notes.append(f"a step of {reason}, so two states per parameter are assumed")
                 found |= {names[p]: (2.0 * p.element_size(), 0.0) for p in mine}
@@ -252,7 +252,7 @@ class Study:
         return found
 
     def _fake_step(self, optimizer: Optimizer) -> float:
-        """The bytes of the step's temporaries."""
+        """Runs a step on fake parameters and returns the peak bytes of its temporaries."""
         if self.target.type == "cuda":
             for group in (group for member in family(optimizer) for group in member.param_groups):
                 if not group.get("fused") and group.get("foreach", False) is None:
@@ -265,11 +265,12 @@ class Study:
     # -- rows
 
     def row(self, rules: StepRules, usable: float | None) -> Row:
-        """One way to train, of which ``usable`` device bytes per rank are there."""
+        """The row for one stage and offload, with ``usable`` device bytes per rank."""
         name = f"zero{rules.stage}" if rules.stage else "ddp"
         name += {"cpu": "_offload", "nvme": "_nvme"}.get(rules.offload, "")
         layout, n = self.layout, rules.world_size if rules.stage else 1
         from_host = rules.offload != "none" and not rules.host_is_device
+        # An optimizer in host memory has its temporaries there; an element-wise one has those of its shards only.
         step_bytes = 0.0 if from_host else self.optimizer_peak
         if all(map(self._is_elementwise, self.optimizers)):
             step_bytes /= n
@@ -308,8 +309,8 @@ class Study:
         )
 
     def _largest(self, moments: Sequence[Mapping[str, float]], usable: float | None) -> int:
-        """The largest micro-batch that fits, with activations in proportion to it; 0 where none does or none was
-        traced."""
+        """The largest micro-batch that fits, if activations are proportional to it; 0 if none fits or if there was no
+        trace."""
         if usable is None or not self.batch_size or not self.is_traced:
             return 0
         room = [(usable - _total(m) + m["activations"], m["activations"]) for m in moments]
@@ -331,7 +332,7 @@ def _training_step(module: LightningModule, batch: Any, autocast: Any) -> Tensor
 
 
 def _state_of(states_of_parameter: Iterable[Mapping[str, Any]], p: Tensor) -> tuple[float, float]:
-    """``(bytes per element, other bytes)`` of one parameter's states."""
+    """``(bytes per element, other bytes)`` of the optimizer states of one parameter."""
     tensors = [value for state in states_of_parameter for value in state.values() if isinstance(value, Tensor)]
     per_element = sum(t.element_size() for t in tensors if t.dim() and t.shape == p.shape)
     return per_element, sum(t.nbytes for t in tensors) - per_element * p.numel()

@@ -1,7 +1,7 @@
-"""One micro-batch of a module under fake tensors: the order in which units run, and the bytes alive meanwhile.
+"""Traces one micro-batch under fake tensors: the order in which units run, and the bytes alive at each moment.
 
-Nothing is computed and nothing is stored: a :func:`shadow` of the module has its structure, code and ties, and fake
-parameters. :class:`LiveBytes` sees every operator, so every storage that autograd keeps is counted.
+Nothing is computed or stored: a :func:`shadow` of the module has its structure, code and ties, but fake parameters.
+:class:`LiveBytes` sees every operator, so it counts every storage that autograd keeps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INDEX = torch.ops.aten.index.Tensor
 
 
 class NotTraceable(Exception):
-    """The micro-batch needs values, which fake tensors do not have, or code that no copy can be given."""
+    """The micro-batch needs values, which fake tensors lack, or code that cannot be copied."""
 
 
 # -- a module of fake tensors ----------------------------------------------------------------------------------------
@@ -39,11 +39,13 @@ class NotTraceable(Exception):
 def shadow(
     module: nn.Module, mode: Any, device: torch.device, dtype_of: Callable[[str, Tensor], torch.dtype]
 ) -> nn.Module:
-    """A copy of ``module``, with its classes, attributes and ties, whose tensors take no memory: fake ones of ``mode``
-    that pretend to be on ``device``, or with a ``nullcontext`` meta tensors.
+    """Copies ``module`` with its classes, attributes and ties, but with tensors that take no memory.
+
+    They are fake tensors of ``mode`` that pretend to be on ``device``, or meta tensors if ``mode`` is a
+    ``nullcontext``.
 
     Raises:
-        NotTraceable: When the module cannot be copied.
+        NotTraceable: If the module cannot be copied.
     """
     memo: dict[int, Any] = {}  # deepcopy takes what it finds here in place of a copy
     try:
@@ -57,9 +59,10 @@ def shadow(
                     memo[id(trainer)] = None
             copied = copy.deepcopy(module, memo)
             for p in module.parameters():
-                its = vars(memo[id(p)])  # fake tensors have attributes of their own
-                its.update({key: copy.deepcopy(value, memo) for key, value in vars(p).items() if key not in its})
-    except Exception as error:  # whatever a user's attribute raises
+                attributes = vars(memo[id(p)])  # fake tensors have attributes of their own, which must stay
+                new = {key: value for key, value in vars(p).items() if key not in attributes}
+                attributes.update({key: copy.deepcopy(value, memo) for key, value in new.items()})
+    except Exception as error:  # a user's attribute can raise anything
         raise NotTraceable(f"{type(module).__name__} cannot be copied: {_first_line(error)}") from error
     for m in copied.modules():
         pretend_device(m, device)
@@ -67,7 +70,7 @@ def shadow(
 
 
 class _FakeCopies(TorchFunctionMode):
-    """Copies of tensors that are neither parameters nor buffers, such as the states of metrics, are fake, too."""
+    """Makes fake copies also of tensors that are neither parameters nor buffers, such as the states of metrics."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -81,7 +84,8 @@ class _FakeCopies(TorchFunctionMode):
 
 
 def fake(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Of the same shape; made under the ``FakeTensorMode`` that shall own it."""
+    """An empty tensor with the shape and strides of ``tensor``; call it under the ``FakeTensorMode`` that shall own
+    it."""
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device)
 
 
@@ -89,7 +93,7 @@ def fake(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage that is made under it while it lives, but for ``known`` tensors, and FLOPs."""
+    """Counts FLOPs and the bytes of all live storages that were allocated under it, without those of ``known``."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
@@ -97,7 +101,8 @@ class LiveBytes(TorchDispatchMode):
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ITEM:  # of a check or a log: something is true of all values, and nothing is wrong with any
+        # A fake tensor has no value. Answer checks and logs so that the step goes on: "all" is true, "any" is false.
+        if func is ITEM:
             dtype = args[0].dtype
             return hasattr(args[0], "of_all") if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if any(issubclass(type(t), nn.Parameter) for t in pytree.tree_leaves(args)):  # a fake one is of another class
@@ -124,14 +129,14 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     def exclude(self, tensor: Tensor) -> None:
-        """Counts a tensor no longer, and never did."""
+        """Removes a tensor from the count, from the peak as well."""
         self._count(tensor.untyped_storage(), -float(tensor.nbytes))
         self.peak -= tensor.nbytes
 
 
 def _all_selected(index: Tensor | None) -> list[Tensor | None]:
-    """A mask as the integer indices that it stands for where it is true everywhere: how many elements it selects is a
-    value, and all of them is the most."""
+    """Replaces a boolean mask by the integer indices of a mask that selects everything: the number of selected elements
+    is a value, which fake tensors lack, so the largest is assumed."""
     if index is None or index.dtype != torch.bool:
         return [index]
     return [torch.empty(index.numel(), dtype=torch.int64, device=index.device) for _ in range(index.dim())]
@@ -147,11 +152,12 @@ def trace(
     batch: Sequence[Tensor],
     recompute: ActivationCheckpointingConfig | None = None,
 ) -> Trace:
-    """Runs ``step`` (a forward that returns the loss, or ``None`` if it ran its own backward) and its backward, on a
-    :func:`shadow` that is of no use afterwards and under its ``FakeTensorMode``.
+    """Runs ``step`` and its backward on a :func:`shadow` under its ``FakeTensorMode``; the shadow cannot be used again.
+
+    ``step`` is a forward that returns the loss, or ``None`` if it ran the backward itself.
 
     Raises:
-        NotTraceable: With the reason.
+        NotTraceable: If the step cannot run under fake tensors; has the reason.
     """
     _refuse_functions(module)
     live = LiveBytes([*module.parameters(), *module.buffers(), *batch])
@@ -175,7 +181,8 @@ def trace(
 
 
 def _refuse_functions(copied: nn.Module) -> None:
-    """Refuses functions that would write to the module itself: deepcopy leaves them as they are."""
+    """Refuses functions that hold the original module or its tensors: deepcopy does not copy functions, so a trace
+    would write to the original."""
     own = {id(value) for m in copied.modules() for value in (m, *vars(m).values())}
     for m in copied.modules():
         hooks = [hook for value in vars(m).values() if isinstance(value, dict) for hook in value.values()]
@@ -184,12 +191,12 @@ def _refuse_functions(copied: nn.Module) -> None:
                 held = content.__self__ if isinstance(content, MethodType) else content
                 if isinstance(held, (nn.Module, Tensor, list, dict, set)) and id(held) not in own:
                     raise NotTraceable(
-                        f"{type(m).__name__} holds {function.__qualname__}, which knows its surroundings"
+                        f"{type(m).__name__} holds {function.__qualname__}, a closure that cannot be copied"
                     )
 
 
 class _Watch:
-    """Hooks that note a moment whenever a unit has run or a gradient is complete."""
+    """Hooks that record a moment whenever a unit has run or a gradient is complete."""
 
     def __init__(self, module: nn.Module, units: UnitPlan, live: LiveBytes) -> None:
         self.live, self.made = live, Trace()
@@ -213,7 +220,7 @@ class _Watch:
             p.register_post_accumulate_grad_hook(complete)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if not in_backward():  # else it is computed again
+        if not in_backward():  # else the unit is being recomputed
             self.moment(self.root)
 
     def _leave(self, unit: int, module: nn.Module, args: Any, output: Any) -> None:
@@ -230,7 +237,7 @@ class _Watch:
 
 
 class _Recomputed(Recomputed):
-    """Saved inputs that wait in host memory are counted, and take no memory until they come back."""
+    """Counts saved inputs that are stored in host memory; they take no device memory until the backward."""
 
     def __init__(self, config: ActivationCheckpointingConfig, module: nn.Module, units: UnitPlan, made: Trace) -> None:
         super().__init__(config, module, [unit.module for unit in units.units[:-1]])

@@ -269,7 +269,7 @@ def set_main_port(environment: LightningEnvironment, port: int) -> None:
 
 
 def answer_signals_by(trainer: Any, handler: Callable[[int, Any], None]) -> None:
-    """Replaces Lightning's handlers of SIGTERM and of SLURM's signal before the time limit, which run collectives inside
+    """Replaces Lightning's handlers of SIGTERM and of SLURM's signal before the time limit, which run collectives
     the handler, even before training begins."""
     trainer._signal_connector._sigterm_notifier_fn = handler
     trainer._signal_connector._slurm_sigusr_handler_fn = handler

@@ -1,1 +1,1 @@
-"""Ordinary Lightning code to train: nothing in here knows of ZeRO."""
+"""Ordinary Lightning modules and data for examples; nothing here depends on ZeRO."""

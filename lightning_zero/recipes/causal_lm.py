@@ -12,26 +12,27 @@ from torch import Tensor
 
 
 def fetch(name: str) -> bool:
-    """Whether the tokenizer ``name`` is on disk or could be brought there; call it on one process."""
+    """Downloads the tokenizer ``name`` unless it is on disk; returns whether it is available. Call it on one
+    process."""
     from transformers import AutoTokenizer  # optional: pip install lightning-zero[examples]
 
     try:
         AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        rank_zero_info(f"tokenizer {name!r} cannot be fetched ({type(error).__name__}); a byte-pair one is trained.")
+        rank_zero_info(f"tokenizer {name!r} cannot be fetched ({type(error).__name__}); training a byte-pair one.")
         return False
     return True
 
 
 class CausalLM(LightningModule):
-    """``AutoModelForCausalLM`` under AdamW.
+    """``AutoModelForCausalLM`` trained with AdamW.
 
     Args:
         name: Model type for a config (``"gpt2"``), or name or path of a pretrained model.
-        pretrained: ``from_pretrained(name)`` if a hub or the disk has it; if not, and by default, random weights
-            are made from the config.
-        learning_rate: Of AdamW.
-        config: Overrides of the model's config, such as ``n_layer`` or ``vocab_size``.
+        pretrained: Use ``from_pretrained(name)`` if the hub or the disk has the model. Otherwise, and by default, the
+            weights are random.
+        learning_rate: Learning rate of AdamW.
+        config: Overrides for the model's config, such as ``n_layer`` or ``vocab_size``.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class CausalLM(LightningModule):
         if pretrained:
             try:
                 self.model = AutoModelForCausalLM.from_pretrained(name, **overrides)
-            except OSError as error:  # the architecture is the same, so ranks that decide differently still agree
+            except OSError as error:  # either way the architecture is the same, so ranks may differ
                 rank_zero_info(f"{name!r} cannot be fetched ({type(error).__name__}): starting from random weights.")
         if self.model is None:
             self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **overrides))
@@ -78,7 +79,7 @@ class CausalLM(LightningModule):
         self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Written as ``config.json`` by ``lightning-zero convert --format safetensors``."""
+        """Adds the config, which ``lightning-zero convert --format safetensors`` writes as ``config.json``."""
         checkpoint["hf_config"] = self.model.config.to_dict()
 
     def configure_optimizers(self) -> Any:

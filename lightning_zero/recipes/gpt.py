@@ -41,11 +41,11 @@ class GPT(LightningModule):
     Args:
         vocab_size: Number of token ids.
         block_size: Longest sequence, in tokens.
-        num_layers, num_heads, width: Its shape.
-        dropout: On both residual branches and the attention.
-        learning_rate: Its peak; warm-up is linear, decay a cosine to a tenth.
-        weight_decay: For matrices only.
-        warmup_steps: In optimizer steps.
+        num_layers, num_heads, width: Shape of the transformer.
+        dropout: Dropout rate of both residual branches and of the attention.
+        learning_rate: Peak learning rate; warm-up is linear, decay is a cosine to a tenth of the peak.
+        weight_decay: Weight decay of matrices; vectors have none.
+        warmup_steps: Optimizer steps of warm-up.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class GPT(LightningModule):
         self.log("test_perplexity", self.val_perplexity)
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """The most likely next token everywhere, (B, T)."""
+        """The most likely next token at every position, (B, T)."""
         return self(batch[:, :-1]).argmax(-1)
 
     def configure_optimizers(self) -> Any:
@@ -126,7 +126,7 @@ class GPT(LightningModule):
 
     @torch.no_grad()
     def generate(self, prompt: list[int], num_tokens: int, temperature: float = 0.8, seed: int = 0) -> list[int]:
-        """``prompt`` and ``num_tokens`` sampled ids; the same on every process for the same ``seed``."""
+        """Returns ``prompt`` followed by ``num_tokens`` sampled ids; equal on all processes for the same ``seed``."""
         was_training = self.training
         self.eval()
         random = torch.Generator().manual_seed(seed)

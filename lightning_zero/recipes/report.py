@@ -1,4 +1,4 @@
-"""Results of a language model, printed at the end of a fit."""
+"""Prints the results of a language model at the end of a fit."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class TextReport(Callback):
-    """Prints held-out perplexity against the unigram baseline, a sample of text and where the checkpoint is.
+    """Prints held-out perplexity next to the unigram baseline, a sample of text and the path of the checkpoint.
 
     For modules that log ``val_perplexity`` and can ``generate(prompt, num_tokens)``, with the data of
     :class:`~lightning_zero.recipes.text.PythonTopics`.
 
     Args:
         prompt: The sample's first characters.
-        num_tokens: How many tokens follow it; 0 for no sample.
+        num_tokens: Number of tokens after the prompt; 0 prints no sample.
     """
 
     def __init__(self, prompt: str = "The ", num_tokens: int = 80) -> None:

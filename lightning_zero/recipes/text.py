@@ -1,4 +1,4 @@
-"""English text from Python's own documentation topics, and a byte-pair tokenizer that is trained on it."""
+"""English text from Python's documentation topics, and a byte-pair tokenizer trained on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORDS = re.compile(r" ?\w+|\s+(?=\s\w)|\s+| ?[^\w\s]+")
 
 
 class BytePairTokenizer:
-    """Byte-level BPE (Sennrich et al. 2016) in plain Python: ids 0-255 are bytes, each later id a merged pair."""
+    """Byte-level BPE (Sennrich et al. 2016) in plain Python: ids 0-255 are bytes, each later id is a merged pair."""
 
     def __init__(self, merges: list[tuple[int, int]]) -> None:
         self.merges = merges
@@ -34,8 +34,8 @@ class BytePairTokenizer:
 
     @classmethod
     def train(cls, text: str, vocab_size: int) -> BytePairTokenizer:
-        """Merges the most frequent pair until there are ``vocab_size`` ids; ties go to the smaller ids, so that every
-        process arrives at the same tokenizer."""
+        """Merges the most frequent pair until there are ``vocab_size`` ids. Ties go to the smaller ids, so that all
+        processes get the same tokenizer."""
         if vocab_size < 256:
             raise ValueError(f"vocab_size={vocab_size}: use 256 (plain bytes) or more.")
         counts = Counter(_WORDS.findall(text))
@@ -99,7 +99,7 @@ class Blocks(Dataset[Tensor]):
         self.tokens = tokens  # (N,)
         self.block_size = block_size
         self.jitter = jitter
-        """Whether a block starts at random near its place, so that no two epochs see the same cuts."""
+        """Whether to shift the start of each block at random, so that epochs cut the text differently."""
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.block_size
@@ -113,9 +113,9 @@ class Blocks(Dataset[Tensor]):
 
 
 def split_topics(page_paragraphs: int = 20, every: int = 10) -> tuple[str, str]:
-    """Training and held-out text: every tenth page of twenty paragraphs is held out.
+    """Splits the topics into training and held-out text: every tenth page of twenty paragraphs is held out.
 
-    The topics repeat each other, so a repeated paragraph counts at its first place only: none is on both sides.
+    Topics repeat each other, so only the first occurrence of a paragraph is kept; none is on both sides.
     """
     paragraphs = list(
         dict.fromkeys(p for name in sorted(topics) for p in re.split(r"\n\s*\n", topics[name].strip("\n")))
@@ -127,14 +127,14 @@ def split_topics(page_paragraphs: int = 20, every: int = 10) -> tuple[str, str]:
 
 
 class PythonTopics(LightningDataModule):
-    """The help texts of ``pydoc_data.topics`` (some 465 kB), a tenth of it held out.
+    """The help texts of ``pydoc_data.topics`` (about 465 kB), of which a tenth is held out.
 
     Args:
         block_size: Tokens per sample.
         batch_size: Samples per process and micro-batch.
-        vocab_size: Of the byte-pair tokenizer, 256 or more; ``hf_tokenizer`` has its own.
+        vocab_size: Vocabulary of the byte-pair tokenizer, 256 or more; ``hf_tokenizer`` has its own.
         hf_tokenizer: Name of a Hugging Face tokenizer, used if it is on disk or can be fetched.
-        max_characters: Uses only the beginning of the text (for quick checks).
+        max_characters: Use only the beginning of the text, for quick checks.
     """
 
     def __init__(
@@ -173,12 +173,12 @@ class PythonTopics(LightningDataModule):
 
         try:
             return AutoTokenizer.from_pretrained(self.hf_tokenizer, local_files_only=True)
-        except (OSError, ValueError):  # no hub: every process, having the same disk, decides alike
+        except (OSError, ValueError):  # no hub: all processes see the same disk, so they decide alike
             return None
 
     def unigram_perplexity(self) -> float:
-        """Perplexity of the held-out text for a model that knows nothing but how often each token occurs in the
-        training text (one added to every count)."""
+        """Perplexity of the held-out text under a model of token frequencies in the training text (with add-one
+        smoothing)."""
         size = int(max(self.train_tokens.max(), self.held_out_tokens.max())) + 1
         counts = torch.bincount(self.train_tokens, minlength=size).double() + 1
         log_probs = (counts / counts.sum()).log()

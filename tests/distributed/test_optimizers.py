@@ -61,7 +61,9 @@ def test_a_state_that_is_touched_after_fit_is_full(ranks2, engine):
 
 def test_another_number_of_optimizers_is_refused_by_name(ranks2, tmp_path):
     answers = ranks2(outcome, optimizers.two_then_one, {"stage": 2}, str(tmp_path / "x.ckpt"))
-    assert all("the states of 1 optimizers, configure_optimizers returned 2 (SGD, SGD)" in text for _, text in answers)
+    assert all(
+        "the states of 1 optimizers, but configure_optimizers returned 2 (SGD, SGD)" in text for _, text in answers
+    )
 
 
 def _wolfe(strategy: object) -> list[torch.Tensor]:

@@ -48,7 +48,7 @@ def test_switches_of_the_trainer_leave_out_what_they_switch_off(tmp_path):
     done = run("fit", callbacks, *switches, *SMALL, "hydra.run.dir=run", fork="all", cwd=tmp_path)
     assert done.returncode == 0
     for switch in switches:
-        assert done.stdout.count(f"{switch}: left out ") == 1
+        assert done.stdout.count(f"{switch}: dropped ") == 1
     folder = tmp_path / "run"
     assert json.loads((folder / "result.json").read_text())["metrics"]["loss"] > 0
     assert not list(folder.rglob("*.ckpt"))
@@ -99,7 +99,7 @@ def test_a_project_made_by_init_passes_its_own_test(tmp_path, monkeypatch):
     assert subprocess.run(["bash", "-n", str(folder / "train.sbatch")], check=False).returncode == 0
     again = run("init", str(folder), fork="all", cwd=tmp_path)
     assert again.returncode == 2
-    assert "give a new folder's name" in again.stdout
+    assert "give another folder" in again.stdout
 
     def without_imports(command, *, check, cwd, timeout):
         assert check

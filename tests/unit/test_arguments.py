@@ -37,7 +37,7 @@ from lightning_zero.app.cli import main
         (["trainer.max_step=3"], "did you mean trainer.max_steps?"),
         (["strategy.stagee=3"], "did you mean strategy.stage?"),
         (["strategy.offload=cpu"], "use strategy/offload=cpu."),
-        (["strategy.activation_checkpointing=[A,B]"], "by its name, strategy.activation_checkpointing.NAME=VALUE."),
+        (["strategy.activation_checkpointing=[A,B]"], "by name, strategy.activation_checkpointing.NAME=VALUE."),
         (["trainer.strategy=zero3"], "use strategy=zero3."),
         (["plan.headrom=3"], "did you mean plan.headroom?"),
     ],
@@ -124,7 +124,7 @@ atexit.register(lambda: print("heavy:", [name for name in heavy if name in sys.m
     [
         ("fti", "fti: did you mean fit?"),
         ("docter", "docter: did you mean doctor?"),
-        ("strategy=zero2", "a command comes first, as in: lightning-zero fit strategy=zero2"),
+        ("strategy=zero2", "the command comes first: lightning-zero fit strategy=zero2"),
         ("zzz", "invalid choice: 'zzz'"),
     ],
 )

@@ -227,10 +227,10 @@ def test_a_file_is_never_changed() -> None:
 def test_a_file_that_is_no_json_says_where(tmp_path: Any) -> None:
     path = tmp_path / "broken.json"
     path.write_text('{"a": 1,\n "b": }')
-    with pytest.raises(ValueError, match=r"broken\.json' is no JSON: .*line 2"):
+    with pytest.raises(ValueError, match=r"broken\.json' is not valid JSON: .*line 2"):
         RawConfig.read(str(path))
     path.write_text('{"a": 1, "a": 2}')
-    with pytest.raises(ValueError, match=r"'a' stands there 2 times, with \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"'a' occurs 2 times, with values \[1, 2\]"):
         RawConfig.read(str(path))
     path.write_text("[1]")
     with pytest.raises(ValueError, match=r"holds list: use a JSON object"):

@@ -40,7 +40,7 @@ def test_the_smallest_group_of_hosts_that_fits(gib, size, said):
 def test_without_several_equal_hosts_all_ranks_share():
     made = _plan("auto", 10.0, ranks_per_host=3)
     assert made.shard_size is None
-    assert "equally many" in made.notes[-1]
+    assert "spread evenly" in made.notes[-1]
 
 
 def test_a_group_holds_what_so_many_ranks_alone_would_and_sends_its_gradients_on():

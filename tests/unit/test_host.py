@@ -35,7 +35,7 @@ def test_the_tightest_group_above_this_process_counts(line, kind, names, tmp_pat
     _group(root / "job" / "step", names, "max" if not kind else str(2**63 - 4096), 10 * MIB, 0)
     _group(root / "job", names, str(100 * MIB), 80 * MIB, 5 * MIB)
     _group(root / "other", names, str(MIB), MIB, 0)
-    found = list(host.groups_leave(str(tmp_path / "mounts"), str(own)))
+    found = list(host.cgroup_bytes_left(str(tmp_path / "mounts"), str(own)))
     assert min(found) == 25 * MIB
 
 
@@ -44,7 +44,7 @@ def test_a_containers_own_group_is_the_root_of_its_mount(tmp_path) -> None:
     own = tmp_path / "cgroup"
     own.write_text("0::/docker/0123456789ab\n")
     _group(tmp_path / "mounts", V2, str(64 * MIB), 80 * MIB, 0)
-    assert list(host.groups_leave(str(tmp_path / "mounts"), str(own))) == [0]
+    assert list(host.cgroup_bytes_left(str(tmp_path / "mounts"), str(own))) == [0]
 
 
 def test_a_limit_of_address_space_counts() -> None:
@@ -131,5 +131,5 @@ def test_a_limit_of_open_files_that_cannot_be_enough_is_said_with_one_that_is() 
         subprocess.run([sys.executable, "-c", code, n], capture_output=True, text=True) for n in ("0", "-1")
     )
     assert enough.returncode == 0, enough.stderr
-    assert re.search(r"64 ranks take \d+ open files in this process, and its limit is \d+", short.stderr)
+    assert re.search(r"64 ranks need \d+ open files in this process, and its limit of \d+", short.stderr)
     assert "ulimit -n 1152" in short.stderr

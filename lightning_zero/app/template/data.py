@@ -1,4 +1,4 @@
-"""The data: made up here, so that the project trains at once. Put your own in its place."""
+"""The data: synthetic, so that the project trains at once. Replace it by your own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Halves(L.LightningDataModule):
-    """Classification: the half of 20 numbers that has the larger sum.
+    """Classification: which half of 20 numbers has the larger sum.
 
     Args:
-        num_samples: For training; a quarter as many for validation.
+        num_samples: Number of training samples; validation has a quarter as many.
         batch_size: Samples per process and micro-batch.
     """
 

@@ -1,4 +1,4 @@
-"""The module: plain Lightning. Nothing in it knows of ZeRO."""
+"""The module: plain Lightning, without any code for ZeRO."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Classifier(L.LightningModule):
-    """A stack of equal blocks, each of which becomes a unit that is gathered and dropped by itself.
+    """A stack of equal blocks. Each becomes a shard unit, which is gathered and freed separately.
 
     Args:
         width: Features of each block.

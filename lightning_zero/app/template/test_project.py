@@ -1,4 +1,4 @@
-"""pytest test_project.py: two processes under ZeRO come to what one process comes to."""
+"""pytest test_project.py: two processes under ZeRO get the same result as one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains what conf/config.yaml describes: python train.py strategy=zero2 trainer.devices=4"""
+"""Runs the training that conf/config.yaml describes: python train.py strategy=zero2 trainer.devices=4"""
 
 from __future__ import annotations
 

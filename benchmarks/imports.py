@@ -1,11 +1,11 @@
-"""Counts what makes the package easy or hard to move into: rooms, arrows between them, large classes.
+"""Counts packages, imports between them, import cycles and the largest classes of ``lightning_zero``.
 
-    python benchmarks/rooms.py            # this tree
-    python benchmarks/rooms.py FOLDER     # a checkout of another version
+    python benchmarks/imports.py            # this tree
+    python benchmarks/imports.py FOLDER     # a checkout of another version
 
-A *room* is a module or a folder of ``lightning_zero``, each engine's folder one of its own; an *arrow* says that a room
-imports from another, inside functions too; an arrow *back* is part of a circle of rooms; a *floor* is the length of the
-longest chain of arrows. ``docs/architecture.md`` shows the rooms.
+A *package* is a module or a folder of ``lightning_zero``; each engine's folder counts as one. An *import* between two
+packages counts once, inside functions too; it is *cyclic* if it is part of an import cycle. *Layers* is the length of
+the longest chain of imports. ``docs/architecture.md`` lists the packages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "lightning_zero"
-DOORS = ("", "__main__", "hydra_config", "conf")
+ENTRY_POINTS = ("", "__main__", "hydra_config", "conf")
 
 
 def modules_of(root: Path) -> dict[str, ast.Module]:
@@ -30,18 +30,18 @@ def modules_of(root: Path) -> dict[str, ast.Module]:
     return found
 
 
-def room_of(module: str, folders: set[str]) -> str:
-    """The folder that ``module`` lies in, an engine's own folder first; or the module itself."""
+def package_of(module: str, folders: set[str]) -> str:
+    """The folder of ``module``, for an engine its own folder; or the module itself at the top level."""
     parts = module.split(".")
     inner = ".".join(parts[:2])
     return inner if inner in folders else parts[0]
 
 
-def arrows_of(modules: dict[str, ast.Module], folders: set[str], doors: set[str]) -> set[tuple[str, str]]:
-    """``(room, room it imports from)``."""
-    arrows = set()
+def imports_of(modules: dict[str, ast.Module], folders: set[str], entry_points: set[str]) -> set[tuple[str, str]]:
+    """All pairs ``(package, package it imports from)``."""
+    imports = set()
     for module, tree in modules.items():
-        if module in doors:
+        if module in entry_points:
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
@@ -53,18 +53,18 @@ def arrows_of(modules: dict[str, ast.Module], folders: set[str], doors: set[str]
                 targets = [name[len(PACKAGE) + 1 :] for name in found]
             else:
                 continue
-            here = room_of(module, folders)
-            arrows |= {(here, there) for t in targets if t and (there := room_of(t, folders)) != here}
-    return arrows
+            here = package_of(module, folders)
+            imports |= {(here, there) for t in targets if t and (there := package_of(t, folders)) != here}
+    return imports
 
 
-def reachable(arrows: set[tuple[str, str]], start: str) -> set[str]:
-    """The rooms that ``start`` imports from, directly or not."""
+def reachable(imports: set[tuple[str, str]], start: str) -> set[str]:
+    """The packages that ``start`` imports from, directly or through others."""
     seen: set[str] = set()
     ahead = [start]
     while ahead:
         here = ahead.pop()
-        new = {there for a, there in arrows if a == here} - seen
+        new = {there for a, there in imports if a == here} - seen
         seen |= new
         ahead += new
     return seen
@@ -72,39 +72,39 @@ def reachable(arrows: set[tuple[str, str]], start: str) -> set[str]:
 
 @dataclass(frozen=True)
 class Figures:
-    """Rooms, arrows between them and the largest classes of a package."""
+    """Packages, imports between them, and the methods of each class."""
 
-    rooms: int
-    floors: int
-    arrows: int
-    arrows_back: int
+    packages: int
+    layers: int
+    imports: int
+    cyclic: int
     methods: dict[str, int]
-    """Of each class, by its dotted name inside the package; those that it inherits left out."""
+    """Dotted name of a class -> number of its own methods, without inherited ones."""
 
 
 def count(root: Path) -> Figures:
     """Counts the package below ``root``."""
     modules = modules_of(root)
     folders = {".".join(m.split(".")[:2]) for m in modules if m.startswith("engines.") and m.count(".") == 2}
-    doors = {d for d in DOORS if d != "hydra_config" or "app.hydra_config" in modules}
-    rooms = {room_of(m, folders) for m in modules if m not in doors}
-    arrows = arrows_of(modules, folders, doors)
-    back = {(a, b) for a, b in arrows if a in reachable(arrows, b)}
+    entry_points = {d for d in ENTRY_POINTS if d != "hydra_config" or "app.hydra_config" in modules}
+    packages = {package_of(m, folders) for m in modules if m not in entry_points}
+    imports = imports_of(modules, folders, entry_points)
+    back = {(a, b) for a, b in imports if a in reachable(imports, b)}
 
-    def floors(room: str) -> int:
-        return 1 + max((floors(b) for a, b in arrows - back if a == room), default=0)
+    def layers(package: str) -> int:
+        return 1 + max((layers(b) for a, b in imports - back if a == package), default=0)
 
     def methods(node: ast.ClassDef) -> int:
         return sum(isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)) for each in node.body)
 
     named = [(f"{m}.{n.name}", n) for m, t in modules.items() for n in ast.walk(t) if isinstance(n, ast.ClassDef)]
     of_class = {name: methods(node) for name, node in named}
-    return Figures(len(rooms), max(map(floors, rooms)), len(arrows), len(back), of_class)
+    return Figures(len(packages), max(map(layers, packages)), len(imports), len(back), of_class)
 
 
 def main(root: Path) -> None:
     found = count(root)
-    print(f"rooms {found.rooms}, floors {found.floors}, arrows {found.arrows}, arrows back {found.arrows_back}")
+    print(f"packages {found.packages}, layers {found.layers}, imports {found.imports}, cyclic {found.cyclic}")
     for name, methods in sorted(found.methods.items(), key=lambda each: (-each[1], each[0]))[:5]:
         print(f"{methods} methods: {name}")
 
