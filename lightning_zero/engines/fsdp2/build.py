@@ -48,6 +48,7 @@ from lightning_zero.private.torch import (
 
 _FROM_PARAMETER = nn.Parameter.__new__.__code__
 """Compares the class of ``p.detach()`` with the one that ``p`` had, if that was not ``nn.Parameter``."""
+_FRAMES = 8
 _ADDRESSES = frozenset(["data_ptr", "storage", "untyped_storage"])
 LEAST_BYTES = 64 * 2**10
 """Smaller parameters are not worth a message: biases and norms of a large module are a thousandth of it."""
@@ -172,7 +173,7 @@ class Build:
         if found:
             self._make_open(list(found.values()), given)
         result = func(*args, **(kwargs or {}))
-        if func is Tensor.detach and sys._getframe(2).f_code is _FROM_PARAMETER:
+        if func is Tensor.detach and _is_for_a_parameter():
             result.__class__ = type(args[0])
         return result
 
@@ -257,6 +258,16 @@ class Build:
             " code there and up to the start of training; or use build='whole', with which every rank builds the whole"
             " module."
         )
+
+
+def _is_for_a_parameter() -> bool:
+    """Whether ``nn.Parameter(p)`` calls ``p.detach()``, maybe through modes for torch functions."""
+    frame = sys._getframe(2).f_back
+    for _ in range(_FRAMES):
+        if frame is None or frame.f_code is _FROM_PARAMETER:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _FROM_PARAMETER
 
 
 def _num_threads() -> int:
