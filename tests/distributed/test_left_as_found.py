@@ -265,7 +265,8 @@ def _held(strategy: Any) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of deprecated objects that are asked for their class
         tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
-    storages = [getattr(t, "_local_tensor", t).untyped_storage() for t in tensors]
+    with torch._C.DisableTorchFunctionSubclass():  # a state that is touched becomes full
+        storages = [getattr(t, "_local_tensor", t).untyped_storage() for t in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 

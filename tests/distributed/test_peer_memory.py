@@ -54,7 +54,7 @@ def _met(refused: str) -> list[int]:
     changes: dict[str, Any] = {
         "reading": ("_read_memory", lambda *args: -1),
         "sample": ("_read_memory", another),
-        "socket": ("_let_read", mock.Mock(side_effect=TimeoutError)),
+        "socket": ("_allow_reads", mock.Mock(side_effect=TimeoutError)),
         "host": ("_host", lambda: "another"),
     }
     with ExitStack() as stack:

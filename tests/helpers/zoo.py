@@ -325,7 +325,7 @@ class Manual(Zoo):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
         loss = self.record(self.loss(batch))
-        if self.options.get("skips") and batch_idx % 3 == 1:
+        if self.options.get("skips") and batch_idx % 3 == 0:
             return
         self.manual_backward(loss / 2)
         if (batch_idx + 1) % self.options.get("every", 1) == 0:

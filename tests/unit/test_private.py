@@ -41,10 +41,9 @@ def model(tmp_path: Path) -> Iterator[nn.Sequential]:
 def test_hooks_are_hidden_from_dynamo_once(model: nn.Sequential, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rather than at each call, which takes longer than what they do; the end of the root's backward remains."""
     for unit in (model[0], model):
-        fsdp2.hooks_once(unit)
+        fsdp2.hook_unit(unit, lambda: True)
         for group in fsdp2.groups(unit):
-            fsdp2.before_reduce(group, lambda g: True)
-            fsdp2.before_backward(group, lambda g: None)
+            fsdp2.hook_group(group, fsdp2.GroupHooks(), is_root=unit is model)
     hidden, disable = [], torch._dynamo.disable
     monkeypatch.setattr(torch._dynamo, "disable", lambda f, **more: hidden.append(f) or disable(f, **more))
     model(torch.ones(1, 4)).sum().backward()
@@ -55,7 +54,7 @@ def test_hooks_are_hidden_from_dynamo_once(model: nn.Sequential, monkeypatch: py
 def test_a_reduction_outside_of_the_backward_has_ended(model: nn.Sequential) -> None:
     """Otherwise an optimizer on a GPU may read gradients that are not reduced yet."""
     (inner,) = fsdp2.groups(model[0])
-    fsdp2.before_reduce(inner, lambda g: False)  # left out
+    fsdp2.hook_group(inner, fsdp2.GroupHooks(before_reduce=lambda g: False))  # left out
     model(torch.ones(1, 4)).sum().backward()
     assert all(p.grad is None for p, _ in fsdp2.registrations(inner))
     fsdp2.reduce_now(inner)
