@@ -210,7 +210,7 @@ def _check_job(folder: Path) -> float | None:
     """Its loss. It has a folder with one config and one log per rank."""
     result = json.loads((folder / "result.json").read_text())
     assert len([*folder.rglob(".hydra")]) == 1
-    logs = {f"rank{rank}.log" for rank in range(result["ranks"])} if result["ranks"] > 1 else set()
+    logs = {f"rank{rank}.log" for rank in range(1, result["ranks"])}  # rank 0 shows its output on the terminal
     assert {log.name for log in folder.glob("ranks/*")} == logs
     return result["metrics"].get("loss")
 

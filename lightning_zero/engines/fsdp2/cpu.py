@@ -51,7 +51,7 @@ class Copies(Enum):
 class Direct(Transport):
     """Between CPU processes over gloo; see the module's text."""
 
-    units_ahead = 2
+    units_ahead = 1
 
     def __init__(self, config: ZeroConfig, mesh: DeviceMesh) -> None:
         super().__init__(config, mesh, advice=", or use stage=2")
