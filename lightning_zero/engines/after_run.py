@@ -1,5 +1,5 @@
-"""A module and its optimizers after their run: full or still sharded. The next run finds them, under any strategy
-object."""
+"""State of a module and its optimizers after their run: full or still sharded. The next run finds that state, also with
+another strategy object."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from lightning_zero.private.torch import DisableTorchFunction, DisableTorchFunct
 
 
 class AfterRun(Enum):
-    """The state of a module when its run has ended."""
+    """State of a module's parameters after its run."""
 
     WHOLE = auto()
-    """Whole parameters in host memory, on every rank."""
+    """Every rank holds full parameters in host memory."""
     SHARDED = auto()
-    """Shards on every rank. The next run makes the module whole first."""
+    """Every rank holds its shards. The next run unshards the module first."""
 
 
 class Sharded(Protocol):
-    """Makes its module whole: an engine, or the shards that ``configure_model`` has built."""
+    """Can unshard its module: an engine, or the shards that ``configure_model`` has built."""
 
     def restore(self, whole: bool, *, on_whole: OnWhole = unheard) -> None:
-        """As :meth:`~lightning_zero.engines.base.Engine.restore`."""
+        """See :meth:`~lightning_zero.engines.base.Engine.restore`."""
 
 
 class _Left:
-    """Keeps what can make a module whole, on that module: shards hold their module, so anything else that held them
-    would keep both for ever. Copies and pickles of the module are without."""
+    """Attribute of a module that holds its :class:`Sharded` object. Shards reference their module, so a reference from
+    anywhere else would keep both alive forever. Copies and pickles of the module hold an empty one."""
 
     def __init__(self, shards: Sharded | None = None) -> None:
         self.shards = shards
@@ -54,7 +54,7 @@ _LEFT_SHARDED: WeakSet[nn.Module] = WeakSet()
 
 
 def leave(module: nn.Module, shards: Sharded, after: AfterRun) -> None:
-    """Notes the state of ``module`` for its next run."""
+    """Records the state of ``module`` for its next run."""
     if after is not AfterRun.WHOLE:
         vars(module)[_KEY] = _Left(shards)
         _LEFT_SHARDED.add(module)
@@ -66,8 +66,8 @@ def is_left_sharded(module: nn.Module) -> bool:
 
 
 def make_whole(module: nn.Module, on_whole: OnWhole = unheard) -> None:
-    """``module`` is whole, also if an earlier run has left it sharded (collective); ``on_whole`` is told of each
-    parameter in turn."""
+    """Unshards ``module`` if an earlier run has left it sharded (collective). ``on_whole`` is called with each of its
+    parameters in turn."""
     if module not in _LEFT_SHARDED:
         return
     _LEFT_SHARDED.discard(module)
@@ -77,7 +77,7 @@ def make_whole(module: nn.Module, on_whole: OnWhole = unheard) -> None:
 
 
 def make_owners_whole(module: nn.Module) -> None:
-    """Other modules that earlier runs have left sharded are whole, if ``module`` has layers of theirs (collective)."""
+    """Unshards other modules that were left sharded and that share layers with ``module`` (collective)."""
     layers = set(module.modules())
     for other in list(_LEFT_SHARDED):
         if other is not module and not layers.isdisjoint(other.modules()):
@@ -85,15 +85,15 @@ def make_owners_whole(module: nn.Module) -> None:
 
 
 def where_memory_allows(module_bytes: int, num_processes: int, room_bytes: int) -> tuple[AfterRun, str]:
-    """``WHOLE`` if each of a host's ``num_processes`` can hold the whole module in ``room_bytes``, else ``SHARDED``;
-    beside it a sentence on that.
+    """Returns ``WHOLE`` if each of a host's ``num_processes`` can hold the full module in ``room_bytes``, else
+    ``SHARDED``, and a sentence for the user about that.
 
-    ``room_bytes`` is the same on all ranks, so that all answer alike.
+    ``room_bytes`` must be equal on all ranks, so that all ranks take the same decision.
     """
     if module_bytes < room_bytes:
         return AfterRun.WHOLE, ""
     return AfterRun.SHARDED, (
-        "after_fit='auto': the module stays sharded, its whole parameters"
+        "after_fit='auto': the module stays sharded, because its full parameters"
         f" ({module_bytes * num_processes / 2**30:.1f} GiB for the processes of one host) do not fit into"
         " host memory."
     )
@@ -102,19 +102,19 @@ def where_memory_allows(module_bytes: int, num_processes: int, room_bytes: int) 
 # -- states of optimizers ---------------------------------------------------------------------------------------------
 
 READ_SECONDS = 30.0
-"""How long a read of a state waits for the other ranks."""
+"""Time that a read of a state waits for the other ranks."""
 _reads: list[Agreement] = []
 
 
 class LeftState(Tensor):
-    """A state of an optimizer whose run has ended: a shard until anybody computes with it, copies or pickles it. Then
-    it is an ordinary full tensor in host memory, on all ranks (collective)."""
+    """Optimizer state after the run: a shard until user code computes with it, copies it or pickles it. The tensor then
+    becomes an ordinary full tensor in host memory on all ranks (collective)."""
 
     shard: DTensor
 
     @staticmethod
     def of(shard: DTensor) -> LeftState:
-        """Stands for ``shard``."""
+        """Creates a tensor without memory, of the full shape of ``shard``."""
         made: Any = torch.empty(shard.shape, dtype=shard.dtype, device="cpu")
         made.untyped_storage().resize_(0)
         made.shard = shard
@@ -131,10 +131,10 @@ class LeftState(Tensor):
             return func(*args, **(kwargs or {}))
 
     def make_full(self) -> None:
-        """Gathers it (collective).
+        """Gathers the shards into a plain tensor (collective).
 
         Raises:
-            RuntimeError: If not all ranks do so within :data:`READ_SECONDS`.
+            RuntimeError: If not all ranks read the state within :data:`READ_SECONDS`.
         """
         for agreement in _reads:
             agreement.gather(None, "a read of a sharded state in optimizer.state, after the run")
@@ -147,15 +147,15 @@ class LeftState(Tensor):
 
 
 def begin_reads(agreement: Agreement) -> None:
-    """Reads of states that are about to be left are made by all ranks of ``agreement`` (collective)."""
+    """Has later reads of sharded states check that all ranks of ``agreement`` take part (collective)."""
     reads = agreement.with_kind(READS)
     reads.timeout_seconds = min(READ_SECONDS, agreement.timeout_seconds)
     _reads[:] = [reads]
 
 
 def leave_states(optimizers: Iterable[Optimizer], full: bool) -> None:
-    """Shards among the states become full tensors in host memory (collective), or shards there that become full when
-    they are touched."""
+    """Moves sharded states to host memory: as full tensors if ``full`` (collective), else as :class:`LeftState`, which
+    becomes full when user code touches it."""
     for entry in _entries(optimizers):
         for key, value in entry.items():
             if isinstance(value, DTensor):
@@ -164,12 +164,12 @@ def leave_states(optimizers: Iterable[Optimizer], full: bool) -> None:
 
 
 def has_left_states(optimizer: Optimizer) -> bool:
-    """Whether any state of ``optimizer`` is a shard that an earlier run has left."""
+    """Whether an earlier run has left any state of ``optimizer`` sharded."""
     return any(isinstance(value, LeftState) for entry in _entries([optimizer]) for value in entry.values())
 
 
 def left_shards(state: Any) -> Any:
-    """``optimizer.state_dict()`` with the shards themselves."""
+    """Returns ``state``, an ``optimizer.state_dict()``, with each :class:`LeftState` replaced by its shard."""
     with DisableTorchFunction():
         return map_tensors(lambda path, t: t.shard if isinstance(t, LeftState) else t, state)
 

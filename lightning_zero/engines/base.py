@@ -27,24 +27,23 @@ from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.private.torch import DisableTorchFunction, has_accumulation_hooks, own_parameters, version_of
 
 CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
-    # setting -> engine -> the values it takes
+    # setting -> engine -> accepted values
     "stage": {"fsdp2": (1, 2, 3), "deepspeed": (1, 2, 3)},
     "accelerator": {"fsdp2": ("cpu", "cuda", "xpu", "hpu"), "deepspeed": ("cpu", "cuda", "xpu", "hpu")},
 }
-"""Values of a setting that each engine takes. Refusals of modules are stated where they are made: see
-``docs/deepspeed.md``."""
+"""Values of a setting that each engine accepts. For modules that an engine refuses see ``docs/deepspeed.md``."""
 
 OnWhole = Callable[[nn.Parameter], object]
-"""Told of a parameter that has just become whole."""
+"""Called with each parameter that has just become full."""
 
 
 def unheard(p: nn.Parameter) -> None:
-    """Nobody wants to be told."""
+    """Ignores ``p``."""
 
 
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """Leaves ``torch.inference_mode()`` of a user's forward: what is made here is written to later, or trained with."""
+    """Leaves the user's ``torch.inference_mode()``: inference tensors could not be written to or trained with later."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -53,7 +52,8 @@ def outside_inference_mode() -> Iterator[None]:
 
 
 class Root(nn.Module):
-    """Calls any method of the user's module; the engine's own hooks hang here, so the module itself stays untouched."""
+    """Calls any method of the user's module. The engine registers its hooks here, so the user's module stays
+    untouched."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Root(nn.Module):
 
 
 def require(setting: str, value: Any, engine: str) -> None:
-    """Raises ``ValueError`` naming the setting, its value and who can, unless ``engine`` takes ``value``."""
+    """Raises ``ValueError``, which names setting, value and repair, unless ``engine`` accepts ``value``."""
     if value in CAPABILITIES[setting][engine]:
         return
     others = [name for name, values in CAPABILITIES[setting].items() if value in values]
@@ -75,41 +75,41 @@ def require(setting: str, value: Any, engine: str) -> None:
 
 
 def refuse_late_hooks(parameters: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` for a hook of the user's that needs complete whole gradients."""
+    """Raises ``ValueError`` for a user hook that needs complete, full gradients."""
     late = [name for name, p in parameters.items() if has_accumulation_hooks(p)]
     if late:
         raise ValueError(
-            f"parameter {late[0]!r} has a post-accumulate-grad hook, which would see a gradient that is never"
+            f"parameter {late[0]!r} has a post-accumulate-grad hook, which would see a gradient that is not"
             " complete: use on_after_backward or on_before_optimizer_step."
         )
 
 
 def require_same_parameters(optimizer: Optimizer, state: Mapping[str, Any]) -> list[Any]:
-    """The parameters of ``optimizer``, which ``state`` must be of as many."""
+    """Returns the parameters of ``optimizer``; raises ``ValueError`` if ``state`` is of another number of them."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     saved = sum(len(group["params"]) for group in state["param_groups"])
     if saved != len(params):
         raise ValueError(
-            f"the checkpoint's {type(optimizer).__name__} state is of {saved} parameters, the optimizer has"
+            f"the checkpoint's {type(optimizer).__name__} state has {saved} parameters, but the optimizer has"
             f" {len(params)}: resume with the module and configure_optimizers that saved it."
         )
     return params
 
 
 def undetached_state_dict(module: nn.Module) -> dict[str, Any]:
-    """``module.state_dict()`` with the registered objects themselves: detached tensors would no longer tell what is
-    tied. An override may not know the argument."""
+    """``module.state_dict()`` with the registered parameters themselves, since detached tensors do not show which are
+    tied. A user's override may lack the argument ``keep_vars``."""
     accepted = inspect.signature(module.state_dict).parameters.values()
     knows = any(p.name == "keep_vars" or p.kind is p.VAR_KEYWORD for p in accepted)
     return module.state_dict(keep_vars=True) if knows else module.state_dict()
 
 
 Places = list[tuple[nn.Module, str, Any]]
-"""Module, attribute, and the parameter registered there."""
+"""Triples of a module, an attribute's name and the parameter registered there."""
 
 
 def register(module: nn.Module, instead: Mapping[Any, nn.Parameter]) -> Places:
-    """Has ``module`` hold other parameters; where, and which it held."""
+    """Replaces parameters of ``module`` by those in ``instead``; returns the places and the previous parameters."""
     places = [
         (each, name, p)
         for each in module.modules()
@@ -122,72 +122,72 @@ def register(module: nn.Module, instead: Mapping[Any, nn.Parameter]) -> Places:
 
 
 class Engine(ABC):
-    """Shards one module over the ranks, runs its steps, and makes it whole again.
+    """Shards one module over the ranks, runs its steps, and unshards it at the end.
 
-    The strategy calls, in this order: :meth:`shard`; :meth:`attach`, when the user's optimizers are there; then for
-    every batch :meth:`run` and, where a gradient is wanted, :meth:`backward` (under :meth:`no_sync` for all but the
-    last micro-batch of a window) and :meth:`step`; at the end :meth:`restore`. All methods are collective: every rank
-    calls them in the same order.
+    The strategy calls, in this order: :meth:`shard`; :meth:`attach`, when the user's optimizers exist; then for every
+    batch :meth:`run` and, in training, :meth:`backward` (under :meth:`no_sync` for all but the last micro-batch of an
+    accumulation window) and :meth:`step`; at the end :meth:`restore`. All methods are collective: every rank calls
+    them in the same order.
     """
 
     module: nn.Module
     """The argument of :meth:`shard`."""
     mesh: DeviceMesh
-    """Of all ranks; shards lie along its axis "shard"."""
+    """Device mesh of all ranks; parameters are sharded along its axis "shard"."""
     root: nn.Module
-    """The module whose call runs a step; holds the user's module. From :meth:`shard` on."""
+    """The module whose call runs a step; holds the user's module. Set by :meth:`shard`."""
     whole_bytes: int
-    """Bytes of the module's whole parameters. From :meth:`shard` on."""
+    """Bytes of the module's full parameters. Set by :meth:`shard`."""
 
     peer_memory: PeerMemory | None = None
-    """Among all ranks, where this engine has connections of its own between processes on CPUs."""
+    """Connections between all ranks, for an engine that has its own between processes on CPUs."""
 
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         self.config = config
         self.device = device
         self.dtypes = dtypes
         self.shards_device = device
-        """The device of the gradients' shards, on which their norms are joined."""
+        """Device of the gradient shards, on which their norms are combined."""
         self.hooks = UserHooks()
-        """Where user code runs, on any rank."""
+        """Moments at which user code runs, on any rank."""
         self.keep_gathered = False
-        """Whether parameters may stay whole between micro-batches: no user hook looks at the module there."""
+        """Whether parameters may stay gathered between micro-batches, because no user hook reads the module there."""
         self.automatic = True
-        """Whether one :meth:`run` is one forward (else the user runs forwards and backwards inside it)."""
+        """Whether one :meth:`run` is one forward. Otherwise the user runs forwards and backwards inside it."""
         self.backward_is_users = False
-        """Whether ``LightningModule.backward`` is overridden, so that one :meth:`backward` may be several."""
+        """Whether ``LightningModule.backward`` is overridden: one :meth:`backward` may then run several."""
         self.offload_path: str | None = None
-        """This run's folder on a fast disk, with nvme."""
+        """This run's folder on a fast disk, with offload to NVMe."""
         self.units: Sequence[nn.Module] = ()
-        """Modules that are gathered together for each of their forwards, where they are of ``fully_shard``."""
+        """Modules whose parameters are gathered together for each forward, in an engine based on ``fully_shard``."""
         self.reduces = True
-        """Whether the backward of this micro-batch ends a window; not inside :meth:`no_sync`."""
+        """Whether the backward of this micro-batch reduces gradients; ``False`` inside :meth:`no_sync`."""
         self.optimizers: list[Optimizer] | None = None
-        """Of a fit. A parameter that came beside the others after the set-up may stay if none of them holds it."""
+        """Optimizers of a fit. A parameter added after the set-up is accepted only if none of them holds it."""
         self._broadcasts_next = True
 
     @abstractmethod
     def shard(self, module: nn.Module) -> None:
-        """Gives every rank rank 0's parameters and buffers, then only its share of the parameters."""
+        """Broadcasts rank 0's parameters and buffers; each rank then keeps its shards of the parameters."""
 
     def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:  # noqa: B027
-        """The optimizers of a fit, none of other loops; ``trainer`` holds what the Trainer was told about precision,
-        accumulation and clipping, in the names of ``deepspeed_config.RunFacts``."""
+        """Takes the optimizers of a fit (none in other loops). ``trainer`` holds the Trainer's settings for precision,
+        accumulation and clipping, under the names of ``deepspeed_config.RunFacts``."""
 
     @abstractmethod
     def view(self) -> AbstractContextManager[Any]:
-        """While it is entered, user code reads and writes whole tensors."""
+        """Context in which user code reads and writes full tensors."""
 
     @abstractmethod
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls ``module.<method>`` with whole parameters wherever it needs them."""
+        """Calls ``module.<method>``; parameters are gathered where the method needs them."""
 
     @abstractmethod
     def backward(self, run_backward: Callable[[], None], retains_graph: bool = False) -> None:
         """Calls ``run_backward`` and leaves averaged gradients on the shards, unless under :meth:`no_sync`.
 
         Args:
-            retains_graph: Another backward may follow through the same graph.
+            retains_graph: Whether another backward may follow through the same graph.
         """
 
     @abstractmethod
@@ -196,39 +196,39 @@ class Engine(ABC):
 
     @abstractmethod
     def reshard(self) -> None:
-        """Puts the shards back onto the module, so that reads and writes of user code are true."""
+        """Puts the shards back onto the module, so that reads and writes by user code reach them."""
 
     @abstractmethod
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """``optimizer.step`` on this rank's shards, or on full tensors if it needs those."""
+        """Runs ``optimizer.step`` on this rank's shards, or on full tensors if the optimizer needs those."""
 
     @abstractmethod
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """Around a call of ``optimizer.step`` by a loss scaler."""
+        """Context in which a loss scaler calls ``optimizer.step``."""
 
     @abstractmethod
     def on_shards(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """``optimizer`` holds this rank's shards of parameters and gradients."""
+        """Context in which ``optimizer`` holds this rank's shards of parameters and gradients."""
 
     def broadcast_buffers(self) -> None:
-        """DDP's rule: once before each forward that follows a synchronized training forward; under manual optimization,
-        where Lightning has DDP synchronize no forward, before the first one alone."""
+        """Broadcasts rank 0's buffers when DDP would: before each forward that follows a synchronized training forward.
+        Under manual optimization Lightning disables DDP's synchronization, so only the first forward gets them."""
         if self._broadcasts_next and self.config.broadcast_buffers:
             broadcast_coalesced(list(self.module.buffers()))
         self._broadcasts_next = torch.is_grad_enabled() and self.reduces and self.automatic
 
     @abstractmethod
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        """Those of ``optimizer``, as plain tensors: this rank's shards, and the replicated ones."""
+        """Gradients of ``optimizer`` as plain tensors: this rank's shards, and the replicated gradients."""
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float) -> Tensor:
         """Scales all gradients of ``optimizer`` so that their joint 2-norm is at most ``max_norm``; returns the norm
-        before, 0-dim."""
+        before scaling, 0-dim."""
         with torch.no_grad(), DisableTorchFunction():
             shards, wholes = self.gradients(optimizer)
             home = self.shards_device
             squared = sum_of_squares(shards, home)
-            if self.mesh.size() > 1:  # replicas hold the same shards: each counts once
+            if self.mesh.size() > 1:  # not over replicas: they hold the same shards, which count once
                 dist.all_reduce(squared, group=self.mesh.get_group("shard"))
             if wholes:
                 squared = squared + sum_of_squares(wholes, self.device).to(home)
@@ -249,22 +249,23 @@ class Engine(ABC):
 
     @abstractmethod
     def sharded_state_dict(self) -> dict[str, Any]:
-        """``module.state_dict()`` holding this rank's shards themselves, as ``DTensor``; a tied parameter is one
-        object under all its names."""
+        """``module.state_dict()`` with this rank's shards themselves as ``DTensor``. A tied parameter is one object
+        under all its names."""
 
     @abstractmethod
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """``optimizer.state_dict()`` in PyTorch's own form, holding this rank's shards themselves."""
+        """``optimizer.state_dict()`` in PyTorch's format, with this rank's shards themselves."""
 
     @staticmethod
     def full(state: Any, on_rank_0: tuple[Agreement, Collected] | None = None) -> Any:
-        """``state``, as one of the two above gave it, with whole tensors on the CPU, gathered one at a time.
+        """Returns ``state``, the result of one of the two methods above, with full tensors on the CPU. Tensors are
+        gathered one at a time.
 
-        With ``on_rank_0``, an agreement of all ranks and the memory to collect in, the others send their parts and get
-        meta tensors, which hold shape and dtype only.
+        With ``on_rank_0`` (an agreement of all ranks and the memory to collect in) only rank 0 gets values. The other
+        ranks send their shards and get meta tensors.
 
         Raises:
-            CheckpointError: On all ranks, before anything is sent, where rank 0 may not take that much.
+            CheckpointError: On all ranks, before anything is sent, if rank 0 has not enough memory.
         """
         done: dict[int, Tensor] = {}
 
@@ -287,7 +288,8 @@ class Engine(ABC):
 
     @contextmanager
     def full_parameters(self, modify: bool = False) -> Iterator[None]:
-        """The module holds whole plain parameters of its own dtype; with ``modify``, rank 0's become everybody's."""
+        """Context in which the module holds full plain parameters of its own dtype. With ``modify``, all ranks store
+        rank 0's values at the end."""
         with torch.no_grad(), DisableTorchFunction():
             self.reshard()
             whole = self.whole_parameters()
@@ -304,43 +306,43 @@ class Engine(ABC):
                     self.store_whole(whole)
         if not modify and any(version_of(w) != versions[p] for p, w in whole.items()):
             raise RuntimeError(
-                "full_parameters(module): parameters were written to, and what was written is lost: use"
+                "full_parameters(module): parameters were written to, and the new values are lost: use"
                 " full_parameters(module, modify=True)."
             )
 
     @abstractmethod
     def whole_parameters(self) -> dict[Tensor, nn.Parameter]:
-        """Sharded parameters -> whole copies of their values (collective)."""
+        """Sharded parameters -> full copies of their values (collective)."""
 
     @abstractmethod
     def whole_on_module(self) -> AbstractContextManager[None]:
-        """While it is entered, the module holds such copies: nothing has to be gathered for it."""
+        """Context in which the module holds such copies, so that nothing is gathered for it."""
 
     @abstractmethod
     def store_whole(self, whole: Mapping[Any, Tensor]) -> None:
-        """Broadcasts rank 0's values of ``whole`` and of replicated parameters; each rank keeps its share."""
+        """Broadcasts rank 0's values of ``whole`` and of replicated parameters; each rank keeps its shards."""
 
     @abstractmethod
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
-        """The tensors that this rank holds right now, and their places; not collective."""
+        """Bytes of the tensors that this rank holds now, by place; not collective."""
 
     @abstractmethod
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Loads a whole ``optimizer.state_dict()``, each rank keeping its shards."""
+        """Loads a full ``optimizer.state_dict()``; each rank keeps its shards."""
 
     @property
     @abstractmethod
     def known_parameters(self) -> Collection[Tensor]:
-        """Those that the module was set up with, whether sharded or kept whole."""
+        """Parameters that the module had when the engine set it up, sharded or replicated."""
 
     def check_parameters(self) -> None:
-        """Raises ``ValueError`` when the module's parameters are no longer those that were sharded."""
+        """Raises ``ValueError`` if parameters were added or replaced after the module was sharded."""
         known, held = self.known_parameters, None
         if self.optimizers is not None:
             held = {p for o in self.optimizers for group in o.param_groups for p in group["params"]}
         named = dict(self.module.named_parameters())
         for name, p in named.items():
-            # One that comes beside the others may be left untrained, as under DDP; one in another's place may not
+            # As under DDP, an added parameter may stay untrained; one that replaces another may not
             if p not in known and (held is None or p in held or not set(known) <= set(named.values())):
                 raise ValueError(
                     f"parameter {name!r} was replaced or added after the strategy set the module up, so it would"
@@ -349,18 +351,20 @@ class Engine(ABC):
                 )
 
     def meet(self) -> None:  # noqa: B027
-        """This rank is about to wait for the others, outside of a step: those that still read parameters are given
-        their part (collective)."""
+        """Waits for the other ranks outside of a step. Meanwhile this rank sends its shards to ranks that still read
+        parameters (collective)."""
 
     def end_window(self, meets: bool = True) -> None:  # noqa: B027
-        """User code between two calls of the engine is over; with ``meets`` on all ranks (collective)."""
+        """Called when user code between two calls of the engine is over; with ``meets``, all ranks wait for each other
+        (collective)."""
 
     @abstractmethod
     def end_reads(self, together: bool) -> None:
-        """User code reads no more; with ``together`` on all ranks (collective)."""
+        """Called when user code has read for the last time; with ``together``, all ranks wait for each other
+        (collective)."""
 
     @abstractmethod
     def restore(self, whole: bool, *, on_whole: OnWhole = unheard) -> None:
-        """The module is an ordinary one again, with whole parameters if ``whole``; states of optimizers are left as
-        :func:`~lightning_zero.engines.after_run.leave_states` does it. Each parameter is given to ``on_whole`` in
+        """Removes the engine from the module, whose parameters become full if ``whole``. Optimizer states are left as
+        :func:`~lightning_zero.engines.after_run.leave_states` does. ``on_whole`` is called with each parameter in
         turn."""

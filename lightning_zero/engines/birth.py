@@ -1,21 +1,21 @@
-"""Modules on the meta device get memory and values, a shard unit at a time.
+"""Deferred initialization: materializes modules on the meta device, one shard unit at a time.
 
-``with torch.device("meta")`` makes modules that have shapes and no memory. :class:`Birth` walks through them in the
-order of their construction (children before the module that holds them, siblings as they were registered) and has each
-initialize itself, so that random numbers are drawn as ordinary construction draws them where that initializes by the
-same functions. A unit is sharded as soon as its last module is done; only what belongs to the root stays whole until
-the end, as it does in each step.
+``with torch.device("meta")`` creates modules that have shapes and no memory. :class:`Birth` visits them in the order of
+their construction (children before their parent, siblings in the order of registration) and calls each one's
+initializer. Random numbers are therefore drawn in the same order as in ordinary construction, provided that the
+constructor uses the same functions. A unit is sharded as soon as its last module is initialized. Only the root unit's
+parameters stay full until the end, as they do in each step.
 
-Where values come from, the first that applies:
+Values come from the first of these sources that applies:
 
 1. a checkpoint (``ckpt_path``) or ``load_pretrained`` (:mod:`~lightning_zero.checkpoint.later`): rank 0 reads one
-   tensor at a time, and nothing is initialized;
-2. the class's own ``reset_parameters`` (torch's ``nn.MultiheadAttention`` and ``nn.Transformer`` have it under another
-   name), and for modules in a model of transformers its ``_init_weights`` after that.
+   tensor at a time, and no initializer runs;
+2. the class's ``reset_parameters`` (named differently in ``nn.MultiheadAttention`` and ``nn.Transformer``), followed,
+   in a transformers model, by the model's ``_init_weights``.
 
-A tied parameter keeps the value of the first module that holds it; another module's initializer writes to memory that
-is thrown away, as it was when that module was constructed. An initializer may write to modules inside of its own, also
-to those that are sharded by now. What has no memory before and is written to by nobody is named in an error.
+A tied parameter keeps the value of the first module that holds it. The initializer of another module writes to scratch
+memory, as its constructor did. An initializer may write to its submodules, also to those that are already sharded. An
+error names tensors that were materialized here and that no initializer has written to.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lightning_zero.private import transformers
 from lightning_zero.private.torch import INITIALIZERS, TorchDispatchMode, module_tables, pytree, schema_of
 
 OPEN_BYTES = 64 * 2**20
-"""So much of what ``configure_model`` builds may be full before the oldest parameters are sharded
+"""Bytes of full parameters that ``configure_model`` may build before the oldest ones are sharded
 (:mod:`lightning_zero.engines.fsdp2.build`)."""
 _SHOWN = 12
 
@@ -49,10 +49,10 @@ def on_meta(module: nn.Module) -> bool:
 
 
 def give_birth(module: nn.Module, home: torch.device) -> None:
-    """All of ``module`` has memory on ``home``, and values; whole, for runs in which nothing is sharded (collective).
+    """Materializes all of ``module`` on ``home`` without sharding, for runs that shard nothing (collective).
 
     Raises:
-        ValueError: As :meth:`Birth.require_initializers` and :meth:`Birth.finish`.
+        ValueError: See :meth:`Birth.require_initializers` and :meth:`Birth.finish`.
     """
     birth = Birth(module, home)
     birth.require_initializers()
@@ -61,12 +61,12 @@ def give_birth(module: nn.Module, home: torch.device) -> None:
 
 
 class Birth:
-    """See the module's text. Every method is collective, and every error is raised on all ranks.
+    """Materializes one module; see the file's docstring. Every method is collective; all ranks raise the same error.
 
     Args:
-        module: Some or all of it on the meta device.
-        home: Where its tensors are to lie.
-        view: Entered while initializers run, so that they can write to what is sharded.
+        module: Partly or completely on the meta device.
+        home: Device on which its tensors are materialized.
+        view: Entered while initializers run, so that they can write to sharded parameters.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class Birth:
         self._needed = on_meta(module)
         self._rest = deque(_in_order_of_construction(module)) if self._needed else deque[Any]()
         self._done: set[nn.Module] = set()
-        self._all_born: set[nn.Module] = set()  # modules of which everything inside has got its memory here
-        self._born: set[int] = set()  # tensors that have, by id
-        self._unwritten: dict[int, tuple[Tensor, str]] = {}  # address -> what nobody has written to yet
-        self._never: list[str] = []  # what was sharded without ever being written to
+        self._all_born: set[nn.Module] = set()  # modules whose whole subtree was materialized here
+        self._born: set[int] = set()  # ids of tensors materialized here
+        self._unwritten: dict[int, tuple[Tensor, str]] = {}  # address -> tensor not written to yet, and its name
+        self._never: list[str] = []  # names of tensors that were sharded without being written to
         self._agreement = run_agreement() or Agreement(alone=True)
 
     def require_initializers(self) -> None:
-        """Raises ``ValueError`` for tensors that nothing can give values to, before anything takes memory."""
-        able: set[nn.Module] = set()  # modules inside of one that has an initializer
+        """Raises ``ValueError`` for tensors that no source can give values to, before any memory is allocated."""
+        able: set[nn.Module] = set()  # modules that have an initializer, or are inside one that has
         for module, owner in self._rest:
             if next(_initializers(module, owner), None) is not None:
                 able.update(module.modules())
@@ -108,8 +108,7 @@ class Birth:
             raise ValueError(_lost([*lost, *plain], "has no initializer"))
 
     def bring_up(self, upto: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """Everything that was constructed before ``upto`` was complete has memory and values, and so has each of
-        ``tensors``."""
+        """Materializes and initializes all modules up to ``upto``, in the order of construction, and ``tensors``."""
         if self._needed:
             together(self._agreement, lambda: self._bring_up(upto, tensors))
 
@@ -119,22 +118,22 @@ class Birth:
                 module, owner = self._rest.popleft()
                 self._initialize(module, owner)
                 self._done.add(module)
-            reads = not dist.is_initialized() or dist.get_rank() == 0  # the others are sent rank 0's values
+            reads = not dist.is_initialized() or dist.get_rank() == 0  # other ranks receive rank 0's values
             for tensor in tensors:
                 if tensor.is_meta and (value := later.left(tensor)) is not None:
                     memory = torch.empty_like(tensor, device=self._home)
                     later.become(tensor, memory.copy_(value) if reads else memory)
         done = {id(t) for t in tensors}
         for address, (tensor, name) in list(self._unwritten.items()):
-            if id(tensor) in done:  # sharded next, and its memory goes to others
+            if id(tensor) in done:  # sharded next: its memory is freed and the address may be reused
                 self._never.append(name)
                 del self._unwritten[address]
 
     def finish(self) -> None:
-        """Raises ``ValueError`` for tensors to which no initializer has written."""
+        """Raises ``ValueError`` for tensors that no initializer has written to."""
         lost = [*self._never, *(name for _, name in self._unwritten.values())]
         if lost:
-            raise ValueError(_lost(lost, "was left as it was by the initializers"))
+            raise ValueError(_lost(lost, "was not written to by any initializer"))
 
     # -- one module ----------------------------------------------------------------------------------------------
 
@@ -145,7 +144,7 @@ class Birth:
             module.children()
         ):
             self._all_born.add(module)
-        # else what is inside has values already, from elsewhere, and an initializer around it would write over them
+        # else a submodule has values from another source, which this module's initializer would overwrite
         if not calls or not (born or module in self._all_born):
             return
         before = {name: p for name, p in module_tables(module)[0].items() if p is not None}
@@ -172,8 +171,8 @@ class Birth:
 
     @contextmanager
     def _scratch_for_others(self, module: nn.Module, born: set[int]) -> Iterator[None]:
-        """Keeps the values that tensors of ``module`` itself have already (tied, built outside of meta): scratch
-        tensors stand in for them inside it."""
+        """Protects tensors of ``module`` itself that have values already (tied, or built outside of meta): scratch
+        tensors replace them inside the context."""
         with ExitStack() as stack:
             for table in module_tables(module)[:2]:
                 for name, tensor in list(table.items()):
@@ -190,7 +189,7 @@ class Birth:
 
 
 class _Watch(TorchDispatchMode):
-    """Forgets the addresses to which something is written, however it is done (``.data``, views, ``out=``)."""
+    """Removes each address that an operator writes to from ``unwritten``, also through ``.data``, views or ``out=``."""
 
     def __init__(self, unwritten: dict[int, tuple[Tensor, str]]) -> None:
         super().__init__()
@@ -219,7 +218,7 @@ def _initializers(module: nn.Module, owner: Any) -> Iterator[Callable[[], Any]]:
 
 
 def _in_order_of_construction(module: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Each module once, those inside of it first, and the model of transformers it belongs to."""
+    """Yields each module once, submodules first, with the transformers model that it belongs to, or ``None``."""
     seen: set[nn.Module] = set()
 
     def visit(each: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
@@ -255,7 +254,7 @@ def _lost(names: Iterable[str], why: str) -> str:
     names = list(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (
-        f"{', '.join(map(repr, names[:_SHOWN]))}{more} on the meta device {why}, so no value is known: give the class a"
-        " reset_parameters() that fills it, read it from a file (ckpt_path, lightning_zero.load_pretrained), or build"
-        " that part outside of torch.device('meta')."
+        f"{', '.join(map(repr, names[:_SHOWN]))}{more} on the meta device {why}, so its value is unknown: give the"
+        " class a reset_parameters() that fills it, read it from a file (ckpt_path, lightning_zero.load_pretrained),"
+        " or build that part outside of torch.device('meta')."
     )

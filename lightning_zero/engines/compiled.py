@@ -1,9 +1,8 @@
-"""The setting ``compile="units"``: ``torch.compile`` for the forward of each shard unit, as one would do by hand with
-``block.compile()``.
+"""The setting ``compile="units"``: compiles the forward of each shard unit, like a call of ``block.compile()``.
 
-Only the unit's ``forward`` is compiled. Its hooks, including those of ``fully_shard`` and ours, run around it once, so
-a unit whose forward cannot be compiled runs uncompiled. Copies and pickles of a unit are of an
-ordinary module: nothing but the attribute is set that torch itself leaves out of them.
+Only the unit's ``forward`` is compiled. Its hooks, including those of ``fully_shard`` and of this package, run once
+around it, so a unit whose forward cannot be compiled runs uncompiled. Copies and pickles of a unit are ordinary
+modules, because the only attribute set here is one that torch itself leaves out of them.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ _log = logging.getLogger(__name__)
 
 
 class CompiledUnits:
-    """Units that are compiled at their first call, until :meth:`undo`; those that the user has compiled are left alone.
+    """Compiles units at their first call, until :meth:`undo`. Units that the user has compiled are left alone.
 
     Args:
-        units: Names and modules, not the root's.
-        recomputed: Of those among them that recompute, the recomputing forward is compiled.
+        units: Names and modules, without the root's.
+        recomputed: Modules with activation checkpointing. For these the recomputing forward is compiled.
 
     Raises:
-        ValueError: For a backend that torch does not know.
+        ValueError: If ``torch.compile`` does not know the backend.
     """
 
     def __init__(self, config: CompileConfig, units: Iterable[tuple[str, nn.Module]], recomputed: Recomputed) -> None:
@@ -53,17 +52,17 @@ class CompiledUnits:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Those that are compiled."""
+        """The compiled units."""
         return [unit for _, unit in self._units]
 
     def undo(self) -> None:
-        """The units are called as they were before."""
+        """Restores the units' uncompiled calls."""
         for _, unit in self._units:
             set_compiled_call(unit, None)
 
 
 def _compiled(name: str, unit: nn.Module, config: CompileConfig, recomputed: Recomputed) -> Callable[..., Any]:
-    plain = recomputed.forward_of(unit)  # equal blocks share its code, and so what was compiled
+    plain = recomputed.forward_of(unit)  # equal blocks share its code, and so the compiled graphs
     compiled = torch.compile(
         plain,
         backend=config.backend or "inductor",
@@ -82,7 +81,7 @@ def _compiled(name: str, unit: nn.Module, config: CompileConfig, recomputed: Rec
                 works = False
                 _say(name, _first_line(error))
             else:
-                if is_first and not is_traced(plain):  # no error: Dynamo keeps it to itself, and compiles what it calls
+                if is_first and not is_traced(plain):  # Dynamo raises no error when it skips a frame
                     _say(name, _GIVEN_UP)
                 is_first = False
                 return output
@@ -97,7 +96,7 @@ def _compiled(name: str, unit: nn.Module, config: CompileConfig, recomputed: Rec
 
 
 _GIVEN_UP = (
-    "Dynamo leaves its forward to eager, as where a graph would break in the middle of a loop or a try statement."
+    "Dynamo runs its forward in eager mode, for example because of a graph break inside a loop or a try statement."
     " TORCH_LOGS=graph_breaks shows where."
 )
 
@@ -109,4 +108,4 @@ def _first_line(error: BaseException) -> str:
 
 def _say(name: str, why: str) -> None:
     if dist.get_rank() == 0:
-        _log.warning("compile='units': %r is not compiled and runs as it is: %s", name, why)
+        _log.warning("compile='units': %r runs uncompiled: %s", name, why)

@@ -1,8 +1,9 @@
-"""The optimizers that may step on a part of a parameter.
+"""Optimizers that may step on shards of parameters.
 
-An *element-wise* optimizer updates every element from that element's own history, so that a step on parts equals the
-step on the whole. No trial can prove it: settings in parameter groups, the size of a tensor or the number of steps may
-switch another computation on. So it is known of PyTorch's own classes, by reading them, and of what a user declares.
+An *element-wise* optimizer updates every element from that element's own history, so a step on shards equals the step
+on full tensors. No trial can prove this property: settings in parameter groups, the size of a tensor or the number of
+steps may enable another computation. It is therefore assumed only for PyTorch's classes, whose code was read, and for
+classes that the user declares.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ KNOWN_ELEMENTWISE = frozenset(
 KNOWN_WHOLE = frozenset(
     getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name)
 )
-"""PyTorch's own that look across elements: nobody needs to be told of them."""
+"""PyTorch's optimizers that are not element-wise: users get no advice to declare them."""
 _KNOWN = KNOWN_ELEMENTWISE | KNOWN_WHOLE
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` is exactly one of PyTorch's own, its ``step`` included: no subclass, nothing patched."""
+    """Whether ``optimizer`` is of one of PyTorch's own classes: no subclass, and ``step`` is not replaced."""
     return type(optimizer) in _KNOWN and not torch_optim.is_step_replaced(optimizer)
 
 
 def is_declared(optimizer: Optimizer, declared: Collection[str]) -> bool:
-    """Whether its class is among ``declared``, by name or with its module in front."""
+    """Whether ``declared`` has the class of ``optimizer``, by its name or by ``module.name``."""
     own = type(optimizer)
     return own.__name__ in declared or f"{own.__module__}.{own.__qualname__}" in declared
 
 
 def is_elementwise(optimizer: Optimizer, declared: Collection[str] = ()) -> bool:
-    """Whether stepping on parts of a parameter is known to equal stepping on the whole of it; see the module's text."""
+    """Whether a step on shards is known to equal a step on full tensors; see the file's docstring."""
     if type(optimizer) in KNOWN_ELEMENTWISE:
         return is_known(optimizer)
     return is_declared(optimizer, declared)
 
 
 def note_on_full_steps(optimizers: Collection[Optimizer], declared: Collection[str]) -> str:
-    """A line for the user on those that step on full tensors: how much that is, and how to declare them; or nothing.
-    Their parameters must be full, or look so."""
+    """Returns a line for the user on optimizers that step on full tensors, or an empty string: their memory, and how to
+    declare them. Their parameters must have their full shapes."""
     full = [o for o in optimizers if not is_elementwise(o, declared)]
     if not full:
         return ""
@@ -59,8 +60,8 @@ def note_on_full_steps(optimizers: Collection[Optimizer], declared: Collection[s
     size = f"{sum(p.numel() * p.element_size() for p in params) / 2**30:.3g} GiB"
     unknown = sorted({type(o).__name__ for o in full if not is_known(o)})
     advice = (
-        f" If an element's update depends on nothing but that element's own history, elementwise_optimizers={unknown}"
-        " has it step on shards."
+        f" If an element's update depends only on that element's own history, set elementwise_optimizers={unknown} to"
+        " step on shards."
     )
     return (
         f"{', '.join(names)} steps on full tensors, as under DDP: each rank gathers parameters and gradients as the"
@@ -70,21 +71,21 @@ def note_on_full_steps(optimizers: Collection[Optimizer], declared: Collection[s
 
 
 def keys_beside_elements(optimizer: Optimizer) -> frozenset[str]:
-    """State keys of an element-wise optimizer under which it keeps tensors of another shape than its parameter's, such
-    as a counter of shape ``(1,)``: beside a part of one element their shape does not tell. PyTorch's own have only
-    0-dim ones; those that were declared are tried out.
+    """State keys under which an element-wise optimizer keeps tensors of another shape than the parameter's, such as a
+    counter of shape ``(1,)``. The shape alone would not tell such a tensor from the state of a one-element shard.
+    PyTorch's optimizers have only 0-dim ones; declared optimizers are tried on a small tensor.
 
     Raises:
-        ValueError: For one that cannot be tried with the settings of its first group, or that keeps parameters where
-            no part of them can stand.
+        ValueError: If the trial fails with the settings of the first group, or if the optimizer keeps parameters in an
+            attribute, where shards cannot replace them.
     """
     if type(optimizer) in KNOWN_ELEMENTWISE:
         return frozenset()
     if (attribute := holds_parameters_in(optimizer)) is not None:
         name = type(optimizer).__name__
         raise ValueError(
-            f"elementwise_optimizers={[name]}: a {name} keeps parameters in its attribute {attribute!r}, where their"
-            " shards cannot take their place; leave it out, and it steps on full tensors."
+            f"elementwise_optimizers={[name]}: a {name} keeps parameters in its attribute {attribute!r}, where"
+            " shards cannot replace them; leave it out, and it steps on full tensors."
         )
     with DisableTorchFunction():
         p = torch.ones(5, requires_grad=True)
@@ -95,9 +96,9 @@ def keys_beside_elements(optimizer: Optimizer) -> frozenset[str]:
         except Exception as error:
             name = type(optimizer).__name__
             raise ValueError(
-                f"elementwise_optimizers={[name]}: a {name} with the settings of this one could not be tried on a small"
-                f" tensor ({type(error).__name__}: {error}), so which of its states are sharded cannot be told; leave"
-                " it out, and it steps on full tensors."
+                f"elementwise_optimizers={[name]}: a trial of {name} with these settings on a small tensor failed"
+                f" ({type(error).__name__}: {error}), so it is unknown which of its states to shard; leave it out, and"
+                " it steps on full tensors."
             ) from error
         return frozenset(key for key, v in tried.state[p].items() if isinstance(v, Tensor) and v.shape != p.shape)
 

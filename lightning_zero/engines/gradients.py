@@ -1,4 +1,4 @@
-"""Arithmetic on lists of gradients that both engines need."""
+"""Arithmetic on lists of gradients, for both engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """0-dim, on ``device``; in a dtype that all ranks choose alike, though some shards are empty."""
+    """Sum of the squares of all elements, 0-dim, on ``device``. All ranks get the same dtype, even if some shards are
+    empty, because ranks all-reduce the result."""
     tensors = list(tensors)
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     tensors = [t for t in tensors if t.numel()]
@@ -20,7 +21,7 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Grouped by dtype and device."""
+    """Groups ``tensors`` by dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for t in tensors:
         groups.setdefault((t.dtype, t.device), []).append(t)

@@ -1,7 +1,7 @@
-"""Calls of Dynamo's graphs that are given parameters: the layer between Dynamo and the engine of the run under way.
+"""Intercepts calls of Dynamo's graphs that take parameters: the layer between Dynamo and the current run's engine.
 
 A graph's operators read memory directly, so calls are intercepted graph by graph. Code is compiled once per process and
-is used in all runs, so this layer exists once per process, too.
+reused in all runs, so this layer also exists once per process.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 class Inputs(Protocol):
-    """An engine's part in calls of graphs."""
+    """An engine's handler for calls of graphs."""
 
     def owns(self, p: Tensor) -> bool:
-        """Whether it keeps this parameter, and not whole in memory of its own right now."""
+        """Whether the engine manages ``p``; ``False`` while all parameters are full in memory of their own."""
 
     def call(self, graph: Graph, args: tuple[Any, ...], params: Sequence[nn.Parameter]) -> Any:
-        """``graph(*args)``, which computes with ``params``."""
+        """Calls ``graph(*args)``, which computes with ``params``."""
 
 
 class _Process:
@@ -33,13 +33,13 @@ class _Process:
 
     dynamo: Dynamo | None = None
     inputs: Inputs | None = None
-    """Of the run that is under way. Graphs outlive it."""
+    """Handler of the current run. Graphs outlive the run."""
     traced_outside = True
-    """Whether there may be graphs that were made while no run was under way, and know nothing of one."""
+    """Whether graphs may exist that were traced outside of a run and therefore do not call the handler."""
 
 
 def begin(inputs: Inputs) -> None:
-    """From now on all graphs are called through ``inputs``; code that was traced outside of a run is traced anew."""
+    """Calls all graphs through ``inputs`` from now on; code that was traced outside of a run is traced again."""
     if _Process.dynamo is None:
         _Process.dynamo = Dynamo(_seen_to, _is_owned)
     if _Process.traced_outside:
@@ -49,7 +49,7 @@ def begin(inputs: Inputs) -> None:
 
 
 def end(inputs: Inputs) -> None:
-    """Graphs are given what they are called with."""
+    """Graphs get their inputs unchanged from now on."""
     if _Process.inputs is inputs:
         _Process.inputs = None
 
@@ -59,15 +59,16 @@ def _is_owned(p: Tensor) -> bool:
 
 
 def _seen_to(module: Any, graph: Graph) -> Graph:
-    """``graph``, whose inputs the run under way sees to; the user's parameters have the same places in each call."""
+    """Wraps ``graph`` so that the current run's handler calls it. User parameters have the same positions in each
+    call."""
     _Process.traced_outside |= _Process.inputs is None
     if _Process.inputs is not None and assigns_data(module):
         raise ValueError(
-            "compiled code assigns p.data, which would take the memory that the strategy keeps the parameter in: write"
-            " p.copy_(...) under torch.no_grad(), or mark the function with torch.compiler.disable."
+            "compiled code assigns p.data, which would replace the memory in which the strategy keeps the parameter:"
+            " write p.copy_(...) under torch.no_grad(), or mark the function with torch.compiler.disable."
         )
     places: list[int] | None = None
-    held = list(module.parameters())  # in the graph itself, as those of a compiled step of an optimizer
+    held = list(module.parameters())  # constants of the graph, as in a compiled optimizer step
 
     def call(*args: Any) -> Any:
         nonlocal places
@@ -81,18 +82,18 @@ def _seen_to(module: Any, graph: Graph) -> Graph:
 
 
 def untraced(function: _Call) -> _Call:
-    """``function``, which Dynamo calls as it is, with all that it calls."""
+    """Decorator: Dynamo does not trace ``function`` or any function that it calls."""
     return torch.compiler.disable(function, reason="lightning_zero gathers, counts and agrees outside of graphs")
 
 
 @untraced
 def end_graph() -> None:
-    """Ends Dynamo's graph before code that must not be traced: Dynamo runs that code as it is."""
+    """Ends Dynamo's graph before code that must not be traced; Dynamo runs that code in eager mode."""
 
 
 def outside_graphs(method: _Call) -> _Call:
-    """``method``, where compiled code of the user's may be around it: the graph ends, and nothing in it is traced.
-    Takes a microsecond; :func:`untraced` takes sixteen."""
+    """Decorator for a method that the user's compiled code may call: the graph ends, and the method is not traced.
+    A call costs one microsecond; with :func:`untraced` it costs sixteen."""
 
     @never_a_frame
     @wraps(method)

@@ -1,4 +1,4 @@
-"""The user's hooks, as far as an engine must know where user code runs."""
+"""Detects user hooks, so that an engine knows at which moments user code runs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 _BETWEEN_MICRO_BATCHES = ("on_after_backward", "on_train_batch_end", "on_train_batch_start", "on_before_zero_grad")
-"""Hooks that can look at the module after one micro-batch and before the next."""
+"""Hooks that can read the module after one micro-batch and before the next."""
 _BEFORE_FORWARD = ("on_train_batch_start", "on_validation_batch_start", "optimizer_step")
-"""Hooks after the step sync's message and before a forward of a fit."""
+"""Hooks after the message of the step synchronization and before a forward of a fit."""
 _BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad", "backward")
 _BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
-"""Hooks that can look at the gradients and parameters with which an optimizer is about to step."""
+"""Hooks that can read the gradients and parameters with which an optimizer is about to step."""
 _OTHERS = ("lr_scheduler_step", "transfer_batch_to_device")
 _NOT_THE_USERS = ("lightning.", "pytorch_lightning.", "lightning_zero.")
 
 
 @dataclass(frozen=True)
 class UserHooks:
-    """Whether code outside Lightning runs at a moment, on any rank."""
+    """Whether code from outside Lightning and this package runs at a moment, on any rank."""
 
     anywhere: bool = False
     between_micro_batches: bool = False
@@ -35,13 +35,13 @@ class UserHooks:
 
     @classmethod
     def of_any(cls, found: Iterable[UserHooks]) -> UserHooks:
-        """Those of all ranks."""
+        """Combines the hooks of all ranks: a field is true if it is true on any rank."""
         every = list(found)
         return cls(**{field.name: any(getattr(each, field.name) for each in every) for field in fields(cls)})
 
 
 def user_hooks(trainer: Any, module: nn.Module) -> UserHooks:
-    """Those of this rank."""
+    """The user hooks of this rank."""
     every = (vars(Callback) | vars(ModelHooks) | vars(CheckpointHooks) | vars(DataHooks)).items()
     names = {name for name, hook in every if name.startswith("on_") and callable(hook)}
     anywhere = _overrides(trainer, module, {*names, *_BEFORE_BACKWARD, *_BEFORE_STEP, *_OTHERS})

@@ -2,11 +2,11 @@
 
 [Kinds] *parameters* with their master weights and gathered buffers, *gradients*, *optimizer* states.
 
-[Places] *device*, *host* memory, *disk*. On a CPU-only machine device and host are the same memory; there a tensor is
+[Places] *device*, *host* memory, *disk*. On a CPU-only machine, device and host are the same memory. A tensor is then
 counted in the place that it would have with an accelerator: the shards of ``offload="cpu"`` on the host, gathered
 buffers on the device.
 
-*Whole* bytes are those of the tensor as DDP holds it on every rank, *here* those of this rank's part.
+*whole* counts the bytes of the full tensor, as DDP holds it on every rank; *here* counts those of this rank's shard.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ def _nothing() -> dict[str, dict[str, int]]:
 
 @dataclass
 class ModelState:
-    """An account; bytes."""
+    """Numbers of bytes by kind and place."""
 
     whole: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    """Kind -> bytes of the whole tensors."""
+    """Kind -> bytes of the full tensors."""
     here: dict[str, dict[str, int]] = field(default_factory=_nothing)
-    """Kind -> place -> bytes of this rank's part."""
+    """Kind -> place -> bytes on this rank."""
 
     def add(self, kind: str, tensor: Tensor, place: str) -> None:
-        """Counts ``tensor``, whole and this rank's part."""
+        """Counts ``tensor``: its full size, and this rank's shard."""
         self.whole[kind] += tensor.numel() * tensor.element_size()
         part = local(tensor)
         self.add_bytes(kind, part.numel() * part.element_size(), place)
 
     def add_bytes(self, kind: str, nbytes: int, place: str) -> None:
-        """Counts bytes that this rank holds beside its parts: buffers, files."""
+        """Counts bytes that this rank holds in addition to its shards: buffers, files."""
         self.here[kind][place] += nbytes
 
     def held(self, kind: str) -> int:
@@ -71,7 +71,7 @@ def plain_state(module: nn.Module, optimizers: Iterable[Optimizer]) -> ModelStat
 
 
 def states_of(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every tensor in the optimizers' states, with the parameter it belongs to; shards where they are shards."""
+    """Yields each tensor in the optimizers' states (a shard if the state is sharded) with its parameter."""
     for of_all in (each for optimizer in optimizers for each in states(family(optimizer))):
         for p, state in of_all.items():
             yield from ((p, value) for value in state.values() if isinstance(value, Tensor))
@@ -83,8 +83,8 @@ def place_of(
     shards_on_host: bool,
     in_files: Callable[[Tensor], bool] | None = None,
 ) -> str:
-    """The place of ``tensor``, on the disk where ``in_files`` says so of its part; on a CPU-only machine the one it
-    would have with an accelerator (see the module)."""
+    """Returns the place of ``tensor``: the disk if ``in_files`` is true for its shard; on a CPU-only machine the place
+    that it would have with an accelerator (see the file's docstring)."""
     if in_files is not None and in_files(local(tensor)):
         return "disk"
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""An optimizer and those that it is made around (Lookahead, SAM), with all their states."""
+"""An optimizer and the optimizers that it wraps (Lookahead, SAM), with all their states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DEPTH = 4
 
 
 def family(optimizer: Optimizer) -> list[Optimizer]:
-    """``optimizer`` and those it is made around, outermost first."""
+    """Returns ``optimizer`` and the optimizers that it wraps, outermost first."""
     members: list[Any] = [optimizer]
     for member in members:
         for _, value in _attributes(member):
@@ -24,13 +24,13 @@ def family(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def states(members: list[Optimizer]) -> list[dict[Any, Any]]:
-    """All members' states, each once; members may share them."""
+    """Returns the states of all members, each once: members may share them."""
     return list({id(member.state): member.state for member in members}.values())
 
 
 def holds_parameters_in(optimizer: Optimizer) -> str | None:
-    """The name of an attribute, beside ``param_groups`` and ``state``, in which ``optimizer`` keeps parameters or
-    another optimizer; ``None`` if there is none."""
+    """Returns the name of an attribute, other than ``param_groups`` and ``state``, in which ``optimizer`` keeps
+    parameters or another optimizer; ``None`` if there is none."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, value in _attributes(optimizer):
         if any(id(leaf) in own or _is_optimizer(leaf) for leaf in _leaves(value, _DEPTH)):
@@ -43,8 +43,8 @@ def _attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def _leaves(value: Any, depth: int, skips_tensors: bool = False) -> Iterator[Any]:
-    """The objects in lists, tuples, sets and dicts, keys of dicts included; ``skips_tensors`` leaves out what begins
-    with a tensor: attributes that hold thousands of them hold nothing else."""
+    """Yields the objects in lists, tuples, sets and dicts, including keys of dicts. ``skips_tensors`` leaves out a
+    container that begins with a tensor: attributes that hold thousands of tensors hold nothing else."""
     if not isinstance(value, (list, tuple, set, dict)):
         yield value
     elif depth and not (skips_tensors and isinstance(next(iter(value), None), Tensor)):
@@ -53,7 +53,7 @@ def _leaves(value: Any, depth: int, skips_tensors: bool = False) -> Iterator[Any
 
 
 def _is_optimizer(value: Any) -> bool:
-    """PyTorch's class, or what answers to the same names."""
+    """Whether ``value`` is a PyTorch optimizer, or another object with an optimizer's attributes."""
     if isinstance(value, Optimizer):
         return True
     if isinstance(value, (type, Tensor, nn.Module)):

@@ -1,19 +1,21 @@
-"""The optimizer's step, for both engines. Between steps it holds the user's own parameters; there are two ways.
+"""The optimizer's step, for both engines. Between steps an optimizer holds the user's parameters; it steps in one of
+two ways.
 
 [On shards] An *element-wise* optimizer (SGD, Adam, AdamW, ...; see :mod:`lightning_zero.engines.elementwise`) updates
-every element from that element's own history. For the length of ``step`` it holds this rank's *parts* of parameters,
-gradients and states: no communication, no ``DTensor`` dispatch. Step hooks are user code: they run outside of that, on
-the module's own parameters. Between steps ``optimizer.state`` has one tensor per state tensor of its parameter's shape,
-which is full when user code touches it (see :mod:`lightning_zero.engines.residency`). States that a user has put there
-(``load_state_dict``) become parts at the next step.
+every element from that element's own history. During ``step`` the optimizer holds this rank's *parts*, the local
+tensors of the shards of parameters, gradients and states: no communication, no ``DTensor`` dispatch. Step hooks are
+user code: they run outside of that context, on the module's parameters. Between steps ``optimizer.state`` holds one
+tensor for each sharded state, which becomes full when user code touches it
+(:mod:`lightning_zero.engines.residency`). States that user code has put there (``load_state_dict``) are sharded at the
+next step.
 
-[On full tensors] Any other optimizer (Muon, LBFGS, LAMB, GaLore, Lookahead, ...) may look across elements. It steps on
-the user's own parameters and gradients, which come as it touches them, like any other user code; its states are full on
-every rank, as under DDP. Every rank computes the same step. It is handed its closure, which it may call when and as
-often as it likes (LBFGS, SAM).
+[On full tensors] Any other optimizer (Muon, LBFGS, LAMB, GaLore, Lookahead, ...) may combine elements. It steps on the
+user's parameters and gradients, which are gathered when the optimizer touches them, as for any user code. Its states
+are full on every rank, as under DDP, and every rank computes the same step. The optimizer gets the closure and may call
+it at any time and repeatedly (LBFGS, SAM).
 
-With CPU offload parts lie in host memory, and so does the step on them: for its length Adam and AdamW get PyTorch's
-fused kernel, which reads and writes every element once, unless their user chose a kernel.
+With CPU offload the parts are in host memory, and the step runs there. Adam and AdamW then use PyTorch's fused kernel,
+which reads and writes every element once, unless the user chose a kernel.
 """
 
 from __future__ import annotations
@@ -36,20 +38,20 @@ from lightning_zero.private.torch import DisableTorchFunction
 
 
 class Files(Protocol):
-    """Access to the shards that lie in files."""
+    """Access to shards in files."""
 
     def in_parts(self, shards: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Local tensors, those in turn that come into memory together."""
+        """Yields groups of the local tensors ``shards``; the tensors of a group are in memory at the same time."""
 
     def keep(self, optimizer: Optimizer, shard: Tensor, key: str, value: Tensor) -> Tensor:
-        """``value``, a state beside the local tensor ``shard``, in the file, or itself if it belongs into none."""
+        """Moves ``value``, a state of the local tensor ``shard``, to its file; returns ``value`` if it has no file."""
 
 
 class Parts(Protocol):
-    """An engine's side: parts of parameters on this rank, and the moments of a step."""
+    """An engine's interface: parts of parameters on this rank, and the events of a step."""
 
     def of(self, p: Tensor) -> Tensor | None:
-        """This rank's part of the user's ``p``; ``None`` if every rank holds all of it."""
+        """This rank's part of the user's ``p``; ``None`` if ``p`` is replicated."""
 
     def size(self, p: Tensor) -> torch.Size:
         """The full shape of ``p``."""
@@ -58,46 +60,47 @@ class Parts(Protocol):
         """This rank's part of the gradient."""
 
     def store_grad(self, p: Tensor, grad: Tensor) -> None:
-        """What was written to the tensor that :meth:`grad` has returned counts."""
+        """Stores ``grad``, which :meth:`grad` has returned and the step may have written to."""
 
     def attributes(self, p: Tensor) -> Mapping[str, Any]:
-        """Those that the user has put on ``p``."""
+        """Attributes that the user has set on ``p``."""
 
     def cut(self, p: Tensor, full: Tensor) -> Tensor:
-        """This rank's part of a state of the shape of ``p``, plain or an earlier run's shard; in memory of its own."""
+        """Copies this rank's part out of a state of the shape of ``p``: a plain tensor or an earlier run's shard."""
 
     def of_state(self, value: Any) -> Tensor | None:
-        """The part of a tensor that :meth:`state` has made; ``None`` for all others."""
+        """The part of a tensor that :meth:`state` has made; ``None`` for all other values."""
 
     def state(self, p: Tensor, part: Tensor) -> Tensor:
-        """What stands for ``part`` in ``optimizer.state[p]`` between steps."""
+        """The tensor that represents ``part`` in ``optimizer.state[p]`` between steps."""
 
     def settle(self) -> None:
-        """All that user code has written to parameters and gradients counts; gradients are complete."""
+        """Stores what user code has written to parameters and gradients; gradients are then complete."""
 
     def stepped(self, optimizer: Optimizer) -> None:
         """``optimizer`` has stepped on parts."""
 
     def begin_full(self) -> None:
-        """An optimizer is about to step on full tensors, maybe before its closure has run."""
+        """An optimizer is about to step on full tensors, possibly before its closure has run."""
 
     def full_step(self, is_running: bool) -> Any:
-        """Around a step on full tensors (``True``), in which all ranks touch the same, and around the closure inside
-        it (``False``), in which hooks of users may run; both leave nothing open."""
+        """Context of a step on full tensors (``True``), in which all ranks touch the same tensors, and of the closure
+        inside the step (``False``), in which user hooks may run. Both close all tensors at their end."""
 
 
 class ShardedStep:
-    """Steps one optimizer; see the module's text. The constructor lays out the states that are there (collective).
+    """Steps one optimizer; see the file's docstring. The constructor shards the optimizer's existing states
+    (collective).
 
     Args:
-        optimizer: Holds the module's own parameters.
-        parts: The engine's.
+        optimizer: Holds the module's parameters.
+        parts: The engine's parts.
         declared: ``ZeroConfig.elementwise_optimizers``.
-        fuses: Whether parts lie in host memory, so that Adam is fused there.
-        files: Where they lie, with nvme.
+        fuses: Whether parts are in host memory, so that Adam uses the fused kernel there.
+        files: The files of the parts, with offload to NVMe.
 
     Raises:
-        ValueError: For one that is declared and cannot step on parts.
+        ValueError: If ``optimizer`` is declared as element-wise and cannot step on parts.
     """
 
     def __init__(
@@ -116,14 +119,14 @@ class ShardedStep:
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether it steps on parts; user code may replace ``optimizer.step`` at any time."""
+        """Whether the optimizer steps on parts. Computed at each call: user code may replace ``optimizer.step``."""
         return is_elementwise(self.optimizer, self._declared)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One ``optimizer.step``. ``closure`` is evaluated first where the optimizer steps on parts, else it is the
-        optimizer's to call."""
+        """Runs ``optimizer.step`` once. For a step on parts ``closure`` is evaluated first; otherwise the optimizer
+        calls it."""
         takes_closure = "closure" in inspect.signature(type(self.optimizer).step).parameters
         if closure is not None and takes_closure and not self.is_elementwise:
             return self._step_with(closure, **kwargs)
@@ -153,8 +156,8 @@ class ShardedStep:
 
     @contextmanager
     def stepping(self, closure: Callable[[], Any] | None = None) -> Iterator[list[Any]]:
-        """Inside, ``optimizer.step`` may be called, without a closure; ``closure`` is evaluated before it looks at
-        anything. Yields a list that has the loss then."""
+        """Context in which ``optimizer.step`` may be called without a closure. ``closure`` is evaluated before the
+        optimizer reads any tensor; the yielded list then has the loss."""
         losses: list[Any] = []
 
         def begin() -> None:
@@ -179,8 +182,8 @@ class ShardedStep:
         self._parts.stepped(self.optimizer)
 
     def _step_in_parts(self, files: Files, **kwargs: Any) -> Any:
-        """``optimizer.step`` for some parameters after the others: for PyTorch's own, which keep nothing beside groups
-        and states, these are as many steps of each parameter by itself."""
+        """Calls ``optimizer.step`` for one group of parameters after the other. Correct for PyTorch's optimizers only:
+        they update each parameter independently and keep nothing outside of groups and states."""
         groups = self.optimizer.param_groups
         held = [group["params"] for group in groups]
         group_of = {id(p): i for i, params in enumerate(held) for p in params}
@@ -202,7 +205,7 @@ class ShardedStep:
         return result
 
     def _keep(self, files: Files, part: Tensor) -> None:
-        """States beside ``part`` lie in the file."""
+        """Moves the states of ``part`` to its file."""
         state = self.optimizer.state.get(part, {})
         for key, value in list(state.items()):
             if isinstance(value, Tensor):
@@ -212,8 +215,8 @@ class ShardedStep:
 
     @contextmanager
     def on_shards(self) -> Iterator[None]:
-        """The optimizer holds parts of parameters and gradients, and those of states if it is element-wise."""
-        with DisableTorchFunction():  # work on parts needs no translation for user code
+        """Context in which the optimizer holds parts of parameters and gradients, and of states if element-wise."""
+        with DisableTorchFunction():  # work on parts is not user code
             held = [p for group in self.optimizer.param_groups for p in group["params"]]
             pairs = [(p, part) for p in held if (part := self._parts.of(p)) is not None]
             shown: dict[int, tuple[Tensor, Tensor]] = {}
@@ -221,7 +224,7 @@ class ShardedStep:
             lends = self.is_elementwise and not is_known(self.optimizer)
             for p, part in pairs:
                 part.grad = self._parts.grad(p, part)
-                if lends and type(part) is Tensor:  # a subclass has what it is made of there
+                if lends and type(part) is Tensor:  # a subclass keeps its inner tensors in the same dict
                     vars(part).update(self._parts.attributes(p))
                 if self.is_elementwise and p in self.optimizer.state:
                     self._enter_states(p, part, shown)
@@ -240,7 +243,7 @@ class ShardedStep:
                         self._leave_states(p, part, shown)
 
     def _hold(self, instead: Mapping[Tensor, Tensor]) -> None:
-        for group in self.optimizer.param_groups:  # the current ones: load_state_dict makes others
+        for group in self.optimizer.param_groups:  # read again each time: load_state_dict replaces the groups
             group["params"][:] = [instead.get(p, p) for p in group["params"]]
 
     def _enter_states(self, p: Tensor, part: Tensor, shown: dict[int, tuple[Tensor, Tensor]]) -> None:
@@ -250,7 +253,7 @@ class ShardedStep:
             if known is not None:
                 shown[id(known)] = known, value
                 entry[key] = known
-            elif self._has_parts(p, key, value):  # a user's, or of an earlier run
+            elif self._has_parts(p, key, value):  # set by user code or an earlier run
                 with torch.no_grad():
                     entry[key] = self._parts.cut(p, value)
 
@@ -265,10 +268,10 @@ class ShardedStep:
                 entry[key] = self._parts.state(p, value)
 
     def _has_parts(self, p: Tensor, key: str, value: Any) -> bool:
-        """Whether ``value``, a full state of ``p``, is an array of elements that parts can be cut from."""
+        """Whether ``value``, a state of ``p``, is a full array of elements that can be sharded."""
         if key in self._beside or not isinstance(value, Tensor) or not value.dim():
             return False
-        # A subclass made of other tensors (torchao's 8 bits) is no array of elements
+        # A subclass made of inner tensors (torchao's 8-bit states) cannot be cut by elements
         is_plain = not hasattr(type(value), "__tensor_flatten__") and value.layout == torch.strided
         return is_plain and value.shape == self._parts.size(p)
 
@@ -280,23 +283,23 @@ class ShardedStep:
         with fused(self.optimizer):
             yield
 
-    # -- states as checkpoints have them -------------------------------------------------------------------------
+    # -- states in the form of checkpoints -------------------------------------------------------------------------
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads full tensors, of which each rank keeps its parts if the optimizer is element-wise (collective).
+        """Loads full tensors; if the optimizer is element-wise, each rank keeps its parts (collective).
 
         Raises:
-            ValueError: If they are of another number of parameters.
+            ValueError: If ``state`` has another number of parameters.
         """
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         saved = sum(len(group["params"]) for group in state.get("param_groups", ()))
         if saved != len(params) and "param_groups" in state:
             raise ValueError(
-                f"the checkpoint's {type(self.optimizer).__name__} state is of {saved} parameters, the optimizer has"
+                f"the checkpoint's {type(self.optimizer).__name__} state has {saved} parameters, but the optimizer has"
                 f" {len(params)}: resume with the module and configure_optimizers that saved it."
             )
         if not self.is_elementwise or torch_optim.has_own_state_dict(self.optimizer):
-            self.optimizer.load_state_dict(map_tensors(lambda path, t: t.clone(), dict(state)))  # off the disk
+            self.optimizer.load_state_dict(map_tensors(lambda path, t: t.clone(), dict(state)))  # not mapped from disk
             with torch.no_grad(), self.on_shards():
                 return
 
@@ -310,26 +313,26 @@ class ShardedStep:
                 index: {key: lay_out(index, key, value) for key, value in values.items()}
                 for index, values in state["state"].items()
             }
-            with self.on_shards():  # states get the dtype of what the optimizer holds
+            with self.on_shards():  # load_state_dict casts states to the dtype of the tensors that the optimizer holds
                 self.optimizer.load_state_dict({**state, "state": of_params})
 
 
 def refuse_sharding(optimizers: Collection[Optimizer]) -> None:
-    """Raises ``ValueError`` for an optimizer that shards its states itself."""
+    """Raises ``ValueError`` for an optimizer that itself shards its states."""
     for optimizer in optimizers:
         if any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(optimizer).__mro__):
             inner = type(getattr(optimizer, "optim", optimizer)).__name__
             raise ValueError(
-                f"ZeroRedundancyOptimizer shards the states of {inner} by itself, which every ZeRO stage does already:"
+                f"ZeroRedundancyOptimizer shards the states of {inner}, which every ZeRO stage does already:"
                 f" return the {inner} from configure_optimizers."
             )
 
 
 class AgreedLosses:
-    """A closure's losses as an optimizer has them, which may decide by them: the mean of all ranks'.
+    """Losses of a closure for an optimizer whose control flow may depend on them: the mean over all ranks.
 
-    Each rank keeps the rows that it has stepped, so all have to decide alike: LBFGS how often it evaluates, AliG how
-    far it goes. The user is given this rank's own.
+    Each rank stores its rows of the stepped parameters, so all ranks must take the same decisions, such as the number
+    of evaluations (LBFGS) or the step size (AliG). The user gets this rank's loss.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -343,18 +346,18 @@ class AgreedLosses:
         total = torch.as_tensor(loss).detach().to(self._device, copy=True)
         dist.all_reduce(total)
         mean = total / dist.get_world_size()
-        # No number but where the user's closure has made one of its loss, and waited for it already
+        # .item() synchronizes the device; a closure that returns a float has already done so
         self._told.append((mean if isinstance(loss, Tensor) else mean.item(), loss))
         return self._told[-1][0]
 
     def own(self, result: Any) -> Any:
-        """``result`` of the optimizer's step, the loss of this rank's batch where it is a mean."""
+        """Returns ``result`` of the optimizer's step; a mean loss is replaced by the loss of this rank's batch."""
         return next((loss for mean, loss in self._told if result is mean), result)
 
 
 def fusible_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The groups of an Adam or AdamW for PyTorch's fused kernel: floating-point shards in host memory, and no kernel
-    was chosen."""
+    """Returns the groups of an Adam or AdamW that PyTorch's fused kernel can step: their floating-point shards are in
+    host memory, and the user chose no kernel."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return []
 
@@ -373,11 +376,12 @@ def fusible_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 @contextmanager
 def fused(optimizer: Optimizer) -> Iterator[None]:
-    """For the length of a step; what users and checkpoints see of the groups stays as it was."""
+    """Context of a step with the fused kernel. The groups are restored after it, so users and checkpoints do not see
+    the setting."""
     groups = fusible_groups(optimizer)
     for group in groups:
         group["fused"] = True
-        for p in group["params"]:  # the kernel wants the counter of a replicated parameter beside it on the device
+        for p in group["params"]:  # the kernel needs a replicated parameter's counter on its device
             state = optimizer.state.get(p)
             if state and p.device != state["step"].device:
                 state["step"] = state["step"].to(p.device)

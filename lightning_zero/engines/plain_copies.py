@@ -1,4 +1,4 @@
-"""Copies and pickles of a run's modules hold what the user made, and nothing of the engine's."""
+"""Copies and pickles of a run's modules without the engine's additions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from lightning_zero.private.torch import own_parameters
 
 _COPIED = "__reduce_ex__"
-"""Looked up on the object by :mod:`copy` and :mod:`pickle` alike."""
+"""Method name that :mod:`copy` and :mod:`pickle` both look up on the object."""
 
 
 class PlainCopies:
-    """Modules of a run are copied and pickled without what the engine has hung on them.
+    """Has modules of a run copied and pickled without the attributes and hooks that the engine has added to them.
 
     Args:
-        module: Each module below gets the means; :meth:`undo` takes it away. Its hooks so far are the user's.
+        module: Each of its modules gets a ``__reduce_ex__`` until :meth:`undo`. Its present hooks are the user's.
         is_own: Whether a module's attribute of this name is the engine's.
     """
 
@@ -27,14 +27,14 @@ class PlainCopies:
         self._kept = {m: {name: set(hooks) for name, hooks in _hooks_of(m)} for m in module.modules()}
 
     def begin(self) -> None:
-        """The engine's hooks are those that have come since."""
+        """Takes all hooks registered since the constructor as the engine's and leaves them out of copies."""
         for m, kept in self._kept.items():
             ours = {name: set(hooks) - kept[name] for name, hooks in _hooks_of(m)}
             ours = {name: ids for name, ids in ours.items() if ids}
             m.__dict__[_COPIED] = partial(_reduced, m, ours, self._is_own)
 
     def undo(self) -> None:
-        """Modules are copied as they were before."""
+        """Restores the normal copying of the modules."""
         for m in self._kept:
             m.__dict__.pop(_COPIED, None)
 
@@ -49,7 +49,7 @@ def _reduced(module: nn.Module, ours: Mapping[str, set[int]], is_own: Callable[[
     made, arguments, *rest = reduced
     if rest and isinstance(rest[0], dict):
         state = {key: value for key, value in rest[0].items() if key != _COPIED and not is_own(key)}
-        if "_parameters" in state:  # an engine may have a table of its own there
+        if "_parameters" in state:  # an engine may have replaced this dict
             state["_parameters"] = dict(dict.items(own_parameters(module)))
         for name, ids in ours.items():
             if name in state:
@@ -63,13 +63,13 @@ def pickle_plainly(
     value: Callable[[Tensor], Tensor],
     attributes: Callable[[Tensor], Mapping[str, Any]],
 ) -> None:
-    """``torch.save`` of ``parameters`` writes whole ones with the user's attributes, for as long as each has the
-    attribute that this sets.
+    """Has ``torch.save`` write ``parameters`` in full, with the user's attributes, as long as each parameter keeps the
+    attribute that this function sets.
 
     Args:
-        parameters: Of the run's module.
-        value: A parameter's values in memory of their own.
-        attributes: Those of a parameter that are the user's.
+        parameters: Parameters of the run's module.
+        value: Returns a copy of a parameter's full values.
+        attributes: Returns the attributes that the user has set on a parameter.
     """
 
     def reduced(p: nn.Parameter, protocol: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The dtypes of parameters, reductions and master weights at each precision, and Lightning's plugins on shards.
+"""Dtypes of parameters, reductions and master weights for each precision, and Lightning's plugins on shards.
 
 | ``Trainer(precision=...)`` | stored (master) weights | gathered for compute | gradients reduced in | autocast |
 |---|---|---|---|---|
@@ -7,8 +7,8 @@
 | ``bf16-true`` / ``16-true`` | bf16 / fp16 | bf16 / fp16 | bf16 / fp16 | – |
 | ``bf16-mixed`` / ``16-mixed`` | fp32 | bf16 / fp16 | fp32 | bf16 / fp16 |
 
-Lightning picks its precision plugin by ``isinstance`` on its own strategies; :func:`adapt_precision` replaces the
-picked one by our counterpart, which clips, unscales and steps on shards.
+Lightning chooses its precision plugin by ``isinstance`` on its own strategies. :func:`adapt_precision` replaces that
+plugin by this package's counterpart, which clips, unscales and steps on shards.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DtypePolicy:
-    """Dtypes of the traffic; ``None`` leaves the parameter's own."""
+    """Dtypes of compute and communication; ``None`` means the parameter's dtype."""
 
     param_dtype: torch.dtype | None = None
-    """Parameters are gathered, and computed with, in this dtype."""
+    """Dtype in which parameters are gathered and used in compute."""
     reduce_dtype: torch.dtype | None = None
-    """Gradients are reduced in this dtype."""
+    """Dtype in which gradients are reduced."""
 
     @property
     def is_mixed(self) -> bool:
@@ -57,7 +57,7 @@ class StepsOnShards(Protocol):
 
 
 class _OnShards(Precision):
-    """Clips and steps through the engine once the strategy has set one."""
+    """Clips and steps through the engine as soon as the strategy has set one."""
 
     engine: StepsOnShards | None = None
 
@@ -88,7 +88,7 @@ class _OnShards(Precision):
             self.engine.clip_grad_value(optimizer, float(clip_val))
 
     def dtype_policy(self) -> DtypePolicy:
-        """The dtypes that the engine gathers and reduces in."""
+        """Dtypes in which the engine gathers and reduces."""
         return DtypePolicy()
 
 
@@ -107,7 +107,7 @@ class ZeroDoublePrecision(_OnShards, DoublePrecision):
 class ZeroMixedPrecision(_OnShards, MixedPrecision):
     """``bf16-mixed`` and ``16-mixed``: fp32 master weights, loss scaling for fp16.
 
-    An overflow on one rank makes every rank skip its step, because all ranks agree on ``found_inf`` when unscaling.
+    An overflow on one rank makes every rank skip its step, because unscaling reduces ``found_inf`` over all ranks.
     """
 
     def optimizer_step(  # type: ignore[override]
@@ -131,7 +131,7 @@ class ZeroMixedPrecision(_OnShards, MixedPrecision):
         return result
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divides the local gradients by the loss scale; all ranks learn of an overflow on any rank."""
+        """Divides this rank's gradient shards by the loss scale; an overflow on one rank is recorded on all ranks."""
         assert self.scaler is not None
         assert self.engine is not None
         with self.engine.on_shards(optimizer):
@@ -141,21 +141,21 @@ class ZeroMixedPrecision(_OnShards, MixedPrecision):
             self.engine.any_rank(flag)
         scale = loss_scale(self.scaler)
         if scale is not None and scale.device.type == "cpu":
-            # The scaler would copy the flags to the host without waiting, and the CPU would read them too early.
+            # The scaler would copy the flags to the host asynchronously, and the CPU could read them too early.
             on_host = {device: flag.to(scale.device) for device, flag in found.items()}
             set_found_inf(self.scaler, optimizer, on_host)
 
     def scale_on_host(self) -> None:
-        """Puts the loss scale into host memory, for gradients that are there: unscaling never waits for the device.
+        """Creates the loss scale in host memory, for gradients there: unscaling then never waits for the device.
 
-        By default the scaler makes it on the first loss's device, and copies it to the host without waiting: the CPU's
-        kernels could read it too early. Copies from the host to the device are ordered by the stream.
+        By default the scaler creates the scale on the device of the first loss and copies it to the host
+        asynchronously, so CPU kernels could read it too early. Copies from host to device are ordered by the stream.
         """
         if self.scaler is not None and loss_scale(self.scaler) is None:
             set_loss_scale_on(self.scaler, torch.device("cpu"))
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: Lightning would store the scaler under our class's name, which DDP does not know. See
+        """Returns an empty dict: Lightning would store the scaler under this class's name, which DDP does not know. See
         :meth:`on_save_checkpoint`."""
         return {}
 
@@ -173,10 +173,10 @@ class ZeroMixedPrecision(_OnShards, MixedPrecision):
 
 
 def adapt_precision(plugin: Precision | None) -> Precision | None:
-    """Our counterpart of Lightning's ``plugin``; a plugin of the user's own making is refused by name.
+    """Returns this package's counterpart of Lightning's ``plugin``.
 
     Raises:
-        ValueError: For a plugin that steps or clips in ways this strategy cannot carry over to shards.
+        ValueError: For any other class of plugin, whose ways to step or clip are unknown.
     """
     if plugin is None or isinstance(plugin, _OnShards):
         return plugin

@@ -1,10 +1,10 @@
-"""The setting ``activation_checkpointing``: chosen modules compute their activations again in the backward.
+"""The setting ``activation_checkpointing``: chosen modules recompute their activations in the backward.
 
-PyTorch's ``checkpoint`` does it, for a module's ``forward`` alone: its hooks, an engine's among them, run around it
-once. Where units are compiled, what is compiled is the recomputing forward (checkpoint, then compile, then shard).
+PyTorch's ``checkpoint`` is applied to a module's ``forward`` only: its hooks, including an engine's, run once around
+it. In a compiled unit the recomputing forward is compiled (first checkpoint, then compile, then shard).
 
-Modules keep their class, their names in a ``state_dict`` and their attributes; copies and pickles of them are of
-ordinary modules: nothing but the attribute is set that torch itself leaves out of them.
+Modules keep their class, their names in a ``state_dict`` and their attributes. Copies and pickles are ordinary modules,
+because the only attribute set here is one that torch itself leaves out of them.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from lightning_zero.private.torch import KEPT_WITHOUT_HOOKS, call_with_hooks, co
 
 Forward = Callable[..., Any]
 Recompute = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
-"""Calls a forward with these arguments, and again in the backward."""
+"""Calls a forward with the given arguments, and calls it again in the backward."""
 
 _log = logging.getLogger(__name__)
 _aten = torch.ops.aten
 _MATRIX_PRODUCTS = frozenset([_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default])
 _UNCOUNTED = frozenset([_aten.unsafe_chunk.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default])
-"""Views with version counters of their own: a write to one is none to the matrix product that it is a part of, so one
-that is kept would be another one afterwards, and nobody would know."""
+"""Operators that return views with separate version counters: a write to such a view changes a matrix product that was
+kept, and autograd does not detect it."""
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "flex_attention")
 
 
 class Recomputed:
-    """Modules that compute their activations again, until :meth:`undo`.
+    """Modules that recompute their activations, until :meth:`undo`.
 
     Args:
-        config: Which, and what is kept.
-        module: Not yet sharded.
-        units: The shard units but the root's: what is recomputed where ``config`` names nothing else.
-        recompute: How, given a module and its name; where it is not :func:`on_unpacking`.
-        before: Called with a module whose activations are about to be computed again, in the backward.
+        config: The modules to recompute, and the tensors to keep.
+        module: The module, not yet sharded.
+        units: The shard units except the root's; they are recomputed unless ``config`` names other modules.
+        recompute: Returns the method of recomputation for a module and its name; by default chosen from ``config``.
+        before: Called in the backward with a module whose activations are about to be recomputed.
 
     Raises:
-        ValueError: On all ranks, where there is nothing to recompute, or the user has compiled it.
+        ValueError: On all ranks, if there is nothing to recompute or the user has compiled a chosen module.
     """
 
     def __init__(
@@ -68,43 +68,43 @@ class Recomputed:
         if by_hand := [names[m] for m in self._recomputing if compiled_call(m) is not None]:
             raise ValueError(
                 f"activation_checkpointing={config.target!r} of {by_hand[0]!r}, which you have compiled: use"
-                " compile='units' in the place of your own compile(), or name other modules."
+                " compile='units' instead of your own compile(), or name other modules."
             )
         if any(getattr(m, "gradient_checkpointing", False) for m in module.modules()) and _speaks():
             _log.warning(
                 "%s",
-                "activation_checkpointing beside a module's own gradient_checkpointing: activations are recomputed"
-                " twice; switch one of them off.",
+                "activation_checkpointing together with a module's own gradient_checkpointing recomputes activations"
+                " twice: disable one of them.",
             )
         chosen = {m: recompute(names[m], m) if recompute else self._how(m) for m in self._recomputing}
         self._forwards = {m: _recomputing(m, how, partial(before, m)) for m, how in chosen.items()}
 
     def _how(self, module: nn.Module) -> Recompute:
-        has_cells = any(isinstance(m, (nn.RNNBase, nn.RNNCellBase)) for m in module.modules())  # made of _UNCOUNTED
+        has_cells = any(isinstance(m, (nn.RNNBase, nn.RNNCellBase)) for m in module.modules())  # they use _UNCOUNTED
         return _keeping_what_is_costly if self._config.target == "selective" and not has_cells else on_unpacking
 
     def __contains__(self, module: nn.Module) -> bool:
         return module in self._recomputing
 
     def forward_of(self, module: nn.Module) -> Forward:
-        """The forward that ``module`` runs: its own, or the recomputing one."""
+        """The forward that ``module`` runs: its own forward, or the recomputing one."""
         return self._forwards[module] if module in self._recomputing else module.forward
 
     def offloading(self, forward: Forward) -> Forward:
-        """``forward``, where it keeps its inputs only, with these in host memory."""
+        """Wraps ``forward`` to keep its saved inputs in host memory, if ``config.offload`` is set."""
         if not self._config.offload:
             return forward
 
         @wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # The hooks get the inputs, which checkpoint itself saves; it drops the tensors that forward would save.
+            # checkpoint saves only the inputs, so these are the only tensors that the hooks of save_on_cpu get.
             with save_on_cpu(pin_memory=torch.cuda.is_available()):
                 return forward(*args, **kwargs)
 
         return call
 
     def begin(self, but: Collection[nn.Module] = ()) -> None:
-        """Modules are called so from now on; those in ``but`` somebody else calls."""
+        """Has the modules recompute from now on, except those in ``but``, whose calls another object sets."""
         for m in self._recomputing:
             if m not in but:
                 set_compiled_call(m, _with_hooks(m, self.offloading(self._forwards[m])))
@@ -123,10 +123,10 @@ def _speaks() -> bool:
 def recomputed_modules(
     config: ActivationCheckpointingConfig, module: nn.Module, units: Sequence[nn.Module]
 ) -> Sequence[nn.Module]:
-    """Those that ``config`` names, or else ``units``.
+    """Returns the modules that ``config`` names, or else ``units``.
 
     Raises:
-        ValueError: Where there is nothing to recompute.
+        ValueError: If there is nothing to recompute.
     """
     if config.units is not None:
         return matching(module, config.units, "activation_checkpointing.units")
@@ -157,14 +157,14 @@ def _recomputing(module: nn.Module, recompute: Recompute, before: Callable[[], N
 
 
 def _from_the_same_state(module: nn.Module, forward: Forward, before: Callable[[], None]) -> Forward:
-    """``forward`` for one forward and its recomputations, which come after ``before``, start from the buffers it found
-    and leave those alone that the module has by then: batch norm would count each batch twice, spectral norm compute
-    other weights."""
+    """Wraps ``forward`` for one forward and its recomputations. A recomputation calls ``before``, starts from the
+    buffers of the forward and leaves the module's current buffers unchanged: otherwise batch norm would count each
+    batch twice and spectral norm would compute other weights."""
     found: list[tuple[nn.Module, str, Tensor]] | None = None
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal found
-        if torch.compiler.is_compiling():  # a graph writes its buffers once, in the forward
+        if torch.compiler.is_compiling():  # a graph writes its buffers only in the forward
             return forward(*args, **kwargs)
         if found is None:
             found = [(m, name, buffer.detach().clone()) for m, name, buffer in _held_buffers(module)]
@@ -172,11 +172,11 @@ def _from_the_same_state(module: nn.Module, forward: Forward, before: Callable[[
         before()
         now = _held_buffers(module)
         try:
-            # Others take their place: autograd may have saved those of now, which a write would make stale.
+            # Replace buffers, never write to them: autograd may have saved the current ones.
             for m, name, buffer in found:
-                setattr(m, name, buffer.clone())  # a graph that is kept is computed again from `found`
+                setattr(m, name, buffer.clone())  # a retained graph is recomputed from `found` again
             return forward(*args, **kwargs)
-        finally:  # checkpoint ends a recomputation early by an exception
+        finally:  # checkpoint stops a recomputation early with an exception
             for m, name, buffer in now:
                 setattr(m, name, buffer)
 
@@ -188,7 +188,8 @@ def _held_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 def on_unpacking(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Recomputes when the first tensor is needed again; for any kind of arguments, ``torch.autograd.grad`` too."""
+    """Recomputes when the backward unpacks the first saved tensor. Supports all kinds of arguments and
+    ``torch.autograd.grad``."""
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
@@ -197,19 +198,19 @@ def _keeping_what_is_costly(forward: Forward, args: tuple[Any, ...], kwargs: dic
 
 
 def costly_is_kept() -> Any:
-    """A ``context_fn`` of ``checkpoint``: every second matrix product and attention are kept, as torchtitan's selective
-    checkpointing has it.
+    """A ``context_fn`` for ``checkpoint`` that keeps every second matrix product and all attention outputs, like
+    torchtitan's selective checkpointing.
 
     Raises:
-        ValueError: In the forward, where a kept product may change unseen.
+        ValueError: In the forward, if a kept product could be changed without detection.
     """
-    products = {False: 0, True: 0}  # counted alike in the forward and when it is computed again
+    products = {False: 0, True: 0}  # is_recompute -> count: forward and recomputation must keep the same products
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if func in _UNCOUNTED:
             raise ValueError(
-                f"activation_checkpointing='selective' of code that calls torch.{func.overloadpacket.__name__}: what is"
-                " written to its results changes a matrix product that is kept. Use torch.chunk or torch.split, or"
+                f"activation_checkpointing='selective' of code that calls torch.{func.overloadpacket.__name__}: a"
+                " write to its results changes a matrix product that is kept. Use torch.chunk or torch.split, or"
                 " activation_checkpointing='full'."
             )
         if func in _MATRIX_PRODUCTS:

@@ -1,4 +1,4 @@
-"""Modules and calls that no engine can train correctly. Each is refused by name, on all ranks, before any gather."""
+"""Refuses modules and calls that no engine can train correctly: by name, on all ranks, before any gather."""
 
 from __future__ import annotations
 
@@ -19,45 +19,47 @@ from lightning_zero.private.torch import base_of, in_fx_trace, in_transform, mod
 
 
 def refuse_script_modules(module: nn.Module) -> None:
-    """Raises ``ValueError``: compiled code finds parameters where nothing can be gathered for it."""
+    """Raises ``ValueError`` for modules of ``torch.jit``: their compiled code runs no hooks that gather parameters."""
     for name, m in module.named_modules():
         if isinstance(m, torch.jit.ScriptModule) and next(m.parameters(), None) is not None:
             raise ValueError(
-                f"module {name!r} is of torch.jit ({type(m).__name__}), which takes no hooks, so its parameters cannot"
-                " be gathered: train the plain module, and script or trace it after the run (or use strategy='ddp')."
+                f"module {name!r} is a torch.jit module ({type(m).__name__}), which supports no hooks, so its"
+                " parameters cannot be gathered: train the plain module and script or trace it after the run, or use"
+                " strategy='ddp'."
             )
 
 
 def refuse_uninitialized(module: nn.Module) -> None:
-    """Raises ``ValueError`` for layers whose parameters get their shapes at a first forward that has not come."""
+    """Raises ``ValueError`` for lazy layers, whose parameters get their shapes in the first forward."""
     for name, p in module.named_parameters():
         if is_lazy(p):
             raise ValueError(
-                f"parameter {name!r} of a lazy layer has no shape yet, so it cannot be sharded: give the module one"
-                " forward, of any batch, at the end of __init__ or in configure_model."
+                f"parameter {name!r} of a lazy layer has no shape yet, so it cannot be sharded: run one forward of"
+                " the module, with any batch, at the end of __init__ or in configure_model."
             )
 
 
 def refuse_held_views(module: nn.Module, device: torch.device | None = None) -> None:
-    """Raises ``ValueError`` for an attribute that lies in a parameter's memory, or holds what does: the run leaves that
-    memory, so it would be stale from the first step on. Parameters themselves may be held anywhere.
+    """Raises ``ValueError`` for a module's attribute that is, or holds, a view of a parameter's memory. Sharding moves
+    the parameter out of that memory, so the view would be stale from the first step on. Parameters themselves may be
+    held anywhere.
 
-    A view that anything else in the process holds is warned of: it may be a helper's, which is stale in the same way,
-    or what ``load_state_dict(states, assign=True)`` was given, which nobody looks at again.
+    A view held elsewhere in the process only causes a warning: it may belong to a helper object and become stale in the
+    same way, or to the argument of ``load_state_dict(states, assign=True)``, which is not read again.
 
-    Parameters that are about to move to ``device`` are left out: under DDP they leave views behind, too.
+    Parameters that are about to move to ``device`` are skipped: under DDP their views become stale, too.
     """
     staying = ((name, p) for name, p in module.named_parameters() if device in (None, p.device))
     storages = {name: p.untyped_storage() for name, p in staying if p.numel()}
     named = {storage_key(storage): name for name, storage in storages.items()}
     known, of_attributes = set(), Counter[int]()
-    modules = {id(m) for m in module.modules()}  # each looked at by itself
+    modules = {id(m) for m in module.modules()}  # searched one by one below
     for owner, m in module.named_modules():
         parameters, buffers, children = module_tables(m)
         for attribute, value in {**vars(m), **buffers}.items():
             if value is parameters or value is children:
                 continue
-            made_anew = f"{attribute}_orig" in parameters  # for each forward, by spectral_norm and prune
+            made_anew = f"{attribute}_orig" in parameters  # spectral_norm and prune set it in each forward
             for held in _tensors_in(value, modules):
                 key = storage_key(held.untyped_storage())
                 known.add(id(held))
@@ -66,11 +68,11 @@ def refuse_held_views(module: nn.Module, device: torch.device | None = None) -> 
                 if name is not None and not made_anew:
                     where = f"{owner}.{attribute}".lstrip(".")
                     raise ValueError(
-                        f"{where!r} holds a view of parameter {name!r}, made by .data, detach() or a slice of it, which"
-                        " would not follow the training: hold the parameter itself and take the view when it is used."
+                        f"{where!r} holds a view of parameter {name!r}, made by .data, detach() or slicing, which would"
+                        " not follow the training: hold the parameter itself and take the view where it is used."
                     )
     on_cpu = {storage_key(each): each for each in storages.values() if each.device.type == "cpu"}
-    # moving to an accelerator leaves views behind under DDP, too; looking at all objects takes tenths of a second
+    # A move to an accelerator makes views stale under DDP, too. The search of all objects takes tenths of a second.
     if any(users_of(storage) > 1 + of_attributes[key] for key, storage in on_cpu.items()):
         _warn_of_views_elsewhere(named, known)
 
@@ -78,20 +80,20 @@ def refuse_held_views(module: nn.Module, device: torch.device | None = None) -> 
 def _warn_of_views_elsewhere(named: dict[int, str], known: set[int]) -> None:
     plain = [each for each in gc.get_objects() if type(each) is Tensor and each.layout == torch.strided]
     views = [each for each in plain if storage_key(each.untyped_storage()) in named and id(each) not in known]
-    between = {id(base_of(view)) for view in views}  # as w.data of w.data.view(-1)
+    between = {id(base_of(view)) for view in views}  # w.data, if w.data.view(-1) is held
     lasting = [view for view in views if id(view) not in between]
-    if lasting:  # each holder is looked for among all objects: a whole state_dict() would take minutes
+    if lasting:  # gc searches all objects for each holder: for a full state_dict() this would take minutes
         found = [f"{_holder(view)} of {named[storage_key(view.untyped_storage())]!r}" for view in lasting[:3]]
         more = f" and {len(lasting) - 3} more" if len(lasting) > 3 else ""
         rank_zero_warn(
-            f"Outside of the module, views of parameters are held ({', '.join(found)}{more}). In and after the run"
-            " they keep the values of before it, and the memory: hold the parameters themselves and take the views when"
-            " they are used, or drop them."
+            f"Objects outside of the module hold views of parameters ({', '.join(found)}{more}). These views keep their"
+            " memory, and the values from before the run: hold the parameters themselves and take the views where they"
+            " are used, or delete the views."
         )
 
 
 def _holder(view: Tensor) -> str:
-    """The holder of ``view``, by a name of the user's where there is one."""
+    """Describes the holder of ``view``, with a name from the user's code if there is one."""
     for names in gc.get_referrers(view):
         key = next((key for key, value in [*names.items()] if value is view), None) if isinstance(names, dict) else None
         if key is not None:
@@ -102,10 +104,10 @@ def _holder(view: Tensor) -> str:
 
 
 def _tensors_in(value: Any, known: set[int]) -> Iterator[Tensor]:
-    """Plain tensors that ``value`` holds in containers and objects, the nearest first.
+    """Yields plain tensors that ``value`` holds in containers and objects, the nearest first.
 
-    What is looked at has bounds, as it may hold a whole dataset, and runs no code of the user's: no properties, no
-    ``__getattr__``, no methods of a container that loads what it is asked for. ``known``: ids of what is left out.
+    The search is bounded, as ``value`` may hold an entire dataset. It runs no user code: no properties, no
+    ``__getattr__``, no methods of a container that loads items on access. ``known``: ids of objects to skip.
     """
     level, seen = [value], set[int]()
     for _ in range(_MAX_DEPTH + 1):
@@ -141,7 +143,7 @@ def _held_by(value: Any) -> Iterator[Any]:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether instances may hold tensors in attributes: a ``Trainer`` holds all callbacks, and is not the module's."""
+    """Whether to search attributes of instances. Lightning's classes are skipped: a ``Trainer`` holds all callbacks."""
     roots = {str(each.__module__).partition(".")[0] for each in kind.__mro__}
     return not issubclass(kind, (type, ModuleType, FunctionType)) and roots.isdisjoint(_NOT_OF_THE_MODULE)
 
@@ -155,7 +157,7 @@ def _slots(kind: type) -> list[MemberDescriptorType]:
 
 
 def refuse_sparse_gradients(module: nn.Module) -> None:
-    """Raises ``ValueError``: a sparse gradient has no rows to share out."""
+    """Raises ``ValueError`` for embeddings with sparse gradients, which cannot be reduced to shards."""
     for name, m in module.named_modules():
         if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse and m.weight.requires_grad:
             raise ValueError(
@@ -165,10 +167,10 @@ def refuse_sparse_gradients(module: nn.Module) -> None:
 
 
 def refuse_gradients_in_backward() -> None:
-    """Raises ``ValueError``: in ``LightningModule.backward``, which may be overridden, gradients are not complete."""
+    """Raises ``ValueError``, for code in an overridden ``LightningModule.backward``: gradients are incomplete there."""
     raise ValueError(
         "LightningModule.backward of this module reads or assigns p.grad, but gradients are averaged over the ranks and"
-        " sharded only after it: move what follows loss.backward() to on_after_backward or, for clipping, to"
+        " sharded only after it: move the code after loss.backward() to on_after_backward or, for clipping, to"
         " configure_gradient_clipping."
     )
 
@@ -177,32 +179,32 @@ def refuse_tracing() -> None:
     """Raises ``RuntimeError`` inside ``torch.jit.trace`` and ``make_fx``, on all ranks before anything is gathered."""
     if torch.jit.is_tracing():
         raise RuntimeError(
-            "torch.jit.trace of a module in a run would record how its parameters are gathered: trace a copy,"
+            "torch.jit.trace of a module in a run would record the gathering of its parameters: trace a copy,"
             " torch.jit.trace(copy.deepcopy(module), ...), on every rank. Leave out"
             " TensorBoardLogger(log_graph=True), which traces, and call to_onnx after the run or on a copy."
         )
     if in_fx_trace():
         raise RuntimeError(
-            "torch.func.linearize and make_fx of a module in a run would record how its parameters are gathered: call"
+            "torch.func.linearize and make_fx of a module in a run would record the gathering of its parameters: call"
             " torch.func.jvp(function, primals, tangents) instead of linearize, or trace a copy, copy.deepcopy(module),"
             " made on every rank."
         )
 
 
 def refuse_transforms(holder: str, instead: str) -> None:
-    """Raises ``ValueError`` inside a transform of ``torch.func``, which the hooks of ``holder`` have no rules for."""
+    """Raises ``ValueError`` inside a transform of ``torch.func``, which the hooks of ``holder`` do not support."""
     if in_transform():
         raise ValueError(
-            "torch.func (vmap, grad, jvp, ...) and torch.vmap cannot pass through a module that"
-            f" {holder} holds, because its hooks have no rules for them: use {instead},"
+            "torch.func (vmap, grad, jvp, ...) and torch.vmap cannot transform a module that"
+            f" {holder} manages, because its hooks do not support them: use {instead},"
             " or a copy, copy.deepcopy(module), made in a hook on every rank."
         )
 
 
 def require_shape(attribute: str, target: Tensor, value: Tensor) -> None:
-    """Raises ``ValueError`` if ``value`` cannot take the place of ``target.<attribute>``."""
+    """Raises ``ValueError`` if ``value`` cannot replace ``target.<attribute>`` because of its shape."""
     if value.shape != target.shape:
         raise ValueError(
             f"assigning a tensor of shape {tuple(value.shape)} to .{attribute} of a sharded parameter of shape"
-            f" {tuple(target.shape)}: shapes must agree during a run; change the module before the run starts."
+            f" {tuple(target.shape)}: shapes must not change during a run; change the module before the run starts."
         )

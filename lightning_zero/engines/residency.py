@@ -1,33 +1,34 @@
-"""Residency: where user code meets parameters. A parameter that is touched is there.
+"""Residency: gathers a parameter when user code touches it.
 
-The user's ``nn.Parameter`` is the gathered parameter for the whole run; only its memory comes and goes. While its unit
-is resharded, nobody may compute with it, so every call of torch that is given one comes here first.
+The user's ``nn.Parameter`` is the gathered parameter during the whole run; only its memory is allocated and freed.
+While its unit is resharded, no code may compute with the parameter. Therefore every torch call that takes a parameter
+is intercepted here.
 
-[Window] User code between two calls of the engine: a hook, or several. Parameters are opened and closed in it.
+[Window] User code between two calls of the engine: one or several hooks. Parameters are opened and closed in a window.
 
-[What opens a parameter] Any call of torch but those that ask for metadata (:data:`_METADATA`; a name that is missing
-there is slow, never wrong). The *key* of the parameter, which stands for all that is gathered with it, is gathered, the
-user's tensors lie in full memory with its values, and the call runs untouched. A gradient that is read (``p.grad``) and
-a state of an optimizer (``optimizer.state[p]``) have keys as well. Beyond a budget the keys that were opened first are
-closed again.
+[Opening] Every torch call opens its parameters, except calls that read metadata (:data:`_METADATA`; a name that is
+missing there costs time and never correctness). Tensors that are gathered together have one *key*. Opening gathers the
+key, allocates full memory for the user's tensors and fills it with the values; the call then runs unchanged. Gradients
+(``p.grad``) and optimizer states (``optimizer.state[p]``) that are read have keys as well. When a memory budget is
+exceeded, the keys that were opened first are closed.
 
-[What closes it] The end of the window, which the engine calls. Each rank then copies *its rows* of everything that was
-opened into its shards, always, without a look at versions: so writes through ``.data``, views, lists, ``out=``, NumPy
-and collectives count. Memory that user code still holds is left to it, and the next gather fills it: views of a
-parameter go on to show its values, and writes to them count whenever they are touched.
+[Closing] The engine ends the window. Each rank then copies *its rows* of all open tensors into its shards. It does so
+without looking at version counters, so writes through ``.data``, views, lists, ``out=``, NumPy and collectives are
+stored. Memory that user code still holds is not freed, and the next gather fills it: views of a parameter keep showing
+its values, and writes to a view are stored whenever the view is touched.
 
-[Inside a step] Parameters whose unit runs are gathered by the engine. One that is touched while its unit is not is
-*brought*, and stays until the backward is over, if a gradient may be wanted of it; else it is opened, until its unit
-or the engine is next.
+[Inside a step] The engine gathers the parameters of running units. A parameter that is touched while its unit is not
+running is *brought*, that is, gathered until the backward is over, if it may need a gradient. Otherwise it is opened
+until its unit or the engine runs next.
 
-[One rank alone] may open a key between steps: the others give their parts when they come to the end of the window
-(see :mod:`lightning_zero.comm.barrier`). Inside a step all ranks run the same code.
+[One rank alone] may open a key between steps: the other ranks send their shards when they reach the end of the window
+(:mod:`lightning_zero.comm.barrier`). Inside a step all ranks run the same code.
 
-[How calls come here] Between steps by :class:`Mode`, which sees each call of torch. Inside a step by :class:`Guards`:
-parameters are of a *guarded class*, a subclass of their own class with the same name, so that only calls with a
-parameter come here. Where something is compiled the mode stays, as Dynamo knows a plain class best.
+[Interception] Between steps :class:`Mode` intercepts every torch call. Inside a step :class:`Guards` gives parameters a
+*guarded class*, a subclass of their own class with the same name, so that only calls with a parameter are intercepted.
+If the process has compiled code, the mode stays on, because Dynamo handles plain classes best.
 
-An engine provides a :class:`Store`; nothing else here knows of it.
+An engine provides a :class:`Store`; this file depends on nothing else of it.
 """
 
 from __future__ import annotations
@@ -79,14 +80,14 @@ from lightning_zero.private.torch import (
 )
 
 BUDGET_BYTES = 1 << 30
-"""The budget outside of a run, where ranks have no agreement on what is free."""
+"""Budget outside of a run, where ranks cannot agree on the free memory."""
 
 
 def budget_bytes(given: int | None, device: torch.device, agreement: Agreement | None) -> int:
-    """Bytes of full tensors that may be open at a time, beside those of the call that is under way (collective).
+    """Bytes of full tensors that may be open at a time, in addition to those of the current call (collective).
 
-    By default an eighth of what is free now on the device, or of this rank's share of the host. All ranks take the
-    least of it: inside a step they close and gather the same keys.
+    The default is an eighth of the free memory of the device, or of this rank's share of the host's. All ranks take
+    the minimum, because inside a step they must close and gather the same keys.
     """
     if given is not None:
         return given
@@ -106,7 +107,7 @@ _METADATA = frozenset(
 )
 _SHAPES = frozenset("size dim ndimension numel nelement stride __len__ is_contiguous is_same_size".split())
 _OF_DTYPE = frozenset("element_size is_floating_point is_complex is_signed".split())
-"""Names of metadata that the shard knows: a gathered parameter may be of another dtype."""
+"""Metadata that is read from the shard: a gathered parameter may have another dtype."""
 _OF_LAYOUT = _OF_DTYPE | frozenset("data_ptr new_empty new_zeros new_ones new_full new_tensor".split())
 
 
@@ -119,14 +120,14 @@ BACKWARDS = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.
 _OF_A_PARAMETER: frozenset[Any] = frozenset(
     [_GRAD.__get__, *_ASSIGN_GRAD, *_SET_REQUIRES_GRAD, _DATA.__get__, _DATA.__set__]
 )
-"""Functions that mean something else to a parameter of the user's than to a plain tensor."""
+"""Functions that need other code for a user parameter than for a plain tensor."""
 _LOOKED_AT = _OF_A_PARAMETER | BACKWARDS | IN_PLACE_COLLECTIVES
-"""Calls that are never as those of plain tensors."""
+"""Functions that never take the fast path of :meth:`Residency.passes`."""
 _WITHOUT_GRAPH = (_DATA.__get__, Tensor.detach)
 
 
 def needs_no_values(func: Any) -> bool:
-    """Whether ``func`` asks only for what a tensor without memory knows as well, or sets that."""
+    """Whether ``func`` reads or sets only attributes that a tensor without memory has, too."""
     return (
         func in AS_THEY_ARE
         or func in _GETTERS_OF_LAYOUT
@@ -137,81 +138,82 @@ def needs_no_values(func: Any) -> bool:
 
 
 class Store(Protocol):
-    """An engine's part: parameters, gradients and states by their keys."""
+    """An engine's interface: parameters, gradients and states by their keys."""
 
     @property
     def own(self) -> Mapping[int, Any]:
-        """``id`` of each of the user's parameters. Empty while all of them are full."""
+        """``id`` of each user parameter. Empty while all parameters are full."""
 
     hides_shapes: bool
-    """Whether a parameter that is not there has no shape of its own."""
+    """Whether a resharded parameter lacks its full shape."""
     only_brings: bool
-    """Whether inside a step a parameter can be brought, and not opened."""
+    """Whether inside a step a parameter can only be brought, not opened."""
 
     def key_of(self, p: Tensor) -> int:
-        """The key of a parameter of the user's."""
+        """The key of a user parameter."""
 
     def key_of_sharded(self, tensor: DTensor) -> int | None:
-        """The key of an optimizer's state, or of another tensor that the engine keeps as a shard."""
+        """The key of an optimizer state, or of another tensor that the engine keeps as a shard."""
 
     def parameters(self, key: int) -> Sequence[Tensor]:
-        """The user's parameters of ``key``; none, if it is of gradients or of a state."""
+        """The user's parameters of ``key``; empty if the key is of gradients or of a state."""
 
     def is_there(self, p: Tensor) -> bool:
         """Whether the engine has gathered ``p``."""
 
     def is_here(self, key: int) -> bool:
-        """Whether this rank has all of ``key``, so that :meth:`gather` needs no other."""
+        """Whether this rank has all values of ``key``, so that :meth:`gather` does not communicate."""
 
     def gather(self, key: int) -> list[Tensor]:
-        """The full tensors of ``key``, of memory that is the caller's (collective)."""
+        """The full tensors of ``key``, in memory that the caller owns (collective)."""
 
     def open(self, key: int, values: list[Tensor]) -> list[Tensor]:
-        """The user's tensors of ``key`` have full memory, and ``values``; returns them."""
+        """Allocates full memory for the user's tensors of ``key``, copies ``values`` into it; returns the tensors."""
 
     def close(self, key: int) -> None:
-        """This rank's rows of the user's tensors of ``key`` become its shards; full memory goes, unless it is held."""
+        """Copies this rank's rows of the user's tensors of ``key`` to its shards; frees full memory unless it is
+        held."""
 
     def bring(self, p: Tensor) -> None:
         """Gathers the unit of ``p`` inside a step, until its backward is over (collective)."""
 
     def shard_of(self, p: Tensor) -> Tensor:
-        """What knows the dtype, device and shape of a parameter: its shard, where that is a ``DTensor``."""
+        """The tensor that has the dtype, device and shape of a parameter: its shard, if that is a ``DTensor``."""
 
     def address(self, tensor: Tensor) -> int:
-        """A number of the own of a parameter, or of what has :meth:`key_of_sharded`, for as long as the run lasts."""
+        """A number that identifies a parameter, or a tensor with :meth:`key_of_sharded`, during the run."""
 
     def name(self, key: int) -> str:
-        """For errors."""
+        """The name of ``key`` in errors."""
 
     def grad_of(self, p: Tensor) -> Tensor | None:
-        """``p.grad``."""
+        """Returns ``p.grad``."""
 
     def assign_grad(self, p: Tensor, value: Tensor | None) -> None:
-        """``p.grad = value``."""
+        """Does ``p.grad = value``."""
 
     def before_collective(self, tensors: Sequence[Any]) -> None:
         """User code is about to call a collective that writes to ``tensors``."""
 
     def assign_data(self, p: Tensor, value: Tensor) -> None:
-        """``p.data = value``, of an open or gathered parameter."""
+        """Does ``p.data = value`` for an open or gathered parameter."""
 
     def backward(self, func: Any, run: Callable[[], Any]) -> Any:
-        """``run()``, which is a call of ``func``, one of :data:`BACKWARDS`."""
+        """Calls ``run``, which calls ``func``, one of :data:`BACKWARDS`."""
 
     def aliased(self, p: Tensor, alias: Tensor) -> None:
         """User code has taken ``alias``, which is ``p.data`` or ``p.detach()``."""
 
     def written(self, p: Tensor) -> None:
-        """The gathered ``p`` may be written to in a way that its version does not tell."""
+        """The gathered ``p`` may be written to without a change of its version counter."""
 
     def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
-        """In a step, ``result`` was computed of the gathered ``params``, by a call whose first argument is ``first``.
-        ``aliases``: it may lie in their memory."""
+        """In a step, a call with the first argument ``first`` computed ``result`` from the gathered ``params``.
+        ``aliases``: ``result`` may share their memory."""
 
 
 class _Place(NamedTuple):
-    """A tensor's place in memory that is not kept alive by it."""
+    """A tensor's layout in memory, with a weak reference to its storage."""
 
     ref: StorageWeakRef
     dtype: torch.dtype
@@ -220,7 +222,7 @@ class _Place(NamedTuple):
     stride: tuple[int, ...]
 
     def tensor(self) -> Tensor | None:
-        """A tensor there; ``None`` when the memory is gone."""
+        """Returns a tensor in that memory; ``None`` if the memory was freed."""
         storage = storage_behind(self.ref)
         if storage is None:
             return None
@@ -229,10 +231,10 @@ class _Place(NamedTuple):
 
 
 class Memories:
-    """Full memory that was closed and that user code may hold a part of. ``key`` and ``slot`` say whose it is.
+    """Full memory of closed tensors to which user code may hold views. ``key`` and ``slot`` identify the tensor.
 
     Attributes:
-        kept: By storage: key, slot, and whether nobody holds it any more.
+        kept: Storage -> key, slot, and a function that tells whether the memory is unused.
     """
 
     def __init__(self) -> None:
@@ -243,8 +245,8 @@ class Memories:
         return bool(self.kept)
 
     def keep(self, key: int, slot: int, tensor: Tensor, is_free: Callable[[], bool] | None = None) -> None:
-        """``tensor`` lies in such memory. ``is_free`` tells whether nobody holds it any more, and gives it up; by
-        default that is so when its storage is gone."""
+        """Records the memory of ``tensor``. ``is_free`` tells whether no view is left, and then releases the memory; by
+        default the memory is unused when its storage was freed."""
         self.forget(key, slot)
         ref = StorageWeakRef(tensor.untyped_storage())
         self.kept[ref.cdata] = key, slot, is_free or ref.expired
@@ -253,17 +255,17 @@ class Memories:
         )
 
     def forget(self, key: int, slot: int) -> None:
-        """That memory has become somebody else's."""
+        """Removes the record of that memory."""
         if (place := self._places.pop((key, slot), None)) is not None:
             self.kept.pop(place.ref.cdata, None)
 
     def again(self, key: int, slot: int) -> Tensor | None:
-        """A tensor in that memory, if it is still there."""
+        """Returns a tensor in that memory, if the memory still exists."""
         place = self._places.get((key, slot))
         return None if place is None else place.tensor()
 
     def is_of(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Whose memory ``tensor`` lies in: key and slot."""
+        """Key and slot of the memory that ``tensor`` shares; ``None`` for other memory."""
         try:
             with DisableTorchFunctionSubclass():
                 if tensor.layout != torch.strided:
@@ -274,18 +276,18 @@ class Memories:
         return None if found is None else found[:2]
 
     def behind(self, tensor: Tensor) -> int | None:
-        """The key whose memory ``tensor`` lies in."""
+        """The key of the memory that ``tensor`` shares; ``None`` for other memory."""
         found = self.is_of(tensor)
         return None if found is None else found[0]
 
     def held(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Key, slot and a tensor in the memory, of all that are there."""
+        """Yields key, slot and a tensor in the memory, for all memory that still exists."""
         for (key, slot), place in self._places.items():
             if (tensor := place.tensor()) is not None:
                 yield key, slot, tensor
 
     def prune(self) -> None:
-        """Forgets what is not held any more."""
+        """Removes the records of unused memory."""
         for key, slot, is_free in list(self.kept.values()):
             if is_free():
                 self.forget(key, slot)
@@ -294,19 +296,19 @@ class Memories:
 class _Open(NamedTuple):
     nbytes: int
     by_all: bool
-    """Whether all ranks have opened it."""
+    """Whether all ranks have opened the key."""
     full: Tensor | None
-    """Of an optimizer's state."""
+    """The full tensor of an optimizer state."""
 
 
 class Residency:
-    """See the module's text.
+    """Opens and closes keys, and handles intercepted calls; see the file's docstring.
 
     Args:
-        store: The engine's.
-        is_between: Whether no step is under way.
-        meeting: Of the ranks; ``None`` where there is one rank, or no run.
-        memories: Those that the store keeps.
+        store: The engine's store.
+        is_between: Whether no step is in progress.
+        meeting: The barrier of the ranks; ``None`` with one rank or outside of a run.
+        memories: Closed memory, shared with the store.
         budget_bytes: See :func:`budget_bytes`.
     """
 
@@ -321,21 +323,21 @@ class Residency:
         self._store, self._is_between, self._meeting = store, is_between, meeting
         self._memories = Memories() if memories is None else memories
         self._budget_bytes = budget_bytes
-        self._open: dict[int, _Open] = {}  # the one that was opened first in front
+        self._open: dict[int, _Open] = {}  # in the order of opening
         self._dumps = self._is_together = False
         self.as_they_are = AS_THEY_ARE - _GETTERS_OF_SHAPE if store.hides_shapes else AS_THEY_ARE
-        """Getters that no parameter needs to be there for."""
+        """Getters that work on resharded parameters."""
         self.mode = Mode(self)
 
     # -- windows -------------------------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
-        """Whether anything is."""
+        """Whether any key is open."""
         return bool(self._open)
 
     def end_window(self) -> None:
-        """Closes everything."""
+        """Closes all keys."""
         while self._open:
             self.close(next(iter(self._open)))
         if self._memories:
@@ -349,13 +351,13 @@ class Residency:
                 self._store.close(key)
 
     def forget(self) -> list[Tensor]:
-        """Nothing that is open is stored any more. Returns its parameters, which are full still."""
+        """Marks all keys as closed without storing their values. Returns their parameters, which are still full."""
         params = [p for key in self._open for p in self._store.parameters(key)]
         self._open.clear()
         return params
 
     def meet(self) -> None:
-        """Waits until all ranks are done with their user code, and gives its parts to those that are not
+        """Waits until all ranks have finished their user code. Meanwhile this rank sends its shards to ranks that read
         (collective)."""
         if self._meeting is None or not self._is_between():
             return
@@ -363,8 +365,8 @@ class Residency:
             self._meeting.end(self._serve)
 
     def all_run(self) -> bool:
-        """Whether all ranks are about to run a forward without gradients, and not some of them while others have
-        finished their loop (collective)."""
+        """Whether all ranks are about to run a forward without gradients; ``False`` if some ranks have already finished
+        their loop (collective)."""
         if self._meeting is None or not self._is_between():
             return True
         with _quietly():
@@ -372,7 +374,7 @@ class Residency:
 
     @contextmanager
     def together(self, are: bool) -> Iterator[None]:
-        """With ``are`` all ranks touch the same inside, and none reads alone: gathers need no meeting."""
+        """Context in which, with ``are``, all ranks touch the same tensors, so that gathers need no barrier."""
         before, self._is_together = self._is_together, are
         try:
             yield
@@ -385,7 +387,7 @@ class Residency:
 
     @contextmanager
     def dumping(self) -> Iterator[None]:
-        """``detach()`` and ``data`` of a parameter are its shard: for a ``state_dict`` of shards."""
+        """Context in which ``detach()`` and ``data`` of a parameter return its shard: for a sharded ``state_dict``."""
         self._dumps = True
         try:
             yield
@@ -393,7 +395,7 @@ class Residency:
             self._dumps = False
 
     def held(self) -> list[tuple[Tensor, Tensor]]:
-        """The memory that user code holds of parameters, each with its parameter."""
+        """Pairs of a tensor in memory that user code holds, and the parameter to which the memory belongs."""
         return [
             (place, self._store.parameters(key)[slot])
             for key, slot, place in self._memories.held()
@@ -401,8 +403,8 @@ class Residency:
         ]
 
     def touch(self, tensors: Iterable[Any], brings: bool = False) -> None:
-        """``tensors``, as far as they are parameters, gradients or views of them, are there. ``brings``: where that
-        is inside a step, parameters stay until the backward is over."""
+        """Opens parameters, gradients, states and views of them among ``tensors``. With ``brings``, inside a step,
+        parameters stay gathered until the backward is over."""
         keys: dict[int, None] = {}
         away: list[Tensor] = []
         self._look_at(tensors, keys, away, [])
@@ -411,7 +413,7 @@ class Residency:
     def _make_there(self, keys: dict[int, None], away: list[Tensor], brings: bool) -> None:
         if (brings or self._store.only_brings) and not self._is_between():
             for p in away:
-                if not self._store.is_there(p):  # it may have come with the one before
+                if not self._store.is_there(p):  # bringing the previous one may have gathered it
                     self.close(self._store.key_of(p))
                     with _quietly():
                         self._store.bring(p)
@@ -432,7 +434,7 @@ class Residency:
         self._open[key] = _Open(nbytes, by_all, full[0] if full else None)
 
     def gather(self, key: int) -> tuple[list[Tensor], bool]:
-        """The full tensors of ``key``, and whether all ranks have asked for them (collective)."""
+        """Returns the full tensors of ``key``, and whether all ranks have requested them (collective)."""
         meets = self._meeting is not None and self._is_between() and not self._is_together
         if not meets or self._store.is_here(key):
             return self._store.gather(key), True
@@ -452,7 +454,7 @@ class Residency:
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """``func(*args, **kwargs)``, of user code."""
+        """Runs ``func(*args, **kwargs)``, a call in user code, on open tensors."""
         own = self._store.own
         first = args[0] if args else None
         if func in self.as_they_are:
@@ -485,7 +487,7 @@ class Residency:
         if sharded:
             return self._on_full(func, args, kwargs, sharded)
         result = func(*args, **kwargs)
-        if func in IN_PLACE_COLLECTIVES:  # which no version counts
+        if func in IN_PLACE_COLLECTIVES:  # they do not increase the version counter
             for p in filter(self._store.is_there, touched):
                 self._store.written(p)
         if touched:
@@ -520,18 +522,18 @@ class Residency:
                 store.used([p], result, True, p)
             return result
         raise ValueError(
-            f"{func.__name__} on a parameter in a run would never be called: its gradient is complete only when it is"
-            " sharded. Use on_after_backward or on_before_optimizer_step."
+            f"{func.__name__} on a parameter in a run would never be called, because the gradient is complete only as"
+            " a shard: use on_after_backward or on_before_optimizer_step."
         )
 
     def _in_shape(self, value: Any) -> Any:
-        """Something of the shape and dtype of a parameter that is not there; others as they are."""
+        """Replaces a resharded parameter by a meta tensor of its shape and dtype; returns other values unchanged."""
         if id(value) not in self._store.own or self._store.is_there(value):
             return value
         return torch.empty(self._store.shard_of(value).shape, dtype=value.dtype, device="meta")
 
     def _of_layout(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A function that asks for dtype, shape and device alone, which shards know."""
+        """Runs a function that reads only dtype, shape and device, which shards have, too."""
         own = self._store.own
 
         def known(value: Any) -> Any:
@@ -551,8 +553,8 @@ class Residency:
         return func(*args, **kwargs)
 
     def _pointer(self, tensor: Any) -> int:
-        """The address of ``tensor``. Code counts tied parameters once by it, so it is no memory that goes while others
-        are asked: beyond the budget it is a number of the parameter's own."""
+        """The address of ``tensor``. User code recognizes tied parameters by it, so two parameters must not get one
+        address in turn: beyond the budget, the result is a number that identifies the parameter."""
         shard: Tensor | None = tensor if isinstance(tensor, DTensor) else None
         if id(tensor) in self._store.own and not self._store.is_there(tensor):
             shard = self._store.shard_of(tensor)
@@ -564,7 +566,7 @@ class Residency:
     def _on_full(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], sharded: Sequence[DTensor]
     ) -> Any:
-        """Full tensors in the place of states."""
+        """Calls ``func`` with full tensors instead of sharded states."""
         shard_of = {id(self._full_of(tensor)): tensor for tensor in sharded}
         full = [self._full_in(value) for value in args]
         result = func(*full, **{key: self._full_in(value) for key, value in kwargs.items()})
@@ -585,7 +587,7 @@ class Residency:
         return full
 
     def _deep_copy(self, tensor: DTensor, memo: dict[int, Any]) -> Tensor:
-        """A full one, in ``memo`` under the name of what was copied: a temporary's would pass on to the next."""
+        """Copies the full tensor. The key in ``memo`` is the id of ``tensor``: a temporary's id would be reused."""
         if id(tensor) not in memo:
             self.touch([tensor])
             memo[id(tensor)] = self._full_of(tensor).detach().clone().requires_grad_(tensor.requires_grad)
@@ -594,7 +596,8 @@ class Residency:
     def _look_at(
         self, values: Iterable[Any], keys: dict[int, None], away: list[Tensor], sharded: list[DTensor]
     ) -> list[Tensor]:
-        """The user's parameters among ``values``. Collects those that are not there, and the other keys."""
+        """Returns the user's parameters among ``values``. Adds resharded ones to ``away``, states to ``sharded``, and
+        the keys of all other tensors to ``keys``."""
         own, memories, store = self._store.own, self._memories, self._store
         found: list[Tensor] = []
         for value in values:
@@ -623,9 +626,9 @@ class Residency:
         return found
 
     def _look_behind(self, key: int, keys: dict[int, None], away: list[Tensor]) -> None:
-        """A view of what has ``key`` is touched."""
+        """Handles a touched view of a tensor of ``key``."""
         params = self._store.parameters(key)
-        if not self._store.own:  # all are full in memory of their own
+        if not self._store.own:  # all parameters are full
             return
         if not params:
             keys[key] = None
@@ -636,8 +639,8 @@ class Residency:
             away.append(params[0])
 
     def computed(self, params: Sequence[Tensor], result: Any, func: Any = None, first: Any = None) -> None:
-        """``result`` was computed of ``params``, which may have gone when its backward comes; ``first`` is the first
-        argument of ``func``."""
+        """Has the backward of ``result``, which was computed from ``params``, open them again if they are closed by
+        then. ``first`` is the first argument of ``func``."""
         if not self._is_between():
             self._store.used(params, result, func is not None and may_alias(func), first)
         elif torch.is_grad_enabled() and (nodes := {t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None}):
@@ -647,17 +650,17 @@ class Residency:
                 node.register_prehook(before)
 
     def _before_node(self, params: Sequence[Tensor], alone: bool, grads: Any) -> None:
-        """A backward of user code needs ``params``, whose window may be over."""
+        """Opens ``params`` for a backward in user code; their window may be over."""
         if alone:
             raise RuntimeError(
-                "backward through a parameter that not all ranks have read: gradients are averaged over all of them,"
-                " so compute it on every rank."
+                "backward through a parameter that not all ranks have read: gradients are averaged over all ranks, so"
+                " run this computation on every rank."
             )
         self.touch(params)
 
     def passes(self, func: Callable[..., Any], args: Sequence[Any]) -> bool:
-        """Whether this is a call of plain tensors and gathered parameters, as most are. It leaves :meth:`notice` to the
-        caller."""
+        """Fast path: whether the call has only plain tensors and gathered parameters, as most calls have. The caller
+        must call :meth:`notice` afterwards."""
         if func in _LOOKED_AT:
             return False
         own, is_there = self._store.own, self._store.is_there
@@ -672,7 +675,7 @@ class Residency:
         return not self._memories.kept
 
     def notice(self, func: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
-        """As :meth:`call`, after a call that :meth:`passes`."""
+        """Does what :meth:`call` does after the function, for a call that :meth:`passes`."""
         aliases = may_alias(func)
         if aliases or torch.is_grad_enabled():
             own = self._store.own
@@ -681,12 +684,12 @@ class Residency:
 
     @property
     def watches_plain_tensors(self) -> bool:
-        """Whether a call may matter in which there is no parameter: user code holds memory of one."""
+        """Whether calls without a parameter must be intercepted, because user code holds memory of a parameter."""
         return bool(self._memories)
 
 
 class _NoParameters:
-    """The :class:`Store` where there are shards alone."""
+    """A :class:`Store` of shards without parameters."""
 
     own: Mapping[int, Any] = {}
     hides_shapes = only_brings = False
@@ -720,7 +723,7 @@ class _NoParameters:
 
 @contextmanager
 def looking_whole() -> Iterator[None]:
-    """User code reads and writes the full tensors of shards (collective)."""
+    """Context in which user code reads and writes the full tensors of shards (collective)."""
     residency = Residency(_NoParameters())  # type: ignore[arg-type]
     with residency.mode:
         yield
@@ -738,7 +741,8 @@ def may_alias(func: Any) -> bool:
 
 
 def store_rows(whole: Tensor, sharded: DTensor) -> None:
-    """This rank's rows of ``whole``; of a gathered copy in low precision only those elements that have changed."""
+    """Copies this rank's rows of ``whole`` to its shard. From a gathered copy in lower precision it copies only changed
+    elements, so that the others keep their master weights."""
     shard, (start, length) = local(sharded), rows_of(sharded)
     if not length:
         return
@@ -751,19 +755,19 @@ def store_rows(whole: Tensor, sharded: DTensor) -> None:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """The engine's own work, whatever user code it is called from."""
+    """Context for the engine's own work: leaves modes and transforms of the user code that calls it."""
     leaves_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     with outside_transforms(), DisableTorchFunction(), leaves_inference, torch.no_grad():
         yield
 
 
 def _stand_in(shard: DTensor) -> Tensor:
-    """Enough of a full tensor for functions that read only its shape, dtype and device."""
+    """A one-element tensor expanded to the full shape, for functions that read only shape, dtype and device."""
     return torch.empty((), dtype=shard.dtype, device=mesh_device(shard)).expand(shard.shape)
 
 
 class Resharded(Tensor):
-    """A gradient or state whose full memory is closed; it is a plain tensor while it is open."""
+    """Class of a gradient or state while it is closed; while it is open, it is a plain tensor."""
 
     key: int
     residency: Residency | None
@@ -771,7 +775,7 @@ class Resharded(Tensor):
 
     @staticmethod
     def close(full: Any, key: int, residency: Residency) -> None:
-        """Gives up the memory of ``full``, unless somebody else has it."""
+        """Frees the memory of ``full`` unless other tensors use it, and changes its class."""
         with DisableTorchFunction():
             storage = full.untyped_storage()
             if users_of(storage) == 1 and storage.resizable():
@@ -780,7 +784,7 @@ class Resharded(Tensor):
         full.__class__ = Resharded
 
     def open(self, value: Tensor) -> None:
-        """A plain tensor with ``value``, whose attributes nobody copies with it."""
+        """Becomes a plain tensor with ``value``. The attributes are removed, so that copies do not get them."""
         with DisableTorchFunction():
             storage = self.untyped_storage()
             if not storage.nbytes():
@@ -792,21 +796,21 @@ class Resharded(Tensor):
     @classmethod
     @never_a_frame
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():  # what graphs are given is seen to when they run
+        if torch.compiler.is_compiling():  # GraphInputs opens the inputs when the graph runs
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         for value in tensors_in((*args, *(kwargs or {}).values())):
             if isinstance(value, Resharded):
                 with DisableTorchFunctionSubclass():
                     if value.residency is None:
-                        raise RuntimeError("a gradient of a run that has ended: read it during the run, or clone it.")
+                        raise RuntimeError("this gradient's run has ended: read it during the run, or keep a clone.")
                     return value.residency.call(func, args, kwargs or {})
         with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 
 class Mode(TorchFunctionMode):
-    """Has each call of torch come to ``residency``."""
+    """Passes each torch call to ``residency``."""
 
     def __init__(self, residency: Residency) -> None:
         super().__init__()
@@ -820,7 +824,7 @@ class Mode(TorchFunctionMode):
             return func(*args)
         if torch.compiler.is_compiling():
             if any(isinstance(value, DTensor) for value in args):
-                end_graph()  # and what is asked for is asked again, outside
+                end_graph()  # the call is repeated outside of the graph
             return as_traced(func)(*args, **(kwargs or {}))
         before = pause_dynamo(None)
         try:
@@ -830,10 +834,10 @@ class Mode(TorchFunctionMode):
 
 
 class Guards:
-    """Has calls with parameters come to ``residency`` by their class, in the place of its mode.
+    """Passes torch calls with parameters to ``residency`` through the parameters' class, instead of its mode.
 
     Args:
-        parameters: The user's own.
+        parameters: The user's parameters.
     """
 
     def __init__(self, residency: Residency, parameters: Iterable[Tensor]) -> None:
@@ -841,16 +845,16 @@ class Guards:
         self._parameters = list(parameters)
         self._guarded = {kind: guarded(kind, self._ask) for kind in {type(p) for p in self._parameters}}
         self._plain = {guarded: kind for kind, guarded in self._guarded.items()}
-        # functions of torch that are written in Python name plain tensors, too
+        # torch functions that are written in Python list plain tensors among the types, too
         self._ours = frozenset([*self._plain, *self._guarded, DTensor, Tensor, Resharded])
-        # A class that translates calls itself must go on to do so
+        # A parameter class with its own __torch_function__ must keep it: then the mode stays on
         self._possible = all(torch_function_of(kind) is disabled_torch_function for kind in self._guarded)
         self._on = self._has_mode = False
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def instead_of_mode(self) -> Iterator[None]:
-        """For the length of a step."""
+        """Context of a step, in which the guarded classes replace the mode."""
         is_needed = self._has_mode or self._residency.watches_plain_tensors
         if self._on or is_needed or not self._possible or has_compiled():
             yield
@@ -864,7 +868,8 @@ class Guards:
                 self._has_mode = False
 
     def watch_all(self) -> None:
-        """For the rest of the step, if one is under way, the mode sees each call: plain tensors matter now."""
+        """Intercepts all calls by the mode for the rest of the current step, because plain tensors now share a
+        parameter's memory."""
         if self._on:
             self._set(False, self._parameters)
             put_below(self._residency.mode)
@@ -895,15 +900,15 @@ class Guards:
             with DisableTorchFunctionSubclass():
                 try:
                     result = func(*args, **(kwargs or {}))
-                except TypeError:  # of make_fx, which knows plain parameters only
+                except TypeError:  # raised by make_fx, which supports only plain parameters
                     refuse_tracing()
                     raise
                 residency.notice(func, values, result)
             return result
-        if func in BACKWARDS:  # user code runs inside
+        if func in BACKWARDS:  # hooks of user code run inside
             with self._lifted(self._parameters):
                 return residency.call(func, args, kwargs or {})
-        if not ours:  # another class of tensor that translates calls has its say, too
+        if not ours:  # another tensor class's __torch_function__ must run, too
             with self._lifted(_each((args, kwargs))):
                 return residency.call(func, args, kwargs or {})
         with DisableTorchFunctionSubclass():
@@ -912,14 +917,14 @@ class Guards:
     def _ask_of_shard(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if threading.current_thread() is not self._thread and not in_backward():  # writes a file; no mode is on there
+        if threading.current_thread() is not self._thread and not in_backward():  # modes are per thread, too
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return self._ask(func, types, args, kwargs)
 
 
 def _each(value: Any) -> Iterator[Any]:
-    """The leaves of the arguments of a call."""
+    """Yields the leaves of a call's arguments."""
     if isinstance(value, (list, tuple, dict)):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _each(inner)
@@ -928,7 +933,8 @@ def _each(value: Any) -> Iterator[Any]:
 
 
 def guarded(kind: Any, ask: Callable[..., Any]) -> Any:
-    """A subclass of ``kind`` that passes for it, and whose copies are of ``kind``."""
+    """Returns a subclass of ``kind`` with the same name, whose torch calls go to ``ask``. Copies and pickles are of
+    ``kind``."""
 
     @never_a_frame
     def asked(

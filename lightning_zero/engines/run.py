@@ -1,4 +1,4 @@
-"""The parts of a run besides its engine: methods added to the module for the run, the folder for files."""
+"""Parts of a run other than its engine: methods added to the module during the run, and the folder for files."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ from lightning_zero.engines.precision import DtypePolicy
 
 
 class Place(NamedTuple):
-    """This rank's place, as its launcher says: srun and mpirun set none of torchrun's variables."""
+    """This rank's place on its host, as given by the launcher: srun and mpirun do not set torchrun's variables."""
 
     local_rank: int
-    """Number among the ranks of its host."""
+    """Index among the ranks of its host."""
     local_size: int
-    """Ranks of a host."""
+    """Number of ranks per host."""
 
 
 class Built(Sharded, Protocol):
-    """A module that ``configure_model`` has built sharded."""
+    """Shards of a module that ``configure_model`` has built sharded."""
 
     def begin_view(self) -> None:
-        """From here to :meth:`end_view` it looks whole."""
+        """Has user code see full parameters until :meth:`end_view`."""
 
     def end_view(self) -> None:
         """See :meth:`begin_view`."""
 
 
 class EngineRun(ABC):
-    """One strategy's runs with an engine; the methods stand in the order of a run. Unless an engine says otherwise
-    there is nothing beside it."""
+    """Runs of one strategy with an engine. The methods are listed in the order of a run; by default they do nothing
+    beyond the engine."""
 
     builds_sharded = False
-    """Whether ``configure_model`` makes shards, inside :meth:`building`."""
+    """Whether ``configure_model`` creates shards inside :meth:`building`."""
 
     def __init__(self, config: ZeroConfig) -> None:
         self.config = config
-        """Of the run that comes: ``zero_auto`` picks stage and offload when it is set up."""
+        """Settings of the next run: ``zero_auto`` chooses stage and offload in the set-up."""
         self.built: Built | None = None
-        """By ``configure_model``, until the engine has taken it over."""
+        """Shards that ``configure_model`` has built, until the engine takes them over."""
 
     def load(self) -> None:  # noqa: B027
-        """Imports what :meth:`make_engine` needs, where ranks are about to be forked."""
+        """Imports what :meth:`make_engine` needs, before ranks are forked."""
 
     def connect(self, module: Any) -> None:  # noqa: B027
-        """Before Lightning looks for the module's hooks."""
+        """Called before Lightning looks for the module's hooks."""
 
     def take_over(self, module: Any) -> None:
-        """Before anybody looks at ``module``, which an earlier run has left sharded: it is whole now, or becomes so
-        where it is touched (collective)."""
+        """Called before any code reads ``module``, which an earlier run may have left sharded: unshards the module now,
+        or has it unsharded when it is touched (collective)."""
         make_whole(module)
 
     def building(
         self, module: Any, trainer_facts: Mapping[str, Any], device: torch.device
     ) -> AbstractContextManager[None]:
-        """Around ``configure_model`` (collective)."""
+        """Context of ``configure_model`` (collective)."""
         return nullcontext()
 
     def begin_view(self) -> None:
-        """From here to :meth:`end_view` the module looks whole, though it may have been built sharded."""
+        """Has user code see full parameters until :meth:`end_view`, also if the module was built sharded."""
         if self.built is not None:
             self.built.begin_view()
 
@@ -82,7 +82,7 @@ class EngineRun(ABC):
 
     @abstractmethod
     def make_engine(self, device: torch.device, dtypes: DtypePolicy) -> Engine:
-        """The engine, which holds nothing yet."""
+        """Creates an engine without a module."""
 
     def prepare(  # noqa: B027
         self,
@@ -96,19 +96,19 @@ class EngineRun(ABC):
         """Checks settings against the run and opens the engine's resources, before anything is sharded (collective).
 
         Raises:
-            ValueError: On every rank.
+            ValueError: On every rank, for settings that contradict the run.
         """
 
     def whole_for_optimizers(self, engine: Engine) -> AbstractContextManager[Any]:
-        """Around ``configure_optimizers``, which looks at whole parameters."""
+        """Context of ``configure_optimizers``, in which user code reads full parameters."""
         return engine.view()
 
     def note_on_optimizers(self, optimizers: Collection[Optimizer]) -> str:
-        """A sentence for the user on how ``optimizers`` step, or nothing."""
+        """Returns a sentence for the user on how ``optimizers`` step, or an empty string."""
         return ""
 
     def check_optimizers(self, optimizers: Collection[Optimizer]) -> None:  # noqa: B027
-        """Raises ``ValueError`` for ones that contradict the settings."""
+        """Raises ``ValueError`` for optimizers that contradict the settings."""
 
     def check_batches(  # noqa: B027
         self, module: Any, trainer_facts: Mapping[str, Any], device: torch.device, loaders: Any
@@ -116,8 +116,8 @@ class EngineRun(ABC):
         """Raises ``ValueError`` for batches that contradict the settings."""
 
     def take_built(self) -> Sharded | None:
-        """The shards that ``configure_model`` has made and no engine has taken over; they are the caller's now."""
+        """Returns shards that ``configure_model`` has built and no engine has taken over; the caller then owns them."""
         return None
 
     def end(self) -> None:  # noqa: B027
-        """Takes back everything lent to the module."""
+        """Removes everything that was added to the module for the run."""

@@ -1,4 +1,4 @@
-"""Torch functions by name: which ones return views of their arguments, and which collectives write to them."""
+"""Sets of torch functions: those that return views of their arguments, and collectives that write to them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch.torch_version import TorchVersion
 IN_PLACE_COLLECTIVES: frozenset[Callable[..., Any]] = frozenset(
     (dist.all_reduce, dist.all_reduce_coalesced, dist.broadcast)
 )
-"""They leave the same values on every rank of their group."""
+"""Collectives that leave the same values in their argument on every rank of their group."""
 BROADCAST_IS_SEEN: bool = TorchVersion(torch.__version__) >= "2.13"
-"""Whether ``torch.distributed.broadcast`` is a torch function, which views see; ``all_reduce`` always was."""
+"""Whether ``torch.distributed.broadcast`` is a torch function and so can be intercepted; ``all_reduce`` always is."""
 
 VIEWS = frozenset(
     "view view_as reshape reshape_as flatten unflatten ravel t transpose swapaxes swapdims permute movedim moveaxis"
     " adjoint narrow select unbind split chunk tensor_split hsplit vsplit dsplit squeeze unsqueeze expand expand_as"
     " diagonal unfold __getitem__ as_strided alias positive real imag contiguous".split()
 )
-"""Names of functions whose result may share the memory of their argument."""
+"""Names of functions whose result may share memory with their argument."""
 VIEW_PROPERTIES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
 
 
 def getters(names: str) -> frozenset[Any]:
-    """The functions that read attributes of tensors, by their names."""
+    """Returns the functions that read the attributes ``names`` of a tensor."""
     found = (getattr(Tensor, name, None) for name in names.split())
     return frozenset(each.__get__ for each in found if each is not None)
 
@@ -36,11 +36,11 @@ AS_THEY_ARE = getters(
     "shape requires_grad is_leaf grad_fn ndim layout is_cuda is_cpu is_meta is_sparse _version names _backward_hooks"
     " _post_accumulate_grad_hooks"
 )
-"""Functions that read attributes which a tensor has without memory."""
+"""Functions that read attributes that a tensor without memory has, too."""
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Of a call's arguments or results, and of lists and tuples among them."""
+    """Yields the tensors in a call's arguments or results, including nested lists and tuples."""
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from tensors_in(value)

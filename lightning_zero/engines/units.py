@@ -1,9 +1,9 @@
-"""Shard units of a module, the groups of parameters that are gathered together, chosen from the module itself.
+"""Chooses the shard units of a module: the groups of parameters that are gathered together.
 
-A *unit* is a module whose parameters are gathered by one collective before its ``forward`` and reduced by one after
-its backward. Parameters outside all units belong to the *root* unit, which is gathered for the whole step. Those that
-``fully_shard`` cannot split (0-dim, empty, non-contiguous, of another dtype than their unit's) are *replicated*:
-whole on every rank, their gradients averaged as under DDP.
+A *unit* is a module whose parameters are gathered by one collective before its ``forward`` and whose gradients are
+reduced by one collective after its backward. Parameters outside all units belong to the *root* unit, which is gathered
+for the whole step. Parameters that ``fully_shard`` cannot shard (0-dim, empty, non-contiguous, of another dtype than
+their unit's) are *replicated*: full on every rank, with gradients averaged as under DDP.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 from torch import nn
 
 STACKS = (nn.ModuleList, nn.Sequential)
-"""Containers whose children follow each other. Those of a ``ModuleDict`` are mostly alternatives (a head per task), of
-which ranks may take different ones: they stay with the unit around them."""
+"""Containers whose children run one after the other. Children of a ``ModuleDict`` are mostly alternatives (a head per
+task), of which ranks may run different ones: they stay in the unit around them, as collectives must match."""
 ROOT = "(root)"
 
 
 @dataclass
 class Unit:
-    """One group of parameters that travel together."""
+    """One group of parameters that are gathered together."""
 
     name: str
-    """Name of the module in the LightningModule; ``"(root)"`` for the unit of all other parameters."""
+    """Name of the module in the LightningModule; ``"(root)"`` for the root unit."""
     module: nn.Module
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     """Sharded parameters by full name."""
@@ -35,12 +35,12 @@ class Unit:
 
 @dataclass
 class UnitPlan:
-    """Every parameter of a module stands exactly once: in a unit of ``units`` or in ``replicated``."""
+    """Assignment of parameters: each is listed exactly once, in a unit of ``units`` or in ``replicated``."""
 
     units: list[Unit]
-    """Inner units before the ones around them; the root last, present even when it holds nothing."""
+    """Inner units before outer ones. The root is last, and present even if it has no parameters."""
     replicated: dict[str, nn.Parameter]
-    """Parameters kept whole on every rank, by full name."""
+    """Parameters kept full on every rank, by full name."""
 
 
 def plan_units(
@@ -49,13 +49,13 @@ def plan_units(
     min_unit_numel: int = 0,
     keep_whole: Collection[type[nn.Module]] = (),
 ) -> UnitPlan:
-    """Divides the parameters of ``module`` over shard units.
+    """Assigns the parameters of ``module`` to shard units.
 
     Args:
-        module: A whole module: plain parameters, nothing sharded yet.
-        patterns: Class names or patterns on module names, level by level, that become units; ``None`` chooses repeated
-            blocks, an empty sequence makes everything the root's.
-        min_unit_numel: Automatic units with fewer elements are left to the unit around them.
+        module: A module with plain parameters, not yet sharded.
+        patterns: Class names of units, or patterns on their names, level by level. ``None`` chooses repeated blocks;
+            with an empty sequence all parameters belong to the root.
+        min_unit_numel: Automatic units with fewer elements are merged into the unit around them.
         keep_whole: Module classes whose parameters are replicated (BatchNorm under mixed precision).
 
     Raises:
@@ -89,7 +89,7 @@ def plan_units(
 
 
 def _automatic(module: nn.Module, min_unit_numel: int) -> Iterator[nn.Module]:
-    """Repeated blocks: classes that Hugging Face models list in ``_no_split_modules``, and the children of lists."""
+    """Yields repeated blocks: classes in ``_no_split_modules`` of Hugging Face models, and children of stacks."""
     no_split = {name for m in module.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
     seen: set[nn.Module] = set()
 
@@ -113,7 +113,7 @@ def _automatic(module: nn.Module, min_unit_numel: int) -> Iterator[nn.Module]:
 
 
 def _has_stack(module: nn.Module) -> bool:
-    """Whether blocks are repeated somewhere inside: two children of one class, themselves with children."""
+    """Whether ``module`` contains repeated blocks: two children of one class in a stack, themselves with children."""
     for inner in module.modules():
         if isinstance(inner, STACKS):
             kinds = Counter(type(c) for c in inner.children() if next(c.children(), None) is not None)
@@ -123,8 +123,8 @@ def _has_stack(module: nn.Module) -> bool:
 
 
 def _has_own_methods(module: nn.Module) -> bool:
-    """Whether the class has public methods beside ``forward`` and the initializer that modules on the meta device need:
-    called directly, they bypass the unit's hooks, and its parameters would not be gathered."""
+    """Whether the class has public methods other than ``forward`` and the initializer for the meta device. A direct
+    call of such a method bypasses the unit's hooks, so the unit's parameters would not be gathered."""
     for cls in type(module).__mro__:
         if cls.__module__.split(".")[0] == "torch":
             return False
@@ -135,7 +135,7 @@ def _has_own_methods(module: nn.Module) -> bool:
 
 
 def matching(module: nn.Module, patterns: Sequence[str], setting: str = "units") -> list[nn.Module]:
-    """The modules below ``module`` that hold parameters and are named by ``patterns``, the value of ``setting``.
+    """Returns the submodules of ``module`` that hold parameters and match ``patterns``, the value of ``setting``.
 
     Raises:
         ValueError: When a pattern matches no module that holds parameters.
@@ -160,7 +160,7 @@ def matching(module: nn.Module, patterns: Sequence[str], setting: str = "units")
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """A wildcard stays within one level, as in file names: ``blocks.*`` is the blocks, not the modules inside them."""
+    """Matches level by level, like file names: ``blocks.*`` matches the blocks, not the modules inside them."""
     levels, wanted = name.split("."), pattern.split(".")
     return len(levels) == len(wanted) and all(map(fnmatchcase, levels, wanted))
 
@@ -174,7 +174,7 @@ def _holds_parameters(module: nn.Module) -> bool:
 
 
 def _owners(module: nn.Module, chosen: set[nn.Module]) -> dict[nn.Parameter, set[nn.Module | None]]:
-    """Parameter -> the innermost units whose subtree registers it (``None`` stands for the root)."""
+    """Parameter -> the innermost units whose subtree registers it (``None`` means the root)."""
     owners: dict[nn.Parameter, set[nn.Module | None]] = {}
     seen: set[tuple[nn.Module, nn.Module | None]] = set()
 
@@ -193,8 +193,8 @@ def _owners(module: nn.Module, chosen: set[nn.Module]) -> dict[nn.Parameter, set
 
 
 def _shares_parameters(unit: nn.Module, owners: dict[nn.Parameter, set[nn.Module | None]]) -> bool:
-    """Whether ``unit`` is one of several units that use a tied parameter: it then cannot be a unit, and the parameter
-    belongs to the innermost unit around all its users."""
+    """Whether ``unit`` shares a tied parameter with another unit. Then it cannot be a unit: the parameter belongs to
+    the innermost unit around all modules that use it."""
     return any(len(users) > 1 and unit in users for users in owners.values())
 
 
@@ -204,7 +204,7 @@ def _parameters_of(module: nn.Module, classes: Collection[type[nn.Module]]) -> s
 
 
 def _unsplittable(parameters: dict[str, nn.Parameter], whole: set[nn.Parameter]) -> list[str]:
-    """Names of the parameters that cannot travel with this unit."""
+    """Names of the parameters that cannot be sharded with this unit."""
     numel: Counter[torch.dtype] = Counter()
     for p in parameters.values():
         if p.requires_grad:
