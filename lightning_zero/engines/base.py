@@ -230,7 +230,7 @@ class Engine(ABC):
             squared = sum_of_squares(shards, home)
             if self.mesh.size() > 1:  # not over replicas: they hold the same shards, which count once
                 dist.all_reduce(squared, group=self.mesh.get_group("shard"))
-            if wholes:
+            if wholes:  # after the all-reduce: every rank holds them, so they must count once
                 squared = squared + sum_of_squares(wholes, self.device).to(home)
             norm = squared.sqrt()
             scale_to_norm([*shards, *wholes], norm, max_norm)

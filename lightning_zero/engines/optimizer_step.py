@@ -182,7 +182,7 @@ class ShardedStep:
         self._parts.stepped(self.optimizer)
 
     def _step_in_parts(self, files: Files, **kwargs: Any) -> Any:
-        """Calls ``optimizer.step`` for one group of parameters after the other. Correct for PyTorch's optimizers only:
+        """Calls ``optimizer.step`` for one subset of parameters after the other. Correct for PyTorch's optimizers only:
         they update each parameter independently and keep nothing outside of groups and states."""
         groups = self.optimizer.param_groups
         held = [group["params"] for group in groups]
@@ -231,7 +231,7 @@ class ShardedStep:
             try:
                 with self._fused():
                     yield
-            finally:
+            finally:  # also after an error: user code must never find parts in the optimizer
                 self._hold({part: p for p, part in pairs})
                 for p, part in pairs:
                     if part.grad is not None:
@@ -299,7 +299,8 @@ class ShardedStep:
                 f" {len(params)}: resume with the module and configure_optimizers that saved it."
             )
         if not self.is_elementwise or torch_optim.has_own_state_dict(self.optimizer):
-            self.optimizer.load_state_dict(map_tensors(lambda path, t: t.clone(), dict(state)))  # not mapped from disk
+            # Clone: the optimizer would otherwise step on memory that is mapped from the checkpoint's file.
+            self.optimizer.load_state_dict(map_tensors(lambda path, t: t.clone(), dict(state)))
             with torch.no_grad(), self.on_shards():
                 return
 

@@ -120,7 +120,7 @@ class ZeroMixedPrecision(_OnShards, MixedPrecision):
         result = closure()
         self.engine.reshard()
         skip = result is None and model.automatic_optimization  # no backward ran, nothing to unscale
-        if not skip:
+        if not skip:  # before after_closure, which clips and runs hooks that expect unscaled gradients
             self.unscale(optimizer)
         after_closure(self, model, optimizer)
         if skip:

@@ -439,6 +439,7 @@ class Residency:
         if not meets or self._store.is_here(key):
             return self._store.gather(key), True
         assert self._meeting is not None
+        # Numbers above FORWARD are keys, from 0 on; _serve decodes them.
         by_all = self._meeting.ask(key + 1 + FORWARD, lambda: f"a read of {self._store.name(key)}", self._serve)
         return self._store.gather(key), by_all
 
@@ -447,7 +448,7 @@ class Residency:
         for key, each in list(self._open.items()):
             if total <= self._budget_bytes:
                 return
-            if key not in keys:
+            if key not in keys:  # the current call needs those, whatever the budget
                 self.close(key)
                 total -= each.nbytes
 
@@ -455,6 +456,7 @@ class Residency:
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs ``func(*args, **kwargs)``, a call in user code, on open tensors."""
+        # This runs for each intercepted call: the cheap exits come first, and only what is left searches arguments.
         own = self._store.own
         first = args[0] if args else None
         if func in self.as_they_are:
@@ -597,7 +599,7 @@ class Residency:
         self, values: Iterable[Any], keys: dict[int, None], away: list[Tensor], sharded: list[DTensor]
     ) -> list[Tensor]:
         """Returns the user's parameters among ``values``. Adds resharded ones to ``away``, states to ``sharded``, and
-        the keys of all other tensors to ``keys``."""
+        the keys of states, gradients and their views to ``keys``."""
         own, memories, store = self._store.own, self._memories, self._store
         found: list[Tensor] = []
         for value in values:

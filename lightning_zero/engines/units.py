@@ -67,6 +67,7 @@ def plan_units(
         chosen = matching(module, patterns)
     names = {m: name for name, m in module.named_modules()}
     owners = _owners(module, set(chosen))
+    # Removing a unit moves its parameters to the unit around it, which may then share them: repeat until stable.
     while shared := {m for m in chosen if _shares_parameters(m, owners)}:
         chosen = [m for m in chosen if m not in shared]
         owners = _owners(module, set(chosen))

@@ -926,7 +926,7 @@ HELD: dict[str, Kind] = {
     "weight_read_in_backward": Kind(module=_of(SharedAcrossFits)),
     "data_swapped": Kind(module=_of(SwapsData), validates=True),
     "data_written_before_backward": Kind(module=_of(WritesBeforeBackward), reference=UNUSED),
-    "backward_reads_gradients": Kind(module=_of(ReadsInBackward), refused="move what follows loss.backward"),
+    "backward_reads_gradients": Kind(module=_of(ReadsInBackward), refused="move the code after loss.backward"),
     "backward_overridden": Kind(module=_of(OwnBackward)),
     "backward_overridden_in_manual_optimization": Kind(module=_of(OwnManualBackward)),
     "samples_in_inference_mode": Kind(module=_of(SamplesInInferenceMode), validates=True),

@@ -138,7 +138,7 @@ def test_units_that_cannot_be_compiled_are_named(ranks2):
             assert found.losses == plain.losses
             assert len(said) == (len(missing) if rank == 0 else 0)
             for line, name in zip(said, missing, strict=False):
-                assert line.startswith(f"compile='units': {name!r} is not compiled")
+                assert line.startswith(f"compile='units': {name!r} runs uncompiled")
 
 
 def test_an_unknown_backend_is_refused(ranks2):

@@ -178,7 +178,7 @@ def test_checkpoints_are_those_of_a_run_in_memory(ranks1, ranks2, tmp_path):
 def test_a_path_that_cannot_be_used_is_an_error_on_every_rank(ranks2, tmp_path):
     for name, text in ranks2(outcome, zoo.train, "adam", _files(tmp_path / "nowhere")):
         assert name == "ValueError"
-        assert "is no folder on" in text
+        assert "is not a folder on" in text
         assert "offload.path=" in text
 
 
