@@ -142,7 +142,7 @@ def test_one_rank_touches_a_parameter() -> None:
         rank.forward(range(4))
         rank.forward(range(4), touches_before=2 if number else None)
 
-    assert all("some ranks only read or write, in a step, a parameter" in text for text in _on_ranks(run))
+    assert all("in a step, only some ranks read or write a parameter" in text for text in _on_ranks(run))
 
 
 def test_ranks_that_touch_it_alike_go_on() -> None:

@@ -1,14 +1,14 @@
-"""``p.grad = x``: a gradient that user code puts in place of the engine's.
+"""``p.grad = x``: user code replaces the engine's gradient with its own.
 
-Under DDP the gradient is then ``x`` itself: it may be this rank's own until user code has reduced it over the ranks.
-Here, too, it stays whole until the engine looks at gradients, to step or to clip; each rank then keeps its rows of it.
-A backward that adds to it is averaged with it. Of what is assigned at most :data:`KEPT_BYTES` and the latest stay
-whole; rows of the others are kept at once.
+Under DDP the gradient is then ``x`` itself, which may be local to this rank until user code reduces it over the ranks.
+Here, too, ``x`` stays unsharded until the engine reads gradients, to step or to clip; then each rank keeps its rows of
+``x``. If a backward adds to ``x``, the sum is averaged. At most :data:`KEPT_BYTES` of assigned gradients stay
+unsharded, and always the latest; older ones are sharded at once.
 
-While gradients are accumulated, ``x`` takes the place of this rank's own, which the next reduction averages.
+While gradients are accumulated, ``x`` replaces this rank's local gradient, which the next reduction averages.
 
-``p.grad`` that is read is a plain tensor, of which the rows of all ranks are gathered when it is touched (see
-:mod:`~lightning_zero.engines.residency`). It is the same one as long as the engine's gradient is.
+Reading ``p.grad`` returns a plain tensor; the rows of all ranks are gathered when user code touches the tensor (see
+:mod:`~lightning_zero.engines.residency`). The same tensor is returned as long as the engine's gradient is the same.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from lightning_zero.engines.residency import Memories, Resharded, Residency, sto
 from lightning_zero.private.torch import DisableTorchFunction, in_backward, users_of
 
 KEPT_BYTES = 32 << 20
-"""Of gradients that user code has assigned, on each rank."""
+"""Limit per rank for assigned gradients that stay unsharded."""
 
 _MEANS = (
     "p.grad is read or assigned between the micro-batches of an accumulation: at stage {stage} it is reduced after each"
-    " of them, so it is the mean over all ranks here, where DDP has this rank's own. Norms in a log differ by that, and"
-    " so does the step if gradients are clipped or otherwise changed per micro-batch: do it in"
+    " micro-batch, so p.grad is the mean over all ranks, whereas DDP has this rank's local gradient. Logged norms"
+    " differ from DDP's, and so does the step if gradients are clipped or changed per micro-batch: do this in"
     " on_before_optimizer_step, or use stage=1."
 )
 
 
 class _Read:
-    """The full tensor that stands for a gradient of the engine's, as long as that is there."""
+    """The full tensor that user code gets for a sharded gradient, while that gradient exists."""
 
     def __init__(self, grad: DTensor, full: Any) -> None:
         self.grad: DTensor | None = grad
@@ -54,20 +54,20 @@ class _Read:
 
     @property
     def is_held(self) -> bool:
-        """Whether user code has it."""
-        return sys.getrefcount(self.full) > 2  # of this, and of the call
+        """Whether user code holds a reference to the full tensor."""
+        return sys.getrefcount(self.full) > 2  # one is self.full, one the argument of getrefcount
 
 
 class AssignedGradients:
-    """The user's side of the gradients, of one run.
+    """Gradients as user code reads and assigns them, for one run.
 
     Args:
-        is_accumulating: Whether the gradients of now will be reduced with those of a later backward.
-        is_backward: Whether the engine's backward is under way.
+        is_accumulating: Whether the current gradients will be reduced with those of a later backward.
+        is_backward: Whether the engine's backward is running.
     """
 
     residency: Residency
-    """Opens what is touched."""
+    """Gathers the gradients that user code touches."""
 
     def __init__(
         self,
@@ -77,15 +77,15 @@ class AssignedGradients:
     ) -> None:
         self._stage, self._is_accumulating, self._is_backward = stage, is_accumulating, is_backward
         self._has_warned = False
-        self._nbytes = 0  # of what is whole
+        self._nbytes = 0  # total of self._whole
         self._whole: dict[int, tuple[private.ShardedParam, Tensor]] = {}  # by id of the shard
         self._read: dict[int, _Read] = {}  # by id of the shard
-        self._own_rows: Any = WeakIdKeyDictionary()  # a set: sharded gradients that came of whole ones
+        self._own_rows: Any = WeakIdKeyDictionary()  # used as a set: sharded gradients cut from assigned ones
 
     # -- p.grad --------------------------------------------------------------------------------------------------
 
     def read(self, known: private.ShardedParam, key: int) -> Tensor | None:
-        """``p.grad``, whose unit's gradients have this ``key``."""
+        """Return ``p.grad``; ``key`` is that of the gradients of the parameter's unit."""
         with DisableTorchFunction():
             grad = self.grad_of(known)
         if grad is None:
@@ -94,29 +94,29 @@ class AssignedGradients:
         return self._full_of(known, grad, key) if isinstance(grad, DTensor) else grad
 
     def write(self, known: private.ShardedParam, value: Tensor | None) -> None:
-        """``p.grad = value``; ``None`` also for ``del p.grad``.
+        """Perform ``p.grad = value``; ``None`` also stands for ``del p.grad``.
 
         Raises:
-            ValueError: If it has another shape than ``p``.
+            ValueError: If the shapes of ``value`` and ``p`` differ.
         """
         read = self._read.get(id(known.sharded_param))
         if read is not None and value is read.full:
             return
         if value is not None:
             self.noticed()
-        if read is not None and read.is_held:  # as it was when it went
+        if read is not None and read.is_held:  # user code keeps the old gradient and its values
             if not read.is_open and read.grad is known.sharded_param.grad:
                 self.residency.touch([read.full])
             del self._read[id(known.sharded_param)]
             read.full.__class__ = Tensor
-        elif read is not None:  # it would keep the gradient of this step beside that of the next
+        elif read is not None:  # free this step's gradient before the next step's exists
             read.grad = None
             _close(read)
         with DisableTorchFunction():
             self.assign(known, value)
 
     def end(self) -> None:
-        """Of the run: what was read is a plain tensor, or an error where its values have gone."""
+        """End the run: tensors that were read become plain; touching one whose values are freed raises."""
         for read in self._read.values():
             with DisableTorchFunction():
                 is_there = read.full.untyped_storage().nbytes() or not read.full.numel()
@@ -126,7 +126,7 @@ class AssignedGradients:
         self._read.clear()
 
     def noticed(self) -> None:
-        """User code reads or assigns a gradient."""
+        """Warn or raise where user code reads or assigns a gradient that differs from DDP's."""
         if self._stage > 1 and not self._has_warned and self._is_accumulating():
             self._has_warned = True
             if dist.get_world_size() > 1 and dist.get_rank() == 0:
@@ -139,9 +139,9 @@ class AssignedGradients:
     def _full_of(self, known: private.ShardedParam, grad: DTensor, key: int) -> Any:
         read = self._read.get(id(known.sharded_param))
         if read is None or read.grad is not grad:
-            self.residency.close(key)  # without this one
+            self.residency.close(key)  # this gradient is not in the open window
         if read is not None and read.grad is not grad:
-            if read.is_held:  # of before; it has the values that it had
+            if read.is_held:  # belongs to the previous gradient and keeps its values
                 read.full.__class__ = Tensor
                 read = None
             else:
@@ -157,27 +157,28 @@ class AssignedGradients:
         return read.full
 
     def before_collective(self, tensors: Iterable[Any]) -> None:
-        """User code is about to call a collective on ``tensors``.
+        """Check ``tensors``, on which user code is about to call a collective.
 
         Raises:
-            ValueError: If one is a gradient that was assigned, of which only this rank's rows are left.
+            ValueError: If one is an assigned gradient of which this rank has kept only its own rows.
         """
         given = {id(tensor) for tensor in tensors}
         reads = (read for read in self._read.values() if read.grad is not None)
         if any(id(read.full) in given and read.grad in self._own_rows for read in reads):
             raise ValueError(
-                "a collective on p.grad, which was assigned and is sharded by now: each rank has kept its rows of what"
-                " it had assigned. Reduce first, then assign: `torch.distributed.all_reduce(g)`, `p.grad = g`."
+                "a collective was called on an assigned p.grad that is already sharded: each rank has kept only its"
+                " rows of the tensor that it assigned. Reduce first, then assign:"
+                " `torch.distributed.all_reduce(g)`, `p.grad = g`."
             )
 
     def sharded(self, group: private.Group) -> Iterator[tuple[private.ShardedParam, DTensor]]:
-        """The parameters of ``group`` that have a gradient of the engine's, and that."""
+        """Yield each parameter of ``group`` that has a sharded gradient, with that gradient."""
         for p in group.fsdp_params:
             if isinstance(p.sharded_param.grad, DTensor):
                 yield p, p.sharded_param.grad
 
     def open(self, group: private.Group, values: list[Tensor], key: int) -> None:
-        """``values`` are those of :meth:`sharded`."""
+        """Fill the full gradients of ``group``; ``values`` are in the order of :meth:`sharded`."""
         for (p, grad), value in zip(self.sharded(group), values, strict=True):
             full = self._full_of(p, grad, key)
             storage = full.untyped_storage()
@@ -187,7 +188,7 @@ class AssignedGradients:
             full.copy_(value)
 
     def close(self, group: private.Group, memories: Memories, key: int) -> None:
-        """Each rank's rows become the engine's gradient."""
+        """Store each rank's rows of the full gradients in the sharded ones, and free the full ones."""
         for slot, (p, grad) in enumerate(self.sharded(group)):
             read = self._read.get(id(p.sharded_param))
             if read is None or read.grad is not grad or not read.is_open:
@@ -200,10 +201,10 @@ class AssignedGradients:
     # -- gradients that are assigned -----------------------------------------------------------------------------
 
     def grad_of(self, known: private.ShardedParam) -> Tensor | None:
-        """``p.grad``.
+        """Return the current gradient: assigned, sharded or this rank's unreduced one.
 
-        Where a backward of the user's own inside a step has added to what was there, that takes part in the next
-        reduction as well, as it is (collective).
+        If a backward called by user code inside a step has added to an existing gradient, the existing one is gathered
+        and joins the next reduction (collective).
         """
         whole = self.whole(known.sharded_param)
         if private.has_grad(known) and not self._is_backward():
@@ -216,12 +217,12 @@ class AssignedGradients:
         return private.grad_of(known) if whole is None else whole
 
     def whole(self, shard: Any) -> Tensor | None:
-        """The tensor that was assigned as the gradient of ``shard``, as long as it is whole."""
+        """Return the tensor assigned as the gradient of ``shard``, or ``None`` once it is sharded."""
         found = self._whole.get(id(shard))
         return None if found is None else found[1]
 
     def assign(self, known: private.ShardedParam, value: Tensor | None) -> None:
-        """As :meth:`write`."""
+        """Set the gradient as :meth:`write` does, without the checks for a tensor that was read."""
         if value is not None:
             require_shape("grad", known.sharded_param, value)
         if id(known.sharded_param) in self._whole:
@@ -241,7 +242,7 @@ class AssignedGradients:
             self._settle_first()
 
     def join_backward(self) -> None:
-        """A backward adds to what has been assigned: both are this rank's own until they are averaged together."""
+        """Let the next backward add to assigned gradients; sums stay local to this rank until reduced."""
         for key, (known, value) in list(self._whole.items()):
             if known.sharded_param.requires_grad:
                 self._take(key)
@@ -249,7 +250,7 @@ class AssignedGradients:
         self.settle()
 
     def settle(self) -> None:
-        """Each rank keeps its rows of what has been assigned."""
+        """Shard all assigned gradients: each rank keeps its rows."""
         while self._whole:
             self._settle_first()
 
@@ -266,7 +267,7 @@ class AssignedGradients:
 
 
 def _close(read: _Read) -> None:
-    """Gives the memory up that nobody else holds."""
+    """Free the memory of the full gradient unless somebody else holds it."""
     with DisableTorchFunction():
         storage = read.full.untyped_storage()
         if users_of(storage) == 1 and storage.resizable() and not read.is_held:

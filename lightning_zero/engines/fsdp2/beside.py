@@ -1,9 +1,9 @@
-"""Terms computed from a unit's parameters that reach the loss by another way than the unit's output.
+"""Terms that are computed from a unit's parameters but reach the loss by a path other than the unit's output.
 
 ``fully_shard`` gathers a unit for its backward when gradients of its output arrive. A term that a layer keeps (a
-router's auxiliary loss), features that a hook takes, and outputs in objects that are not containers of tensors start
-their backward without that gather, perhaps before it: the parameters would be empty or still being filled. So each
-operator that was given a parameter checks, before its part of the backward, that the parameter is gathered.
+router's auxiliary loss), features that a hook captures, and outputs in objects that are not containers of tensors start
+their backward without that gather, perhaps before it: the parameters would be empty or only partly filled. Therefore
+each operator that used a parameter gathers the parameter, if needed, before the operator's backward runs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightning_zero.private.torch import outside_modes
 
 
 class BesideOutputs:
-    """Of one run, inside steps.
+    """Gathers units for the backward of such terms, inside the steps of one run.
 
     Args:
-        units: The root last, which is gathered for the loss itself.
-        is_sharded: Whether a step is under way.
+        units: The root is last; the root is gathered for the loss itself.
+        is_sharded: Whether a step is running.
     """
 
     def __init__(self, units: Sequence[nn.Module], identity: Identity, is_sharded: Callable[[], bool]) -> None:
@@ -32,7 +32,7 @@ class BesideOutputs:
         self._recomputed: dict[nn.Module, list[private.Group]] = {}
 
     def used(self, params: Sequence[Tensor], nodes: Sequence[Node], is_alone: bool) -> None:
-        """``nodes`` compute of the gathered ``params``; ``is_alone``: and of nothing else that is trained."""
+        """Prepare ``nodes``, computed from the gathered ``params``; ``is_alone``: from no other trained tensor."""
         if not self._is_sharded():
             return
         for group in self._groups_of(params):
@@ -40,7 +40,7 @@ class BesideOutputs:
                 private.gather_before(group, nodes)
 
     def recomputes(self, module: nn.Module) -> None:
-        """``module`` is about to compute its activations again. Units inside it have hooks of their own."""
+        """Gather for ``module``, which is about to recompute its activations. Inner units have their own hooks."""
         if not self._is_sharded():
             return
         if module not in self._recomputed:
@@ -50,7 +50,7 @@ class BesideOutputs:
             self._recomputed[module] = self._groups_of(params)
         for group in self._recomputed[module]:
             if not private.is_gathered(group):
-                with outside_modes():  # that of a selective recomputation counts operators
+                with outside_modes():  # the mode of selective recomputation counts operators
                     private.gather_now(group)
 
     def _groups_of(self, params: Sequence[Tensor]) -> list[private.Group]:

@@ -1,17 +1,18 @@
 """Shards the parameters of a module while ``configure_model`` builds it, so that no process ever holds all of them.
 
-[Memory] An *open* parameter is full on every rank, as its constructor left it. The storage of a *closed* one has no
-bytes; each rank keeps its part of rank 0's bytes, padded at the end, so that all parts are equally long. Shape, strides
-and dtype stay.
+[Memory] An *open* parameter is full on every rank, as its constructor left it. A *closed* parameter has an empty
+storage; each rank keeps its part of rank 0's bytes, padded at the end so that all parts have equal length. Shape,
+strides and dtype do not change.
 
-Constructors run unchanged, on full tensors and with the random numbers of ordinary construction. A parameter is known
-when it, or a module that holds it, is registered. When open parameters take more than ``OPEN_BYTES``, those that were
-opened first are closed. A closed parameter is of a *guarded class* (see :mod:`~lightning_zero.engines.residency`): any
-call of torch that gets it opens it first, until the engine shards its unit. A parameter stays open while anything but
-Python holds it or its memory: a view, a graph, NumPy, a thread that has started meanwhile.
+Constructors run unchanged, on full tensors and with the random numbers of ordinary construction. This module learns of
+a parameter when the parameter, or a module that holds it, is registered. When open parameters take more than
+``OPEN_BYTES``, those opened first are closed. A closed parameter has a *guarded class* (see
+:mod:`~lightning_zero.engines.residency`): until the engine shards its unit, each torch call opens the closed parameters
+among its arguments first. A parameter stays open while anything other than Python holds it or its memory: a view, a
+graph, NumPy, or a thread started since.
 
-[Agreement] Opening and closing are collective, and follow from registrations and calls, which are the same where ranks
-run the same code. The ranks compare what they are about to do, and all raise where it differs.
+[Agreement] Opening and closing are collective. They follow from registrations and calls, which are the same on ranks
+that run the same code. Before each, the ranks compare what they are about to do; if it differs, all of them raise.
 """
 
 from __future__ import annotations
@@ -47,15 +48,16 @@ from lightning_zero.private.torch import (
 )
 
 _FROM_PARAMETER = nn.Parameter.__new__.__code__
-"""Compares the class of ``p.detach()`` with the one that ``p`` had, if that was not ``nn.Parameter``."""
+"""Code of the constructor that compares the class of ``p.detach()`` with that of ``p``, for ``nn.Parameter``
+subclasses."""
 _FRAMES = 8
 _ADDRESSES = frozenset(["data_ptr", "storage", "untyped_storage"])
 LEAST_BYTES = 64 * 2**10
-"""Smaller parameters are not worth a message: biases and norms of a large module are a thousandth of it."""
+"""Smaller parameters stay open: biases and norms are a thousandth of a large module, not worth a message each."""
 
 
 class Build:
-    """One run's building, from ``configure_model`` to the engine's start.
+    """Opens and closes parameters of one run, from ``configure_model`` to the engine's start.
 
     Args:
         module: The LightningModule.
@@ -65,23 +67,23 @@ class Build:
         self._module = module
         self._agreement = run_agreement() or Agreement(alone=True)
         self._places: dict[int, tuple[int, str]] = {}  # id of each known parameter -> number and name
-        self._open: dict[int, nn.Parameter] = {}  # by id, the one that was opened first in front
+        self._open: dict[int, nn.Parameter] = {}  # by id, in the order of opening
         self._closed: dict[int, tuple[nn.Parameter, Tensor]] = {}  # by id; the part is 1D, uint8
-        self._pinned: set[int] = set()  # ids of parameters whose address is known: they are never closed again
+        self._pinned: set[int] = set()  # ids of parameters whose address user code has: never closed again
         self._closes = True
         self._kinds: dict[type, type] = {}  # guarded classes -> plain ones
         self._guarded: dict[type, type] = {}
         self._thread, self._num_threads = threading.current_thread(), _num_threads()
-        self._misuse: RuntimeError | None = None  # of another thread, which may have nobody to tell
-        self._differs = False  # all ranks have raised
+        self._misuse: RuntimeError | None = None  # raised in another thread, where it may go unnoticed
+        self._differs = False  # all ranks have raised already, so no further message follows
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Around ``configure_model`` (collective).
+        """Close parameters as needed inside; wraps ``configure_model`` (collective).
 
         Raises:
-            RuntimeError: On all ranks, where they build different modules. All raise the error of one that fails.
+            RuntimeError: On all ranks, if they build different modules. If one rank fails, all raise its error.
         """
 
         def on_parameter(module: nn.Module, name: str, p: Any) -> None:
@@ -103,7 +105,7 @@ class Build:
                 raise self._misuse
         except Exception as error:
             if not self._differs:
-                self._agreement.gather(None, error=error)  # the others are in an exchange, or at their end
+                self._agreement.gather(None, error=error)  # the others wait in an exchange, or at the end
             raise
         finally:
             for handle in handles:
@@ -112,16 +114,16 @@ class Build:
 
     @property
     def found(self) -> bool:
-        """Whether anything is closed."""
+        """Whether any parameter is closed."""
         return bool(self._closed)
 
     def hand_over(self) -> None:
-        """The engine takes the parameters now, which open as it does: nothing is closed any more."""
+        """Stop closing parameters: the engine takes them from here on and opens each one as it does."""
         self._closes = False
         self._open.clear()
 
     def leave_aside(self) -> None:
-        """The run has ended before its engine took the module: what is closed becomes empty, until :meth:`restore`."""
+        """Empty the closed parameters until :meth:`restore`: the run has ended before its engine took the module."""
         with DisableTorchFunction(), torch.no_grad():
             for p, _ in self._closed.values():
                 p.__class__ = self._kinds.get(type(p), type(p))
@@ -129,7 +131,7 @@ class Build:
                 set_data(p, p.data.new_empty(0))
 
     def restore(self, whole: bool, optimizers: Iterable[Any] = (), on_whole: OnWhole = unheard) -> None:
-        """The module is an ordinary one again (collective)."""
+        """Make the module an ordinary one again, with full parameters (collective)."""
         if not whole:
             return
         self._agreement = run_agreement() or Agreement(alone=True)
@@ -144,12 +146,12 @@ class Build:
     # -- events --------------------------------------------------------------------------------------------------
 
     def replaced(self, p: nn.Parameter) -> None:
-        """``p`` has full memory that an earlier run had sharded."""
+        """Register ``p``, which an earlier run had sharded and which has full memory again."""
         self._register([(type(p).__name__, p)])
 
     def _register(self, named: Iterable[tuple[str, Any]]) -> None:
         if threading.current_thread() is not self._thread:
-            return  # what it builds is registered when a module of this thread gets it
+            return  # registered later, when a module of the building thread takes the parameter
         with DisableTorchFunction(), torch.no_grad():
             for name, p in named:
                 if id(p) not in self._places and _can_be_closed(p):
@@ -158,7 +160,7 @@ class Build:
             self._make_room()
 
     def _ask(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Any) -> Any:
-        """``func(*args, **kwargs)``, a call of torch that gets a closed parameter."""
+        """Run ``func(*args, **kwargs)``, a torch call with closed parameters among its arguments, which it opens."""
         if needs_no_values(func):
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -166,7 +168,7 @@ class Build:
         for value in given.values():
             if id(value) in self._closed:
                 found[id(value)] = value
-            elif type(value) in self._kinds:  # made by type(p)(...)
+            elif type(value) in self._kinds:  # not a closed parameter: user code made it by type(p)(...)
                 value.__class__ = self._kinds[type(value)]
         if func.__name__ in _ADDRESSES:
             self._pinned.update(found)
@@ -178,12 +180,12 @@ class Build:
         return result
 
     def _make_open(self, params: Sequence[nn.Parameter], needed: Collection[int] = ()) -> None:
-        """Opens ``params``; parameters with ids in ``needed`` stay open."""
+        """Open ``params`` (collective); parameters with ids in ``needed`` stay open."""
         if threading.current_thread() is not self._thread:
             self._misuse = RuntimeError(
                 f"thread {threading.current_thread().name} uses {self._places[id(params[0])][1]}, which is sharded"
-                " while configure_model builds the module: use it in the thread that builds, or build='whole', with"
-                " which every rank builds the whole module."
+                " while configure_model builds the module: use it in the thread that builds, or set build='whole', so"
+                " that every rank builds the full module."
             )
             raise self._misuse
         with DisableTorchFunction(), torch.no_grad():
@@ -198,10 +200,12 @@ class Build:
                 self._open[id(p)] = p
 
     def _make_room(self, more_bytes: int = 0, needed: Collection[int] = ()) -> None:
-        """Closes what was opened first. The newest stays: its constructor is about to fill it."""
+        """Close the parameters opened first. The newest stays open: its constructor is about to fill it."""
         rest = sum(p.nbytes for p in self._open.values()) + more_bytes
         if not self._closes or rest <= OPEN_BYTES:
             return
+        # Choose by sizes and order alone, which are the same on all ranks. References and free memory may differ
+        # between ranks, so they count only through _agree.
         oldest = []
         for p in list(self._open.values())[:-1]:
             if rest <= OPEN_BYTES // 2:
@@ -215,12 +219,12 @@ class Build:
         for p, by_any in zip(oldest, held, strict=True):
             del self._open[id(p)]
             if by_any:
-                self._open[id(p)] = p  # the last that is looked at again
+                self._open[id(p)] = p  # moved to the back: checked again after all others
             else:
                 self._close(p)
 
     def _is_held(self, p: nn.Parameter) -> bool:
-        """Whether anything that the guarded class does not see may use the memory of ``p``."""
+        """Whether something may use the memory of ``p`` without passing through its guarded class."""
         storage = p.untyped_storage()
         return _num_threads() > self._num_threads or is_in_graph(p) or users_of(storage) > 1 or not storage.resizable()
 
@@ -243,25 +247,25 @@ class Build:
     def _agree(
         self, event: str, params: Sequence[nn.Parameter], more: str = "", held: Sequence[bool] = ()
     ) -> list[bool]:
-        """Raises ``RuntimeError`` on all ranks unless they are about to do the same. ``held`` tells for each parameter
+        """Raise ``RuntimeError`` on all ranks unless they are about to do the same. ``held`` says for each parameter
         whether this rank holds it; returns whether any rank does."""
         mine = event, tuple((*self._places[id(p)], p.nbytes) for p in params), more
-        self._differs = True  # also where another rank has failed, whose error is raised here
+        self._differs = True  # also if gather raises the error of another rank
         found = self._agreement.gather((mine, held), "configure_model at stage 3 with build='auto'")
         self._differs = any(each != mine for each, _ in found)
         if not self._differs:
             return [any(flags) for flags in zip(*(flags for _, flags in found), strict=True)]
         raise RuntimeError(
-            "ranks build different modules, or some use parameters that others do not: "
+            "ranks build different modules, or some ranks use parameters that others do not: "
             + "; ".join(f"rank {rank}: {_said(each)}" for rank, (each, _) in enumerate(found))
             + ". At stage 3 parameters are sharded while configure_model builds them, so all ranks must run the same"
-            " code there and up to the start of training; or use build='whole', with which every rank builds the whole"
+            " code there and up to the start of training; or set build='whole', so that every rank builds the full"
             " module."
         )
 
 
 def _is_for_a_parameter() -> bool:
-    """Whether ``nn.Parameter(p)`` calls ``p.detach()``, maybe through modes for torch functions."""
+    """Whether ``nn.Parameter(p)`` is the caller of ``p.detach()``, perhaps through torch function modes."""
     frame = sys._getframe(2).f_back
     for _ in range(_FRAMES):
         if frame is None or frame.f_code is _FROM_PARAMETER:
@@ -271,12 +275,12 @@ def _is_for_a_parameter() -> bool:
 
 
 def _num_threads() -> int:
-    """Threads that a program waits for; progress bars have daemons that look at no parameter."""
+    """Number of non-daemon threads; daemons (those of progress bars) use no parameters."""
     return sum(not thread.daemon for thread in threading.enumerate())
 
 
 def _can_be_closed(p: Any) -> bool:
-    """Not what has no memory of its own, or calls of a class of its own."""
+    """Whether ``p`` is a plain strided parameter of at least :data:`LEAST_BYTES` without its own torch function."""
     if not isinstance(p, nn.Parameter) or is_lazy(p) or p.is_meta or p.layout != torch.strided:
         return False
     if torch_function_of(type(p)) is not disabled_torch_function or type(p.data) is not Tensor:

@@ -1,14 +1,15 @@
-"""Transport that only processes on CPUs have: direct exchange, and all that it makes possible or needs.
+"""The transport between processes on CPUs: direct exchange, and everything that depends on it.
 
-[Exchange] gloo's own collectives take longer and more memory than they must, so gathers and reductions go by
-``comm.direct``, ranks of one host reading each other's memory. A reader may lag behind: nobody writes to a shard or
-frees a copy before :meth:`Direct.await_readers`.
+[Exchange] gloo's own collectives take more time and memory than necessary, so gathers and reductions use
+``comm.direct``, in which ranks of one host read each other's memory. A reader may lag behind: do not write to a shard
+or free a copy before :meth:`Direct.await_readers` returns.
 
-[Stages 1 and 2] Everything is gathered before a forward, so ranks may run different units: they agree before the
-backward whether they did, and then reduce at its end. Where shard and copy have one dtype, *the shard aliases the
-gathered buffer*, which stays allocated; as long as no rank has changed a shard (:class:`Copies`), nothing is sent.
+[Stages 1 and 2] Every unit is gathered before a forward, so ranks may run different units. Before the backward they
+agree whether they did; if so, gradients are reduced at the end of the backward. Where shard and copy have the same
+dtype, *the shard aliases the gathered buffer*, which stays allocated; nothing is sent until a rank changes a shard
+(:class:`Copies`).
 
-[Stage 3] The units that have always followed are gathered ahead (see ``order``).
+[Stage 3] A unit is gathered ahead if no other unit has ever run at that point (see ``order``).
 """
 
 from __future__ import annotations
@@ -33,23 +34,25 @@ from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.transport import Transport
 
 LEAST_GROWTH_BYTES = 24 * 2**20
-"""So much more than at its beginning, and a 48th of all, must be resident in a backward before gaps are returned."""
+"""Gaps are returned when resident memory has grown in a backward by more than this, and by more than a 48th."""
 
 
 class Copies(Enum):
-    """This rank's knowledge of whether the gathered copies that shards alias agree with the shards of all ranks. Each
-    rank is in the same state: every change of it follows from a collective call."""
+    """Whether the gathered copies that shards alias are known to match the shards of all ranks.
+
+    All ranks are always in the same state. Change the state only where a collective call decides, or ranks hang.
+    """
 
     UNKNOWN = auto()
-    """Some rank may have changed a shard: before the next gather ranks ask each other, one message of 4 bytes."""
+    """A rank may have changed a shard: before the next gather the ranks exchange one message of 4 bytes."""
     OUTDATED = auto()
-    """A step is due on all ranks, or done: the next gather sends everything, and nobody asks."""
+    """All ranks step or have stepped: the next gather sends everything, without that message."""
     CURRENT = auto()
-    """All have said that nothing has changed: this gather sends nothing. Holds for the length of one gather."""
+    """All ranks reported no change: this gather sends nothing. Lasts for one gather."""
 
 
 class Direct(Transport):
-    """Between CPU processes over gloo; see the module's text."""
+    """Transport between CPU processes over gloo; see the module docstring."""
 
     units_ahead = 1
 
@@ -60,17 +63,17 @@ class Direct(Transport):
         self._pool = direct.Pool()
         self._peer_memory = PeerMemory(axis, config.timeout_seconds)  # along the shard axis
         direct.connect(axis, self._peer_memory)
-        if axis.size() == mesh.size():  # one connection between two ranks carries messages of every kind
+        if axis.size() == mesh.size():  # the shard axis spans all ranks, so its connections serve small messages too
             self.peer_memory = self._peer_memory
         self._reduce = direct.ReduceScatter(self._pool, axis.size(), self._peer_memory, host.mapped_apart)
         self._resident = 0  # bytes, when this backward began or gaps were last returned
-        self._unreduced: set[private.Group] = set()  # in this backward, so far
+        self._unreduced: set[private.Group] = set()  # groups that this backward has not reduced yet
         self._has_stepped = False
         self._aliases_all = False  # every shard aliases its gathered buffer, on every rank
         self._aliases_some = False
         self._copies = Copies.UNKNOWN
-        self._marks_then: Any = None  # of all shards when the copies were last current; None: not known
-        self._accumulators: dict[Tensor, Any] = {}  # shards -> where autograd adds their gradients
+        self._marks_then: Any = None  # marks of all shards when the copies were last current; None: not known
+        self._accumulators: dict[Tensor, Any] = {}  # shards -> autograd nodes that accumulate their gradients
 
     # -- set-up
 
@@ -94,8 +97,8 @@ class Direct(Transport):
         return super()._needs_agreements() or self.config.stage == 3 or self._aliases_all
 
     def _alias_shards(self) -> None:
-        """Lets shards alias the gathered copies where those are whole for most of a step anyway. To be called before an
-        optimizer takes the shards: it would go on with the memory that they lay in before."""
+        """Let shards alias the gathered copies where these are full for most of a step anyway. Call this before an
+        optimizer takes the shards, or the optimizer would keep using their previous memory."""
         alone = self.mesh["shard"].size() == 1
         if self.config.offload.target != "none" or (self.config.stage == 3 and not alone):
             return
@@ -114,11 +117,11 @@ class Direct(Transport):
     # -- exchange
 
     def _gather(self, outputs: list[direct.Parts], shards: list[Tensor], process_group: dist.ProcessGroup) -> dist.Work:
-        """For :func:`private.gather_in_place`."""
+        """Gather ``shards`` into ``outputs``; used by :func:`private.gather_in_place`."""
         if self._copies is Copies.CURRENT:
             return direct.Begun(iter(()))
         work = direct.all_gather_each(outputs, shards, process_group, self._pool, self._peer_memory)
-        # User code that writes to a copy in its forward writes to a shard that aliases it, which others may be reading.
+        # If user code writes to a copy in a forward, it writes to the aliasing shard, which others may be reading.
         return direct.Begun((w.wait() for w in [work]), self.await_readers) if self._aliases_some else work
 
     def await_readers(self) -> None:
@@ -127,10 +130,10 @@ class Direct(Transport):
     # -- forward
 
     def forward_begins(self, keeps_gathered: bool) -> None:
-        """Stages 1 and 2: gathers every unit.
+        """Gather every unit, at stages 1 and 2.
 
-        Nothing travels where copies stay from one micro-batch or evaluated batch to the next (the shards alias them)
-        and no rank has changed a shard since, which they ask each other unless they have just stepped.
+        Nothing is sent if the copies remain from the previous micro-batch or evaluated batch (the shards alias them)
+        and no rank has changed a shard since. The ranks ask each other about that, except directly after a step.
         """
         if not self.gathers_up_front:
             return
@@ -138,9 +141,9 @@ class Direct(Transport):
         known = self._copies is Copies.OUTDATED
         self._copies = Copies.CURRENT if looks and not known and self.copies_are_current() else Copies.UNKNOWN
         try:
-            # Each unit travels while the one before it arrives; more at once would need room for their messages.
+            # One gather is sent while the previous one arrives; more at once would need memory for their messages.
             begun = (private.unshard(unit, async_op=True) for unit in self._units)
-            for unit, _ in pairwise(chain[Any](begun, [None])):  # the second of a pair has begun as well
+            for unit, _ in pairwise(chain[Any](begun, [None])):  # pairwise has started the gather of both
                 private.wait_for_unshard(unit)
         finally:
             self._copies = Copies.UNKNOWN
@@ -151,7 +154,7 @@ class Direct(Transport):
         return [private.shard_marks(group) for group in self._groups]
 
     def copies_are_current(self) -> bool:
-        """Whether the copies are still what the shards are, on all ranks (collective)."""
+        """Whether the copies still match the shards on all ranks (collective)."""
         changed = torch.tensor([self._marks_then != self._marks()], dtype=torch.int32, device="cpu")
         self.agree(changed, dist.ReduceOp.MAX).wait()
         return changed.tolist() == [0]  # on the CPU: no device waits
@@ -160,7 +163,7 @@ class Direct(Transport):
         self._marks_then = None
 
     def forward_uses(self, group: private.Group) -> None:
-        """Ranks may use units in different orders: at the first one each gathers all, in the same order."""
+        """Gather all units in a fixed order at the first use: ranks may use the units in different orders."""
         if self.gathers_up_front and not private.is_gathered(group):
             with private.outside_transforms(), outside_inference_mode():
                 self.forward_begins(keeps_gathered=False)
@@ -182,13 +185,13 @@ class Direct(Transport):
         if not (ran and self.agrees and self.gathers_up_front):
             return False
         moments = torch.tensor(ran, dtype=torch.int32, device="cpu")
-        ends = torch.cat([moments, -moments])
+        ends = torch.cat([moments, -moments])  # under MAX: the latest, and the negated earliest
         self.agree(ends, dist.ReduceOp.MAX).wait()
         latest, negated_earliest = ends.chunk(2)
         return not torch.equal(latest, -negated_earliest)
 
     def reduction_begins(self, group: private.Group, params: Sequence[private.ShardedParam]) -> None:
-        """The reduction may go on while autograd does, where nobody reads or adds to its output before it is whole."""
+        """Let the reduction overlap with autograd if nobody reads or adds to its output before it is complete."""
         self._unreduced.discard(group)
         self._return_gaps()
         self._reduce.may_wait = self.mesh.ndim == 1 and private.keeps_what_is_reduced(group)
@@ -196,27 +199,27 @@ class Direct(Transport):
             self._finish_before_adding(params)
 
     def _return_gaps(self) -> None:
-        """Returns to the kernel the free memory that activations leave behind, where it would come on top of gradients:
-        the most that this backward takes should be what is alive. Else that memory is kept for the next forward."""
+        """Return to the kernel memory freed by activations if gradients would come on top of it: the peak of a backward
+        should be live memory only. Otherwise keep the free memory for the next forward."""
         now = host.resident_bytes()
-        if self._unreduced == self._root_groups:  # whose gradients come next, an embedding's among them: in one piece
+        if self._unreduced == self._root_groups:  # the root's gradients are allocated next, an embedding's in one piece
             now += sum(p.sharded_param.nbytes for group in self._root_groups for p in private.trainable(group))
         if now > self._resident + max(LEAST_GROWTH_BYTES, now // 48):
             host.return_gaps()
             self._resident = max(self._resident, host.resident_bytes())
 
     def _finish_before_adding(self, params: Iterable[private.ShardedParam]) -> None:
-        """A gradient that reaches the shards by itself (a penalty over parameters) is added to a complete one."""
+        """Finish the reduction before autograd adds a gradient directly to a shard (a penalty over parameters)."""
         for p in params:
             if p.sharded_param not in self._accumulators:
                 node = get_gradient_edge(p.sharded_param).node
                 node.register_prehook(lambda grads: self._reduce.finish())
-                self._accumulators[p.sharded_param] = node  # held: autograd would make another one, without the hook
+                self._accumulators[p.sharded_param] = node  # keep alive: autograd would recreate it without the hook
 
     def backward_ends(self, step_is_due: bool) -> None:
-        self._reduce.may_wait = False  # late gradients are read at once
+        self._reduce.may_wait = False  # reductions of late gradients are read immediately
         self._reduce.finish()
         if step_is_due and not self._has_stepped:
-            host.map_from(host.MAPPED_APART_FROM_BYTES)  # the optimizer is about to make its states
+            host.map_from(host.MAPPED_APART_FROM_BYTES)  # the optimizer is about to allocate its states
             self._has_stepped = True
         self._copies = Copies.OUTDATED if step_is_due else Copies.UNKNOWN

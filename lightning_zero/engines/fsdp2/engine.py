@@ -1,21 +1,21 @@
 """ZeRO on PyTorch's own ``torch.distributed.fsdp.fully_shard``.
 
 [Tensors]
-- *the user's parameter*: the ``nn.Parameter`` that the user made; on its module and in optimizers all the time. Inside
-  a step it is the *gathered parameter*, plain and whole; between steps it is resharded: empty, or stale but for this
-  rank's rows, and comes back when it is touched (see ``residency``).
-- *sharded parameter*: ``DTensor``, what is true between steps; optimizers have it, or what stands in for it, for the
-  length of a step. Each rank owns ``ceil(rows / N)`` rows of dim 0. (``cpu``: where the dtypes are one, the shard
-  aliases the gathered buffer, which then stays allocated.)
-- *shard axis*: the N ranks that one copy is shared out over. All of them, or with ``shard_size`` (HSDP) groups of so
-  many consecutive ranks, which are replicas of each other along the *replicate axis*: gradients are reduce-scattered
-  along the first and all-reduced along the second.
-- *replicated parameter*: plain and whole on every rank all the time, because it cannot be split (see ``units``).
+- *the user's parameter*: the ``nn.Parameter`` that the user made; always on its module and in optimizers. Inside a
+  step it is the *gathered parameter*, plain and unsharded. Between steps it is resharded: empty, or stale except for
+  this rank's rows; user code that touches it gets it gathered again (see ``residency``).
+- *sharded parameter*: a ``DTensor``, authoritative between steps; optimizers hold it, or its stand-in, during a step.
+  Each rank owns ``ceil(rows / N)`` rows of dim 0. (``cpu``: if shard and gathered buffer have the same dtype, the
+  shard aliases the buffer, which then stays allocated.)
+- *shard axis*: the N ranks over which one copy is sharded: all ranks, or with ``shard_size`` (HSDP) groups of that
+  many consecutive ranks. The groups are replicas of each other along the *replicate axis*: gradients are
+  reduce-scattered along the shard axis and all-reduced along the replicate axis.
+- *replicated parameter*: always plain and full on every rank, because it cannot be sharded (see ``units``).
 - *host shard*: with ``offload="cpu"`` the sharded parameters (the master weights), their gradients and the optimizer's
-  states lie in host memory, pinned on an accelerator, and the optimizer steps there. On the device are the gathered
-  parameters inside a step, stage 1's whole gradients until the last micro-batch, and what is replicated: it is small,
-  and moving it would take a copy for each. With ``offload="nvme"`` the memory of the sharded parameters and of the
-  states is a file's, not pinned (see ``files``).
+  states are in host memory, pinned on an accelerator, and the optimizer steps there. The device holds the gathered
+  parameters inside a step, stage 1's unsharded gradients until the last micro-batch, and the replicated parameters,
+  which are small and would each need a copy of their own. With ``offload="nvme"`` the sharded parameters and the
+  states are in the memory of a mapped file, not pinned (see ``files``).
 
 [Plan of one optimizer step, A micro-batches]
 
@@ -24,26 +24,27 @@
     2       once               after each             after the last backward
     3       forward, backward  after each             after each use (the root unit's: after each backward)
 
-At stage 3 the unit whose backward comes first, because it was the last to run in the forward before, stays gathered
-until then: it would be gathered again at once.
+At stage 3 the unit that ran last in the previous forward stays gathered until the backward, which starts with that
+unit: dropping it would mean gathering it again at once.
 
-With host shards each gather begins with a copy to the device, on the stream that gathers ahead of the compute, and
-each reduction ends with a copy to host memory, which only the end of the backward waits for. Norms of gradients are
-joined in host memory, over the gloo half of the process group.
+With host shards each gather begins with a copy to the device, on the stream that gathers ahead of the compute. Each
+reduction ends with a copy to host memory, which only the end of the backward waits for. Norms of gradients are
+combined in host memory, over the gloo half of the process group.
 
-Between micro-batches stages 1 and 2 stay gathered only if no user hook looks at the module there (``keep_gathered``).
+Between micro-batches, stages 1 and 2 keep units gathered only if no user hook reads the module there
+(``keep_gathered``).
 
 This is the path of an accelerator, and of the CPU with ``transport="torch"``: collectives, streams and schedule are
-``fully_shard``'s own. What processes on CPUs do beside it hangs on the calls of ``self._transport`` (see ``cpu``).
+``fully_shard``'s own. Whatever else processes on CPUs do is done by calls of ``self._transport`` (see ``cpu``).
 
-[What DDP does that ``fully_shard`` alone does not]
-- *Unused parameters.* A rank without a gradient where another has one would send a shorter message. Every reduction
-  therefore covers all trainable parameters of its unit, zeros where there is nothing; afterwards the ranks agree (one
-  small all-reduce) which parameters nobody used, and their gradients become ``None`` again.
-- *Units that only some ranks ran.* All ranks must run the same units, in the same order: one agreement for each forward
-  says if not, in place of mixed-up gathers (see ``order``). (``cpu``: at stages 1 and 2 they may run different ones.)
+[Parity with DDP, added to ``fully_shard``]
+- *Unused parameters.* A rank that lacks a gradient which another rank has would send a shorter message. Every reduction
+  therefore covers all trainable parameters of its unit, with zeros for missing gradients. Afterwards the ranks agree
+  (one small all-reduce) which parameters no rank used, and their gradients become ``None`` again.
+- *Units that only some ranks ran.* All ranks must run the same units in the same order. One agreement per forward
+  raises an error instead of mixing up gathers (see ``order``). (``cpu``: at stages 1 and 2 units may differ.)
 - *Late gradients.* A parameter used outside its unit's forward (a penalty over ``parameters()``) receives its gradient
-  after its unit was reduced; a second reduction adds it.
+  after its unit was reduced; a second reduction adds that gradient.
 - *Rank 0's values.* Parameters and buffers are broadcast before sharding, buffers again at each synchronized forward.
 """
 
@@ -121,23 +122,25 @@ from lightning_zero.private.torch import (
 
 
 class Phase(Enum):
-    """The engine's current activity, which decides what our hooks on the module do. One at a time; the end of a nested
-    one returns to the one around it."""
+    """The engine's current activity, which decides what the engine's hooks on the module do.
+
+    One phase at a time; when a nested phase ends, the enclosing one resumes.
+    """
 
     BETWEEN = auto()
-    """Parameters are resharded, and come back as user code touches them: a forward of its own gathers nothing."""
+    """Parameters are resharded. Touching one gathers it; hooks gather nothing, even in a forward by user code."""
     STEP = auto()
-    """Inside :meth:`Fsdp2Engine.run`: what is gathered stays so as long as the plan says."""
+    """Inside :meth:`Fsdp2Engine.run`: gathered units stay gathered as long as the plan says."""
     BACKWARD = auto()
-    """Units come in an order of their own, and their gradients are reduced as they are complete."""
+    """Units run in autograd's order; their gradients are reduced as they become complete."""
     WHOLE = auto()
-    """Parameters are whole in memory of their own: hooks gather nothing."""
+    """Parameters are full, in memory of their own: hooks gather nothing."""
     DUMP = auto()
-    """``state_dict`` returns the shards themselves, where user code would get whole tensors."""
+    """``state_dict`` returns the shards themselves, whereas user code would get full tensors."""
 
 
 class Fsdp2Engine(Engine):
-    """See the module's text for the plan and :class:`~lightning_zero.engines.base.Engine` for the contract."""
+    """See the module docstring for the plan and :class:`~lightning_zero.engines.base.Engine` for the contract."""
 
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         super().__init__(config, device, dtypes)
@@ -151,8 +154,8 @@ class Fsdp2Engine(Engine):
         self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
         self._compiled: CompiledUnits | None = None
-        self._left: WholeStateDicts | None = None  # of a module that stays sharded after the run
-        self._is_accumulating = False  # what is reduced, or not, awaits later micro-batches
+        self._left: WholeStateDicts | None = None  # set when the module stays sharded after the run
+        self._is_accumulating = False  # current gradients wait for those of later micro-batches
 
     # -- sharding ------------------------------------------------------------------------------------------------
 
@@ -164,9 +167,9 @@ class Fsdp2Engine(Engine):
         self._usage = Usage(self._transport, self._sharded.parameters, self._sharded.names)
 
     def _plan(self, module: nn.Module) -> ShardPlan:
-        """Refuses what cannot be sharded; nothing changes on ``module``."""
+        """Plan the shards and refuse what cannot be sharded; ``module`` stays unchanged."""
         refuse_script_modules(module)
-        with DisableTorchFunctionSubclass():  # a look at memory opens nothing that configure_model has left closed
+        with DisableTorchFunctionSubclass():  # inspecting memory must not open parameters that Build has closed
             refuse_held_views(module, self.device)
         self.module, self.mesh = module, make_mesh(self.config, self.device)
         plan = plan_shards(module, self.mesh, self.config, self.dtypes, self.device)
@@ -177,8 +180,8 @@ class Fsdp2Engine(Engine):
         return plan
 
     def _shard(self, plan: ShardPlan) -> Sharded:
-        """Parameters become shards (collective)."""
-        self._copies = PlainCopies(plan.module, private.STATE_KEYS.__contains__)  # the hooks so far are the user's
+        """Shard the parameters (collective)."""
+        self._copies = PlainCopies(plan.module, private.STATE_KEYS.__contains__)  # now, while all hooks are user hooks
         self._files = FileShards(self.offload_path) if self.offload_path is not None else None
         sharded = shard_units(plan, self._transport, self._files)
         self.units, self.root, self.peer_memory = sharded.units, sharded.root, self._transport.peer_memory
@@ -190,11 +193,11 @@ class Fsdp2Engine(Engine):
         return sharded
 
     def _begin_residency(self, sharded: Sharded) -> None:
-        """User code may touch the parameters."""
+        """Set up the objects that gather parameters, gradients and states when user code touches them."""
         in_backward, accumulates = lambda: self._phase is Phase.BACKWARD, lambda: self._is_accumulating
         self._assigned = AssignedGradients(self.config.stage, accumulates, in_backward)
         self._writes = Writes(self._groups, self.shards_change, self.shards_have_changed)
-        agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
+        agreement = run_agreement()  # None in a loop without a Trainer, where all ranks make the same reads
         meets = agreement is not None and dist.get_world_size() > 1
         meeting = Barrier(agreement, self.peer_memory) if meets and agreement is not None else None
         memories = Memories()
@@ -209,7 +212,7 @@ class Fsdp2Engine(Engine):
         self._beside = BesideOutputs(sharded.units, self._identity, self._is_in_step)
 
     def _register_hooks(self, sharded: Sharded) -> None:
-        """Every hook of the engine: on groups of ``fully_shard``, units, modules, torch.func, copies and graphs."""
+        """Register every engine hook: on groups of ``fully_shard``, units, modules, torch.func, copies and graphs."""
         for key, group in enumerate(self._groups):
             hooks = private.GroupHooks(
                 before_unshard=partial(self._before_unshard, key),
@@ -237,7 +240,7 @@ class Fsdp2Engine(Engine):
     # -- what user code touches ----------------------------------------------------------------------------------
 
     def _before_unshard(self, key: int, group: private.Group) -> None:
-        self._residency.close(key)  # it is gathered into memory that may be open
+        self._residency.close(key)  # user code may have opened the memory into which the group is gathered
         if self._files is not None:
             self._files.before_gather(group)
 
@@ -248,7 +251,7 @@ class Fsdp2Engine(Engine):
             self._files.after_use(group)
 
     def _touched(self, value: Any) -> Any:
-        """``value``, which ``torch.func`` is about to wrap: the wrapped one is another object."""
+        """Gather ``value`` if it is a parameter; call before ``torch.func`` wraps it in an object unknown to guards."""
         if id(value) in self._identity.own:
             self._residency.touch([value], brings=torch.is_grad_enabled())
         return value
@@ -292,7 +295,7 @@ class Fsdp2Engine(Engine):
             refuse_sparse_gradients(self.module)
         self.optimizers = optimizers
         for optimizer in optimizers:
-            self._step_of(optimizer)  # which lays out the states that are there
+            self._step_of(optimizer)  # shards the states that already exist
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -309,13 +312,13 @@ class Fsdp2Engine(Engine):
 
     def _begin(self, phase: Phase) -> None:
         self._phase = phase
-        in_step = self.automatic and phase in (Phase.STEP, Phase.BACKWARD)  # the root's own hooks have gathered it
+        in_step = self.automatic and phase in (Phase.STEP, Phase.BACKWARD)  # the root's hooks have gathered the root
         self._marks.root_is_whole = in_step or phase is Phase.WHOLE
 
     def _before_unit(self, index: int, *unused: Any) -> None:
         if not self._is_in_step():
             return
-        unit = self.units[index]  # whose hooks a shallow copy of it has, too
+        unit = self.units[index]  # not the hook's module argument: a shallow copy of a unit shares the unit's hooks
         refuse_tracing()
         if not private.KNOWS_TRANSFORMS:
             refuse_transforms("fully_shard of torch below 2.13", "torch>=2.13, units=[]")
@@ -358,7 +361,7 @@ class Fsdp2Engine(Engine):
             self._residency.meet()
 
     def end_window(self, meets: bool = True) -> None:
-        """User code is over; with ``meets`` on all ranks, where the others may still read (collective)."""
+        """End a window of user code; with ``meets`` on all ranks, which wait for those that still read (collective)."""
         with torch.no_grad(), DisableTorchFunction():
             self._residency.end_window()
             if meets:
@@ -368,13 +371,13 @@ class Fsdp2Engine(Engine):
         wants_grad = torch.is_grad_enabled()
         self.end_window(self.hooks.before_forward and wants_grad)
         if not wants_grad and not self._residency.all_run():
-            return getattr(self.module, method)(*args, **kwargs)  # the others give what it touches: a longer loop
+            return getattr(self.module, method)(*args, **kwargs)  # this rank's loop is longer: others serve its reads
         with DisableTorchFunction():
             self.broadcast_buffers()
         self._transport.run_begins()
         with self._in(Phase.STEP), torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
             if not self.automatic and wants_grad:
-                # Units and the root are gathered as they are used, after toggle_optimizer had its say.
+                # Units and the root are gathered on use: toggle_optimizer changes requires_grad before that.
                 output = getattr(self.module, method)(*args, **kwargs)
             else:
                 with DisableTorchFunction():
@@ -390,7 +393,7 @@ class Fsdp2Engine(Engine):
 
     def reshard(self) -> None:
         self._drop_gathered()
-        self._transport.await_readers()  # the user may write to shards now
+        self._transport.await_readers()  # from here on user code may write to shards
 
     def _drop_gathered(self) -> None:
         if private.is_resharded(self.root, self._groups):
@@ -428,10 +431,10 @@ class Fsdp2Engine(Engine):
             if deferred:
                 private.set_requires_gradient_sync(self._sharded.units, False)
             self._reduced.clear()
-            if retains_graph or self.backward_is_users:  # which no forward gathers for again, nor a hook of the root's
+            if retains_graph or self.backward_is_users:  # neither a forward nor a root hook would gather the root again
                 for group in self._root_groups:
                     private.pin(group)
-        with self._in(Phase.BACKWARD):  # user code in it may touch parameters that are not there
+        with self._in(Phase.BACKWARD):  # user code inside may touch resharded parameters
             run_backward()
             self._close_windows()
         with DisableTorchFunction():
@@ -440,19 +443,20 @@ class Fsdp2Engine(Engine):
             self._after_backward(deferred, retains_graph)
 
     def _before_backward(self, group: private.Group) -> None:
-        """A group's part begins; maybe inside the forward, with a ``torch.autograd.grad`` of the user's own.
+        """Prepare the group's part of a backward, which user code may have started in the forward (``autograd.grad``).
 
-        What that has made may be differentiated again, after the group has run another time and no hook gathers it.
+        Pin the group in that case: the result may be differentiated again after the group has run another time, and
+        then no hook gathers the group.
         """
         if self._phase is not Phase.BACKWARD:
             private.pin(group)
         self._transport.close_forward()
 
     def _before_reduce(self, group: private.Group) -> bool:
-        """Completes the gradients of a group that is about to be reduced.
+        """Complete the gradients of a group that is about to be reduced; return whether to reduce now.
 
-        A ``torch.autograd.grad`` of the user's own must leave everything as it is: gathered, and unreduced. So does a
-        plain ``loss.backward()`` under manual optimization, whose gradients are reduced when the optimizer steps.
+        A ``torch.autograd.grad`` called by user code must leave parameters gathered and gradients unreduced. So must a
+        plain ``loss.backward()`` under manual optimization; its gradients are reduced when the optimizer steps.
         """
         if self._phase is not Phase.BACKWARD:
             return False
@@ -467,9 +471,12 @@ class Fsdp2Engine(Engine):
         return True
 
     def _after_backward(self, deferred: bool, retains_graph: bool = False) -> None:
-        """Reduces what autograd's schedule has left, then drops what is gathered, on which late gradients lie, then
-        hears which parameters the others used: that travels while gradients are still reduced. Another backward through
-        the same graph finds all as it is."""
+        """Reduce the gradients that autograd's schedule left, drop gathered parameters, and agree on unused ones.
+
+        Keep this order: late gradients lie on gathered parameters, so reduce before dropping. The message about used
+        parameters is sent early and received last, to overlap with reductions. With ``retains_graph`` parameters stay
+        gathered for another backward.
+        """
         every = self._groups if self.reduces or self.config.stage > 1 else ()
         left = [(group, params) for group in every if (params := self._left_of(group, deferred))]
         said = None
@@ -489,7 +496,7 @@ class Fsdp2Engine(Engine):
         self._is_accumulating = not self.reduces
 
     def _left_of(self, group: private.Group, deferred: bool) -> list[private.ShardedParam]:
-        """The parameters of ``group`` whose gradients autograd's schedule has not reduced; all or none."""
+        """Return the parameters of ``group`` if autograd's schedule has not reduced their gradients, else none."""
         params = private.trainable(group)
         missed = group in self._root_groups and id(group) not in self._reduced
         return params if deferred or missed or any(map(private.has_grad, params)) else []
@@ -501,7 +508,7 @@ class Fsdp2Engine(Engine):
         try:
             return self._step_of(optimizer).step(closure, **kwargs)
         finally:
-            self._transport.shards_changed()  # a kernel of the optimizer's own need not tell a tensor that it writes
+            self._transport.shards_changed()  # a custom optimizer kernel may write without bumping tensor versions
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
@@ -518,10 +525,10 @@ class Fsdp2Engine(Engine):
             yield
 
     def _settle(self) -> None:
-        """Gradients are complete, and all that user code wrote has reached the shards."""
+        """Complete the gradients, and store in the shards everything that user code wrote to parameters."""
         self.end_window(self.hooks.before_step)
         with DisableTorchFunction():
-            # Gradients of a plain loss.backward() under manual optimization, and gathered copies of old values.
+            # A plain loss.backward() under manual optimization leaves unreduced gradients and gathered parameters.
             if any(private.has_grad(p) for g in self._groups for p in private.trainable(g)):
                 self._reduced.clear()
                 self._after_backward(deferred=False)
@@ -553,7 +560,7 @@ class Fsdp2Engine(Engine):
         shards = [local(p.grad) for p in params if isinstance(p, DTensor) and p.grad is not None]
         return shards, [p.grad for p in params if not isinstance(p, DTensor) and p.grad is not None]
 
-    # -- whole state ---------------------------------------------------------------------------------------------
+    # -- full state ----------------------------------------------------------------------------------------------
 
     def sharded_state_dict(self) -> dict[str, Any]:
         self.end_window(self.hooks.anywhere)
@@ -623,7 +630,7 @@ class Fsdp2Engine(Engine):
             self._residency.end_window()
             self._assigned.settle()
             self._drop_gathered()
-            if not whole:  # maybe after an error: others need not come any more
+            if not whole:  # no collectives from here on: after an error other ranks may be gone
                 self._identity.leave_sharded(self.root)
                 self._left = WholeStateDicts(self.module, _gathered_shard)
                 return
@@ -654,17 +661,17 @@ def _gathered_shard(p: Tensor, value: Tensor) -> Tensor | None:
 
 
 def choose_transport(config: ZeroConfig, device: torch.device, mesh: DeviceMesh) -> Transport:
-    """The transport that ``config.transport`` selects for this device and process group.
+    """Return the transport that ``config.transport`` selects for this device and process group.
 
     Raises:
-        ValueError: On all ranks, for ``"direct"`` where there is no direct exchange.
+        ValueError: On all ranks, for ``"direct"`` where direct exchange is not available.
     """
     backend = dist.get_backend(mesh.get_group("shard"))
     between_cpus = device.type == "cpu" and backend == "gloo"
     if config.transport == "direct" and not between_cpus:
         raise ValueError(
-            f"transport='direct' on {device.type!r} over {str(backend)!r}: processes on CPUs exchange directly, over"
-            " gloo; use transport='auto'."
+            f"transport='direct' on {device.type!r} over {str(backend)!r}: direct exchange works only between processes"
+            " on CPUs over gloo; use transport='auto'."
         )
     if between_cpus and config.transport != "torch":
         return Direct(config, mesh)

@@ -1,15 +1,15 @@
 """Shards in files: ``offload="nvme"``.
 
-[Tensors] Host shards (see ``engine``) whose memory is a file's (``paged_file``): the master weights, and the
-states of an optimizer that have their shape. Gradients stay in host memory. To everybody else they are tensors like
-others; who touches one that is not in memory waits for the disk.
+[Tensors] Host shards (see ``engine``) in the memory of a mapped file (``paged_file``): the master weights, and those
+optimizer states that have the shape of their parameter. Gradients stay in host memory. All other code sees ordinary
+tensors; an access to one that is not in memory waits for the disk.
 
-[Plan] The pages that the process has are those of a few units:
+[Plan] The process keeps the pages of only a few units:
 
-    gather of a unit       reads it; what was gathered next the last time is read ahead
-    its copies dropped     its pages may go: they are unchanged
-    optimizer's step       unit by unit, where stepping on a part of the parameters is stepping on the whole of them;
-                           the next two are read ahead, those behind are written
+    gather of a unit       reads the unit; the unit gathered next the last time is read ahead
+    its copies dropped     its pages may be evicted: they are unchanged
+    optimizer's step       unit by unit, if stepping on parts of the parameters equals stepping on all of them;
+                           the next two units are read ahead, finished ones are written
 
 The kernel keeps what it has read or written as long as nobody needs that memory, so a run that fits into memory rarely
 waits for the disk.
@@ -28,15 +28,15 @@ from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.paged_file import PagedFile, Region
 
 UNITS_BEHIND = 2
-"""Stepped and not yet given up."""
+"""Stepped units that may still wait to be written."""
 UNITS_AHEAD = 2
-"""Read ahead of the one that is stepped."""
+"""Units read ahead of the stepping one."""
 _ALIGNED_BYTES = 64
-"""Of a tensor in its unit's region."""
+"""Alignment of each tensor in its unit's region."""
 
 
 class _Unit:
-    """The regions of one unit: its parameters', and those of states, most of them one."""
+    """The regions of one unit: first that of its parameters, then those of states, mostly joined into one."""
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
@@ -47,10 +47,10 @@ class _Unit:
 
 
 class FileShards:
-    """The shards of this rank; see the module's text.
+    """This rank's shards and states in one file; see the module docstring.
 
     Args:
-        folder: On the disk.
+        folder: On the disk; the file is created there.
     """
 
     def __init__(self, folder: str) -> None:
@@ -58,16 +58,16 @@ class FileShards:
         self._groups: list[private.Group] = []
         self._units: dict[int, _Unit] = {}  # id of a group -> its regions
         self._unit_of: dict[int, _Unit] = {}  # id of a shard's local tensor
-        self._shards: list[Tensor] = []  # so that their ids stay their own
+        self._shards: list[Tensor] = []  # keeps the tensors alive, so that their ids are not reused
         self._slots: dict[tuple[int, int, str], Tensor] = {}  # ids of shard and optimizer, key of the state
-        self._memories: set[int] = set()
-        self._last: tuple[_Unit | None, _Unit | None] = (None, None)  # gathered
+        self._memories: set[int] = set()  # addresses of mapped storages
+        self._last: tuple[_Unit | None, _Unit | None] = (None, None)  # the two units gathered last
         self._followed: dict[tuple[_Unit | None, _Unit | None], _Unit] = {}
 
     # -- parameters
 
     def take(self, group: private.Group) -> None:
-        """Moves the shards of ``group`` into the file."""
+        """Move the shards of ``group`` into the file."""
         unit = self._units[id(group)] = _Unit()
         self._groups.append(group)
 
@@ -82,7 +82,7 @@ class FileShards:
             self._file.write_behind(region)
 
     def before_gather(self, group: private.Group) -> None:
-        """``group`` is about to be gathered; what followed the last time is read ahead."""
+        """Read ahead the unit that followed the last time; ``group`` is about to be gathered."""
         unit, last = self._units[id(group)], self._last
         if not unit.regions:
             return
@@ -93,14 +93,17 @@ class FileShards:
             self._file.read_ahead(following.parameters)
 
     def after_use(self, group: private.Group) -> None:
-        """``group`` is about to be dropped."""
+        """Release the pages of ``group``, whose gathered parameters are about to be dropped."""
         if self._units[id(group)].regions:
             self._file.let_go(self._units[id(group)].parameters)
 
     # -- states
 
     def keep(self, optimizer: Any, shard: Tensor, key: str, value: Tensor) -> Tensor:
-        """``value``, a state of ``optimizer`` beside the local tensor ``shard``, in the file."""
+        """Copy ``value``, the state ``key`` of ``optimizer`` for the local tensor ``shard``, into the file.
+
+        Returns the tensor in the file, or ``value`` if it cannot or need not be copied.
+        """
         unit, place = self._unit_of.get(id(shard)), (id(shard), id(optimizer), key)
         slot = self._slots.get(place)
         if slot is value or unit is None or value.shape != shard.shape or not value.numel():
@@ -113,8 +116,8 @@ class FileShards:
     # -- the step
 
     def in_parts(self, shards: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-        """``shards`` (local tensors) unit by unit, each in memory for as long as the caller holds on to it; first what
-        is in no file."""
+        """Yield ``shards`` (local tensors) unit by unit, first those not in the file; a part stays in memory until the
+        caller asks for the next."""
         beside = [shard for shard in shards if id(shard) not in self._unit_of]
         if beside:
             yield beside
@@ -131,7 +134,7 @@ class FileShards:
                 coming += [reader.submit(self._come, later) for later, _ in order[i + UNITS_AHEAD :][:1]]
                 yield part
                 going.append(writer.submit(self._go, unit))
-                while len(going) > UNITS_BEHIND:  # a slow disk holds the step up, before memory fills
+                while len(going) > UNITS_BEHIND:  # wait for a slow disk before memory fills
                     going.pop(0).result()
             for done in going:
                 done.result()
@@ -147,8 +150,8 @@ class FileShards:
     # -- the end
 
     def close(self) -> None:
-        """Gives up the parameters, which are whole elsewhere by now. States that stay sharded stay in the file, which
-        ends with the last of them."""
+        """Drop the shards; full parameters must already be elsewhere. States that stay sharded stay in the file, which
+        is deleted with the last of them."""
         for group in self._groups:
             for p in group.fsdp_params:
                 private.drop_shard(p)
@@ -159,16 +162,17 @@ class FileShards:
     # -- account
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the local ``tensor`` lies in the file."""
+        """Whether the local ``tensor`` is in the file."""
         return tensor.untyped_storage().data_ptr() in self._memories
 
     def _room(self, unit: _Unit, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Flat tensors for ``tensors``, in one region."""
+        """Allocate flat tensors for ``tensors``, in one region of the file."""
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
             end += -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         region, memory = self._file.take(end)
+        # The first region is that of the parameters alone: gathers read it without the states.
         joined = unit.regions[-1].joined(region) if len(unit.regions) > 1 else None
         unit.regions[len(unit.regions) - (joined is not None) :] = [joined or region]
         self._memories.add(memory.untyped_storage().data_ptr())

@@ -1,7 +1,7 @@
 """Views of gathered parameters that user code takes inside a step and may hold for longer than their unit is gathered.
 
-A unit's own forward takes views as well, which only the graph keeps: that memory may go. Where somebody else has one
-when the unit is dropped, the memory that the parameter is gathered into stays, and each gather fills it.
+A unit's own forward takes views as well, but only the graph holds those, so their memory may be freed. If anybody else
+holds a view when the unit is dropped, the memory of the gathered parameter stays allocated, and each gather fills it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from lightning_zero.private.torch import DisableTorchFunction, is_in_graph_alone
 
 
 class HeldViews:
-    """The views that were taken since their units were last dropped.
+    """The views taken since their units were last dropped.
 
     Args:
-        keep: Called with the key and slot of a parameter whose memory is to stay.
-        watch: Called when there is such memory inside a step.
-        written: Called with a parameter that may have been written to in a way that its version does not tell.
+        keep: Called with the key and slot of a parameter whose memory must stay allocated.
+        watch: Called when such memory exists inside a step.
+        written: Called with a parameter that may have been written to without a change of its version.
     """
 
     def __init__(
@@ -33,15 +33,15 @@ class HeldViews:
         written: Callable[[Tensor], None],
     ) -> None:
         self._keep, self._watch, self._written = keep, watch, written
-        self._taken: dict[int, list[weakref.ref[Tensor]]] = {}  # by id of what is known of the parameter
+        self._taken: dict[int, list[weakref.ref[Tensor]]] = {}  # by id of the ShardedParam
 
     def take(self, params: Sequence[Tensor], result: Any, own: Mapping[int, private.ShardedParam]) -> None:
-        """``result`` may lie in the memory of the gathered ``params``."""
+        """Remember ``result``, which may alias the memory of the gathered ``params``."""
         for p in params:
             self._taken.setdefault(id(own[id(p)]), []).extend(map(weakref.ref, tensors_in((result,))))
 
     def dropped(self, key: int, group: private.Group) -> None:
-        """``group`` is about to be dropped."""
+        """Keep the memory of parameters with held views; ``group`` is about to be dropped."""
         on_host = group.device.type == "cpu"
         found = [slot for slot, p in enumerate(group.fsdp_params) if self._is_held(group, p, on_host)]
         for slot in found:
@@ -51,7 +51,7 @@ class HeldViews:
 
     def _is_held(self, group: private.Group, p: private.ShardedParam, on_host: bool) -> bool:
         taken = self._taken.pop(id(p), None) if self._taken else None
-        if on_host and not private.is_resizable(p):  # NumPy has seen it, and no version counts what NumPy writes
+        if on_host and not private.is_resizable(p):  # NumPy shares the memory; its writes change no version
             self._written(private.own_of(p))
             return not private.is_kept(p)
         if taken is None or private.is_kept(p):

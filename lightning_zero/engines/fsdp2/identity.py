@@ -1,10 +1,11 @@
-"""The user's own parameters stay what they are: the same objects, on their modules, all the time.
+"""Keeps the user's parameters on their modules as the same objects during a run.
 
-``fully_shard`` puts a parameter of its own in the user's place, another one between steps than inside. Here both are
-taken back. The user's ``nn.Parameter``, with its class, attributes and hooks, *is* the gathered parameter
-(:func:`private.keep_registered`), so lists, sets, optimizers and averages that hold it since ``__init__`` hold the live
-one. It stays registered while it is not gathered; then it is empty, or where shards lie in copies stale but for this
-rank's rows, until somebody touches it (:mod:`~lightning_zero.engines.residency`).
+``fully_shard`` replaces the user's parameter by one of its own between steps and by another inside steps. This module
+undoes both. The user's ``nn.Parameter``, with its class, attributes and hooks, *is* the gathered parameter
+(:func:`private.keep_registered`), so lists, sets, optimizers and averages that took it in ``__init__`` hold the live
+one. The parameter stays registered while it is resharded. Until somebody touches it
+(:mod:`~lightning_zero.engines.residency`) it is empty, or, where shards alias the copies, stale except for this rank's
+rows.
 
 Modules keep their class, and are copied and pickled as ordinary ones (:mod:`~lightning_zero.engines.plain_copies`).
 """
@@ -28,17 +29,17 @@ class Identity:
     """The user's parameters and their shards, for the length of a run.
 
     Args:
-        groups: Initialized, sharded; from here on the user's parameters are their gathered ones.
-        originals: Shards -> the user's parameters, emptied.
+        groups: Initialized and sharded; from here on the user's parameters are their gathered parameters.
+        originals: Shards -> the user's parameters, which are empty.
     """
 
     def __init__(self, groups: list[private.Group], originals: Mapping[Tensor, nn.Parameter]) -> None:
         self.own: dict[int, private.ShardedParam] = {}
-        """``id`` of each of the user's parameters -> what ``fully_shard`` knows of it. Empty while all are whole."""
+        """``id`` of each of the user's parameters -> its ``ShardedParam``. Empty while all are full."""
         self.shards: dict[Tensor, DTensor] = {}
         """The user's parameters -> their shards."""
         self.group_of: dict[int, private.Group] = {}
-        """``id`` of each of the user's parameters -> what is gathered with it."""
+        """``id`` of each of the user's parameters -> the group in which it is gathered."""
         self._memory: list[Tensor] = []
         self._params: list[tuple[nn.Parameter, private.ShardedParam]] = []
         self._handles: list[Any] = []
@@ -57,16 +58,16 @@ class Identity:
         self.own.update((id(original), p) for original, p in self._params)
 
     def _take_grad_over(self, original: nn.Parameter, shard: DTensor) -> None:
-        """Moves the gradient that an earlier run has left to the shard; DDP would add to it."""
+        """Move a gradient left by an earlier run to the shard: as with DDP, new gradients are added to it."""
         if original.grad is not None:
             shard.grad = shard_like(original.grad.to(local(shard)), shard)
             original.grad = None
 
-    # -- whole for a while, or for good --------------------------------------------------------------------------
+    # -- full for a while, or for good ---------------------------------------------------------------------------
 
     def take_whole(self) -> dict[Tensor, nn.Parameter]:
-        """The user's parameters, in plain whole memory of their own until :meth:`give_whole_back` (collective)."""
-        self._memory = [original.data for original, _ in self._params]  # of their group, allocated or not
+        """Return the user's parameters, full and in memory of their own until :meth:`give_whole_back` (collective)."""
+        self._memory = [original.data for original, _ in self._params]  # the group's memory, allocated or not
         for original, p in self._params:
             set_data(original, gathered(p.sharded_param))
             if self._is_left:
@@ -75,7 +76,7 @@ class Identity:
         return {original: original for original, _ in self._params}
 
     def give_whole_back(self) -> None:
-        """They have the memory of their group again."""
+        """Give the parameters the memory of their group again."""
         self._know_all()
         with torch.no_grad(), DisableTorchFunction():
             for (original, p), memory in zip(self._params, self._memory, strict=True):
@@ -85,7 +86,7 @@ class Identity:
         self._memory.clear()
 
     def release(self, values: Callable[[DTensor], Tensor], on_whole: Callable[[nn.Parameter], object]) -> None:
-        """The end: each parameter takes ``values(shard)`` as its own memory; ``on_whole`` is told of it."""
+        """End the run: each parameter takes ``values(shard)`` as its memory; ``on_whole`` is called for each."""
         self.own.clear()
         for original, p in self._params:
             set_data(original, values(p.sharded_param))
@@ -98,8 +99,8 @@ class Identity:
         self._end()
 
     def leave_sharded(self, root: nn.Module) -> None:
-        """The run has ended, and values stay shared out, maybe for the next run: shards take the place of parameters
-        that no view stands before any more."""
+        """End the run with values sharded, perhaps for the next run: register the shards instead of the parameters,
+        which nothing would gather any more."""
         self._is_left = True
         for _, p in self._params:
             private.register(p, p.sharded_param)
@@ -117,15 +118,16 @@ class Identity:
     # -- optimizers ----------------------------------------------------------------------------------------------
 
     def held(self, optimizer: Optimizer) -> list[Tensor]:
-        """The tensors that ``optimizer`` steps on, shards in the place of the user's parameters."""
+        """Return the tensors that ``optimizer`` steps on: the shards instead of the user's parameters."""
         return [self.shards.get(p, p) for group in optimizer.param_groups for p in group["params"]]
 
 
 def _refuse_shards(module: nn.Module, args: Any) -> None:
-    """Alike on all ranks, and on one alone: before ``fully_shard``'s own hook gathers."""
+    """Refuse the forward of a sharded module before the hook of ``fully_shard`` gathers, which would hang if only some
+    ranks ran it."""
     if any(isinstance(p, DTensor) for p in module.parameters()):
         raise RuntimeError(
             f"{type(module).__name__} holds shards: its run ended with an error, with after_fit='sharded', or with"
-            " 'auto' where the whole module does not fit into host memory. Run it by a Trainer with a ZeroStrategy or"
+            " 'auto' because the full module does not fit into host memory. Run it in a Trainer with a ZeroStrategy or"
             " inside trainer.strategy.full_parameters(), or end that run with after_fit='whole'."
         )

@@ -1,16 +1,16 @@
-"""The order in which units run. Ranks that run them in another order get an error in place of mixed-up gathers.
+"""The order in which units run. If it differs between ranks, all ranks raise an error instead of mixing up gathers.
 
-All ranks keep the same tree of the orders that they have run. Where one unit alone has followed so far, a rank that
-runs it asks nobody: on a CPU the next ones are gathered ahead, on an accelerator the host runs ahead by itself. Where
-none or several have followed, the ranks agree first, so each unit of the first forward takes a message. At the end of
-each forward one message compares the marks of what has run, a rolling hash.
+All ranks keep the same tree of the orders that they have run. At a place where only one unit has ever followed, a rank
+that runs this unit asks nobody: on a CPU the next units are gathered ahead, on an accelerator the host runs ahead
+anyway. Where no unit or several have followed, the ranks agree first, so each unit of the first forward costs a
+message. At the end of each forward one message compares the marks (a rolling hash) of the units that ran.
 
-A rank that is about to run something else than what has always followed cannot know whether the others do. It gathers
-what they may be gathering, up to the next message, and then says what it runs: an error on all ranks, or, where all
-have come to do the same, a fork in the tree.
+A rank that is about to leave the known order cannot know whether the others do, too. It therefore joins the gathers
+that the others may have started, up to the next message, and then sends its event. Either the ranks differ and all
+raise an error, or all left the order alike and the tree gets a fork.
 
-Between CPUs a rank waits for the message at the end. On an accelerator it goes on, as gathers that the others do not
-join only wait on their stream, and hears of it before it sends the next message.
+Between CPUs a rank waits for the message at the end. On an accelerator a rank continues, because a gather that other
+ranks do not join blocks only its stream, and receives the result before it sends the next message.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _PRIME = 2**61 - 1
 _END = -1
 _MOST_PLACES = 1 << 14
-"""Of the tree; beyond that (random layers) ranks agree on each unit."""
+"""Maximum size of the tree; beyond it (random layers) ranks agree on each unit."""
 
 
 class _Place:
@@ -44,18 +44,18 @@ class _Place:
         """Whether user code has touched a parameter here, which ranks agree on."""
 
     def followed_by(self) -> int:
-        """The unit that has always followed; :data:`_END` where there is none, or another one as well."""
+        """Return the only unit that has ever followed here; :data:`_END` if there is none, or more than one."""
         return next(iter(self.followers)) if len(self.followers) == 1 and not self.is_fork else _END
 
 
 class Order:
-    """Of one run.
+    """Checks the order of units in one run.
 
     Args:
-        transport: Carries the messages.
-        units: The root last.
-        names: Of the units.
-        num_ahead: So many units are gathered ahead.
+        transport: Sends the messages.
+        units: The root is last.
+        names: The units' names.
+        num_ahead: Number of units that are gathered ahead.
         waits: Whether a gather that not all ranks join blocks this process.
     """
 
@@ -70,7 +70,7 @@ class Order:
         self._unheard: tuple[dist.Work, Tensor] | None = None
 
     def runs(self, index: int) -> None:
-        """This rank is about to run unit ``index`` in a forward."""
+        """Record, and if needed agree, that unit ``index`` is about to run in a forward."""
         if self._place.followed_by() != index:
             self._agree_on(index)
         self._move_to(index)
@@ -88,7 +88,7 @@ class Order:
                 private.unshard(self._units[each], async_op=True)
 
     def touches(self, key: int, in_backward: bool) -> None:
-        """User code inside a step needs what has this ``key``, and is not there."""
+        """Agree that user code inside a step needs the resharded tensors with this ``key``."""
         event = len(self._names) + key
         if in_backward:
             self._ask(event)
@@ -97,7 +97,7 @@ class Order:
             self._place.is_fork = True
 
     def ends(self) -> None:
-        """A forward is over."""
+        """Record the end of a forward, and compare its order across ranks."""
         self._is_running = False
         if self._waits or self._place.followed_by() != _END:
             self._agree_on(_END)
@@ -107,19 +107,19 @@ class Order:
         self._move_to(_END)
 
     def close(self) -> None:
-        """A backward is about to begin, maybe inside the forward, and gathers in an order of its own."""
+        """End the forward before a backward, perhaps inside that forward: backwards gather in an order of their own."""
         if self._is_running:
             self.ends()
 
     def start_anew(self) -> None:
-        """The next unit is the first of a micro-batch."""
+        """Return to the root of the tree: the next unit is the first of a micro-batch."""
         self._place, self._is_running = self._start, False
 
     def hear(self) -> None:
-        """Waits for what the others have said.
+        """Wait for the answer to the last message.
 
         Raises:
-            ValueError: On all ranks, when they run different units, or some alone touch a parameter in a step.
+            ValueError: On all ranks, if they run different units, or if only some touch a parameter in a step.
         """
         if self._unheard is None:
             return
@@ -131,8 +131,8 @@ class Order:
             return
         if highest >= len(self._names):
             raise ValueError(
-                f"stage={self._transport.config.stage}: some ranks only read or write, in a step, a parameter whose"
-                " unit is not gathered there, or others than the rest do: do it on every rank, or in a hook between"
+                f"stage={self._transport.config.stage}: in a step, only some ranks read or write a parameter whose"
+                " unit is not gathered, or ranks access different ones: do this on every rank, or in a hook between"
                 " two steps."
             )
         found = {left_out, highest, -lowest} - {_END}
@@ -156,6 +156,7 @@ class Order:
     def _say(self, event: int) -> None:
         mark, left_out = self._place.mark, self._place.followed_by()
         with private.outside_transforms(), outside_inference_mode():
+            # MAX of x and of -x: they are opposite on all ranks only if x is the same on all.
             ends = torch.tensor([left_out, event, -event, mark, -mark], dtype=torch.int64, device="cpu")
             self._unheard = self._transport.send(ends, dist.ReduceOp.MAX), ends
 
@@ -163,19 +164,19 @@ class Order:
         place = self._place.followers.get(event)
         if place is None:
             place = _Place((self._place.mark * 1_000_003 + event + 2) % _PRIME)
-            if self._num_places < _MOST_PLACES:
+            if self._num_places < _MOST_PLACES:  # a count, never memory or time: all ranks must keep the same tree
                 self._place.followers[event] = place
                 self._num_places += 1
         self._place = place
 
 
 def refuse_different_units(transport: Transport, names: Sequence[str], indices: Sequence[int]) -> None:
-    """Raises the ``ValueError`` of ranks that ran different units; ``names`` are of all of them, the root last."""
+    """Raise ``ValueError`` for ranks that ran different units; ``names`` are those of all units, the root last."""
     found = [names[i] for i in indices]
     others = [name for name in names[:-1] if name not in found]
     raise ValueError(
         f"stage={transport.config.stage}: the units {', '.join(map(repr, found))} ran on some ranks only, or in another"
         " order, but all ranks must gather the same parameters together. Run them on every rank, or keep them out"
-        f" of the units, as units={others!r} does{transport.advice}. Texts of different lengths need generate(...,"
-        " synced_gpus=True)."
+        f" of the units, as units={others!r} does{transport.advice}. To generate texts of different lengths, call"
+        " generate(..., synced_gpus=True)."
     )

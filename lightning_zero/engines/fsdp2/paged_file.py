@@ -1,7 +1,7 @@
-"""A file whose pages are memory: mapped, read ahead, and written behind.
+"""A file mapped into memory, whose pages are read ahead and written behind.
 
-What is written to a mapped tensor goes to the file by way of the kernel's page cache, which gives memory back to
-whoever needs it. The file has no name: whatever ends the process, nothing is left behind.
+Writes to a mapped tensor reach the file through the kernel's page cache, which gives memory back when others need it.
+The file has no name, so nothing is left behind however the process ends.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ import torch
 from torch import Tensor
 
 SEGMENT_BYTES = 1 << 30
-"""Mapped at a time, without room on the disk: each mapping takes a file descriptor."""
+"""Size of one mapping, which reserves no disk space: large, because each mapping takes a file descriptor."""
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of linux/mman.h, from Linux 5.14 on; the module mmap does not have it
 _START_WRITING, _WRITE_AND_WAIT = 2, 7  # SYNC_FILE_RANGE_WRITE, and with WAIT_BEFORE and WAIT_AFTER; linux/fs.h
 
 
 class Region(NamedTuple):
-    """A part of a :class:`PagedFile`, from a page's beginning to a page's end."""
+    """A page-aligned part of a :class:`PagedFile`."""
 
     address: int
-    """In memory."""
+    """Address in memory."""
     offset: int
-    """In the file."""
+    """Offset in the file, in bytes."""
     nbytes: int
 
     def joined(self, after: Region) -> Region | None:
-        """Both as one; ``None`` if ``after`` does not lie right behind, in memory and in the file."""
+        """Return both as one region; ``None`` unless ``after`` follows directly, in memory and in the file."""
         if (self.address + self.nbytes, self.offset + self.nbytes) != (after.address, after.offset):
             return None
         return Region(self.address, self.offset, self.nbytes + after.nbytes)
 
 
 class PagedFile:
-    """See the module's text.
+    """Allocates regions of one unnamed file; see the module docstring.
 
     Args:
-        folder: On the disk.
+        folder: A folder on the disk, in which the file is created.
     """
 
     def __init__(self, folder: str) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  (open as long as it is used)
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  (stays open until close)
         self._libc: Any = ctypes.CDLL(None, use_errno=True)
         self._segment = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._end = 0  # of the file
+        self._end = 0  # size of the file in bytes
 
     def take(self, nbytes: int) -> tuple[Region, Tensor]:
-        """Room for so many bytes, and its memory, 1D.
+        """Allocate ``nbytes``, rounded up to pages; return the region and its memory (1D, uint8).
 
         Raises:
-            OSError: If the disk is full, which would be a SIGBUS in a step.
+            OSError: If the disk is full. Without the allocation here, a full disk would be a SIGBUS in a step.
         """
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._segment.numel() < nbytes:
@@ -69,30 +69,30 @@ class PagedFile:
         return Region(memory.data_ptr(), offset, nbytes), memory
 
     def close(self) -> None:
-        """No more room is taken; what is in use stays as long as it is."""
+        """End allocation; regions in use stay valid until their tensors are freed."""
         self._file.close()
         self._segment = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def read_ahead(self, region: Region) -> None:
-        """Begins to read; returns before all is there."""
+        """Start reading; returns before the region is in memory."""
         self._advise(region, mmap.MADV_WILLNEED)
 
     def read_to_write(self, region: Region) -> None:
-        """Reads, and makes the pages ready to be written to. Other threads go on meanwhile."""
+        """Read, and make the pages ready for writes. Other threads continue meanwhile."""
         if self._advise(region, _POPULATE_WRITE):
             self.read_ahead(region)
 
     def write_behind(self, region: Region) -> None:
-        """Begins to write, and gives the pages up: the kernel keeps them as long as nobody else needs memory."""
+        """Start writing and release the pages; the kernel caches them as long as nobody else needs memory."""
         self._sync(region, _START_WRITING)
         self._advise(region, mmap.MADV_DONTNEED)
 
     def let_go(self, region: Region) -> None:
-        """The process has these pages no more, until it touches them again."""
+        """Release the process's pages of the region, until the process touches them again."""
         self._advise(region, mmap.MADV_DONTNEED)
 
     def forget(self, region: Region) -> None:
-        """As :meth:`write_behind` where memory is short: the region is on the disk at once, and nowhere else."""
+        """Write the region and evict it from memory, as :meth:`write_behind` does when memory is short."""
         self._sync(region, _WRITE_AND_WAIT)
         self._advise(region, mmap.MADV_DONTNEED)
         os.posix_fadvise(self._file.fileno(), region.offset, region.nbytes, os.POSIX_FADV_DONTNEED)

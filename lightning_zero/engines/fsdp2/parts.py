@@ -1,4 +1,4 @@
-"""The engine's side of :mod:`~lightning_zero.engines.optimizer_step`: this rank's rows."""
+"""This rank's rows, as :mod:`~lightning_zero.engines.optimizer_step` steps on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Rows:
 
     Args:
         shards: The user's parameters -> their shards.
-        settle, begin_full, full_step: The engine's.
+        settle, begin_full, full_step: Methods of the engine.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Rows:
         return None if grad is None else local(grad)
 
     def store_grad(self, p: Tensor, grad: Tensor) -> None:
-        """It is the gradient itself."""
+        """Do nothing: :meth:`grad` returns the engine's gradient itself, not a copy."""
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Parameters are gathered from their shards."""
+        """Do nothing: the next gather reads the shards that the optimizer stepped on."""
 
     def attributes(self, p: Tensor) -> Mapping[str, Any]:
         return vars(p)

@@ -1,8 +1,8 @@
-"""Every private part of ``fully_shard`` that we touch, and nothing else.
+"""All uses of private names of ``fully_shard``, and nothing else.
 
-``fully_shard`` has no undo, no public way to know its groups and none to act before a group's reduction. What follows
-was read in torch 2.11-2.15; :data:`FULLY_SHARD` is checked when a strategy is made, and the parity tests show when
-something behaves otherwise.
+``fully_shard`` has no undo, no public way to list its groups and none to act before a group's reduction. This code was
+written against the sources of torch 2.11-2.15; :data:`FULLY_SHARD` is checked when a strategy is created, and the
+parity tests fail if behavior differs. List a new private name in :data:`FULLY_SHARD` before you use it here.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from lightning_zero.private.torch import (
 _HOME, _FUNCTION = "torch.distributed.fsdp._fully_shard", "RegisterPostBackwardFunction"
 _GROUP, _PARAM = f"{_HOME}._fsdp_param_group:FSDPParamGroup", f"{_HOME}._fsdp_param:FSDPParam"
 _WAITS_APART = VERSION < (2, 15)
-"""Whether gradients of earlier micro-batches wait in ``unsharded_accumulated_grad`` to be reduced, in the dtype of the
-reduction. Since torch 2.15 they stay on the user's parameter, whose ``grad_dtype`` is that."""
+"""Whether gradients of earlier micro-batches wait for their reduction in ``unsharded_accumulated_grad``, in the dtype
+of the reduction. Since torch 2.15 they stay on the user's parameter, with that dtype as its ``grad_dtype``."""
 FULLY_SHARD = Library(
     "torch",
     TESTED,
@@ -141,21 +141,21 @@ Group = Any  # torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGr
 STATE_KEYS = (STATE_KEY, REGISTRY_KEY)
 """Keys under which a unit's ``__dict__`` holds the state of ``fully_shard``."""
 KNOWS_TRANSFORMS: bool = RegisterPostBackwardFunction.generate_vmap_rule
-"""Whether the hooks of ``fully_shard`` follow transforms of ``torch.func``: since torch 2.13."""
+"""Whether the hooks of ``fully_shard`` support ``torch.func`` transforms: since torch 2.13."""
 UNSHARDED = ShardedState.UNSHARDED
 ShardedParam = Any  # torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam
 
 
 def init_now(root: nn.Module) -> None:
-    """Makes ``root`` the root of all units below it; left alone, whichever module runs first would become one."""
+    """Make ``root`` the root of all units below it; otherwise the module that runs first would become a root."""
     _state(root)._lazy_init()
 
 
 def give_class_back(module: nn.Module) -> None:
-    """Undoes what ``fully_shard`` does to a unit's class, and its marks on the modules below.
+    """Restore the unit's class, and remove the marks of ``fully_shard`` from the modules below.
 
-    ``type(layer) is nn.Linear`` holds again, and transformers reads the mark to switch its layerdrop off. What methods
-    of ``FSDPModule`` do from then on is done by the functions below.
+    ``type(layer) is nn.Linear`` must hold for user code, and transformers disables layerdrop where it finds the mark.
+    From then on, use the functions below instead of the methods of ``FSDPModule``.
     """
     module.__class__ = type(module).__mro__[FSDPModule._orig_cls_mro_index]  # [FSDP<Orig>, FSDPModule, Orig, ...]
     for inner in module.modules():
@@ -164,7 +164,7 @@ def give_class_back(module: nn.Module) -> None:
 
 
 def unshard(unit: nn.Module, async_op: bool = False) -> nn.Module:
-    """Gathers the unit's parameters, which with ``async_op`` are there only after :func:`wait_for_unshard`."""
+    """Gather the unit's parameters; with ``async_op`` they are valid only after :func:`wait_for_unshard`."""
     for group in groups(unit):
         group.unshard(async_op=async_op)
     if not async_op:
@@ -178,7 +178,7 @@ def wait_for_unshard(unit: nn.Module) -> None:
 
 
 def gather_now(group: Group) -> None:
-    """In the middle of a backward, for what it reads of the group besides the group's own part."""
+    """Gather the group in the middle of a forward or backward, for uses outside its unit's own part."""
     if group.is_sharded:
         with DisableTorchFunction():
             group.unshard()
@@ -186,7 +186,7 @@ def gather_now(group: Group) -> None:
 
 
 def gather_before(group: Group, nodes: Iterable[Node]) -> None:
-    """Has ``nodes`` of a graph find the group gathered, whenever their part of a backward comes."""
+    """Gather the group before any of the graph's ``nodes`` runs its backward."""
 
     def gather(grads: Any) -> None:
         gather_now(group)
@@ -196,13 +196,15 @@ def gather_before(group: Group, nodes: Iterable[Node]) -> None:
 
 
 def comm_context(root: nn.Module) -> Any:
-    """The streams of all units below ``root``."""
+    """Return the object that holds the streams of all units below ``root``."""
     return _state(root)._comm_ctx
 
 
 def gather_after_this(root: nn.Module) -> None:
-    """Gathers that begin from here on read shards as the current stream leaves them. They copy shards in on a stream of
-    their own, which waits for it only when a step begins."""
+    """Make later gathers see the shards as the current stream leaves them.
+
+    They copy shards on a stream of their own, which by itself waits for the current stream only when a step begins.
+    """
     comm = comm_context(root)
     if streams := [s for s in (comm.all_gather_copy_in_stream, comm.all_gather_stream) if hasattr(s, "wait_event")]:
         event = comm.device_handle.current_stream().record_event()
@@ -211,13 +213,13 @@ def gather_after_this(root: nn.Module) -> None:
 
 
 def begin_forward(root: nn.Module) -> None:
-    """Has gathers of units that run without their root wait for what is queued now; each would wait for all compute
-    that is queued before it."""
+    """Let gathers of units that run without their root wait only for work queued so far; otherwise each gather would
+    wait for all compute queued before it."""
     _state(root)._root_pre_forward(root, (), {})
 
 
 def end_forward(root: nn.Module) -> None:
-    """Frees the message of the last gather, as the root does after its forward."""
+    """Free the buffer of the last gather, as the root does after its forward."""
     comm = comm_context(root)
     if comm.all_gather_state is not None:
         for stream in (comm.all_gather_copy_in_stream, comm.all_gather_stream):
@@ -226,13 +228,13 @@ def end_forward(root: nn.Module) -> None:
 
 
 def reshard(unit: nn.Module) -> None:
-    """Drops the unit's gathered parameters."""
+    """Drop the unit's gathered parameters."""
     for group in groups(unit):
         group.reshard()
 
 
 def set_reshard_after_forward(unit: nn.Module, reshards: bool) -> None:
-    """Acts as ``FSDPModule``'s method of that name, for a unit that has its own class back."""
+    """Do what ``FSDPModule``'s method of this name does, for a unit whose class is restored."""
     for group in groups(unit):
         group.post_forward_mesh_info = group.mesh_info if reshards else None
 
@@ -243,20 +245,20 @@ def reshards_after_forward(unit: nn.Module) -> bool:
 
 
 def set_requires_gradient_sync(units: list[nn.Module], syncs: bool) -> None:
-    """Whether a backward reduces."""
+    """Set whether a backward reduces the gradients of ``units``."""
     for unit in units:
         for group in groups(unit):
             group.reduce_grads = group.all_reduce_grads = syncs
 
 
 def keep_registered(group: Group, originals: Mapping[Tensor, nn.Parameter]) -> None:
-    """Has the user's own parameters be the gathered ones, and stay on their modules all the time.
+    """Make the user's parameters the gathered parameters, and keep them registered on their modules.
 
-    ``fully_shard`` makes a gathered parameter once and keeps it; only its memory comes and goes. While the group is
-    sharded an original is empty, or where shards lie in copies its other rows are stale: nobody may compute with it
-    where :func:`is_away` says so.
+    ``fully_shard`` creates a gathered parameter once and keeps it; only its memory is allocated and freed. While the
+    group is sharded, a user's parameter is empty, or, if shards alias copies, its other rows are stale. Do not compute
+    with it while :func:`is_away` is true.
 
-    For groups that are initialized and sharded; ``originals`` maps the sharded parameters.
+    The groups must be initialized and sharded; ``originals`` maps sharded parameters to the user's.
     """
     for p in group.fsdp_params:
         original = originals[p.sharded_param]
@@ -279,12 +281,12 @@ def keep_registered(group: Group, originals: Mapping[Tensor, nn.Parameter]) -> N
         group._module_to_pre_save_state_dict_hook_handle,
         group._module_to_pre_load_state_dict_hook_handle,
     ):
-        for handle in handles.values():  # they reshard, in the middle of a step
+        for handle in handles.values():  # these hooks reshard, even in the middle of a step
             handle.remove()
 
 
 def give_grad_dtype_back(p: ShardedParam, original: nn.Parameter) -> None:
-    """Gradients have the dtype of before the run; torch cannot unset a ``grad_dtype``."""
+    """Restore the ``grad_dtype`` from before the run, and cast the gradient to it; torch cannot unset it."""
     if "dtype_before" in vars(p):
         grad, original.grad = original.grad, None
         original.grad_dtype = p.dtype_before
@@ -292,59 +294,59 @@ def give_grad_dtype_back(p: ShardedParam, original: nn.Parameter) -> None:
 
 
 def set_memory(p: ShardedParam, original: nn.Parameter) -> None:
-    """``original`` lies in the memory that the parameter is gathered into."""
+    """Place ``original`` in the memory into which the parameter is gathered: its *home*."""
     p.home = torch.as_strided(p.all_gather_outputs[0], p._orig_size, p._contiguous_orig_stride, storage_offset=0)
     go_home(p, original)
 
 
 def go_home(p: ShardedParam, original: Tensor) -> None:
-    """As :func:`set_memory`, also while that memory is given up."""
+    """Place ``original`` in its home again, also while that memory is freed."""
     set_data(original, p.home)
 
 
 def is_away(p: ShardedParam) -> bool:
-    """Whether the shard alone is true: the parameter is not gathered."""
+    """Whether the parameter is resharded, so that only the shard has valid values."""
     return p.sharded_state is not UNSHARDED
 
 
 class Home(NamedTuple):
-    """A parameter's memory when it is gathered."""
+    """The memory into which a parameter is gathered."""
 
     group: Group
     param: ShardedParam
 
 
 def own_of(p: ShardedParam) -> Tensor:
-    """The gathered parameter: the user's."""
+    """Return the gathered parameter, which is the user's."""
     original: Tensor = p._unsharded_param
     return original
 
 
 def home_dtype(p: ShardedParam) -> torch.dtype:
-    """Of the memory that the parameter is gathered into."""
+    """Return the dtype of the memory into which the parameter is gathered."""
     dtype: torch.dtype = p.all_gather_outputs[0].dtype
     return dtype
 
 
 def home_key(p: ShardedParam) -> int:
-    """The identity of that memory's storage."""
+    """Return a key that identifies the storage into which the parameter is gathered."""
     return storage_key(p.all_gather_outputs[0].untyped_storage())
 
 
 def fill_home(p: ShardedParam, values: Tensor) -> None:
-    """Memory for the gathered copy of a parameter that is resharded, and ``values`` for it, which is no write."""
+    """Allocate the home of a resharded parameter and copy ``values`` into it, without counting this as a write."""
     p.alloc_all_gather_outputs()
     with torch.autograd._unsafe_preserve_version_counter((p.home, p._unsharded_param)):
         p.home.copy_(values)
 
 
 def is_kept(p: ShardedParam) -> bool:
-    """Whether :func:`keep_memory` holds."""
+    """Whether :func:`keep_memory` keeps the home allocated."""
     return "is_kept" in vars(p)
 
 
 def keep_memory(p: ShardedParam) -> None:
-    """The memory stays until :func:`give_memory_up`, through gathers and reshards."""
+    """Keep the home allocated until :func:`give_memory_up`, through gathers and reshards."""
     if not is_kept(p):
         p.is_kept = True
         if p.free_unsharded_param is not _stay:
@@ -353,7 +355,7 @@ def keep_memory(p: ShardedParam) -> None:
 
 
 def give_memory_up(home: Home) -> None:
-    """Undoes :func:`keep_memory`, when nobody holds a part any more."""
+    """Undo :func:`keep_memory`, when nobody holds a part of the home any more."""
     p, own = home.param, home.param.__dict__
     own.pop("is_kept", None)
     if "frees" in own:
@@ -364,7 +366,7 @@ def give_memory_up(home: Home) -> None:
 
 
 def give_up(home: Home) -> None:
-    """The parameter is resharded: its memory goes, unless it is kept or holds the shard."""
+    """Free the home of a resharded parameter, unless it is kept or the shard aliases it."""
     group, p = home
     if p.free_unsharded_param is not _stay:
         if not is_resizable(p):
@@ -373,12 +375,12 @@ def give_up(home: Home) -> None:
 
 
 def is_resizable(p: ShardedParam) -> bool:
-    """Whether the memory of the gathered copy can be given up; not when NumPy has seen it."""
+    """Whether the memory of the gathered copy can be freed; not once NumPy shares it."""
     return bool(p.all_gather_outputs[0].untyped_storage().resizable())
 
 
 def move_home(home: Home) -> None:
-    """The parameter is gathered into new memory from now on, and lies there; the old is left to whoever holds it."""
+    """Give the parameter a new home and place it there; the previous memory is left to its holders."""
     group, p = home
     was_aliased = is_aliased(p) and p._sharded_param_data.numel()
     _new_home(group, p)
@@ -398,7 +400,7 @@ def _new_home(group: Group, p: ShardedParam) -> None:
 
 
 def others_in(home: Home) -> int:
-    """Number of tensors beside the engine's own in the memory of the gathered copy."""
+    """Return the number of tensors in the memory of the gathered copy that are not the engine's own."""
     group, p = home
     storage = p.all_gather_outputs[0].untyped_storage()
     all_parts = group.__dict__.get("parts_of_outputs")
@@ -410,53 +412,53 @@ def others_in(home: Home) -> int:
 
 
 def register(p: ShardedParam, instead: Any) -> None:
-    """Puts ``instead`` on the modules that hold the parameter, gathered or sharded.
+    """Register ``instead`` on the modules that hold the parameter, gathered or sharded.
 
-    Where the user has put another one in its place since, or taken it away, that stays.
+    If the user has replaced or deleted the parameter since, the module stays as the user left it.
     """
     for module, name in _places(p):
         held = module._parameters.get(name)
         if held is p.sharded_param or held is p._unsharded_param:
-            if "." in name:  # no attribute: of tensordict's TensorDictParams
+            if "." in name:  # tensordict's TensorDictParams: such a name cannot be an attribute
                 module._parameters[name] = instead
             else:
                 setattr(module, name, instead)
 
 
 def grad_of(p: ShardedParam) -> Tensor | None:
-    """The gradient as far as it is reduced; before that this rank's own, whole."""
+    """Return the reduced gradient (sharded); before the reduction this rank's own (full)."""
     grad = p.sharded_param.grad
     return p._unsharded_param.grad if grad is None else grad
 
 
 def drop_whole_grad(p: ShardedParam) -> None:
-    """Forgets a gradient that has not been reduced."""
+    """Discard a gradient that has not been reduced."""
     p._unsharded_param.grad = None
     if _WAITS_APART:
         p.unsharded_accumulated_grad = None
 
 
 def set_whole_grad(p: ShardedParam, grad: Tensor) -> None:
-    """``grad`` is this rank's own, and takes part in the next reduction."""
+    """Make ``grad`` this rank's own unreduced gradient, which the next reduction includes."""
     whole = p._unsharded_param
     whole.grad = grad.to(whole.device, whole.grad_dtype)
 
 
 def add_whole_grad(p: ShardedParam, grad: Tensor) -> None:
-    """Adds ``grad`` to this rank's own, which has not been reduced."""
+    """Add ``grad`` to this rank's own unreduced gradient."""
     own, *_ = _whole_grads(p)
     with torch.no_grad():
         own.add_(grad)
 
 
 def _whole_grads(p: ShardedParam) -> list[Tensor]:
-    """This rank's own, not reduced: of this micro-batch, and of earlier ones where that one lies apart."""
+    """Return this rank's own unreduced gradients: of this micro-batch, and of earlier ones if stored separately."""
     found = [p._unsharded_param.grad, p.unsharded_accumulated_grad if _WAITS_APART else None]
     return [grad for grad in found if grad is not None]
 
 
 def groups(module: nn.Module) -> list[Group]:
-    """The parameter groups of one unit: one, or none when the unit holds no parameters."""
+    """Return the parameter groups of one unit: one, or none if the unit holds no parameters."""
     state = _state(module)
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -464,7 +466,7 @@ def groups(module: nn.Module) -> list[Group]:
 
 
 def hook_unit(module: nn.Module, acts: Callable[[], bool]) -> None:
-    """The unit's own hooks do nothing unless ``acts()``, and are wrapped for Dynamo once.
+    """Make the unit's own hooks do nothing unless ``acts()``, and wrap them for Dynamo once.
 
     ``fully_shard`` wraps them at each call, which takes 16 µs of Python, five times per unit and step.
     """
@@ -484,23 +486,23 @@ _REASON = "skipping FSDP hooks"
 
 @dataclass(frozen=True)
 class GroupHooks:
-    """Calls with a group, at the moments of its schedule."""
+    """Callbacks with a group, at the moments of its schedule."""
 
     before_unshard: Callable[[Group], Any] = lambda group: None
-    """It is about to be gathered."""
+    """Called before the group is gathered."""
     before_reshard: Callable[[Group], Any] = lambda group: None
-    """Its gathered parameters are about to be dropped."""
+    """Called before the gathered parameters are dropped."""
     before_backward: Callable[[Group], Any] = lambda group: None
-    """Its part of a backward begins, and nothing is gathered for it yet."""
+    """Called when the group's part of a backward begins, before it is gathered for that."""
     before_reduce: Callable[[Group], bool] = lambda group: True
-    """Its part of a backward ends, and gradients are about to be reduced: not where this returns False."""
+    """Called when the group's part of a backward ends; returns whether to reduce its gradients."""
 
 
 def hook_group(group: Group, hooks: GroupHooks, is_root: bool = False) -> None:
-    """Has ``group`` call ``hooks``, and do its own work outside of any ``TorchFunctionMode``: it is no user code.
+    """Make ``group`` call ``hooks``, and run its own work outside any ``TorchFunctionMode``, as it is not user code.
 
-    The root's group stays gathered until the backward is over, whatever its module's inputs are: a batch may bring a
-    graph of its own (features of a trained encoder, from ``on_after_batch_transfer``), which goes on behind the root's.
+    The root's group stays gathered until the backward is over, whatever the inputs: a batch may carry a graph of its
+    own (features of a trained encoder, from ``on_after_batch_transfer``), whose backward follows the root's.
     """
     unshard, to_sharded = group.unshard, group._to_sharded
     pre_backward, post_backward = _undecorated(group.pre_backward), _undecorated(group.post_backward)
@@ -545,17 +547,18 @@ def hook_group(group: Group, hooks: GroupHooks, is_root: bool = False) -> None:
 
 
 def _let_inputs_change(group: Group) -> None:
-    """Lets the unit change its inputs in place (``nn.ReLU(inplace=True)``, ``x += self.bias``), as without it.
+    """Let the unit change its inputs in place (``nn.ReLU(inplace=True)``, ``x += self.bias``), as under DDP.
 
-    ``fully_shard`` passes them through an ``autograd.Function`` whose backward ends the group's part, and torch allows
-    no writes to what such a function returns as it came. Views of the inputs may be written to, and a hook on their
-    gradients ends the group's part as well. Where the unit writes to all of them, it ends with the backward.
+    ``fully_shard`` passes the inputs through an ``autograd.Function`` whose backward ends the group's part, and torch
+    forbids in-place writes to inputs that such a function returns unchanged. Views of the inputs may be written to,
+    and a hook on their gradients ends the group's part as well. If the unit writes to all inputs, the group's part ends
+    with the backward.
     """
     original = type(group)._register_post_backward_hook
     if _FUNCTION not in original.__code__.co_names:
         raise MovedError(
-            f"torch {torch.__version__}: fully_shard ends a unit's backward in another way than by {_FUNCTION}, so"
-            f" units could not change their inputs in place: use 'torch{TESTED}', which was tested."
+            f"torch {torch.__version__}: fully_shard no longer ends a unit's backward by {_FUNCTION}, so units could"
+            f" not change their inputs in place: use 'torch{TESTED}', which was tested."
         )
     names = {**original.__globals__, _FUNCTION: _Views}
     with_views = MethodType(FunctionType(original.__code__, names), group)
@@ -567,8 +570,10 @@ def _let_inputs_change(group: Group) -> None:
 
 
 def _in_the_same(given: Any, made: Any) -> Any:
-    """``made``, which is ``given`` with other tensors, in the lists, dictionaries and dataclasses of ``given``: what
-    the unit writes to these (an auxiliary loss that it appends) is for its caller."""
+    """Put the tensors of ``made``, a copy of ``given``, into the containers of ``given`` itself.
+
+    The caller must see writes of the unit to lists, dictionaries and dataclasses (an appended auxiliary loss).
+    """
     if given is made:
         return given
     if isinstance(given, list):
@@ -579,7 +584,7 @@ def _in_the_same(given: Any, made: Any) -> Any:
         return given
     if is_dataclass(given) and not isinstance(given, type):
         for each in fields(given):
-            # past __setattr__, which a frozen one has not, and others may have for checks of their own
+            # bypass __setattr__: a frozen dataclass forbids it, and others may override it with checks
             object.__setattr__(given, each.name, _in_the_same(getattr(given, each.name), getattr(made, each.name)))
         return given
     if isinstance(given, tuple):
@@ -589,7 +594,7 @@ def _in_the_same(given: Any, made: Any) -> Any:
 
 
 class _Views:
-    """In the place of ``RegisterPostBackwardFunction``."""
+    """Replaces ``RegisterPostBackwardFunction``; see :func:`_let_inputs_change`."""
 
     @staticmethod
     def apply(group: Group, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -602,18 +607,18 @@ class _Views:
 
 
 def _undecorated(method: Any) -> Callable[..., Any]:
-    """A method as it stands in its class, without decorators."""
+    """Return a method without its decorators."""
     function = getattr(method, "__func__", None)
     return MethodType(inspect.unwrap(function), method.__self__) if function is not None else method
 
 
 def pin(group: Group) -> None:
-    """The group stays gathered until :func:`unpin`, through further forwards and backwards."""
+    """Keep the group gathered until :func:`unpin`, through further forwards and backwards."""
     group.reshard = _stay
 
 
 def unpin(group: Group) -> None:
-    """Undoes :func:`pin`; the group is dropped as ever."""
+    """Undo :func:`pin`; from here on the group is resharded as usual."""
     group.__dict__.pop("reshard", None)
 
 
@@ -621,16 +626,17 @@ Gather = Callable[[list[Sequence[Tensor]], list[Tensor], dist.ProcessGroup], dis
 
 
 def gather_in_place(group: Group, gather: Gather) -> None:
-    """Has ``gather(parts, shards, process_group)`` fill the gathered parameters, each in parts of the ranks, instead of
-    a buffer to copy from.
+    """Make ``gather(parts, shards, process_group)`` fill the gathered parameters directly, without a buffer.
 
-    For one device without streams: a CPU.
+    ``parts`` are, for each parameter, the views that the shards of the ranks fill. Use this on CPUs only: there are no
+    streams to order gather and compute.
     """
     process_group, params = group._all_gather_process_group, group.fsdp_params
-    outputs: list[Tensor] = []  # made by the first gather; afterwards their memory alone comes and goes
+    outputs: list[Tensor] = []  # created by the first gather; later gathers only allocate and free their memory
 
     @_outside_transforms
     def unshard(async_op: bool = False) -> None:
+        # The same conditions as in FSDPParamGroup.unshard, which this replaces.
         is_kept = group._training_state == type(group._training_state).PRE_BACKWARD and not group.unshard_in_backward
         if group._all_gather_result is not None or group.is_unsharded or is_kept:
             return
@@ -668,7 +674,7 @@ def gather_in_place(group: Group, gather: Gather) -> None:
     end_of_backward = group.finalize_backward
 
     def finalize_backward() -> None:
-        forget_gather(group)  # sent ahead for a use that did not come; left to the original, the copies would stay
+        forget_gather(group)  # gathered ahead but never used: the original would leave these copies allocated
         end_of_backward()
 
     group.unshard, group.wait_for_unshard = unshard, wait_for_unshard
@@ -676,10 +682,10 @@ def gather_in_place(group: Group, gather: Gather) -> None:
 
 
 def alias_shards(group: Group) -> None:
-    """Has each shard be its part of the gathered copy, which then stays allocated; where both have one dtype.
+    """Make each shard alias its part of the gathered copy, which then stays allocated, if both have the same dtype.
 
-    For groups that gather in place, which fills the rest. While the group is sharded that rest is stale, and only the
-    shard is registered.
+    The groups must gather in place, so that a gather fills only the other parts. While the group is sharded, the other
+    parts are stale.
     """
     for p in group.fsdp_params:
         data = p._sharded_param_data
@@ -693,52 +699,55 @@ def alias_shards(group: Group) -> None:
 def _alias_shard(group: Group, p: ShardedParam) -> None:
     data, rows = p._sharded_param_data, p.sharded_param._local_tensor.shape[0]
     parts = p.all_gather_outputs[0].data.chunk(group.mesh_info.shard_mesh_size)
-    part = parts[group.mesh_info.shard_mesh_rank]  # .data: a write to the shard is none to the copy
+    part = parts[group.mesh_info.shard_mesh_rank]  # .data: no shared version with the copy
     part.copy_(data)
     p._sharded_param_data = part
     p.sharded_param._local_tensor = part.view(p.padded_sharded_param_size)[:rows]
 
 
 def move_shards(group: Group, move: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
-    """Has ``move(flat shards)`` put them into other memory; the local tensors that lie there from now on.
+    """Replace the flat shards by ``move(flat shards)``, copies in other memory; return the new local tensors.
 
-    Right after ``fully_shard``, before anybody has taken the shards. What this rank has no rows of stays.
+    Call this right after ``fully_shard``, before anybody has taken the shards. Empty shards are not moved.
     """
     params = [p for p in group.fsdp_params if p.sharded_param._local_tensor.numel()]
     moved = move([p._sharded_param_data for p in params]) if params else []
     for p, data in zip(params, moved, strict=True):
         rows = p.sharded_param._local_tensor.shape[0]
         p._sharded_param_data = data
-        # .data: a view would keep the memory as long as it lives itself
+        # .data: a view would keep the memory alive
         p.sharded_param._local_tensor = data.view(p.padded_sharded_param_size)[:rows].data
     return [p.sharded_param._local_tensor for p in params]
 
 
 def drop_shard(p: ShardedParam) -> None:
-    """Gives its memory up, after the values were taken elsewhere for good; shape and dtype stay."""
+    """Free the shard's memory, after its values were copied elsewhere for good; shape and dtype stay."""
     shard = p.sharded_param._local_tensor
     p._sharded_param_data = p._sharded_param_data.new_empty(0)
     set_data(shard, shard.new_empty(1).expand(shard.shape) if shard.numel() else shard.new_empty(shard.shape))
 
 
 def _stay(*unused: Any) -> None:
-    """Instead of freeing a copy that the shard lies in, or of putting another parameter on a module."""
+    """Do nothing; replaces methods that would free an aliased copy, reshard, or register another parameter."""
 
 
 def is_aliased(p: ShardedParam) -> bool:
-    """Whether the shard is a part of the gathered copy; not if user code has put another tensor in its place."""
+    """Whether the shard aliases the gathered copy; false if user code has replaced its tensor."""
     data = p._sharded_param_data
-    place = data.untyped_storage().data_ptr()  # 0 for what has no memory: freed copies, fake tensors
+    place = data.untyped_storage().data_ptr()  # 0 for tensors without memory: freed copies, fake tensors
     return not data.numel() or any(place == copy.untyped_storage().data_ptr() != 0 for copy in p.all_gather_outputs)
 
 
 def shard_marks(group: Group) -> list[tuple[int, int]]:
-    """Memory address of each shard and number of in-place writes to it."""
+    """Return the memory address of each shard and the number of in-place writes to it."""
     return [(p._sharded_param_data.data_ptr(), p._sharded_param_data._version) for p in group.fsdp_params]
 
 
 def gather_for_good(group: Group) -> dict[Tensor, Tensor]:
-    """Sharded parameters -> the copies that they lie in, gathered (collective); the group must not be used again."""
+    """Gather the copies that shards alias (collective); return sharded parameters -> full values.
+
+    The group must not be used again.
+    """
     kept = [p for p in group.fsdp_params if p._sharded_param_data.numel() and is_aliased(p)]
     if kept:
         group.unshard()
@@ -748,14 +757,13 @@ def gather_for_good(group: Group) -> dict[Tensor, Tensor]:
 
 @contextmanager
 def outside_transforms() -> Iterator[None]:
-    """Keeps the engine's own computations out of any ``torch.func`` transform or ``TorchFunctionMode`` around them."""
+    """Keep the engine's own computations out of any enclosing ``torch.func`` transform or ``TorchFunctionMode``."""
     with torch._C._DisableFuncTorch(), DisableTorchFunction():
         yield
 
 
 def _outside_transforms(function: Callable[..., None]) -> Callable[..., None]:
-    """A ``torch.func`` transform or a ``TorchFunctionMode`` around a forward has nothing to do with parameters that
-    arrive."""
+    """Run ``function`` in :func:`outside_transforms`: transforms around a forward must not see gathers."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         with outside_transforms():
@@ -766,26 +774,26 @@ def _outside_transforms(function: Callable[..., None]) -> Callable[..., None]:
 
 def _await_gather(group: Group) -> None:
     outputs = tuple(output for p in group.fsdp_params for output in p.all_gather_outputs)
-    with torch.autograd._unsafe_preserve_version_counter(outputs):  # arriving is no write
+    with torch.autograd._unsafe_preserve_version_counter(outputs):  # a gather does not count as a write
         if group._all_gather_result.all_gather_work is not None:
             group._all_gather_result.all_gather_work.wait()
 
 
 def keeps_what_is_reduced(group: Group) -> bool:
-    """Whether a reduction's output becomes the gradients' storage as it is: not cast, scaled, or added to others."""
+    """Whether a reduction's output becomes the gradients' storage unchanged: not cast, scaled, or added to others."""
 
     def is_kept(p: ShardedParam) -> bool:
         reduced = (p.reduce_dtype or p.param_dtype or p.orig_dtype) if _WAITS_APART else p.unsharded_grad_dtype
-        is_scaled = reduced not in (torch.float32, torch.bfloat16)  # by a part of the world size, afterwards
+        is_scaled = reduced not in (torch.float32, torch.bfloat16)  # divided afterwards by a factor of the world size
         return p.sharded_param.grad is None and reduced == p.orig_dtype and not is_scaled
 
     return all(map(is_kept, group.fsdp_params))
 
 
 def reduce_now(group: Group) -> None:
-    """Reduces the gradients lying on the group's whole parameters, outside autograd's own schedule."""
+    """Reduce the gradients on the group's gathered parameters, outside autograd's schedule."""
     type(group).post_backward(group)
-    if VERSION >= (2, 15):  # before, finalize_backward does it
+    if VERSION >= (2, 15):  # in earlier versions finalize_backward waits for these events
         events = group.comm_ctx._last_post_reduce_events
         for event in events.values():
             group.device_handle.current_stream().wait_event(event)
@@ -795,17 +803,17 @@ def reduce_now(group: Group) -> None:
 
 
 def trainable(group: Group) -> list[ShardedParam]:
-    """The group's parameters that take part in a backward on this rank."""
+    """Return the group's parameters that take part in a backward on this rank."""
     return [p for p in group.fsdp_params if p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")]
 
 
 def has_grad(p: ShardedParam) -> bool:
-    """Whether an unreduced gradient lies on the whole parameter."""
+    """Whether this rank has an unreduced gradient of the parameter."""
     return bool(_whole_grads(p))
 
 
 def whole_bytes(p: ShardedParam) -> tuple[int, int]:
-    """Bytes of the gathered copy beside the shard, and of whole gradients, as far as they are there."""
+    """Return the allocated bytes of the gathered copy, without an aliased shard, and of full gradients."""
     copies = sum(t.untyped_storage().nbytes() for t in p.all_gather_outputs)
     if is_aliased(p):
         copies -= p._sharded_param_data.nbytes
@@ -815,24 +823,26 @@ def whole_bytes(p: ShardedParam) -> tuple[int, int]:
 
 
 def copies(group: Group) -> list[tuple[Tensor, DTensor]]:
-    """The gathered copy and the shards of each parameter; no copies before they are gathered for the first time."""
+    """Return the gathered copy and the shard of each parameter that has been gathered at least once."""
     return [(p._unsharded_param, p.sharded_param) for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
 
 
 def version(group: Group) -> int:
-    """Grows with each in-place write to a gathered parameter; gathering leaves it as it is."""
+    """Return a number that grows with each in-place write to a gathered parameter, but not with gathers."""
     return sum(p._unsharded_param._version for p in group.fsdp_params)
 
 
 def zero_grad(p: ShardedParam) -> None:
-    """Puts zeros where a reduction needs something to add."""
+    """Set a gradient of zeros, so that this rank's message in the reduction has the same length as the others'."""
     whole = p._unsharded_param
     whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
 
 
 def accumulate_alike(params: Sequence[ShardedParam]) -> None:
-    """Gradients of earlier micro-batches wait in the dtype of the reduction. Before torch 2.15 it takes one dtype: one
-    that began with this micro-batch is cast, too."""
+    """Cast gradients that began with this micro-batch to the dtype of the reduction, in which earlier ones wait.
+
+    Before torch 2.15 a reduction requires a single dtype.
+    """
     if _WAITS_APART and any(p.unsharded_accumulated_grad is not None for p in params):
         for p in params:
             if p.unsharded_accumulated_grad is None:
@@ -840,7 +850,7 @@ def accumulate_alike(params: Sequence[ShardedParam]) -> None:
 
 
 def follow_requires_grad(group: Group) -> None:
-    """``toggle_optimizer`` acts on the shards; parameters that are gathered right now must follow."""
+    """Copy ``requires_grad`` from the shards, on which ``toggle_optimizer`` acts, to the gathered parameters."""
     for p in group.fsdp_params:
         if hasattr(p, "_unsharded_param") and p._unsharded_param.requires_grad != p.sharded_param.requires_grad:
             p._unsharded_param.requires_grad_(p.sharded_param.requires_grad)
@@ -851,8 +861,8 @@ def is_gathered(group: Group) -> bool:
 
 
 def is_resharded(root: nn.Module, groups: list[Group]) -> bool:
-    """Whether nothing is gathered, on its way or recorded: neither resharding nor :func:`forget_forwards` would do
-    anything."""
+    """Whether nothing is gathered, being gathered or recorded, so that neither :func:`reshard` nor
+    :func:`forget_forwards` would have an effect."""
     state = _state(root)
     if state._state_ctx.iter_forward_root is not None or state._comm_ctx.post_forward_order:
         return False
@@ -860,7 +870,7 @@ def is_resharded(root: nn.Module, groups: list[Group]) -> bool:
 
 
 def forget_forwards(root: nn.Module) -> None:
-    """Drops what forwards without backward have recorded for prefetching, and prefetched; nothing else clears it."""
+    """Clear the records and gathers for prefetching of forwards without backward; nothing else clears them."""
     state = _state(root)
     state._comm_ctx.post_forward_order.clear()
     state._state_ctx.iter_forward_root = None
@@ -869,21 +879,21 @@ def forget_forwards(root: nn.Module) -> None:
         for module in each._modules:
             for group in groups(module):
                 group._post_forward_indices.clear()
-                forget_gather(group)  # sent ahead, never used, of values that grow old
+                forget_gather(group)  # gathered ahead, never used: its values become outdated
 
 
 def forget_gather(group: Group) -> None:
-    """Drops what was gathered ahead and is not used yet."""
+    """Drop parameters that were gathered ahead and not used yet."""
     if group._all_gather_result is not None:
         _await_gather(group)
         group._all_gather_result = None
         if group.is_sharded:
-            for p in group.fsdp_params:  # some gathers fill the parameters themselves
+            for p in group.fsdp_params:  # gather_in_place fills the parameters themselves
                 p.free_unsharded_param()
 
 
 def registrations(group: Group) -> Iterator[tuple[Tensor, list[tuple[nn.Module, str]]]]:
-    """Each sharded parameter with every (module, attribute) it is registered under."""
+    """Yield each sharded parameter with every (module, attribute) under which it is registered."""
     for p in group.fsdp_params:
         yield p.sharded_param, _places(p)
 
@@ -894,7 +904,7 @@ def _places(p: ShardedParam) -> list[tuple[nn.Module, str]]:
 
 
 def undo(module: nn.Module) -> None:
-    """Takes ``fully_shard`` off one unit: hooks, class and state. Its parameters stay as they are registered."""
+    """Remove ``fully_shard`` from one unit: hooks, class and state. Its parameters stay registered as they are."""
     state = _state(module)
     for group in groups(module):
         for handles in (

@@ -1,5 +1,4 @@
-"""The parts of a run beside the engine ``fsdp2``: the module as ``configure_model`` builds it, the disk of
-``offload="nvme"``."""
+"""A run of ``fsdp2`` apart from its engine: building in ``configure_model``, and the disk of ``offload="nvme"``."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 TENSORS_IN_FILES = 3
-"""Of a parameter's size, with Adam: the parameter and two states."""
+"""Number of tensors of a parameter's size in files, with Adam: the parameter and two states."""
 
 
 class Fsdp2Run(EngineRun):
@@ -38,10 +37,10 @@ class Fsdp2Run(EngineRun):
         super().__init__(config)
         self.builds_sharded = config.builds_sharded
         self._build: Build | None = None
-        """Of the parameters that are closed until the engine shards them."""
+        """Holds the parameters that are closed until the engine shards them."""
 
     def take_over(self, module: nn.Module) -> None:
-        """Parameters are closed again as they come: the module may be more than a process can hold."""
+        """Gather a module of an earlier run, closing parameters again: the full module may not fit into a process."""
         if not self._closes_parameters:
             super().take_over(module)
             return
@@ -55,7 +54,7 @@ class Fsdp2Run(EngineRun):
 
     @contextmanager
     def building(self, module: nn.Module, trainer_facts: Mapping[str, Any], device: torch.device) -> Iterator[None]:
-        """At stage 3 parameters that are built inside are sharded as they come (collective)."""
+        """At stage 3, shard parameters as they are built inside (collective)."""
         if not self._closes_parameters:
             yield
             return
@@ -98,11 +97,14 @@ class Fsdp2Run(EngineRun):
         agreement: Agreement,
         place: Place,
     ) -> None:
-        """Looks for the disk of ``offload="nvme"`` (collective)."""
+        """Choose the folder for ``offload="nvme"`` and check its disk space (collective).
+
+        Raises:
+            ValueError: On other systems than Linux."""
         if self.config.offload.target != "nvme":
             return
         if not sys.platform.startswith("linux"):
-            raise ValueError(f"offload='nvme' on {sys.platform}: its files are read and written as Linux does it.")
+            raise ValueError(f"offload='nvme' on {sys.platform}: only Linux is supported; use offload='cpu' or 'none'.")
         ranks = dist.get_world_size()
         size = self.config.shard_size or ranks
         assert size != "auto", "the strategy has put a number in its place"
@@ -112,8 +114,8 @@ class Fsdp2Run(EngineRun):
         engine.offload_path = folder_for_files(given, default, need, agreement, place.local_rank == 0)
         if place.local_rank == 0:
             print(
-                f"offload: about {need / 2**30:.3g} GiB go to files in {engine.offload_path} that have no name: they"
-                " end with the run, or its processes.",
+                f"offload: about {need / 2**30:.3g} GiB go to unnamed files in {engine.offload_path}, which are deleted"
+                " when the run or its processes end.",
                 flush=True,
             )
 
@@ -123,5 +125,5 @@ class Fsdp2Run(EngineRun):
             return ""
         return (
             f"offload={self.config.offload.target!r}: {', '.join(names)} steps in host memory with PyTorch's fused"
-            " kernel, as neither fused nor foreach was chosen."
+            " kernel, because neither fused nor foreach was set."
         )

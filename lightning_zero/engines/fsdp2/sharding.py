@@ -1,4 +1,4 @@
-"""From a module to units of ``fully_shard``: mesh, policies, rank 0's values, the user's hooks."""
+"""Turns a module into units of ``fully_shard``: mesh, policies, broadcast of rank 0's values."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from lightning_zero.private.torch import BatchNorm, forget_meshes
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """All that is decided before anything changes on the module.
+    """All decisions, made before anything changes on the module.
 
     Attributes:
-        units: What is gathered together.
+        units: The sets of parameters that are gathered together.
         reshards: Whether parameters are dropped after each use.
-        device: That of the computation.
-        home: Where tensors of the meta device get their memory.
+        device: The device that computes.
+        home: The device on which tensors of the meta device get their memory.
     """
 
     module: nn.Module
@@ -53,7 +53,7 @@ class ShardPlan:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The units but the root's."""
+        """The modules of all units except the root."""
         return [unit.module for unit in self.units.units[:-1]]
 
 
@@ -62,9 +62,9 @@ class Sharded:
     """A module that ``fully_shard`` has taken over.
 
     Attributes:
-        root: Wraps the module; the root unit's hooks hang on it.
-        units: The modules that are gathered together; the root last.
-        originals: Sharded parameters -> those that the user made.
+        root: Wraps the module; the root unit's hooks are registered on it.
+        units: The modules that are gathered together; the root is last.
+        originals: Sharded parameters -> the user's parameters.
     """
 
     plan: UnitPlan
@@ -85,7 +85,7 @@ class Sharded:
 
     @property
     def names(self) -> list[str]:
-        """Of the units."""
+        """The names of the units."""
         return [unit.name for unit in self.plan.units]
 
     @property
@@ -95,7 +95,11 @@ class Sharded:
 
 
 def make_mesh(config: ZeroConfig, device: torch.device) -> DeviceMesh:
-    """Axis "shard" over all ranks; with ``shard_size``, axes "replicate" and "shard" (consecutive ranks)."""
+    """Make the mesh: axis "shard" over all ranks; with ``shard_size`` axes "replicate" and "shard" (consecutive ranks).
+
+    Raises:
+        ValueError: On all ranks, if ``shard_size`` does not divide their number.
+    """
     forget_meshes()
     world_size, size = dist.get_world_size(), config.shard_size
     assert size != "auto", "the strategy has put a number in its place"
@@ -117,8 +121,8 @@ def make_mesh(config: ZeroConfig, device: torch.device) -> DeviceMesh:
 def plan_shards(
     module: nn.Module, mesh: DeviceMesh, config: ZeroConfig, dtypes: DtypePolicy, device: torch.device
 ) -> ShardPlan:
-    """The plan for ``module``; nothing changes."""
-    # autocast keeps BatchNorm in fp32, and its kernels refuse low-precision weights beside fp32 statistics
+    """Plan the shards of ``module`` without changing it."""
+    # autocast keeps BatchNorm in fp32, and its kernels refuse low-precision weights with fp32 statistics
     keep_whole = (BatchNorm,) if dtypes.is_mixed else ()
     units = plan_units(module, config.units, config.min_unit_numel, keep_whole)
     precision = MixedPrecisionPolicy(
@@ -128,7 +132,7 @@ def plan_shards(
 
 
 def shard_units(plan: ShardPlan, transport: Transport, files: FileShards | None = None) -> Sharded:
-    """Every rank has rank 0's values, then only its rows of them (collective), in ``files`` if given."""
+    """Broadcast rank 0's values and shard them, unit by unit (collective); shards are in ``files`` if given."""
     module = plan.module
     sharded = Sharded(plan.units, module, Root(module))
     birth = Birth(module, plan.home, looking_whole)
@@ -149,16 +153,16 @@ def shard_units(plan: ShardPlan, transport: Transport, files: FileShards | None 
     birth.bring_up(module, rest)
     birth.finish()
     _start_from_rank_0(rest, plan.device)
-    transport.install(sharded.units)
+    transport.install(sharded.units)  # before give_class_back: it may call methods of FSDPModule
     for target in sharded.units:
         private.give_class_back(target)
-    private.init_now(sharded.root)  # before start: shards move to where they stay
+    private.init_now(sharded.root)  # before start, which may alias shards: it moves them to their final memory
     transport.start(sharded.units, sharded.names)
     return sharded
 
 
 def _fully_shard(plan: ShardPlan, unit: Unit, target: Any, ignored: set[nn.Parameter]) -> dict[Tensor, nn.Parameter]:
-    """Shards of ``unit`` -> the user's parameters, which are empty."""
+    """Shard ``unit``; return its shards -> the user's parameters, which are empty."""
     is_root = unit.module is plan.module
     with _plainly_named(target):
         fully_shard(
@@ -166,21 +170,21 @@ def _fully_shard(plan: ShardPlan, unit: Unit, target: Any, ignored: set[nn.Param
             mesh=plan.mesh,
             mp_policy=plan.precision,
             offload_policy=plan.offload,
-            reshard_after_forward=plan.reshards and not is_root,  # the root is needed again at once
+            reshard_after_forward=plan.reshards and not is_root,  # the backward needs the root at once
             ignored_params=ignored,
         )
-    # Dropping them inside a backward would pull saved tensors from under uses outside the unit's forward.
+    # Dropping them inside a backward would free tensors that uses outside the unit's forward have saved.
     target.set_reshard_after_backward(plan.reshards, recurse=False)
     named = dict(plan.module.named_parameters())
     for original in unit.parameters.values():
-        original.data = original.data.new_empty(0)  # the shards are all that is kept
+        original.data = original.data.new_empty(0)  # only the shards keep the values
     return {named[name]: original for name, original in unit.parameters.items()}
 
 
 @contextmanager
 def _plainly_named(module: nn.Module) -> Iterator[None]:
-    """``fully_shard`` asks each module for the parameters that it holds itself, by keywords of ``nn.Module`` that
-    methods of the user's in its place (torchrl's losses have one) need not know."""
+    """Use ``nn.Module.named_parameters`` inside: ``fully_shard`` passes keywords that a user's override (torchrl's
+    losses have one) need not accept."""
     plain = nn.Module.named_parameters
     own = [m for m in module.modules() if type(m).named_parameters is not plain and "named_parameters" not in vars(m)]
     for each in own:
@@ -193,38 +197,40 @@ def _plainly_named(module: nn.Module) -> Iterator[None]:
 
 
 def _start_from_rank_0(tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Rank 0's values, on the device. Unit by unit: a module that is offloaded need not fit there."""
+    """Broadcast rank 0's values, on ``device``. Call this unit by unit: an offloaded module need not fit there."""
     for tensor in tensors:
-        tensor.data = tensor.data.to(device)  # which opens it where configure_model has left it closed
+        tensor.data = tensor.data.to(device)  # opens the tensor if Build has closed it
     broadcast_coalesced(tensors)
 
 
 def root_owners(root: Root) -> set[nn.Module]:
-    """The modules that hold the root unit's parameters."""
+    """Return the modules that hold the root unit's parameters."""
     return {m for group in private.groups(root) for _, places in private.registrations(group) for m, _ in places}
 
 
 def offload_policy(config: ZeroConfig, device: torch.device) -> OffloadPolicy:
-    """The policy that tells ``fully_shard`` where to keep the shards.
+    """Return the policy that tells ``fully_shard`` where to keep the shards.
 
     Raises:
-        ValueError: For pinned memory where there is no accelerator to pin it for.
+        ValueError: For pinned memory without an accelerator.
     """
     if config.offload.target == "none":
         return OffloadPolicy()
     if config.offload.target == "nvme":
-        return CPUOffloadPolicy(pin_memory=False)  # the memory of files cannot be
+        return CPUOffloadPolicy(pin_memory=False)  # mapped files cannot be pinned
     pin_memory = config.offload.pin_memory
     if pin_memory and device.type == "cpu":
         raise ValueError(
-            "offload.pin_memory=True on accelerator='cpu': memory is pinned for copies to an accelerator; leave it"
-            " unset."
+            "offload.pin_memory=True on accelerator='cpu': pinned memory only serves copies to an accelerator; leave"
+            " pin_memory unset."
         )
     return CPUOffloadPolicy(pin_memory=device.type != "cpu" if pin_memory is None else pin_memory)
 
 
 def wait_for_host_copies(shards_device: torch.device, device: torch.device) -> None:
-    """Parameters on their way up must leave before the step writes to them. The backward has waited for the last
-    gradient to come down, so mostly nothing is left; a forward without backward may be."""
+    """Wait for copies of shards to the device, which must end before the step writes to the shards.
+
+    The backward has already waited for its last gradient, so usually only a forward without backward is pending.
+    """
     if shards_device.type != device.type:
         torch.get_device_module(device).synchronize(device)

@@ -1,11 +1,11 @@
 """The engine's part of :mod:`~lightning_zero.engines.residency`: parameters, gradients and states by their keys.
 
-With G groups of ``fully_shard``, in an order that all ranks share: group ``g`` has the key ``g``, its gradients have
-``G + g``, the optimizers' states have keys from ``2 G`` on, in the order in which optimizers hold them.
+Let G be the number of ``fully_shard`` groups, in an order that all ranks share. Group ``g`` has the key ``g``, its
+gradients have the key ``G + g``, and the optimizers' states have keys from ``2 G`` on, in the optimizers' order.
 
-A parameter is opened in the memory that it is gathered into in steps, its *home*, where that has the dtype of its
-shard. It lies elsewhere in mixed precision, whose home is of low precision, and after ``p.data = x``: then in ``x``, as
-long as somebody else holds that.
+A parameter is opened in its *home*, the memory into which it is gathered in steps, if the home has the dtype of the
+shard. It is opened elsewhere in mixed precision, where the home has low precision. After ``p.data = x`` it is opened
+in ``x``, as long as somebody else holds ``x``.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from lightning_zero.engines.residency import Memories, store_rows
 from lightning_zero.private.torch import set_data, storage_key
 
 _OTHERS = 1 << 40
-"""The first key of sharded tensors of nobody's."""
+"""The first key of other sharded tensors: neither parameters, gradients nor states."""
 
 
 class Moments(Protocol):
-    """The engine's part when user code touches parameters."""
+    """The engine as the store calls it when user code touches parameters."""
 
     @property
     def optimizers(self) -> Sequence[Optimizer] | None:
-        """Those of this run."""
+        """The optimizers of this run."""
 
     def touches(self, key: int) -> None:
-        """User code is about to gather what has ``key``."""
+        """Called before the tensors with this ``key`` are gathered for user code."""
 
     def shards_change(self) -> None:
-        """Shards are about to be written to."""
+        """Called before shards are written to."""
 
     def shards_have_changed(self) -> None:
-        """They have been."""
+        """Called after shards were written to."""
 
     def bring(self, group: private.Group) -> None:
-        """Gathers ``group`` until its backward is over (collective)."""
+        """Gather ``group`` until its backward is over (collective)."""
 
     def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
-        """As :meth:`~lightning_zero.engines.residency.Store.used`."""
+        """See :meth:`~lightning_zero.engines.residency.Store.used`."""
 
 
 class Fsdp2Store:
     """See :class:`~lightning_zero.engines.residency.Store`.
 
     Args:
-        own: ``id`` of each of the user's parameters -> what is known of it.
-        groups: Of all units.
-        gradients: The user's side of them.
-        writes: To gathered parameters.
+        own: ``id`` of each of the user's parameters -> its ``ShardedParam``.
+        groups: The groups of all units.
+        gradients: Gradients as user code reads and assigns them.
+        writes: Watches writes to gathered parameters.
         names: The user's parameters -> their names.
     """
 
@@ -81,10 +81,10 @@ class Fsdp2Store:
         self._memories, self._names, self._engine, self.used = memories, names, engine, engine.used
         places = ((key, slot, p) for key, group in enumerate(groups) for slot, p in enumerate(group.fsdp_params))
         self._slots = {id(p): (key, slot) for key, slot, p in places}
-        self._elsewhere: set[int] = set()  # parameters that lie outside of their home right now, by id of the shard's
-        self._states: list[DTensor] = []  # as they were when a key was last asked for
+        self._elsewhere: set[int] = set()  # ids of ShardedParams whose parameter is currently outside its home
+        self._states: list[DTensor] = []  # refreshed whenever a key is looked up
         self._others: dict[int, DTensor] = {}
-        self._full: dict[int, Tensor] = {}  # of states and others that are open
+        self._full: dict[int, Tensor] = {}  # full tensors of open states and others, by key
 
     # -- keys ----------------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class Fsdp2Store:
         return [private.own_of(p) for p in self._groups[key].fsdp_params]
 
     def is_there(self, p: Tensor) -> bool:
-        return self.own[id(p)].sharded_state is private.UNSHARDED  # asked at each call with a parameter
+        return self.own[id(p)].sharded_state is private.UNSHARDED  # keep cheap: runs at each call with a parameter
 
     def shard_of(self, p: Tensor) -> DTensor:
         shard: DTensor = self.own[id(p)].sharded_param
@@ -146,7 +146,7 @@ class Fsdp2Store:
         self._engine.touches(key)
         num = len(self._groups)
         if key < num:
-            private.forget_gather(self._groups[key])  # sent ahead, into the memory that is about to come and go
+            private.forget_gather(self._groups[key])  # a gather ahead would fill memory that is about to be freed
             return gathered_each([p.sharded_param for p in self._groups[key].fsdp_params])
         if key < 2 * num:
             return gathered_each([grad for _, grad in self._gradients.sharded(self._groups[key - num])])
@@ -154,10 +154,10 @@ class Fsdp2Store:
             self._states = list(self._states_now())
             index = key - 2 * num
             if index >= len(self._states):
-                raise RuntimeError("a read of an optimizer's state that other ranks do not have: make it on every rank")
+                raise RuntimeError("read of an optimizer state that other ranks do not have: read it on every rank")
             return gathered_each([self._states[index]])
         if key not in self._others:
-            raise RuntimeError("a read of a sharded tensor that other ranks do not read: make it on every rank")
+            raise RuntimeError("read of a sharded tensor that other ranks do not read: read it on every rank")
         return gathered_each([self._others[key]])
 
     def open(self, key: int, values: list[Tensor]) -> list[Tensor]:
@@ -217,7 +217,7 @@ class Fsdp2Store:
         self._engine.shards_have_changed()
 
     def keep_home(self, key: int, slot: int) -> None:
-        """User code holds a part of the memory that a parameter is gathered into."""
+        """Keep a parameter's home allocated, because user code holds a part of it."""
         group = self._groups[key]
         p = group.fsdp_params[slot]
         private.keep_memory(p)
@@ -248,7 +248,7 @@ class Fsdp2Store:
         return run()
 
     def aliased(self, p: Tensor, alias: Tensor) -> None:
-        """The memory that a parameter is gathered into is its own, so an assignment can leave it to ``alias``."""
+        """Do nothing: each parameter has its own home, so an assignment can leave the home to ``alias``."""
 
     def before_collective(self, tensors: Sequence[Any]) -> None:
         self._gradients.before_collective(tensors)
@@ -261,7 +261,7 @@ class Fsdp2Store:
         key, slot = self._slots[id(known)]
         group = self._groups[key]
         if not private.is_away(known):
-            private.move_home(private.Home(group, known))  # what was taken of it keeps the values of before
+            private.move_home(private.Home(group, known))  # views taken so far keep the previous values
             self._memories.forget(key, slot)
             p.detach().copy_(value)
             self._writes.data_is_taken(p)
@@ -279,7 +279,7 @@ class Fsdp2Store:
 
 
 def _in_memory(spot: Tensor | None, value: Tensor, shard: DTensor) -> Tensor:
-    """``value`` in the memory of ``spot``, if there is one; else in memory of its own."""
+    """Return ``value`` in the memory of ``spot`` if given, else in memory of its own."""
     if spot is None:
         is_shard = storage_key(value.untyped_storage()) == storage_key(local(shard).untyped_storage())
         return value.clone() if is_shard else value

@@ -1,9 +1,9 @@
-"""The part of our hooks that ``torch.compile`` may see.
+"""The part of the engine's hooks that ``torch.compile`` may trace.
 
-Dynamo inlines the hooks of every module in a compiled region. What gathers, counts or agrees must stay out of its
-graphs (:func:`~lightning_zero.engines.graphs.untraced`), as ``fully_shard``'s own hooks do; but each of them ends a
-graph. At a unit one ends anyhow, at ``fully_shard``'s. At a module that holds parameters of the root nothing is to be
-done inside a step, so hooks there look at :class:`Marks` first, and leave nothing in a graph.
+Dynamo inlines the hooks of every module in a compiled region. Code that gathers, counts or agrees must stay out of its
+graphs (:func:`~lightning_zero.engines.graphs.untraced`), as the hooks of ``fully_shard`` do, but each untraced call
+breaks the graph. At a unit, ``fully_shard``'s hooks break the graph anyway. At a module that holds parameters of the
+root there is nothing to do inside a step, so hooks there check :class:`Marks` first and leave nothing in the graph.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from lightning_zero.engines.graphs import untraced
 
 @dataclass
 class Marks:
-    """All that compiled code knows of a run, and so is compiled anew for: a boolean, the same in every step."""
+    """All that compiled code reads of a run: one boolean, equal in every step. A change means recompilation."""
 
     root_is_whole: bool = False
     """The root's parameters stay gathered until the engine says otherwise."""
 
 
 def before_owner(marks: Marks, gather: Callable[[], None]) -> Callable[..., None]:
-    """A forward pre-hook that gathers the root's parameters where they may not be."""
+    """Return a forward pre-hook that gathers the root's parameters unless ``marks`` says they are gathered."""
     gather = untraced(gather)
 
     def hook(*unused: Any) -> None:

@@ -1,8 +1,8 @@
 """Transport of shards and gradients between ranks: by default torch's own collectives, streams and schedule.
 
-:class:`Transport` is the path of an accelerator: it leaves ``fully_shard`` as it is, and carries the engine's own small
-agreements, that on the order of units among them. Its methods are the moments of a step at which another transport
-(``cpu.Direct``) does more.
+:class:`Transport` is the path of an accelerator: it leaves ``fully_shard`` unchanged and only sends the engine's own
+small agreements, for example on the order of units. Its methods are the moments of a step; another transport
+(``cpu.Direct``) overrides them to do more.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Transport:
     Attributes:
         gathers_up_front: Whether a forward at stages 1 and 2 begins with a gather of every unit, so that ranks may run
             different units.
-        peer_memory: Among all ranks, for small messages of any kind; its connections exist anyway.
-        advice: What beside keeping modules out of the units helps where ranks run different ones.
+        peer_memory: Connects all ranks, for small messages of any kind; ``None`` if no connections exist.
+        advice: A repair for the error of ranks that run different units, besides keeping modules out of the units.
     """
 
     gathers_up_front = False
     units_ahead = 0
-    """So many units are gathered ahead of the one that runs; on an accelerator the host itself is ahead."""
+    """Number of units gathered ahead of the running one; 0 on an accelerator, where the host runs ahead."""
 
     def __init__(self, config: ZeroConfig, mesh: DeviceMesh, advice: str = "") -> None:
         self.config, self.mesh, self.advice = config, mesh, advice
@@ -44,13 +44,13 @@ class Transport:
     # -- set-up
 
     def install(self, units: Sequence[Any]) -> None:
-        """The units (``FSDPModule``, the root last) have parameters on the ranks, and no schedule yet."""
+        """Called when the units (``FSDPModule``, the root last) are sharded but not initialized yet."""
 
     def start(self, units: Sequence[Any], names: Sequence[str]) -> None:
-        """The units have a root and a schedule; ``names`` are theirs (collective)."""
+        """Called when the units are initialized; ``names`` are those of the units (collective)."""
         if self.mesh.size() > 1 and self._needs_agreements():
             self._agreement = run_agreement() or shared_agreement(self.config.timeout_seconds)
-            if not self.gathers_up_front and len(units) > 1:  # the root alone has nothing to be mixed up with
+            if not self.gathers_up_front and len(units) > 1:  # the root alone has only one order
                 waits = self.mesh.device_type == "cpu"
                 self._order = Order(self, units, names, self.units_ahead, waits)
 
@@ -58,18 +58,18 @@ class Transport:
         return self.config.find_unused_parameters
 
     def close(self) -> None:
-        """Gives back what :meth:`start` has made."""
+        """Release what :meth:`start` has created."""
         self._agreement = self._order = None
 
     # -- agreements
 
     @property
     def agrees(self) -> bool:
-        """Whether there are other ranks to agree with, and a reason to."""
+        """Whether there are other ranks, and something to agree on."""
         return self._agreement is not None
 
     def agree(self, message: Tensor, op: Any) -> dist.Work:
-        """``message`` (a few numbers, in host memory) becomes their sum or maximum, when this has been waited for.
+        """All-reduce ``message`` (a few numbers in host memory) in place; wait for the returned work before reading.
 
         Raises:
             ValueError: On all ranks, if they have run different units.
@@ -79,57 +79,57 @@ class Transport:
         return self.send(message, op)
 
     def send(self, message: Tensor, op: Any) -> dist.Work:
-        """As :meth:`agree`, for :class:`Order` itself."""
+        """All-reduce as :meth:`agree` does, without its check; used by :class:`Order` itself."""
         assert self._agreement is not None
         return self._agreement.all_reduce(message, op, IN_STEP, self.peer_memory)
 
     # -- the moments of a step, in their order
 
     def run_begins(self) -> None:
-        """This rank is about to call the module's step."""
+        """Called before the module's step."""
         if self._order is not None:
             self._order.start_anew()
 
     def forward_begins(self, keeps_gathered: bool) -> None:
-        """With ``keeps_gathered`` the parameters of the micro-batch before may still be full."""
+        """Called before a forward; with ``keeps_gathered`` units may still be gathered from the last micro-batch."""
 
     def forward_uses(self, group: private.Group) -> None:
-        """This rank is about to run what ``group`` belongs to, in a forward that has not begun here: one of manual
-        optimization, or outside of a step."""
+        """Called before the unit of ``group`` is used without :meth:`forward_begins`: under manual optimization, or
+        where user code touches a parameter."""
 
     def unit_begins(self, index: int) -> None:
-        """This rank is about to run a unit in a forward."""
+        """Called before a unit runs in a forward."""
         if self._order is not None:
             self._order.runs(index)
 
     def touches(self, key: int, in_backward: bool) -> None:
-        """User code inside a step is about to gather what has this ``key``, a number that all ranks have for it."""
+        """Called before user code inside a step gathers the tensors with this ``key``, which is equal on all ranks."""
         if self._order is not None:
             self._order.touches(key, in_backward)
 
     def forward_ends(self) -> None:
-        """After the last unit of a forward."""
+        """Called after the last unit of a forward."""
         if self._order is not None:
             self._order.ends()
 
     def backward_begins(self, ran: Sequence[int] | None) -> bool:
-        """Whether this backward's gradients are reduced at its end, in fixed order.
+        """Called before a backward; return whether to reduce its gradients only at its end, in a fixed order.
 
-        ``ran`` tells when this rank's units ran (``usage.Moments``), ``None`` where nobody asks.
+        ``ran`` are the marks of this rank's units (``usage.Moments``), or ``None`` if no agreement is needed.
         """
         self.close_forward()
         return False
 
     def close_forward(self) -> None:
-        """A backward is about to begin, maybe inside the forward."""
+        """Called before a backward, which may begin inside the forward."""
         if self._order is not None:
             self._order.close()
 
     def reduction_begins(self, group: private.Group, params: Sequence[private.ShardedParam]) -> None:
-        """The gradients of ``params`` are complete, and ``group`` is about to reduce them."""
+        """Called before ``group`` reduces the gradients of ``params``, which are complete."""
 
     def backward_ends(self, step_is_due: bool) -> None:
-        """All reductions that autograd has scheduled have begun; afterwards they are complete.
+        """Called when all reductions scheduled by autograd have begun; they are complete when this returns.
 
         ``step_is_due``: all ranks step before they gather again.
         """
@@ -137,10 +137,10 @@ class Transport:
     # -- writes
 
     def user_writes(self) -> None:
-        """User code is about to write to a sharded parameter."""
+        """Called before user code writes to a sharded parameter."""
 
     def await_readers(self) -> None:
-        """Afterwards shards and copies may be written to or freed: no other rank reads them any more."""
+        """Wait until no other rank reads this rank's shards and copies: then they may be written to or freed."""
 
     def shards_changed(self) -> None:
-        """Shards or copies may have changed in a way that no tensor's version tells."""
+        """Called when shards or copies may have changed without a change of a tensor's version."""

@@ -1,4 +1,4 @@
-"""The parameters and units used between two agreements; DDP speaks of the others as unused parameters."""
+"""Tracks which parameters and units are used between two agreements; the rest are DDP's unused parameters."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _PRIME = 2**31 - 1  # the largest int32
 
 
 class Moments:
-    """The moments at which units did something, as a number per unit that depends on its places in the sequence of all:
-    they agree on ranks whose units did it in the same order and as often, and hardly ever on others.
+    """A rolling hash per unit of the positions at which the unit occurs in a sequence of events.
+
+    The hashes are equal on ranks whose units have the same events in the same order, and almost never on others.
 
     Attributes:
-        marks: Those numbers; 0 for units that did not do it.
+        marks: The hashes, less than 2**31; 0 for units without events.
     """
 
     def __init__(self, num_units: int) -> None:
@@ -35,17 +36,17 @@ class Moments:
 
 
 class Usage:
-    """This rank's account of one window (what lies between two agreements), and the agreement at its end.
+    """This rank's record of one window (the time between two agreements), and the agreement at its end.
 
-    A rank without a gradient where another has one would send a shorter message. Every reduction therefore covers all
-    trainable parameters, zeros where there is nothing; a parameter that no rank used has no gradient afterwards.
+    A rank that lacks a gradient which another rank has would send a shorter message. Every reduction therefore covers
+    all trainable parameters, with zeros for missing gradients; afterwards parameters that no rank used have none.
 
     Args:
-        parameters: Sharded and replicated ones, in an order that all ranks share.
-        names: Of the units, the root last.
+        parameters: Sharded and replicated parameters, in an order that all ranks share.
+        names: Names of the units, the root last.
 
     Attributes:
-        ran: When units ran with gradients, the root left out.
+        ran: The moments at which units other than the root ran with gradients.
     """
 
     def __init__(self, transport: Transport, parameters: Iterable[Tensor], names: Sequence[str]) -> None:
@@ -55,20 +56,20 @@ class Usage:
 
     def start_window(self) -> None:
         self._used: set[Tensor] = set()
-        self._zeroed: list[Tensor] = []  # given zeros where they had no gradient
+        self._zeroed: list[Tensor] = []  # parameters that had no gradient and got zeros
         num_units = len(self._names) - 1
         self.ran, self._reduced = Moments(num_units), Moments(num_units)
 
     def runs(self, index: int) -> None:
-        """Unit ``index`` is about to run with gradients."""
+        """Record that unit ``index`` is about to run with gradients."""
         self.ran.add(index)
 
     def reduces(self, index: int) -> None:
-        """Unit ``index``, not the root, is about to reduce its gradients inside the backward."""
+        """Record that unit ``index``, not the root, is about to reduce its gradients inside the backward."""
         self._reduced.add(index)
 
     def complete(self, params: Sequence[private.ShardedParam]) -> None:
-        """Every one of ``params`` has a gradient to reduce, all of one dtype."""
+        """Give each of ``params`` a gradient to reduce, all of one dtype."""
         for p in params:
             if private.has_grad(p):
                 self._used.add(p.sharded_param)
@@ -79,7 +80,7 @@ class Usage:
         private.accumulate_alike(params)
 
     def reduce_replicated(self, replicated: Iterable[Any]) -> None:
-        """Averages the gradients of parameters that every rank holds whole (collective)."""
+        """Average the gradients of parameters that every rank holds in full (collective)."""
         trainable = [p for p in replicated if p.requires_grad]
         for p in trainable:
             if p.grad is None:
@@ -90,10 +91,9 @@ class Usage:
             all_reduce_mean(grads)
 
     def say(self, late: Iterable[private.ShardedParam], replicated: Iterable[Any]) -> tuple[dist.Work | None, Tensor]:
-        """Tells the other ranks: one message, in host memory, which travels while the last gradients are reduced;
-        returns what :meth:`hear` takes.
+        """Send the record of this window in one message from host memory, while the last gradients are reduced.
 
-        ``late`` are still to be completed, ``replicated`` to be reduced.
+        ``late`` are still to be completed, ``replicated`` to be reduced. Returns the arguments of :meth:`hear`.
         """
         used = self._used.union(
             (p.sharded_param for p in late if private.has_grad(p)),
@@ -103,14 +103,14 @@ class Usage:
         if used:
             flags[[self._order[p] for p in used]] = 1
         moments = torch.tensor(self._reduced.marks, dtype=torch.int32, device="cpu")
-        votes = torch.cat([flags, moments, -moments])
+        votes = torch.cat([flags, moments, -moments])  # under MAX the last two show whether moments differ
         return self._transport.agree(votes, dist.ReduceOp.MAX) if self._transport.agrees else None, votes
 
     def hear(self, work: dist.Work | None, votes: Tensor) -> None:
-        """Gradients of parameters that nobody used become ``None`` again (see :meth:`say`).
+        """Receive the records (see :meth:`say`); set gradients of parameters that no rank used back to ``None``.
 
         Raises:
-            ValueError: On all ranks, when their units reduced in different orders, so that messages were mixed up.
+            ValueError: On all ranks, if their units reduced in different orders, so that messages were mixed up.
         """
         if work is not None:
             work.wait()
@@ -128,7 +128,7 @@ class Usage:
 
 
 class LastUnit:
-    """The unit whose backward comes first, because it ran last in the forward before: it need not be gathered again.
+    """Keeps the unit that ran last gathered: its backward comes first and would gather it again at once.
 
     Attributes:
         ran: The unit that ran last with gradients.
@@ -139,7 +139,7 @@ class LastUnit:
         self._stays: nn.Module | None = None
 
     def keep_until_backward(self) -> None:
-        """From the next forward on it stays gathered after it, and no other one. All ranks run the same units."""
+        """From the next forward on, keep only this unit gathered after a forward. All ranks have the same last unit."""
         if self.ran is self._stays:
             return
         if self._stays is not None:

@@ -1,4 +1,4 @@
-"""Reading and putting back whole state: for checkpoints, for user code, and at the end of a run."""
+"""Reads sharded and full state: for checkpoints, for reports of memory, and at the end of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_zero.engines.model_state import ModelState, states_of
 
 
 def detached_shards(state: dict[str, Any], shards: Mapping[Tensor, Tensor]) -> dict[str, Any]:
-    """A ``state_dict()`` of parameters as one of detached shards; a tied one is one object under all its names."""
+    """Replace the parameters in a ``state_dict()`` by detached shards; a tied one is one object under all its names."""
     detached: dict[int, Tensor] = {}
     return map_tensors(lambda path, t: detached.setdefault(id(t), shards.get(t, t).detach()), state)
 
@@ -26,8 +26,8 @@ def detached_shards(state: dict[str, Any], shards: Mapping[Tensor, Tensor]) -> d
 def model_state(
     sharded: Sharded, identity: Identity, optimizers: Iterable[Optimizer], place: Callable[[Tensor], str]
 ) -> ModelState:
-    """The tensors that this rank holds right now, and their places: ``place`` tells that of a parameter, gradient or
-    state."""
+    """Return the tensors that this rank currently holds, with their places; ``place`` maps a parameter, gradient or
+    state to its place."""
     state = ModelState()
     for p in sharded.parameters:
         state.add("parameters", p, place(p))
@@ -40,15 +40,17 @@ def model_state(
                 state.add_bytes("parameters", copies, "device")
                 state.add_bytes("gradients", gradients, "device")
     replicated = set(sharded.replicated)
-    for p, value in states_of(optimizers):  # counters lie with what they count
+    for p, value in states_of(optimizers):  # other states, such as counters, are placed with their parameter
         like = p in replicated or isinstance(value, DTensor)
         state.add("optimizer", value, place(value if like else identity.shards.get(p, p)))
     return state
 
 
 def gathered_for_good(groups: Iterable[private.Group]) -> Callable[[DTensor], Tensor]:
-    """Shards -> whole values on the CPU, in memory of their own (collective), a group at a time as the first of its
-    shards is asked for; the groups must not be used again."""
+    """Return a function from shards to full values on the CPU, in memory of their own.
+
+    The call with the first shard of a group gathers that group (collective). The groups must not be used again.
+    """
     waiting = {p.sharded_param: group for group in groups for p in group.fsdp_params}
     copies: dict[Tensor, Tensor] = {}
 
@@ -63,5 +65,5 @@ def gathered_for_good(groups: Iterable[private.Group]) -> Callable[[DTensor], Te
 
 
 def _unpadded(whole: Tensor) -> Tensor:
-    """``whole`` in memory of its own size: what it lies in may have room for larger shards."""
+    """Return ``whole`` in a storage of exactly its size: the current storage may include padding of the shards."""
     return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()

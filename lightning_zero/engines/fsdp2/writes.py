@@ -1,4 +1,4 @@
-"""Writes of user code to gathered parameters, which must reach the shards before the copies go."""
+"""Stores user code's writes to gathered parameters in the shards, before the gathered copies are dropped."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_zero.private.torch import DisableTorchFunction
 
 
 class Writes:
-    """Watches the gathered parameters of ``groups``; each rank stores its own rows of what was written to them.
+    """Watches the gathered parameters of ``groups``; each rank stores its own rows of the values written to them.
 
-    A tensor's version tells of every in-place write, but not of one through ``.data``: whoever takes that must be
-    reported to :meth:`data_is_taken`.
+    A tensor's version counts every in-place write except writes through ``.data``: report each tensor whose ``.data``
+    is taken to :meth:`data_is_taken`, or its writes are lost.
 
     Args:
         changing: Called before shards change.
-        changed: Called when they have changed.
+        changed: Called after shards have changed.
     """
 
     def __init__(
@@ -31,19 +31,19 @@ class Writes:
         self._data_taken: set[Tensor] = set()
 
     def data_is_taken(self, tensor: Tensor) -> None:
-        """User code may write to a gathered parameter past its version."""
+        """Record that user code may write to a gathered parameter without changing its version."""
         self._data_taken.add(tensor)
 
     def disregard(self, group: private.Group) -> None:
-        """What was written to ``group`` so far has reached its shards."""
+        """Ignore the writes to ``group`` so far, which have reached its shards."""
         self._versions[self._groups.index(group)] = private.version(group)
 
     def forget(self) -> None:
-        """Disregards all writes since the versions were last looked at: none of them was to gathered parameters."""
+        """Ignore all writes since the versions were last read: none of them was to gathered parameters."""
         self._versions = [private.version(group) for group in self._groups]
 
     def store(self, index: int, group: private.Group) -> None:
-        """``group``, the one with this index, is about to be dropped."""
+        """Store the writes to ``group`` in its shards; the group with this index is about to be dropped."""
         version = private.version(group)
         if version == self._versions[index] and not self._data_taken:
             return
