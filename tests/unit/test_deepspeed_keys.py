@@ -23,8 +23,8 @@ pytest.importorskip("deepspeed")
             ["zero_optimization.offload_optimizer.devic in", "did you mean device?"],
         ),
         ({"activation_checkpointing": {"partitioned_activations": True}}, ["did you mean partition_activations?"]),
-        ({"overlap_comm": True}, ["overlap_comm in", "it belongs into zero_optimization."]),
-        ({"zero_optimization": {"stage": 2, "train_batch_size": 1}}, ["it belongs into the top level."]),
+        ({"overlap_comm": True}, ["overlap_comm in", "it belongs in zero_optimization."]),
+        ({"zero_optimization": {"stage": 2, "train_batch_size": 1}}, ["it belongs in the top level."]),
         ({"nonsense": 1}, ["nonsense in", "the top level has activation_checkpointing, aio,"]),
         ({"timers": {"x": 1}}, ["timers.x in", "timers has throughput"]),
         ({"checkpoint": {"writer": {"typ": 1}}}, ["checkpoint.writer.typ in", "did you mean type?"]),
@@ -43,7 +43,7 @@ def test_an_unknown_key_is_an_error_when_the_strategy_is_made(content: dict[str,
 def test_the_file_is_named(tmp_path: Any) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimizaton": {"stage": 2}}')
-    with pytest.raises(ValueError, match=f"zero_optimizaton in {path} is not a setting of DeepSpeed's"):
+    with pytest.raises(ValueError, match=f"zero_optimizaton in {path} is not a setting of DeepSpeed;"):
         ZeroStrategy(engine="deepspeed", deepspeed_config=path)
 
 

@@ -1,8 +1,8 @@
-"""Recomputation of activations beside DeepSpeed's stage 3.
+"""Activation checkpointing under DeepSpeed's stage 3.
 
-DeepSpeed's own empties a unit's inputs in place when it moves them to host memory, so a module that uses them again (a
-residual around the unit, a mask that all blocks share) would compute with nothing: ``activation_checkpointing`` is
-PyTorch's ``checkpoint``.
+``activation_checkpointing`` uses PyTorch's ``checkpoint``. DeepSpeed's own empties a unit's inputs in place when it
+moves them to host memory: a module that uses them again (a residual around the unit, a mask shared by all blocks)
+would compute with empty tensors.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from lightning_zero.private.torch import pytree
 
 
 class InsideBackward:
-    """With a graph of its own, whose nodes tell stage 3 when to gather: recomputed for the first graph, parameters
-    would be given back between their use and their gradient.
+    """Recomputes a module in the backward with a graph of its own (a reentrant checkpoint).
 
-    That kind of checkpoint only knows tensors that are arguments or results themselves, and needs one that requires a
-    gradient. A term that the module keeps beside its output (a router's auxiliary loss) would have none.
+    The nodes of that graph tell stage 3 when to gather. A module recomputed for the first graph would have its
+    parameters resharded between their use and their gradient.
+
+    A reentrant checkpoint tracks only tensors that are arguments or results, and needs one that requires a gradient.
+    A term that the module stores beside its output (a router's auxiliary loss) would get no gradient.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -29,19 +31,19 @@ class InsideBackward:
         self._has_looked = False
 
     def __call__(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls ``forward``, and again in the backward.
+        """Calls ``forward``, and calls ``forward`` again in the backward.
 
         Raises:
-            ValueError: In the first forward, where the module keeps terms.
+            ValueError: In the first forward, if the module stores tensors on itself.
         """
         if self._has_looked:
             return _inside_backward(forward, args, kwargs)
-        before = _kept(self._module)  # held: a new tensor must not have the id of one that is gone
+        before = _kept(self._module)  # keeps the tensors alive: a new one must not reuse the id of a freed one
         results = _inside_backward(forward, args, kwargs)
         old = {id(tensor) for _, tensor in before}
         if new := list(dict.fromkeys(name for name, tensor in _kept(self._module) if id(tensor) not in old)):
             raise ValueError(
-                f"activation_checkpointing of {self._name!r} with engine='deepspeed' at stage 3: its forward keeps"
+                f"activation_checkpointing of {self._name!r} with engine='deepspeed' at stage 3: its forward stores"
                 f" tensors in {', '.join(map(repr, new[:3]))}, which would reach the loss without gradients. Use"
                 " engine='fsdp2' or stage=2, return them, or recompute other modules: activation_checkpointing=[...]."
             )
@@ -64,7 +66,7 @@ def _inside_backward(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _kept(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Floating-point tensors in attributes of ``module`` and of those inside it, or in lists there."""
+    """Returns the floating-point tensors in attributes (or lists in attributes) of ``module`` and its submodules."""
     return [
         (f"{name}.{attribute}" if name else attribute, tensor)
         for name, each in module.named_modules()

@@ -1,12 +1,12 @@
-"""A module that is sharded while ``configure_model`` builds it, by ``deepspeed.zero.Init``.
+"""Sharding a module while ``configure_model`` builds it, with ``deepspeed.zero.Init``.
 
-From a layer's ``__init__`` to the engine's start, its parameters are empty and each rank holds its part of rank 0's
-values. User code and checkpoints meanwhile read and write whole tensors, which come as they are touched
-(:mod:`~lightning_zero.engines.residency`): initialization by a parent module, tied weights, ``load_state_dict``. All
-ranks must read the same ones.
+From the end of a layer's ``__init__`` to the engine's start, the layer's parameters are empty, and each rank holds its
+shard of rank 0's values. Until then user code and checkpoints read and write full tensors, which are gathered when
+they are touched (:mod:`~lightning_zero.engines.residency`): initialization by a parent module, tied weights,
+``load_state_dict``. All ranks must read the same parameters.
 
-Hugging Face's ``from_pretrained`` builds on the meta device unless it is told of stage 3; here it is, so it loads
-tensor by tensor into sharded parameters.
+Hugging Face's ``from_pretrained`` builds on the meta device unless transformers knows that stage 3 is in use. Here
+transformers is told, so ``from_pretrained`` loads tensor by tensor into sharded parameters.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from lightning_zero.private.torch import DisableTorchFunction
 
 
 class Build:
-    """One run's building.
+    """Builds one run's module sharded.
 
     Args:
         module: The LightningModule.
         made: The config for ``deepspeed.initialize``.
-        device: Parameters are computed with on it.
+        device: The device of this rank's forward and backward.
     """
 
     def __init__(self, module: nn.Module, made: dict[str, Any], device: torch.device) -> None:
@@ -47,7 +47,7 @@ class Build:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Around ``configure_model`` (collective)."""
+        """Wraps ``configure_model``: layers created inside are sharded (collective)."""
         with private.environment(self._device):
             private.prepare(self._device)
             private.count_parameters_from_zero()
@@ -57,17 +57,21 @@ class Build:
 
     @property
     def found(self) -> bool:
-        """Whether parameters are sharded already: ``configure_model`` may have had nothing to build."""
+        """Whether any parameter is sharded: ``configure_model`` may have had nothing to build."""
         return any(map(private.is_partitioned, self.module.parameters()))
 
     def begin_view(self) -> None:
-        """From here to :meth:`end_view` the module's tensors are read and written as if they were whole."""
+        """Starts presenting the module's tensors as full to user code, until :meth:`end_view`."""
         if not self._is_entered and self.found:
             self._is_entered = True
             self._view.__enter__()
 
     def end_view(self, stores: bool = True) -> None:
-        """``stores``: what was written counts (collective); not after an error, which other ranks may not have."""
+        """Ends the view of :meth:`begin_view`.
+
+        Args:
+            stores: Whether writes are stored (collective); not after an error, which other ranks may not have.
+        """
         if self._is_entered:
             self._is_entered = False
             self._view.__exit__(None, None, None)
@@ -78,7 +82,7 @@ class Build:
                 private.empty(p)
 
     def restore(self, whole: bool, optimizers: Iterable[Any] = (), on_whole: OnWhole = unheard) -> None:
-        """The module is an ordinary one again; for a run that ended before its engine started (collective)."""
+        """Unshards the module, for a run that ended before its engine started (collective)."""
         if whole:
             with torch.no_grad(), DisableTorchFunction():
                 for p in self.module.parameters():
@@ -87,7 +91,7 @@ class Build:
 
 
 class _BuildMode(Mode):
-    """``detach()``, and so ``state_dict()``, gathers nothing until its tensors are used."""
+    """Makes ``detach()``, and thereby ``state_dict()``, return tensors that are gathered only when they are used."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.detach and private.is_managed(args[0]) and private.is_partitioned(args[0]):
@@ -104,7 +108,7 @@ def _lazily(p: Any) -> Tensor:
 
 
 class _Stage3:
-    """In the form that transformers asks: its own class for this needs accelerate."""
+    """Tells transformers that stage 3 is in use. The class that transformers has for this needs accelerate."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -118,12 +122,12 @@ def _told_to_transformers(made: dict[str, Any]) -> Iterator[None]:
     if find_spec("transformers") is None:
         yield
         return
-    from transformers.integrations import deepspeed as integration  # only where it is there
+    from transformers.integrations import deepspeed as integration  # optional dependency
 
-    if integration.is_deepspeed_zero3_enabled():  # by the user
+    if integration.is_deepspeed_zero3_enabled():  # the user has set it
         yield
         return
-    facts = _Stage3(made)  # transformers keeps a weak reference
+    facts = _Stage3(made)  # transformers keeps only a weak reference: this name keeps the object alive
     integration.set_hf_deepspeed_config(facts)
     try:
         yield

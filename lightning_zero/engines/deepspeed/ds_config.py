@@ -1,7 +1,7 @@
-"""From our settings, or from a DeepSpeed config file, to the dict that ``deepspeed.initialize`` takes.
+"""Translates our settings, or a DeepSpeed config file, to the dict that ``deepspeed.initialize`` takes.
 
-Pure: it needs neither deepspeed nor Lightning. What Lightning sets too (batch size, accumulation, precision, clipping)
-is Lightning's; a file may repeat it, leave it out, say ``"auto"``, or be refused with both values named.
+This module imports neither deepspeed nor Lightning. The Trainer owns batch size, accumulation, precision and clipping.
+A file may repeat these values, leave them out, or say ``"auto"``; a different value is refused with both values named.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ MAX_BUCKET_NUMEL = 200_000_000
 MIN_BUCKET_NUMEL = 25_000_000
 _ROUND_BUCKETS = 8
 _RATIO_SUB_GROUPS = 32
-"""Partial offload moves whole sub-groups: so many, that the share is met within a few per cent."""
+"""Sub-groups per rank. Partial offload moves entire sub-groups; with 32 of them the ratio is met within a few per
+cent."""
 
 _ZERO_KEYS = {
     "overlap_comm": "overlap_comm",
@@ -40,30 +41,30 @@ _ZERO_KEYS = {
 _NEED_CUDA = ("quantized_weights", "quantized_nontrainable_weights", "quantized_gradients")
 _PRECISIONS = {"32": "fp32", "16": "fp16", "bf": "bf16", "64": "fp64"}
 _OURS = ("optimizer", "scheduler", "fp16", "bf16", "bfloat16")
-"""Sections of a file that do not go on to DeepSpeed as they are."""
+"""Sections of a file that are not passed to DeepSpeed unchanged."""
 INERT = (
     "aio", "autotuning", "comet", "csv_monitor", "data_efficiency", "flops_profiler", "memory_breakdown", "tensorboard",
     "wandb", "wall_clock_breakdown",
 )  # fmt: skip
-"""Keys for DeepSpeed's own ``forward``, ``step``, dataloader, launcher and files, none of which is in use here."""
+"""Keys for DeepSpeed's own ``forward``, ``step``, dataloader, launcher and files, none of which is used here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Facts of a run beside its settings."""
+    """Facts about a run that are not settings of the strategy."""
 
     world_size: int
     device_type: str
     """``"cpu"``, ``"cuda"``, ..."""
     precision: str
-    """As Lightning writes it: ``"32-true"``, ``"bf16-mixed"``, ..."""
+    """In Lightning's spelling: ``"32-true"``, ``"bf16-mixed"``, ..."""
     accumulation: int
     """``Trainer(accumulate_grad_batches)``: micro-batches per optimizer step."""
     clip_value: float | None
-    """``Trainer(gradient_clip_val)``; ``None`` or 0 clips nothing."""
+    """``Trainer(gradient_clip_val)``; ``None`` or 0 disables clipping."""
     clip_algorithm: str = "norm"
     numel: int = 0
-    """Elements of all parameters."""
+    """Number of elements of all parameters."""
 
     @property
     def dtype(self) -> str:
@@ -72,27 +73,29 @@ class RunFacts:
 
 
 def bucket_numel(numel: int) -> int:
-    """Elements of one message for a module of ``numel``: an eighth of it, so that several overlap with computing, but
-    at least 25 million, which fill a link, and at most 200 million, as two buckets are always allocated. A small module
-    is one bucket: DeepSpeed's own 500 million take 2 GB whatever the module's size. Even, as DeepSpeed wants it."""
+    """Returns the elements of one bucket for a module of ``numel`` elements; even, as DeepSpeed requires.
+
+    A bucket holds an eighth of the module, so that several messages overlap with computation; at least 25 million
+    elements, which saturate a link; and at most 200 million, because two buckets are always allocated. A small module
+    is one bucket. DeepSpeed's default of 500 million takes 2 GB whatever the module's size."""
     bucket = max(2, min(numel, max(numel // _ROUND_BUCKETS, MIN_BUCKET_NUMEL), MAX_BUCKET_NUMEL))
     return bucket + bucket % 2
 
 
 def persistence_numel(numel: int) -> int:
-    """Parameters that stay whole at stage 3: biases and norms of a large module, nothing that counts in a small one."""
+    """Returns the size up to which stage 3 keeps a parameter unsharded: biases and norms of a large module."""
     return min(100_000, numel // 1000)
 
 
 def ds_config(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
-    """The dict for ``deepspeed.initialize(config=...)`` in this run; a new one each time.
+    """Returns a new dict for ``deepspeed.initialize(config=...)`` in this run.
 
-    Gradients are clipped and accumulated by the engine, as Lightning asks for it, never by DeepSpeed: its clipping is
-    written as 0.0, because without the key it clips to norm 1.0.
+    The engine clips and accumulates gradients, as Lightning asks; DeepSpeed never does. ``gradient_clipping`` is
+    written as 0.0, because without the key DeepSpeed clips to norm 1.0.
 
     Raises:
-        ValueError: Where the file and the settings or the Trainer contradict each other, or the device cannot do it;
-            naming both values and the repair.
+        ValueError: If the file contradicts the settings or the Trainer, or if the device lacks a feature. The message
+            names both values and the repair.
     """
     raw = config.raw or RawConfig("{}")
     _check_device(config, raw, facts)
@@ -112,7 +115,7 @@ def ds_config(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
 
 
 def _require_same(raw: RawConfig, key: str, its: Any, mine: Any, run: str) -> None:
-    """Raises ``ValueError`` where the file's value is another than ``mine``; ``run`` says what the run has."""
+    """Raises ``ValueError`` if the file's value ``its`` differs from ``mine``; ``run`` describes this run's value."""
     if its not in (None, AUTO) and its != mine:
         raise ValueError(f'{key}={its!r} in {raw.origin}, but {run}: make them equal, or "auto" in the file.')
 
@@ -133,8 +136,8 @@ def _check_device(config: ZeroConfig, raw: RawConfig, facts: RunFacts) -> None:
     for name in _NEED_CUDA if facts.device_type != "cuda" else ():
         if getattr(config.deepspeed, name) or zero.get(_ZERO_KEYS[name]) is True:
             raise ValueError(
-                f"deepspeed.{name}=True on {facts.device_type!r}: DeepSpeed's quantization is for CUDA; leave it"
-                " out, or use precision='bf16-mixed', which halves what is sent too."
+                f"deepspeed.{name}=True on {facts.device_type!r}: DeepSpeed's quantization needs CUDA; remove the"
+                " setting, or use precision='bf16-mixed', which also halves the bytes sent."
             )
     if facts.dtype == "fp64":
         raise ValueError(
@@ -143,11 +146,13 @@ def _check_device(config: ZeroConfig, raw: RawConfig, facts: RunFacts) -> None:
         )
     size = config.deepspeed.hpz_partition_size or 1
     if facts.world_size % size:
-        raise ValueError(f"deepspeed.hpz_partition_size={size} with {facts.world_size} ranks: use a divisor of them.")
+        raise ValueError(
+            f"deepspeed.hpz_partition_size={size} with {facts.world_size} ranks: use a divisor of {facts.world_size}."
+        )
 
 
 def _check_trainer(raw: RawConfig, facts: RunFacts) -> None:
-    """Clipping, which is by norm in a file, and precision."""
+    """Compares clipping (always by norm in a file) and precision with the Trainer's."""
     clip = facts.clip_value or 0.0
     _require_same(
         raw,
@@ -157,22 +162,22 @@ def _check_trainer(raw: RawConfig, facts: RunFacts) -> None:
         f"Trainer(gradient_clip_val={facts.clip_value!r}, gradient_clip_algorithm={facts.clip_algorithm!r})",
     )
     for name, wanted in {"fp16": "16-mixed", "bf16": "bf16-mixed", "bfloat16": "bf16-mixed"}.items():
-        run = f"Trainer(precision={facts.precision!r}), where {wanted!r} computes so"
+        run = f"Trainer(precision={facts.precision!r}), where {wanted!r} enables it"
         _require_same(raw, f"{name}.enabled", raw.section(name).get("enabled"), facts.dtype == name[:4], run)
 
 
 def batches(raw: RawConfig, facts: RunFacts, batch_size: int | None = None) -> dict[str, int]:
-    """Accumulation, micro-batch and global batch of this run, by DeepSpeed's names.
+    """Returns accumulation, micro-batch size and global batch size of this run under DeepSpeed's keys.
 
-    DeepSpeed wants numbers, though only its own dataloader and logs use them.
+    DeepSpeed requires these numbers, though only its own dataloader and logs use them.
 
     Args:
         raw: The file.
-        facts: Those of the run.
-        batch_size: The dataloader's; ``None``, where it is unknown, takes the file's.
+        facts: Facts about the run.
+        batch_size: The dataloader's batch size. ``None`` means unknown; the file's value is used.
 
     Raises:
-        ValueError: If the file names other numbers.
+        ValueError: If the file's numbers are invalid, or differ from this run's.
     """
     steps, per_rank, total = "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size"
     content = raw.content()
@@ -190,7 +195,7 @@ def batches(raw: RawConfig, facts: RunFacts, batch_size: int | None = None) -> d
 
 
 def inert_settings(raw: RawConfig, own_optimizer: bool) -> list[str]:
-    """Settings of a file that have no effect in a run under Lightning.
+    """Lists the settings of a file that have no effect in a run under Lightning.
 
     Args:
         raw: The file.
@@ -202,7 +207,7 @@ def inert_settings(raw: RawConfig, own_optimizer: bool) -> list[str]:
         found.append("activation_checkpointing")
     if own_optimizer:
         found += [name for name in ("optimizer", "scheduler") if raw.section(name)]
-    if fp16.get("enabled") is True:  # Lightning's GradScaler scales losses
+    if fp16.get("enabled") is True:  # Lightning's GradScaler scales losses, so DeepSpeed's loss-scale keys are unused
         found += [f"fp16.{name}" for name in _without_auto(fp16) if name != "enabled"]
     return found
 
@@ -215,7 +220,7 @@ def _is_on(value: Any) -> bool:
 
 
 def _precision_sections(raw: RawConfig, facts: RunFacts) -> dict[str, Any]:
-    """``fp16``, ``bf16`` and ``data_types``: parameters in the precision's dtype, master weights and sums in fp32."""
+    """Makes ``fp16``, ``bf16`` and ``data_types``: parameters in the run's dtype, master weights and sums in fp32."""
     made: dict[str, Any] = {}
     for name in ("fp16", "bf16"):
         section = _without_auto(raw.section(name) or (raw.section("bfloat16") if name == "bf16" else {}))
@@ -241,10 +246,10 @@ def _zero_section(config: ZeroConfig, facts: RunFacts, raw: RawConfig) -> dict[s
 
 
 def _defaults(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
-    """Defaults for keys that neither our settings nor the file set; the rest is DeepSpeed's own default."""
+    """Returns defaults for keys that neither our settings nor the file set. Other keys keep DeepSpeed's default."""
     bucket = bucket_numel(facts.numel)
     made: dict[str, Any] = {
-        "overlap_comm": facts.device_type != "cpu",  # there are no streams on a CPU
+        "overlap_comm": facts.device_type != "cpu",  # a CPU has no streams
         "reduce_bucket_numel": bucket,
     }
     if config.stage == 3:
@@ -272,7 +277,7 @@ def _offload_section(
 
 
 def _fill(section: dict[str, Any], key: str, mine: Any, default: Any, raw: RawConfig) -> None:
-    """``section[key]`` is our setting, else the file's, else the default (``None``: DeepSpeed's own)."""
+    """Sets ``section[key]`` to our setting, else the file's value, else ``default`` (``None``: DeepSpeed's own)."""
     its = section.get(key)
     if mine is not None:
         _require_same(raw, key, its, mine, f"the settings say {mine!r}")
@@ -282,7 +287,7 @@ def _fill(section: dict[str, Any], key: str, mine: Any, default: Any, raw: RawCo
 
 
 def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
-    """``section`` without its ``"auto"`` values: ours or DeepSpeed's defaults take their places."""
+    """Returns ``section`` without its ``"auto"`` values, so that our defaults or DeepSpeed's apply."""
     return {
         key: _without_auto(value) if isinstance(value, Mapping) else value
         for key, value in section.items()

@@ -1,11 +1,11 @@
 """ZeRO on ``deepspeed.initialize``.
 
 [Tensors] (see ``private`` for flats, masters and pieces)
-- *parameter*: the user's own ``nn.Parameter`` object all the time. At stages 1 and 2 whole, a view of DeepSpeed's
+- *parameter*: always the user's own ``nn.Parameter`` object. At stages 1 and 2 a full tensor, a view of DeepSpeed's
   buffer; at stage 3 empty between uses.
-- *gradient*: averaged, one piece per rank, from the backward until ``zero_grad``; whole only while user code looks.
-- *odd parameter*: one that DeepSpeed's flats do not take (0-dim, empty, of another dtype than most): whole on every
-  rank all the time, its gradient averaged by us.
+- *gradient*: averaged, one piece per rank, from the backward until ``zero_grad``; full only while user code reads it.
+- *odd parameter*: a parameter that cannot be sharded, because DeepSpeed's flats do not take it (0-dim, empty, or of a
+  dtype other than that of most elements). It stays full on every rank, and this engine averages its gradient.
 
 [Plan of one optimizer step, A micro-batches]
 
@@ -14,16 +14,16 @@
     2       all, after the step             after each
     3       each module, forward, backward  after each
 
-DeepSpeed reduces, gathers and offloads; users' own optimizers step on its masters (``optimizer_step``), so any
-number of them, any class, any schedule and any clipping do what they do under DDP. DeepSpeed's own clipping and loss
+DeepSpeed reduces, gathers and offloads. Users' own optimizers step on DeepSpeed's masters (``optimizer_step``), so any
+number of optimizers, any class, any schedule and any clipping behave as under DDP. DeepSpeed's own clipping and loss
 scaling are off.
 
-[Differences of DeepSpeed alone from DDP, and their repair]
-- *Unused parameters.* DeepSpeed has zeros or the step before's gradient there. Ranks agree (one small all-reduce) which
-  parameters nobody used; these have no gradient and are not stepped. Where only some ranks used one, the others add
-  zeros, and gradients are handed to DeepSpeed in one order on all ranks (``reductions``).
-- *Modules that only some ranks run* cannot be gathered at stage 3: on the CPU ranks say before each gather which module
-  comes next, and an error on all of them names it.
+[Where DeepSpeed alone differs from DDP, and the repair]
+- *Unused parameters.* DeepSpeed holds zeros or the previous step's gradient for them. Ranks agree (one small
+  all-reduce) which parameters no rank used; these have no gradient and are not stepped. If only some ranks used a
+  parameter, the others add zeros. Gradients are handed to DeepSpeed in one order on all ranks (``reductions``).
+- *Modules that only some ranks run* cannot be gathered at stage 3. CPU ranks compare before each gather which module
+  comes next; if they differ, every rank raises an error that names the modules.
 - *Rank 0's values.* Parameters and buffers are broadcast at the start, buffers again at each synchronized forward.
 """
 
@@ -82,19 +82,20 @@ from lightning_zero.private.torch import (
 
 
 class _Root(Root):
-    """Returns a list, because DeepSpeed looks into results of other kinds."""
+    """Returns a list, because DeepSpeed inspects results of other types."""
 
     def forward(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         return [super().forward(method, *args, **kwargs)]
 
 
 class DeepSpeedEngine(Engine):
-    """See the module's text for the plan and :class:`~lightning_zero.engines.base.Engine` for the contract."""
+    """Runs ZeRO on DeepSpeed: the plan is in this module's docstring, the contract in
+    :class:`~lightning_zero.engines.base.Engine`."""
 
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         super().__init__(config, device, dtypes)
         self._engine: Any = None  # DeepSpeed's, once attached
-        self._accumulators: list[Node] = []  # held: autograd would make others
+        self._accumulators: list[Node] = []  # keeps them alive: otherwise autograd creates new ones
         self._handles: list[Any] = []
         self._agreement: Agreement | None = None
         self._optimizers: list[Optimizer] = []
@@ -134,7 +135,7 @@ class DeepSpeedEngine(Engine):
             params.held, params.named, self._stage3, self._under_way, memories, self._gradients,
             lambda: params.managed, self.backward, self._before_bring,
         )  # fmt: skip
-        agreement = run_agreement()  # none in a bare loop, whose reads are all ranks'
+        agreement = run_agreement()  # None in a bare loop, where every rank makes the same reads
         meets = agreement is not None and dist.get_world_size() > 1
         barrier = Barrier(agreement) if meets and agreement is not None else None
         budget = budget_bytes(self.config.hook_budget_bytes, self.device, agreement)
@@ -145,7 +146,7 @@ class DeepSpeedEngine(Engine):
         self._end_transforms = translate_transformed(self._touched)
 
     def _touched(self, value: Any) -> Any:
-        """``value``, which ``torch.func`` is about to wrap: the wrapped one is another object."""
+        """Touches ``value`` before ``torch.func`` wraps it in another object, and returns ``value``."""
         if id(value) in self._store.own:
             self._residency.touch([value], brings=torch.is_grad_enabled())
         return value
@@ -161,11 +162,11 @@ class DeepSpeedEngine(Engine):
         self.check_parameters()
         if optimizers:
             refuse_sparse_gradients(self.module)
-        self.end_window(meets=False)  # of configure_optimizers
+        self.end_window(meets=False)  # ends the window of configure_optimizers
         params.before_start()
         trainable = [p for p in params.named.values() if p.requires_grad and p in params.held]
         for p in params.held:
-            p.data = p.data.contiguous()  # DeepSpeed looks at it as bytes
+            p.data = p.data.contiguous()  # DeepSpeed views the memory as bytes
         copies = PlainCopies(params.module, private.is_on_modules)
         joined = Joined(flat_groups(trainable, optimizers)) if optimizers and trainable else None
         self._usage.follow(trainable)
@@ -178,9 +179,9 @@ class DeepSpeedEngine(Engine):
             private.let_inputs_change(self._engine, self.root)
             private.without_residency(self._engine, self._rests)
             private.after_modules(self._engine, self._gathered)
-            # after without_residency, which replaces the same hooks: ranks agree before DeepSpeed looks at a module
+            # Must follow without_residency, which replaces the same hooks: ranks agree before DeepSpeed sees a module.
             self._order.follow(self._engine, joined is not None)
-            private.before_modules(self._engine, self._refuse_gather)  # the last is asked first
+            private.before_modules(self._engine, self._refuse_gather)  # the hook added last runs first
             self._handles = [
                 m.register_forward_pre_hook(self._store.bring_given, prepend=True, with_kwargs=True)
                 for m in self.module.modules()
@@ -193,7 +194,7 @@ class DeepSpeedEngine(Engine):
                 self._engine, trainable, self.config.stage, self.config.find_unused_parameters, self._under_way
             )
             for optimizer in optimizers:
-                self._step_of(optimizer)  # which lays out the states that are there
+                self._step_of(optimizer)  # shards the states that exist already
                 optimizer.zero_grad = self._gradients.zero_grad_of(optimizer)  # type: ignore[method-assign]
         self._store.begin()
         copies.begin()  # undone by private.end
@@ -201,13 +202,13 @@ class DeepSpeedEngine(Engine):
         params.after_start()
 
     def _rests(self) -> bool:
-        """Whether DeepSpeed's hooks on modules do nothing: between steps parameters come as they are touched."""
+        """Whether DeepSpeed's module hooks do nothing: between steps parameters are gathered when touched."""
         return self._under_way.is_between() or Phase.WHOLE in self._under_way
 
     def _gathered(self, module: nn.Module) -> None:
         if not self._rests():
             with torch.no_grad(), DisableTorchFunction():
-                self._store.go_where_it_is_held()  # maybe also a parameter that another module has
+                self._store.go_where_it_is_held()  # for all parameters: this gather may include another module's
 
     def _refuse_gather(self, module: nn.Module) -> None:
         if Phase.WHOLE not in self._under_way:
@@ -215,7 +216,7 @@ class DeepSpeedEngine(Engine):
             refuse_transforms("stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'")
 
     def _plain(self, p: Tensor) -> Tensor:
-        """Its values in memory of their own (collective at stage 3)."""
+        """Returns a copy of the full values of ``p`` (collective at stage 3)."""
         self._residency.touch([p])
         with torch.no_grad(), DisableTorchFunction():
             return p.detach().clone()
@@ -237,7 +238,7 @@ class DeepSpeedEngine(Engine):
                 self._residency.meet()
 
     def _settle(self) -> None:
-        """All that user code wrote to parameters and gradients counts; before a master or a piece is looked at."""
+        """Stores all that user code wrote to parameters and gradients. Call before a master or a piece is read."""
         self._settle_parameters()
         self._gradients.flush()
 
@@ -250,7 +251,8 @@ class DeepSpeedEngine(Engine):
         wants_grad = torch.is_grad_enabled()
         self.end_window(self.hooks.before_forward and wants_grad)
         if not wants_grad and self._stage3 and not self._residency.all_run():
-            return getattr(self.module, method)(*args, **kwargs)  # the others give what it touches: a longer loop
+            # This rank's loop is longer: the other ranks only serve the parameters that it touches.
+            return getattr(self.module, method)(*args, **kwargs)
         self.broadcast_buffers()
         with self._in(Phase.STEP):
             with torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
@@ -267,7 +269,7 @@ class DeepSpeedEngine(Engine):
             yield
 
     def reshard(self) -> None:
-        """DeepSpeed does, after each module and in each step; writes of user code are seen as they happen."""
+        """Does nothing: DeepSpeed reshards after each module and in each step, and user writes are tracked at once."""
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -284,10 +286,10 @@ class DeepSpeedEngine(Engine):
         shards, usage = self._params.attached.shards, self._usage
         if (name := usage.unfrozen()) is not None:
             raise ValueError(
-                f"parameter {name!r} was unfrozen after the run began, and DeepSpeed has room for what was trained"
-                " then: use engine='fsdp2', or unfreeze it before the fit."
+                f"parameter {name!r} was unfrozen after the run began, but DeepSpeed allocates memory only for"
+                " parameters trained from the start: use engine='fsdp2', or unfreeze it before the fit."
             )
-        # before DeepSpeed adds to the pieces, or user code's writes to gradients are lost
+        # Must happen before DeepSpeed adds to the pieces: otherwise user writes to gradients are lost.
         self._gradients.flush(averages=True)
         sync = self.reduces
         if retains_graph and Phase.STEP in self._under_way:
@@ -298,8 +300,8 @@ class DeepSpeedEngine(Engine):
                     shards.before_backward(self._params.attached.with_grad)
                     usage.window_open = True
                 usage.begin_backward()
-                # Stage 2 reduces every micro-batch: each is taken at once, because with offload DeepSpeed's own sum
-                # is wrong for parameters that not every micro-batch uses.
+                # Stage 2 reduces every micro-batch, and its gradients are taken at once: with offload, DeepSpeed's own
+                # sum is wrong for parameters that some micro-batches do not use.
                 takes = not self._stage3 and (sync or self.config.stage == 2)
                 if takes:
                     shards.before_reductions()
@@ -316,7 +318,7 @@ class DeepSpeedEngine(Engine):
         self.end_window(together and self.hooks.anywhere)
 
     def _seen_by_user(self, run_backward: Callable[[], None]) -> Callable[[], None]:
-        """For a ``LightningModule.backward`` of the user's own, which might look for gradients where none are yet."""
+        """Keeps user-code checks on in an overridden ``LightningModule.backward``, which may read ``p.grad`` early."""
 
         def run() -> None:
             with EnableTorchFunction():
@@ -384,7 +386,7 @@ class DeepSpeedEngine(Engine):
         odd = [p.grad for p in parameters(optimizer) if p not in managed and p.grad is not None]
         return list(managed.grads(optimizer)), odd
 
-    # -- whole state ---------------------------------------------------------------------------------------------
+    # -- full state ----------------------------------------------------------------------------------------------
 
     def sharded_state_dict(self) -> dict[str, Any]:
         self.end_window(self.hooks.anywhere)
@@ -436,7 +438,7 @@ class DeepSpeedEngine(Engine):
         self._graphs.end()
         self._end_transforms()
         self._settle_parameters()  # before masters are read
-        _give_methods_back(self._optimizers)  # whatever becomes of the module
+        _give_methods_back(self._optimizers)  # even if the module stays sharded
         if not whole:
             return
         with torch.no_grad(), DisableTorchFunction():
@@ -452,9 +454,9 @@ class DeepSpeedEngine(Engine):
             self._agreement = None
 
     def _take_off(self, values: Mapping[Tensor, Tensor]) -> None:
-        """DeepSpeed lets go of the module and the optimizers; parameters hold ``values`` and no gradients.
+        """Detaches DeepSpeed from the module and the optimizers; parameters hold ``values`` and no gradients.
 
-        ``values`` are read before: afterwards nobody knows how the pieces fit together.
+        ``values`` must be read before this call, which drops the layout of the pieces.
         """
         _give_methods_back(self._optimizers)
         self._usage.close()
@@ -472,8 +474,10 @@ class DeepSpeedEngine(Engine):
 
 
 def _whole_accumulator(p: Tensor, shape: torch.Size) -> Node:
-    """The node that adds to ``p.grad``: it takes gradients of the shape that ``p`` had at the first use in a graph,
-    and an ``autograd.Function`` (DeepSpeed's own around each module, too) is given parameters that are still away."""
+    """Creates the autograd node that adds to ``p.grad``, for gradients of the full ``shape``.
+
+    The node takes its shape from ``p`` at the first use in a graph, and an ``autograd.Function`` (including DeepSpeed's
+    own around each module) may receive parameters that are still resharded, hence empty."""
     cut = p.data
     try:
         p.data = cut.new_empty(1).expand(shape)
@@ -483,18 +487,19 @@ def _whole_accumulator(p: Tensor, shape: torch.Size) -> Node:
 
 
 def _give_methods_back(optimizers: Iterable[Optimizer]) -> None:
-    """They have their class's own instead of those that :meth:`DeepSpeedEngine.attach` sets."""
+    """Removes the ``zero_grad`` that :meth:`DeepSpeedEngine.attach` sets, so that the class's own is used again."""
     for optimizer in optimizers:
         optimizer.__dict__.pop("zero_grad", None)
 
 
 def _refuse_compiled(module: nn.Module) -> None:
-    """Raises ``ValueError`` for a module that is compiled, at stage 3: a graph would hold one of the smallest modules,
-    as DeepSpeed's hooks stand before each, and be made for a shape that changes from use to use."""
+    """Raises ``ValueError`` for a compiled module at stage 3.
+
+    DeepSpeed's hooks break the graph before each submodule, and parameters change their shape from use to use."""
     for name, each in module.named_modules():
         if is_compiled(each):
             raise ValueError(
                 f"engine='deepspeed' at stage 3: module {name or type(each).__name__!r} is compiled, but DeepSpeed"
-                " gathers before each of the smallest modules, where graphs end: use engine='fsdp2' or stage=2, or"
+                " gathers before each submodule, which breaks the graph there: use engine='fsdp2' or stage=2, or"
                 " leave the module uncompiled."
             )

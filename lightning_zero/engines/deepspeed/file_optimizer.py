@@ -1,6 +1,6 @@
-"""A DeepSpeed file's ``optimizer`` and ``scheduler`` sections as PyTorch objects.
+"""Builds PyTorch objects from a DeepSpeed file's ``optimizer`` and ``scheduler`` sections.
 
-They serve where the module has no ``configure_optimizers``, so that the engine meets an ordinary optimizer either way.
+They are used if the module has no ``configure_optimizers``. Either way the engine receives an ordinary optimizer.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _SCHEDULERS = ("WarmupLR", "WarmupDecayLR")
 
 
 def make_optimizer(raw: RawConfig, parameters: Iterable[torch.Tensor]) -> Optimizer:
-    """The optimizer of the file's section, over those of ``parameters`` that are trained.
+    """Makes the optimizer of the file's section over those of ``parameters`` that require a gradient.
 
-    ``"auto"`` leaves a value to PyTorch's default, except ``lr``, which has none that would fit.
+    ``"auto"`` means PyTorch's default. ``lr="auto"`` is refused, because no default learning rate suits every module.
 
     Raises:
-        ValueError: Naming the value in the file and the one to write instead.
+        ValueError: If a value cannot be used; the message names the value in the file and the one to write instead.
     """
     made, settings = _optimizer_of(raw)
     if raw.section("optimizer").get("params", {}).get("lr") == _AUTO:
@@ -41,12 +41,12 @@ def make_optimizer(raw: RawConfig, parameters: Iterable[torch.Tensor]) -> Optimi
 
 
 def make_scheduler(raw: RawConfig, optimizer: Optimizer, total_steps: Callable[[], float]) -> LRScheduler | None:
-    """The schedule of the file's section, to be stepped after each optimizer step; ``None`` if there is none.
+    """Makes the schedule of the file's section, to be stepped after each optimizer step; ``None`` without a section.
 
     Args:
         raw: The file.
         optimizer: From :func:`make_optimizer`.
-        total_steps: Says how many optimizer steps the whole run takes, for ``total_num_steps: "auto"``.
+        total_steps: Returns the number of optimizer steps in the entire run, for ``total_num_steps: "auto"``.
     """
     section = raw.section("scheduler")
     name, given = section.get("type"), section.get("params") or {}
@@ -54,7 +54,7 @@ def make_scheduler(raw: RawConfig, optimizer: Optimizer, total_steps: Callable[[
         return None
     if name not in _SCHEDULERS:
         raise ValueError(
-            f"scheduler.type={name!r} in {raw.origin}: use {' or '.join(_SCHEDULERS)}, or return another one from"
+            f"scheduler.type={name!r} in {raw.origin}: use {' or '.join(_SCHEDULERS)}, or return your own schedule from"
             " configure_optimizers()."
         )
     from deepspeed.runtime import lr_schedules  # only this engine needs it
@@ -74,17 +74,18 @@ def make_scheduler(raw: RawConfig, optimizer: Optimizer, total_steps: Callable[[
 
 
 class DeepSpeedSchedule(LRScheduler):
-    """One of DeepSpeed's schedules with PyTorch's interface, which Lightning asks for."""
+    """Wraps one of DeepSpeed's schedules in PyTorch's interface, which Lightning requires."""
 
     def __init__(self, schedule: Any) -> None:
-        # Not LRScheduler's own, which would take a first step: DeepSpeed's have set the first rate when they are made.
+        # LRScheduler.__init__ is not called, because it takes a first step: DeepSpeed's schedule has set the first
+        # learning rate already.
         self.schedule, self.optimizer = schedule, schedule.optimizer
 
     def step(self, epoch: int | None = None) -> None:
         self.schedule.step() if epoch is None else self.schedule.step(epoch)
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        """The rate of each parameter group."""
+        """Returns the current learning rate of each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,12 +99,12 @@ class DeepSpeedSchedule(LRScheduler):
 
 
 def _optimizer_of(raw: RawConfig) -> tuple[type[Optimizer], dict[str, Any]]:
-    """As in DeepSpeed: ``"Adam"`` decays weights as AdamW does, unless ``adam_w_mode`` says otherwise."""
+    """Returns the class and its settings. As in DeepSpeed, ``"Adam"`` means AdamW unless ``adam_w_mode`` is false."""
     name = raw.section("optimizer").get("type")
     made = _OPTIMIZERS.get(str(name).lower())
     if made is None:
         raise ValueError(
-            f"optimizer.type={name!r} in {raw.origin}: use 'AdamW', 'Adam' or 'SGD', or return another one from"
+            f"optimizer.type={name!r} in {raw.origin}: use 'AdamW', 'Adam' or 'SGD', or return your own optimizer from"
             " configure_optimizers()."
         )
     settings = _params(raw, "optimizer", made, "adam_w_mode", "torch_adam")
@@ -113,7 +114,7 @@ def _optimizer_of(raw: RawConfig) -> tuple[type[Optimizer], dict[str, Any]]:
 
 
 def _params(raw: RawConfig, section: str, made: type, *more: str) -> dict[str, Any]:
-    """Arguments for ``made`` (or ``more``) that the section gives a value other than ``"auto"``."""
+    """Returns the section's arguments for ``made`` (or in ``more``) whose value is not ``"auto"``."""
     given = raw.section(section).get("params") or {}
     known = [*list(inspect.signature(made).parameters)[1:], *more]
     for key, value in given.items():

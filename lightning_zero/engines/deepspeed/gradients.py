@@ -1,7 +1,7 @@
-"""``p.grad`` as user code sees it, while DeepSpeed has averaged gradients in pieces.
+"""``p.grad`` as user code sees it, while DeepSpeed holds averaged gradients in pieces.
 
-A gradient is put together when it is read, and stays whole until :meth:`Gradients.flush`, which copies what user code
-has written to it into this rank's piece. Nothing may read a piece before.
+A gradient is assembled when user code reads it, and stays full until :meth:`Gradients.flush` copies the user's writes
+into this rank's piece. No code may read a piece before the flush: the piece may be out of date.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from lightning_zero.engines.refusals import refuse_gradients_in_backward
 from lightning_zero.private.torch import DisableTorchFunction, in_backward
 
 _NONE = (
-    "p.grad is None between the micro-batches of an accumulation: DeepSpeed keeps gradients for itself until the last"
-    " one. Look at them in on_before_optimizer_step, or use engine='fsdp2'."
+    "p.grad is None between the micro-batches of an accumulation: DeepSpeed does not expose gradients until the last"
+    " one. Read them in on_before_optimizer_step, or use engine='fsdp2'."
 )
 _NOT_YET = (
-    "p.grad is assigned between the micro-batches of an accumulation, when DeepSpeed keeps gradients for itself: do it"
-    " in on_before_optimizer_step, or use engine='fsdp2'."
+    "p.grad is assigned between the micro-batches of an accumulation, where DeepSpeed does not accept gradients:"
+    " assign it in on_before_optimizer_step, or use engine='fsdp2'."
 )
 
 
 class Gradients:
-    """The user's side of the gradients of ``params``.
+    """Serves user code's reads and writes of the gradients of ``params``.
 
     Args:
         under_way: The engine's current activities.
-        usage: Says whether gradients of a backward wait for those of a later one.
+        usage: Knows whether an accumulation is unfinished, so that gradients are partial sums.
     """
 
     def __init__(self, params: Parameters, under_way: UnderWay, usage: Usage) -> None:
         self._params, self._under_way, self._usage = params, under_way, usage
         self._has_warned = False
-        self._seen: dict[Tensor, tuple[Tensor, bool]] = {}  # whole ones, and whether user code has assigned them
+        self._seen: dict[Tensor, tuple[Tensor, bool]] = {}  # the full gradient, and whether user code assigned it
 
     def _refuse_in_backward(self) -> None:
-        """In ``LightningModule.backward``, outside of autograd."""
+        """Raises in an overridden ``LightningModule.backward``, outside autograd: the gradients are incomplete."""
         if Phase.BACKWARD in self._under_way and not in_backward():
             refuse_gradients_in_backward()
 
     def read(self, p: Tensor, whole: Callable[[], Tensor]) -> Tensor | None:
-        """``p.grad``; ``whole`` puts it together (collective)."""
+        """Returns ``p.grad``; ``whole`` assembles the full gradient (collective)."""
         self._refuse_in_backward()
         managed = self._params.managed
         with DisableTorchFunction():
@@ -69,12 +69,12 @@ class Gradients:
         return self._seen[p][0]
 
     def assembled(self, p: Tensor) -> Tensor:
-        """Of this rank's and the others' pieces (collective)."""
+        """Returns the full gradient of ``p``, assembled from all ranks' pieces (collective)."""
         managed = self._params.attached
         return managed.assemble(p, managed.shards.grad(p)).to(dtype=p.dtype, device=p.device)
 
     def write(self, p: Tensor, value: Tensor | None) -> None:
-        """``p.grad = value``."""
+        """Implements ``p.grad = value``."""
         self._refuse_in_backward()
         managed = self._params.managed
         with DisableTorchFunction():
@@ -93,14 +93,15 @@ class Gradients:
         if value is None:
             managed.with_grad.discard(p)
             return
-        self._seen[p] = value, True  # whole until it is flushed: maybe this rank's own, which user code will reduce
+        self._seen[p] = value, True  # not cut before the flush: it may be this rank's own, for user code to reduce
         managed.with_grad.add(p)
 
     def flush(self, averages: bool = False) -> None:
         """Copies user code's writes into DeepSpeed's pieces.
 
         Args:
-            averages: A backward adds to them, so what was assigned is averaged over the ranks, as DDP averages the sum.
+            averages: Whether to average assigned gradients over the ranks. Needed before a backward adds to them,
+                because DDP averages the sum.
         """
         managed = self._params.managed
         if averages and managed is not None:
@@ -114,13 +115,15 @@ class Gradients:
                     piece, new = managed.shards.grad(p), managed.cut(p, grad)
                     if is_assigned:
                         piece.copy_(new)
-                    else:  # no version tells of p.grad.data.mul_(2); what is as it was keeps the piece's precision
+                    else:
+                        # No version counter records p.grad.data.mul_(2), so values are compared. Unchanged elements
+                        # keep the piece's precision.
                         new = new.to(piece.device)
                         piece.copy_(torch.where(new == piece.to(new.dtype), piece, new.to(piece.dtype)))
         self._seen.clear()
 
     def zero_grad_of(self, optimizer: Optimizer) -> Callable[..., None]:
-        """``optimizer.zero_grad``, as its pieces need it."""
+        """Makes the ``optimizer.zero_grad`` that also clears DeepSpeed's pieces."""
 
         def zero_grad(set_to_none: bool = True) -> None:
             managed = self._params.attached
@@ -137,7 +140,7 @@ class Gradients:
                     p.grad = None
                     if set_to_none:
                         managed.with_grad.discard(p)
-                    # an epoch may have ended between the micro-batches of a step: DDP's gradients go, too
+                    # An epoch may end in the middle of an accumulation; zero_grad clears the partial sum, as in DDP.
                     if p in managed.with_grad or self._usage.window_open:
                         managed.shards.grad(p).zero_()
 

@@ -1,7 +1,7 @@
 """Refuses keys of a config file that DeepSpeed does not know.
 
 DeepSpeed itself refuses unknown keys in some sections, when the engine starts, and ignores them everywhere else: with
-``{"zero_optimizaton": {"stage": 2}}`` it would train at another stage.
+``{"zero_optimizaton": {"stage": 2}}`` DeepSpeed would train at another stage.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lightning_zero.engines.deepspeed.ds_config import INERT
 
 
 def check_keys(raw: RawConfig) -> None:
-    """Raises ``ValueError`` where ``raw`` has a key that DeepSpeed does not know, naming the nearest that it does.
+    """Raises ``ValueError`` if ``raw`` has a key that DeepSpeed does not know; the message suggests the nearest key.
 
-    At the top level a name that begins with ``_`` or ``//`` is a comment. Does nothing where DeepSpeed is not
-    installed, as on a login node that submits a job: its ranks check again.
+    A top-level name that begins with ``_`` or ``//`` is a comment. The check is skipped if DeepSpeed is not installed,
+    as on a login node that submits a job: the job's ranks check again.
     """
     if find_spec("deepspeed") is None:
         return
@@ -32,7 +32,7 @@ def _check_section(content: Mapping[str, Any], path: list[str], origin: str) -> 
     for key, value in content.items():
         full = ".".join([*path, key])
         if known and key not in known:
-            raise ValueError(f"{full} in {origin} is not a setting of DeepSpeed's; {_repair(path, key, known)}")
+            raise ValueError(f"{full} in {origin} is not a setting of DeepSpeed; {_repair(path, key, known)}")
         if replacement := known.get(key):
             raise ValueError(f"{full} in {origin} is deprecated: use {replacement}.")
         if isinstance(value, Mapping):
@@ -40,7 +40,7 @@ def _check_section(content: Mapping[str, Any], path: list[str], origin: str) -> 
 
 
 def _known(path: list[str]) -> Mapping[str, str]:
-    """As :func:`.private.known_settings`."""
+    """Returns the known keys of the section at ``path``, in the form of :func:`.private.known_settings`."""
     if path in (["optimizer"], ["scheduler"]):
         return {"type": "", "params": ""}
     if path and path[0] in (*INERT, "optimizer", "scheduler"):  # parameters: see file_optimizer
@@ -55,5 +55,5 @@ def _repair(path: list[str], key: str, known: Mapping[str, str]) -> str:
         return f"did you mean {close[0]}?"
     for home in ([], ["zero_optimization"]):
         if key in _known(home):
-            return f"it belongs into {'.'.join(home) or 'the top level'}."
+            return f"it belongs in {'.'.join(home) or 'the top level'}."
     return f"{'.'.join(path) or 'the top level'} has {', '.join(sorted(known))}."

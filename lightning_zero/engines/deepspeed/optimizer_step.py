@@ -1,8 +1,8 @@
-"""Users' optimizers on DeepSpeed's flats: the engine's side of :mod:`~lightning_zero.engines.optimizer_step`.
+"""Steps users' optimizers on DeepSpeed's flats: the engine's side of :mod:`~lightning_zero.engines.optimizer_step`.
 
-DeepSpeed is given one optimizer, :class:`Joined`, whose groups say which parameters share a flat. It never steps, the
-users' own optimizers do. An element-wise one steps on this rank's *pieces* of the masters, 1-D views, so the step
-happens in place. A parameter that nobody used has no gradient, so that weight decay and step counts leave it alone.
+DeepSpeed receives one optimizer, :class:`Joined`, whose groups say which parameters share a flat. ``Joined`` never
+steps; the users' own optimizers do. An element-wise optimizer steps in place on this rank's *pieces* of the masters,
+1-D views. A parameter that no rank used has no gradient, so weight decay and step counts leave it unchanged.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from lightning_zero.private.torch import DisableTorchFunction
 
 
 class Joined(Optimizer):
-    """The groups of all optimizers, for DeepSpeed."""
+    """Gives DeepSpeed the parameter groups of all optimizers; never steps."""
 
     def __init__(self, groups: list[list[Tensor]]) -> None:
-        # DeepSpeed reads it of a group when only a part is offloaded
+        # DeepSpeed reads these keys of a group if offload.ratio is below 1
         unused = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
         super().__init__([{"params": group} for group in groups], unused)
 
@@ -35,12 +35,12 @@ class Joined(Optimizer):
 
 
 class Managed:
-    """The parameters that DeepSpeed holds, their gradients and how to put them together.
+    """The parameters that DeepSpeed shards, their gradients, and how to assemble full tensors from pieces.
 
     Args:
-        shards: They hold the pieces.
-        shapes: Every managed parameter's own shape.
-        attributes: Those of a parameter that its user has set.
+        shards: Holds the pieces.
+        shapes: The full shape of every managed parameter.
+        attributes: Returns the attributes that user code has set on a parameter.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Managed:
     ) -> None:
         self.shards, self.shapes, self.attributes = shards, shapes, attributes
         self.with_grad: set[Tensor] = set()
-        """Parameters that have a gradient, as every rank agrees."""
+        """Parameters that have a gradient; alike on all ranks."""
 
     def __contains__(self, p: Any) -> bool:
         return p in self.shards.pieces
@@ -60,10 +60,10 @@ class Managed:
         return self.shards.pieces[p]
 
     def assemble(self, p: Tensor, local: Tensor, only_on_rank_0: bool = False) -> Tensor:
-        """The whole tensor of which ``local`` is this rank's piece (collective).
+        """Returns the full tensor of which ``local`` is this rank's piece (collective).
 
-        A sum in which every element is one rank's and the others' zero, so exact. On other ranks than 0 the result is
-        of no use with ``only_on_rank_0``.
+        The sum over ranks is exact, because each element is non-zero on one rank only. With ``only_on_rank_0`` the
+        result is undefined on the other ranks.
         """
         whole = local.new_zeros(self.shapes[p].numel())
         self.piece(p).of_whole(whole).copy_(local)
@@ -75,30 +75,30 @@ class Managed:
         return whole.view(self.shapes[p])
 
     def cut(self, p: Tensor, whole: Tensor) -> Tensor:
-        """This rank's piece of a tensor of the parameter's shape, sharing its memory."""
+        """Returns this rank's piece of ``whole``, a tensor of the full shape of ``p``; a view of its memory."""
         return self.piece(p).of_whole(whole)
 
     def flats(self, params: Iterable[Tensor]) -> list[int]:
         return sorted({self.piece(p).flat for p in params if p in self})
 
     def master(self, p: Tensor) -> Tensor:
-        """This rank's piece of the parameter that is stepped."""
+        """Returns this rank's piece of the master of ``p``, 1-D."""
         piece = self.piece(p)
         return piece.of(self.shards.master(piece.flat))
 
     def grads(self, optimizer: Optimizer) -> list[Tensor]:
-        """This rank's pieces of ``optimizer``'s gradients."""
+        """Returns this rank's pieces of the gradients of ``optimizer``, 1-D."""
         return [self.shards.grad(p) for p in parameters(optimizer) if p in self.with_grad]
 
 
 class Pieces:
-    """See :class:`~lightning_zero.engines.optimizer_step.Parts`.
+    """Implements :class:`~lightning_zero.engines.optimizer_step.Parts` on DeepSpeed's pieces.
 
     Args:
-        managed: The parameters that DeepSpeed holds.
-        of_state: The piece of a state that ``state`` has made.
-        state: What stands for a piece of a state.
-        settle, begin_full, full_step: The engine's.
+        managed: The parameters that DeepSpeed shards.
+        of_state: Returns the piece behind a tensor that ``state`` made.
+        state: Makes the tensor that represents a piece of a state between steps.
+        settle, begin_full, full_step: Callbacks of the engine.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Pieces:
     def grad(self, p: Tensor, part: Tensor) -> Tensor | None:
         if p not in self._managed.with_grad:
             return None
-        return self._managed.shards.grad(p).to(part)  # itself, unless gradients are kept elsewhere than masters
+        return self._managed.shards.grad(p).to(part)  # no copy, unless device or dtype differ from the master's
 
     def store_grad(self, p: Tensor, grad: Tensor) -> None:
         mine = self._managed.shards.grad(p)
@@ -133,8 +133,10 @@ class Pieces:
         return self._managed.attributes(p)
 
     def cut(self, p: Tensor, full: Tensor) -> Tensor:
-        """What has the parameter's dtype gets the master's, as ``optimizer.load_state_dict`` gives it the parameter's:
-        a checkpoint may come from a run that stepped on bf16 weights."""
+        """Returns a copy of this rank's piece of ``full``, a state of ``p``, on the master's device.
+
+        A state in the parameter's dtype is cast to the master's dtype, because ``optimizer.load_state_dict`` casts to
+        the parameter's: a checkpoint may come from a run that stepped on bf16 weights."""
         master, dtype = self._managed.master(p), full.dtype
         if isinstance(full, LeftState):
             full = gathered(full.shard)
@@ -143,13 +145,13 @@ class Pieces:
         return self._managed.cut(p, full).to(master.device, dtype, copy=True)
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Masters of which the module does not know would be overwritten by what it holds."""
+        """Publishes the stepped masters to the module; otherwise the module's old values would overwrite them."""
         managed = self._managed
         with DisableTorchFunction(), torch.no_grad():
             managed.shards.publish(managed.flats(p for p in parameters(optimizer) if p in managed.with_grad))
 
 
 def parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The parameters of ``optimizer``, group after group."""
+    """Iterates over the parameters of ``optimizer``, group by group."""
     for group in optimizer.param_groups:
         yield from group["params"]

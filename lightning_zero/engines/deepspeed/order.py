@@ -1,4 +1,4 @@
-"""Stage 3: ranks must gather the same parameters and reduce the same gradients, in one order."""
+"""Stage 3: checks that ranks gather the same parameters and reduce the same gradients, in the same order."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
 
 _BUCKETS = 2**40
-"""Numbers from here upwards are those of buckets of gradients."""
+"""Numbers from this one upwards denote buckets of gradients; smaller ones denote modules and parameters."""
 _BUCKETS_DIFFER = (
-    "stage=3: ranks used different parameters of modules that all of them ran, so that their gradients came in"
-    " different buckets. With deepspeed.reduce_bucket_numel={} all of them fit into one; or use stage=2."
+    "stage=3: ranks ran the same modules but used different parameters of them, so that their gradients came in"
+    " different buckets. Set deepspeed.reduce_bucket_numel={}, which fits all gradients in one bucket, or use stage=2."
 )
 
 
 class Order:
-    """This rank's account of what it gathers and reduces.
+    """Records the order in which this rank gathers and reduces.
 
-    Every rank's mark of it is compared at the end of each window. Between CPU processes ranks also tell each other what
-    comes next, so that they all raise before messages are mixed up or one waits for ever; on an accelerator each of
-    these messages would hold the host up.
+    The ranks' marks are compared at the end of each window. CPU ranks also compare what comes next before each gather
+    and reduction, so that all raise before messages are mixed up or a rank waits for ever. On an accelerator each of
+    these messages would block the host, so only marks are compared.
 
     Args:
-        params: All of the module's.
-        agreement: Of all ranks; ``None`` does without.
+        params: All parameters of the module.
+        agreement: Channel to all ranks; ``None`` disables the checks.
         on_cpu: Whether ranks agree on each gather and bucket.
-        under_way: Says when nothing is gathered.
+        under_way: The engine's current activities: between steps nothing is recorded.
 
     Attributes:
-        mark: A number that depends on all gathers and buckets since the last comparison, and on their order.
+        mark: A hash of all gathers and buckets since the last comparison, in order.
     """
 
     def __init__(self, params: Parameters, agreement: Agreement | None, on_cpu: bool, under_way: UnderWay) -> None:
@@ -45,19 +45,21 @@ class Order:
         self.mark = 0
 
     def follow(self, engine: Any, reduces: bool) -> None:
-        """Counts gathers of DeepSpeed's ``engine``, and buckets if it ``reduces``."""
+        """Starts recording the gathers of DeepSpeed's ``engine``, and its buckets if it ``reduces``."""
         if self._is_followed:
             private.before_gathers(engine, self.gathers)
             if reduces:
                 private.before_buckets(engine, self._reduces)
 
     def gathers(self, unit: Any = None) -> None:
-        """``unit`` comes next, a module or a parameter; ``None`` after the last one (collective on CPUs)."""
+        """Records that ``unit``, a module or a parameter, is gathered next (collective on CPUs).
+
+        ``None`` follows the last unit of a forward."""
         if self._is_followed and not (self._under_way.is_between() or Phase.WHOLE in self._under_way):
             self._next(_number_of(unit))
 
     def _reduces(self, numbers: list[int]) -> None:
-        """The gradients of these parameters come next."""
+        """Records that the gradients of these parameters are reduced next."""
         self._next(_BUCKETS + hash(tuple(sorted(numbers))) % _BUCKETS)
 
     def _next(self, number: int) -> None:
@@ -81,16 +83,16 @@ class Order:
         )
 
     def compare(self, largest: int, smallest: int) -> None:
-        """Raises ``ValueError`` where the marks of all ranks are not one."""
+        """Raises ``ValueError`` if the marks differ between ranks: ``largest`` is not ``smallest``."""
         self.mark = 0
         if largest != smallest:
             raise ValueError(
                 "stage=3: ranks ran modules in different orders, or used different parameters of them, so that messages"
-                " were mixed up. Run and use the same on every rank, or use stage=2."
+                " were mixed up. Run the same modules and use the same parameters on every rank, or use stage=2."
             )
 
 
 def _number_of(unit: Any) -> int:
-    """-1 for none, smaller ones for parameters."""
+    """Returns -1 for ``None``, smaller numbers for parameters, larger ones for modules."""
     its: int = private.number_of(unit)
     return -2 - its if isinstance(unit, Tensor) else its

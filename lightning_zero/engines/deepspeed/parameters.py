@@ -1,4 +1,4 @@
-"""The module's parameters as the user made them, beside DeepSpeed's forms of them."""
+"""The user's view of the module's parameters: shapes, dtypes and attributes before DeepSpeed changes them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Parameters:
     """Takes over the parameters of ``module`` with rank 0's values (collective).
 
     Attributes:
-        named: By name, in the module's order, which is alike on all ranks.
-        shapes: Whole ones.
-        dtypes: The user's own: DeepSpeed may compute in another.
-        strides: The user's own.
-        odd: Those that no flat takes (see :mod:`~lightning_zero.engines.deepspeed.engine`).
-        held: All others. In order, because ranks gather in it.
-        managed: Masters and gradients. ``None`` before an optimizer is attached, if there is none, and at the end: then
-            parameters are read and written, and nothing is stepped.
+        named: Parameters by name, in the module's order, which is the same on all ranks.
+        shapes: Full shapes.
+        dtypes: The user's dtypes; DeepSpeed may compute in another.
+        strides: The user's strides.
+        odd: Parameters that cannot be sharded (see :mod:`~lightning_zero.engines.deepspeed.engine`).
+        held: All other parameters, in the order in which ranks gather them; must not become a set.
+        managed: Masters and gradients. ``None`` before optimizers are attached, without optimizers, and at the end of
+            the run: then parameters are read and written, but nothing is stepped.
     """
 
     def __init__(self, module: nn.Module, stage3: bool) -> None:
@@ -37,11 +37,11 @@ class Parameters:
         self.strides: dict[Tensor, Any] = {p: _stride(p) for p in self.named.values()}
         self.held = dict.fromkeys(p for p in self.named.values() if p not in set(self.odd))
         self.managed: Managed | None = None
-        self._own: dict[Tensor, set[str]] = {}  # names of attributes before DeepSpeed's start
-        self._added: dict[Tensor, set[str]] = {}  # and of those that came with it
+        self._own: dict[Tensor, set[str]] = {}  # names of attributes set before DeepSpeed's start
+        self._added: dict[Tensor, set[str]] = {}  # names of attributes set during DeepSpeed's start
 
     def _take_built(self) -> None:
-        """Broadcasts rank 0's values; parameters that were built sharded (see ``build``) have them already."""
+        """Broadcasts rank 0's values. Parameters that were built sharded (see ``build``) have them already."""
         with torch.no_grad():
             for p in self.odd:
                 private.make_whole(p)
@@ -52,20 +52,20 @@ class Parameters:
 
     @property
     def attached(self) -> Managed:
-        """``managed``, where an optimizer must be attached."""
+        """Returns ``managed``, for callers that run only with an optimizer attached."""
         assert self.managed is not None
         return self.managed
 
     def before_start(self) -> None:
-        """Takes the attributes of now for the user's."""
+        """Records the current attributes as the user's."""
         self._own = {p: private.own_attributes(p) for p in self.named.values()}
 
     def after_start(self) -> None:
-        """Takes those that have come since for DeepSpeed's and ours; later ones are the user's again."""
+        """Records attributes set since :meth:`before_start` as DeepSpeed's and ours; later ones are the user's."""
         self._added = {p: set(vars(p)) - own for p, own in self._own.items()}
 
     def attributes(self, p: Tensor) -> dict[str, Any]:
-        """Those that the user has put on ``p``, before the run or in it."""
+        """Returns the attributes that user code has set on ``p``, before or during the run."""
         names = self._own[p] if p in self._own else private.own_attributes(p)
         if p in self._added:
             names = names | {name for name in set(vars(p)) - self._added[p] if not private.is_late(name)}
@@ -77,7 +77,7 @@ def _stride(p: Any) -> tuple[int, ...]:
 
 
 def _odd_parameters(shapes: Mapping[Any, torch.Size]) -> list[Any]:
-    """Those that cannot lie in a flat with the others."""
+    """Returns the parameters that cannot share a flat with the others: 0-dim, empty, or of a minority dtype."""
     count: dict[torch.dtype, int] = {}
     for p, shape in shapes.items():
         count[p.dtype] = count.get(p.dtype, 0) + shape.numel()

@@ -1,4 +1,4 @@
-"""The engine's current activities, on which the meaning of a parameter's read or write depends."""
+"""The engine's current activities, which decide how a parameter's read or write is handled."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ from enum import Enum, auto
 
 
 class Phase(Enum):
-    """One thing that may be under way; none is, between steps and in hooks there: parameters are whole from the moment
-    user code touches them until its window ends, and DeepSpeed's own hooks do nothing."""
+    """An activity that may be under way.
+
+    Between steps, including hooks there, no phase is under way. Parameters are then full from user code's first touch
+    until the window ends, and DeepSpeed's own hooks do nothing."""
 
     STEP = auto()
-    """Inside ``DeepSpeedEngine.run``: a stage-3 parameter that user code reads is gathered in place, and stays for its
-    module's forward and backward."""
+    """Inside ``DeepSpeedEngine.run``: a stage-3 parameter that user code reads is gathered in place, and stays full for
+    its module's forward and backward."""
     BACKWARD = auto()
-    """DeepSpeed and autograd read and write tensors as they are: nothing is brought or opened."""
+    """DeepSpeed and autograd access tensors directly: nothing is gathered or opened for user code."""
     WHOLE = auto()
-    """Whole copies are registered on the module: nothing is opened, gathered, released or agreed on."""
+    """Full copies are registered on the module: nothing is opened, gathered, released or agreed on."""
 
 
 class UnderWay:
-    """The phases that are under way. They nest, so each is asked for by itself: a backward or ``full_parameters`` of
-    the user's own comes inside a step, and the step goes on afterwards."""
+    """The phases that are under way. Phases nest: a user's own backward or ``full_parameters`` runs inside a step, and
+    the step continues afterwards. Test for one phase with ``in``; never compare with the innermost."""
 
     def __init__(self) -> None:
         self._phases: list[Phase] = []  # the outermost first
 
     def is_between(self) -> bool:
-        """Whether none is."""
+        """Whether no phase is under way: user code runs between steps."""
         return not self._phases
 
     def __contains__(self, phase: Phase) -> bool:
@@ -36,7 +38,7 @@ class UnderWay:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """``phase`` is under way inside it."""
+        """Marks ``phase`` as under way inside the context."""
         self._phases.append(phase)
         try:
             yield

@@ -1,14 +1,14 @@
-"""Every private part of DeepSpeed that is touched. Read in 0.19.8; :func:`prepare` checks :data:`DEEPSPEED`.
+"""All uses of DeepSpeed's private names, as of 0.19.8; :func:`prepare` checks that :data:`DEEPSPEED` still holds.
 
-DeepSpeed's public accessors (``deepspeed.utils.safe_get_full_fp32_param`` and the like) work one tensor at a time and
-know neither clipping, nor several optimizers, nor Adam's step count. :class:`Shards` is the one place that knows where
-DeepSpeed keeps what.
+DeepSpeed's public accessors (``deepspeed.utils.safe_get_full_fp32_param`` and the like) work on one tensor at a time
+and support neither clipping, nor several optimizers, nor Adam's step count. Only :class:`Shards` knows where DeepSpeed
+keeps its tensors.
 
 [Tensors]
-- *flat*: 1-D, one rank's part of a group of parameters: neighbouring parts of them, one after the other.
+- *flat*: 1-D, this rank's parts of a group of parameters, concatenated.
 - *master*: the flat that is stepped, in fp32; on the CPU with offload.
-- *piece*: where one parameter's part begins in the flat, and where in the parameter. Stages 1 and 2 cut a whole group
-  into N flats, so a rank may have nothing of a parameter; stage 3 cuts every parameter into N.
+- *piece*: this rank's part of one parameter, given by its offsets in the flat and in the parameter. Stages 1 and 2 cut
+  an entire group into N flats, so a rank may hold nothing of a parameter; stage 3 cuts every parameter into N.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MODELS = {
     "fp16": "deepspeed.runtime.precision_config:DeepSpeedFP16Config",
     "zero_optimization": "deepspeed.runtime.zero.config:DeepSpeedZeroConfig",
 }
-"""Sections that pydantic models declare -> those."""
+"""Section of a config file -> the pydantic model that declares its settings."""
 DEEPSPEED = Library(
     "deepspeed",
     ">=0.19.8,<0.20",
@@ -153,7 +153,7 @@ DEEPSPEED = Library(
 )
 
 ACCELERATORS = ("cpu", "cuda", "xpu", "hpu")
-"""Kinds of devices, in DeepSpeed's and PyTorch's names."""
+"""Device types that DeepSpeed and PyTorch call by the same name."""
 
 
 @dataclass(frozen=True)
@@ -161,20 +161,21 @@ class Piece:
     """This rank's part of one parameter."""
 
     flat: int
-    """Number of the flat."""
+    """Index of the flat."""
     start: int
-    """First element in the flat."""
+    """Index of the first element in the flat."""
     numel: int
-    """Elements, padding left out; may be 0."""
+    """Number of elements without padding; may be 0."""
     offset: int
-    """First element in the flattened parameter."""
+    """Index of the first element in the flattened parameter."""
 
     def of(self, flat: Tensor) -> Tensor:
-        """This part of ``flat``, sharing its memory."""
+        """Returns this piece of ``flat``, 1-D, a view."""
         return flat.detach().narrow(0, self.start, self.numel)
 
     def of_whole(self, whole: Tensor) -> Tensor:
-        """This part of the whole parameter (or a tensor of its shape)."""
+        """Returns this piece of the full parameter (or a tensor of its shape), 1-D; a view if ``whole`` is
+        contiguous."""
         return whole.detach().reshape(-1).narrow(0, self.offset, self.numel)
 
 
@@ -202,11 +203,11 @@ def environment(device: torch.device) -> Iterator[None]:
 
 
 def prepare(device: torch.device) -> Any:
-    """Imports DeepSpeed for ``device`` on top of the process group that exists, and returns it.
+    """Imports DeepSpeed for ``device`` on top of the existing process group, and returns the package.
 
-    What it changes of DeepSpeed holds for the process: a module that a run leaves sharded is DeepSpeed's until a later
-    run, or nobody, makes it whole, so there is no moment at which the last user has gone. Each change leaves alone what
-    DeepSpeed does without us, but for the levels of its loggers, which whoever wants its lines sets afterwards.
+    The patches stay for the life of the process, because a module may stay sharded after its run, so no point in time
+    is safe to undo them. No patch may change how DeepSpeed works outside this package. The exception is the level of
+    its loggers, which users can set again afterwards.
     """
     _quieten()
     import deepspeed
@@ -224,7 +225,7 @@ def prepare(device: torch.device) -> Any:
     _compare_without_launcher()
     world = getattr(comm.comm.cdb, "_lightning_zero_world", None)
     if comm.comm.cdb is None or world is not dist.group.WORLD:
-        comm.comm.cdb = None  # belongs to a process group that is gone
+        comm.comm.cdb = None  # the old backend belongs to a destroyed process group
         groups._release_process_group_references(group=None)
         with _without_shared_memory():
             comm.init_distributed(dist_backend=get_accelerator().communication_backend_name(), dist_init_required=False)
@@ -234,15 +235,17 @@ def prepare(device: torch.device) -> Any:
 
 
 def _quieten() -> None:
-    for name in ("DeepSpeed", "deepspeed"):  # a line per parameter group and more, in mid-run too
+    for name in ("DeepSpeed", "deepspeed"):  # they log a line per parameter group, also in the middle of a run
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
 @contextlib.contextmanager
 def _without_shared_memory() -> Iterator[None]:
-    """A backend made inside has no all-reduce through shared memory: DeepSpeed's own is compiled at the first use,
-    remembers the first process group for ever, and waits for a missing rank for ever."""
-    home: Any = import_module("deepspeed.comm.torch")  # deepspeed.comm.torch as an attribute is torch
+    """Disables the shared-memory all-reduce of a backend made inside the context.
+
+    DeepSpeed compiles that kernel at the first use. It never forgets the first process group, and waits for a missing
+    rank for ever."""
+    home: Any = import_module("deepspeed.comm.torch")  # the attribute deepspeed.comm.torch is the package torch
     before = home.build_shm_op
     home.build_shm_op = lambda: None
     try:
@@ -252,8 +255,9 @@ def _without_shared_memory() -> Iterator[None]:
 
 
 def _call_by_new_names(backend: Any) -> None:
-    """DeepSpeed calls two collectives by names that torch 2.13 gives a FutureWarning for, dozens in a run; under their
-    new names, where those exist, they are the same and silent. Looked up at each call, where they are also counted."""
+    """Replaces two collectives by their new names, because torch 2.13 warns at each call of the old ones.
+
+    The new names are looked up at each call, so that wrappers set on ``torch.distributed`` later see the calls."""
     if hasattr(dist, "all_gather_single") and hasattr(dist, "reduce_scatter_single"):
         backend.all_gather_function = lambda output_tensor, input_tensor, group=None, async_op=False: (
             dist.all_gather_single(output_tensor, input_tensor, group, async_op)
@@ -264,7 +268,7 @@ def _call_by_new_names(backend: Any) -> None:
 
 
 def use_accelerator(device: torch.device) -> None:
-    """DeepSpeed keeps the kind of device that it found first, which an earlier run in this process may have chosen."""
+    """Sets DeepSpeed's accelerator, which may be that of an earlier run in this process."""
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
     kind = device.type
@@ -273,16 +277,17 @@ def use_accelerator(device: torch.device) -> None:
         set_accelerator(getattr(home, f"{kind.upper()}_Accelerator")())
 
 
-# -- its config files ----------------------------------------------------------------------------------------------
+# -- config files --------------------------------------------------------------------------------------------------
 
 
 def known_settings(section: Sequence[str]) -> dict[str, str]:
-    """Settings that DeepSpeed reads in a section of a config file -> the replacement of a deprecated one, else ``""``.
+    """Maps the settings that DeepSpeed reads in a section of a config file to ``""``, or to a deprecated one's
+    replacement.
 
-    Empty for a section in which the user chooses the names, or whose names DeepSpeed checks when its engine starts.
+    Empty if the user chooses the section's names, or if DeepSpeed checks them when its engine starts.
 
     Args:
-        section: ``["zero_optimization", "offload_param"]``; ``[]`` is the top level.
+        section: For example ``["zero_optimization", "offload_param"]``; ``[]`` is the top level.
     """
     _quieten()
     with environment(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")):
@@ -307,21 +312,21 @@ def known_settings(section: Sequence[str]) -> dict[str, str]:
 
 
 def _model_in(annotation: Any) -> Any:
-    """The pydantic model in ``Optional[Model]`` and the like; ``None`` if there is none."""
+    """Returns the pydantic model in ``Optional[Model]`` and the like, or ``None``."""
     if hasattr(annotation, "model_fields"):
         return annotation
     return next(filter(None, map(_model_in, get_args(annotation))), None)
 
 
 class _Probe(dict[str, Any]):
-    """A section without settings that notes which ones are looked up in it."""
+    """An empty section that records which settings are looked up in it."""
 
     def __init__(self, **sections: _Probe) -> None:
         super().__init__(sections)
         self.names: set[str] = set()
 
     def __bool__(self) -> bool:
-        return True  # readers pass over an empty section
+        return True  # DeepSpeed skips an empty section without reading it
 
     def get(self, key: str, default: Any = None) -> Any:
         self.names.add(key)
@@ -336,14 +341,14 @@ class _Probe(dict[str, Any]):
 
 
 def count_parameters_from_zero() -> None:
-    """Parameters are numbered alike on all ranks, whatever ran in their processes before."""
+    """Resets DeepSpeed's parameter counter, so that ranks number alike whatever ran in their processes before."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
     Init.param_id = 0
 
 
 def count_modules_from_zero() -> None:
-    """The same for modules."""
+    """Resets DeepSpeed's module counter, so that ranks number alike whatever ran in their processes before."""
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
     (numbers,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__  # type: ignore[misc]
@@ -351,7 +356,7 @@ def count_modules_from_zero() -> None:
 
 
 def _skip_odd_parameters() -> None:
-    """Stage 3 passes over parameters that are not its own, instead of failing on them; those of others are its own."""
+    """Makes stage 3 skip parameters that it does not shard; DeepSpeed alone would fail on them."""
     from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 
     every = partitioned_param_coordinator.iter_params
@@ -366,15 +371,16 @@ def _skip_odd_parameters() -> None:
 
 
 def _keep_lists() -> None:
-    """Lists among inputs and outputs of stage 3's modules stay the same objects, as dictionaries do there: what a
-    module appends to one (an auxiliary loss) would go to a copy, and be lost."""
+    """Makes stage 3 keep lists among inputs and outputs of modules as the same objects, as it does dictionaries.
+
+    DeepSpeed alone copies a list, so that an auxiliary loss that a module appends is lost."""
     from deepspeed.runtime.zero import parameter_offload, utils
 
     apply_anew = utils.apply_to_tensors_only
     if not hasattr(apply_anew, "_lightning_zero"):
 
         def apply_to_tensors_only(function: Any, value: Any, warning_msg_fn: Any = None) -> Any:
-            result = apply_anew(function, value, warning_msg_fn)  # which comes here again for what is inside
+            result = apply_anew(function, value, warning_msg_fn)  # calls this function again for nested values
             if isinstance(value, list):
                 value[:] = result
                 return value
@@ -386,12 +392,12 @@ def _keep_lists() -> None:
 
 
 def watch(p: Any, watcher: Any) -> None:
-    """From now on ``watcher`` is told before stage 3 gathers ``p`` and before it takes its memory."""
+    """Has ``watcher`` called before stage 3 gathers ``p`` and before stage 3 frees the memory of ``p``."""
     p.ds_watcher = watcher
 
 
 def _tell_watchers() -> None:
-    """Stage 3 tells those of :func:`watch`; parameters of others are as they were."""
+    """Patches stage 3 to call the watchers of :func:`watch`; other parameters behave as before."""
     from deepspeed.runtime.zero import partition_parameters as home
 
     gather, free = home.Init._all_gather, home.free_param
@@ -399,7 +405,7 @@ def _tell_watchers() -> None:
         return
 
     def all_gather(self: Any, param_list: list[Any], *args: Any, **kwargs: Any) -> Any:
-        with DisableTorchFunction():  # no user code, whoever calls it
+        with DisableTorchFunction():  # DeepSpeed's work must not open parameters, even if user code calls it
             for p in param_list:
                 if (watcher := getattr(p, "ds_watcher", None)) is not None:
                     watcher.before_gather(p)
@@ -416,9 +422,10 @@ def _tell_watchers() -> None:
 
 
 def _compare_without_launcher() -> None:
-    """Stage 3 compares orders over the ranks after its first steps, on the device that ``LOCAL_RANK`` names: a single
-    process that nobody launched has none. It cannot keep one for the run: Lightning's next run would take the process
-    for one rank of several. Where a launcher has set one, it is as before."""
+    """Sets ``LOCAL_RANK`` while stage 3 compares the ranks' orders, if no launcher has set it.
+
+    DeepSpeed reads the device from ``LOCAL_RANK``, which a single process without a launcher lacks. The variable must
+    not stay set for the run: Lightning's next run would take the process for one rank of several."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero import utils
 
@@ -439,8 +446,10 @@ def _compare_without_launcher() -> None:
 
 @contextlib.contextmanager
 def partial_offload(joined: type) -> Iterator[None]:
-    """``offload.ratio`` below 1 is admitted for ``joined``: DeepSpeed asks for exactly its own CPU Adam, beside which
-    it steps the masters on the device itself; here users' own optimizers step all of them, wherever they lie."""
+    """Lets DeepSpeed accept ``offload.ratio`` below 1 with the optimizer class ``joined``.
+
+    DeepSpeed requires its own CPU Adam, because it steps the masters on the device itself. Here users' own optimizers
+    step all masters, on either device."""
     from deepspeed.runtime.zero import stage3
 
     before = stage3.DeepSpeedCPUAdam
@@ -455,11 +464,10 @@ def partial_offload(joined: type) -> Iterator[None]:
 
 
 def sharding(config: dict[str, Any], sharded: Callable[[Any], None]) -> Any:
-    """``deepspeed.zero.Init``, inside which a layer is sharded at the end of its ``__init__``, with rank 0's values;
-    ``sharded`` is told of each parameter.
+    """Returns a ``deepspeed.zero.Init`` that shards a layer at the end of its ``__init__``, with rank 0's values.
 
-    DeepSpeed's would also give all new tensors one dtype and device, which are Lightning's business, and knows no
-    parameters that cannot lie in a flat (:func:`_can_be_sharded`).
+    ``sharded`` is called with each parameter. Unlike DeepSpeed's class, this one does not set the dtype and device of
+    new tensors, which Lightning controls, and skips parameters that cannot be sharded (:func:`_can_be_sharded`).
     """
     from deepspeed.runtime.zero.partition_parameters import Init
 
@@ -468,7 +476,7 @@ def sharding(config: dict[str, Any], sharded: Callable[[Any], None]) -> Any:
 
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with DisableTorchFunction():  # no user code
+            with DisableTorchFunction():  # DeepSpeed's work must not open parameters
                 return method(self, *args, **kwargs)
 
         return call
@@ -498,17 +506,17 @@ def _can_be_sharded(p: Tensor) -> bool:
 
 
 def own_attributes(p: Any) -> set[str]:
-    """Names of the attributes that the user put on a parameter."""
+    """Returns the names of the attributes that the user set on a parameter."""
     return set(vars(p)) - getattr(p, "ds_names", set()) - {"ds_watcher"}
 
 
 def is_late(name: str) -> bool:
-    """Whether an attribute of a parameter is of the kind that DeepSpeed sets during a run."""
+    """Whether DeepSpeed sets a parameter's attribute of this name during a run."""
     return name.startswith(("ds_", "_ds_"))
 
 
 def make_whole(p: Any) -> None:
-    """A parameter that was built sharded becomes an ordinary one (collective)."""
+    """Turns a parameter that was built sharded into an ordinary full one (collective)."""
     if is_managed(p):
         p.data = gathered_copy(p)
         for name in p.ds_names:
@@ -516,7 +524,7 @@ def make_whole(p: Any) -> None:
 
 
 def keep_dtype(p: Any) -> None:
-    """Repeats on this rank's part the cast of an empty parameter by ``module.to(dtype)``."""
+    """Casts this rank's shard to the dtype of ``p``: ``module.to(dtype)`` casts only the empty parameter."""
     part = cut_of(p)
     if part is not None and part.dtype != p.dtype:
         part.data = part.data.to(p.dtype)
@@ -529,9 +537,9 @@ _REDUCE_BUCKET = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads
 
 
 def backward(engine: Any, run_backward: Callable[[], None], before_end: Callable[[], None]) -> None:
-    """``engine.backward(loss)`` with the caller's own call in the place of its ``loss.backward()``.
+    """Does ``engine.backward(loss)`` with ``run_backward`` in place of its ``loss.backward()``.
 
-    ``before_end`` runs when all gradients are there and the last buckets are not yet reduced.
+    ``before_end`` runs after all gradients have arrived and before the last buckets are reduced.
     """
     optimizer = engine.optimizer
     optimizer.clear_backward_seen_flag()
@@ -546,8 +554,9 @@ def backward(engine: Any, run_backward: Callable[[], None], before_end: Callable
 
 
 def take_gradients(engine: Any, arrives: Callable[[Any], None]) -> Callable[[Any], None]:
-    """``arrives(p)`` comes with each gradient, in place of DeepSpeed's own function, which is returned: it puts the
-    gradient into a bucket, if this backward reduces."""
+    """Has ``arrives(p)`` called for each gradient in place of DeepSpeed's own function, and returns the latter.
+
+    The returned function puts the gradient of ``p`` into a bucket, if this backward reduces."""
     zero = engine.optimizer
     name = "process_gradients" if hasattr(zero, "process_gradients") else "reduce_ready_partitions_and_remove_grads"
     take = getattr(zero, name)
@@ -572,19 +581,19 @@ def before_buckets(engine: Any, action: Callable[[list[int]], None]) -> None:
 
 
 def give_zeros(p: Any) -> None:
-    """A gradient of zeros, for ``p`` partitioned or not."""
+    """Sets ``p.grad`` to zeros of the full shape, whether ``p`` is sharded or not."""
     zeros = torch.zeros(whole_shape(p), dtype=p.dtype, device=p.device)
-    kept, p.data = p.data, zeros  # a gradient must have its parameter's shape
+    kept, p.data = p.data, zeros  # torch accepts only a gradient of the parameter's current shape
     p.grad = zeros
     p.data = kept
 
 
 def is_in_bucket(engine: Any, p: Any) -> bool:
-    """Whether the gradient of a stage-3 parameter waits in a bucket, where another one would be added to it."""
+    """Whether the gradient of a stage-3 parameter waits in a bucket, where a second one would be added to it."""
     return any(p is each for bucket in engine.optimizer.ipg_buckets.values() for each in bucket.params)
 
 
-# -- places of tensors ---------------------------------------------------------------------------------------------
+# -- locations of tensors ------------------------------------------------------------------------------------------
 
 
 class Shards(ABC):
@@ -601,47 +610,47 @@ class Shards(ABC):
 
     @abstractmethod
     def master(self, flat: int) -> Tensor:
-        """The flat to step, 1-D."""
+        """Returns the master, 1-D: the flat that optimizers step."""
 
     @abstractmethod
     def weights(self, flat: int) -> Tensor:
-        """The flat that the module computes with, 1-D."""
+        """Returns the flat that the module computes with, 1-D."""
 
     @abstractmethod
     def grad(self, p: Tensor) -> Tensor:
-        """This rank's part of the averaged gradient, 1-D, to be read and written."""
+        """Returns this rank's piece of the averaged gradient, 1-D, to be read and written in place."""
 
     @abstractmethod
     def grad_buffers(self) -> list[Tensor]:
-        """The memory that gradients take on this rank."""
+        """Returns the buffers that hold gradients on this rank."""
 
     @abstractmethod
     def before_backward(self, kept: set[Tensor]) -> None:
-        """Gradients of ``kept`` are to be added to, others to be replaced."""
+        """Clears all gradients except those of ``kept``, to which the backward adds."""
 
     def before_reductions(self) -> None:  # noqa: B027
-        """The backward that follows reduces, and is taken at once."""
+        """Prepares a backward that reduces and whose gradients are taken at its end."""
 
     @abstractmethod
     def after_backward(self, takes: bool) -> None:
-        """Takes the gradients that the backward left."""
+        """Takes over the gradients of the backward, if ``takes``."""
 
     @abstractmethod
     def publish(self, flats: Iterable[int]) -> None:
-        """The masters' values become the module's (collective)."""
+        """Copies the masters' values to the module's parameters (collective)."""
 
     def adopt(self, p: Tensor) -> None:
-        """The module's values become the master's: somebody wrote to the parameter."""
+        """Copies the module's values of ``p`` to the master, after user code wrote to the parameter."""
         piece = self.pieces[p]
         master = piece.of(self.master(piece.flat))
         mine = piece.of(self.weights(piece.flat)).to(master.device)
-        if mine.dtype != master.dtype:  # what is as it was keeps the master's precision
+        if mine.dtype != master.dtype:  # unchanged elements keep the master's precision
             mine = torch.where(master.to(mine.dtype) == mine, master, mine.to(master.dtype))
         master.copy_(mine)
 
 
 class Shards12(Shards):
-    """Stages 1 and 2: parameters are whole, views of one buffer per group; gradients and masters are cut."""
+    """Stages 1 and 2: parameters are full, views of one buffer per group; gradients and masters are sharded."""
 
     def _find_pieces(self) -> None:
         zero = self.zero
@@ -679,7 +688,7 @@ class Shards12(Shards):
                 piece.of(self._grads[piece.flat]).zero_()
 
     def before_reductions(self) -> None:
-        """With offload DeepSpeed writes what it reduces into one buffer per flat, and leaves the rest as it is."""
+        """Clears the offload buffers (one per flat): DeepSpeed writes only what it reduces, and leaves old values."""
         if not self.zero.cpu_offload:
             return
         for i, flat in enumerate(self.zero.single_partition_of_fp32_groups):
@@ -759,13 +768,13 @@ class Shards3(Shards):
         fresh = [self._grads[p.ds_id] for p in self.pieces if p not in kept]  # type: ignore[attr-defined]
         if fresh:
             torch._foreach_zero_(fresh)
-        self.zero.micro_step_id = 1  # anything but 0 adds to what is there
+        self.zero.micro_step_id = 1  # not 0, so that DeepSpeed adds to the gradients instead of replacing them
 
     def after_backward(self, takes: bool) -> None:
         self.zero._epilogue_ran_this_backward = False
 
     def reshard(self) -> None:
-        """Every rank holds its parts only."""
+        """Reshards all parameters, so that every rank holds only its shards."""
         self.zero.parameter_offload.partition_all_parameters()
         self.zero.parameter_offload.get_param_coordinator().hierarchy = 0
 
@@ -778,18 +787,18 @@ class Shards3(Shards):
 
 @outside_inference_mode()
 def gathered_copy(p: Any) -> Tensor:
-    """The values of a stage-3 parameter, on every rank (collective)."""
+    """Returns a full copy of a stage-3 parameter on every rank (collective)."""
     land(p)
     if not is_partitioned(p):
         return p.detach().clone()
     p.all_gather()
-    value = p.detach()  # keeps the memory that partition() lets go of
+    value = p.detach()  # keeps the memory alive that partition() frees
     p.partition()
     return value
 
 
 def store_part(p: Any) -> None:
-    """This rank's part of what ``p`` holds becomes its part of the stage-3 parameter."""
+    """Copies this rank's part of the full values in ``p`` to its shard of the stage-3 parameter."""
     part, rank = p.ds_tensor, p.ds_zero_partition_rank
     first = min(part.ds_numel * rank, p.ds_numel)
     length = min(part.ds_numel, p.ds_numel - first)
@@ -798,7 +807,7 @@ def store_part(p: Any) -> None:
 
 
 def empty(p: Any) -> None:
-    """A stage-3 parameter that is partitioned has no memory."""
+    """Frees the memory of ``p``, as DeepSpeed does for a resharded stage-3 parameter."""
     set_data(p, torch.empty(0, dtype=p.dtype, device=p.device))
 
 
@@ -808,71 +817,77 @@ def is_managed(p: Any) -> bool:
 
 
 def number_of(unit: Any) -> int:
-    """Of a parameter or a module of stage 3, alike on all ranks; -1 for others."""
+    """Returns DeepSpeed's number of a stage-3 parameter or module, alike on all ranks; -1 for others."""
     return getattr(unit, "ds_id", -1)
 
 
 def whole_shape(p: Any) -> torch.Size:
-    """The shape of a parameter, sharded or not."""
+    """Returns the full shape of a parameter, sharded or not."""
     return p.ds_shape if is_partitioned(p) else p.shape
 
 
 def whole_numel(p: Any) -> int:
-    """Its elements."""
+    """Returns the number of elements of a parameter's full shape."""
     return int(getattr(p, "ds_numel", p.numel()))
 
 
 def cut_of(p: Any) -> Tensor | None:
-    """This rank's part of a stage-3 parameter's values."""
+    """Returns this rank's shard of a stage-3 parameter, 1-D, padded; ``None`` for others."""
     return getattr(p, "ds_tensor", None)
 
 
 def is_partitioned(p: Any) -> bool:
-    """Whether a stage-3 parameter is not whole right now."""
+    """Whether ``p`` is a stage-3 parameter that is resharded or still being gathered."""
     status = getattr(p, "ds_status", None)
     return status is not None and status.name != "AVAILABLE"
 
 
 @outside_inference_mode()
 def fetch(p: Any) -> None:
-    """Makes a stage-3 parameter whole for the module that is running, and again for its backward."""
+    """Unshards a stage-3 parameter for the module that is running, and again for the module's backward."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, register_external_parameter
     from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
 
     land(p)
     module = FWD_MODULE_STACK[-1]
     if not any(p is own for own in iter_params(module)):
-        _forget_order(p)  # in which this module has one parameter less
+        _forget_order(p)  # the recorded order lacks this use of p
         register_external_parameter(module, p)
     p.all_gather()
 
 
 def _forget_order(p: Any) -> None:
-    """Has DeepSpeed record the order of a step anew, by which it gathers ahead, as where modules run in another one: a
-    parameter that comes at another time than it is written there is a *tracing error*."""
+    """Has DeepSpeed record the order of a step again, by which it gathers ahead.
+
+    DeepSpeed raises a *tracing error* for a parameter that is used at a point other than the recorded one."""
     coordinator = getattr(p, "ds_coordinator", None)
     if coordinator is not None and coordinator.is_complete_trace():
         coordinator._invalidate_trace()
 
 
 def expect_in_flight(engine: Any, root: nn.Module, params: Iterable[Any]) -> None:
-    """Stage 3 gathers ahead for ``root``: its ``params`` are empty until the module that comes next waits for them,
-    which may never come where a step ends early. Reads and writes of the user's own wait, too."""
+    """Attaches DeepSpeed's registry of gathers in flight to ``params``, so that :func:`land` can wait for them.
+
+    Parameters gathered ahead are empty until the next module waits for them, and that module never runs if a step ends
+    early. User code's reads and writes must wait as well."""
     coordinator = _offload(engine).get_param_coordinator()
     for p in params:
         p.ds_in_flight, p.ds_coordinator = root.ds_inflight_param_registry, coordinator
 
 
 def is_ahead(p: Any) -> bool:
-    """Whether it was gathered for a module that has not come yet. It may be whole already, since one gather is waited
-    for as one, and is let go of where that module never comes."""
+    """Whether ``p`` was gathered ahead for a module that has not run yet.
+
+    ``p`` may be full already, because parameters gathered together are waited for together. DeepSpeed releases ``p`` if
+    the module never runs."""
     ahead: Any = getattr(p, "ds_in_flight", ())
     return len(ahead) > 0 and p in ahead
 
 
 def take_linear() -> Callable[..., Any]:
-    """DeepSpeed's own ``torch.nn.functional.linear``, which keeps no memory of weights in graphs; torch's has its place
-    again, where :func:`linear` puts nothing else."""
+    """Restores torch's ``torch.nn.functional.linear``, and returns DeepSpeed's for use with :func:`linear`.
+
+    DeepSpeed's function saves no full weights in graphs."""
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
 
     taken = nn.functional.linear
@@ -882,7 +897,7 @@ def take_linear() -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def linear(function: Callable[..., Any]) -> Iterator[None]:
-    """``torch.nn.functional.linear`` is ``function``."""
+    """Sets ``torch.nn.functional.linear`` to ``function`` inside the context."""
     before, nn.functional.linear = nn.functional.linear, function
     try:
         yield
@@ -891,21 +906,21 @@ def linear(function: Callable[..., Any]) -> Iterator[None]:
 
 
 def land(p: Any) -> None:
-    """Waits for what was gathered ahead."""
+    """Waits for ``p`` if it was gathered ahead."""
     if is_ahead(p):
         p.ds_in_flight.pop(p).wait()
 
 
 def without_residency(engine: Any, rests: Callable[[], bool]) -> None:
-    """DeepSpeed's own work inside a forward is no user code, and is left out while ``rests()``."""
+    """Runs DeepSpeed's module hooks without residency's interception, and skips them while ``rests()`` is true."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
     def plainly(method: Callable[..., Any], begins: bool) -> Callable[..., Any]:
         def call(module: nn.Module) -> Any:
             if begins and not hasattr(module, "ds_id"):
                 raise ValueError(
-                    f"a {type(module).__name__} runs that has hooks of DeepSpeed's stage 3 and is none of its modules,"
-                    " as copy.copy(module) gives: call the module itself, or use copy.deepcopy, stage=2 or"
+                    f"a {type(module).__name__} ran that has hooks of DeepSpeed's stage 3 but is not one of its"
+                    " modules, such as a copy.copy(module): call the module itself, or use copy.deepcopy, stage=2 or"
                     " engine='fsdp2'."
                 )
             if not rests():
@@ -929,21 +944,21 @@ def without_residency(engine: Any, rests: Callable[[], bool]) -> None:
     coordinator = offload.get_param_coordinator()
     reset = coordinator.reset_step
 
-    def reset_step() -> None:  # as a pass begins: it waits for what was gathered ahead of modules that never ran
+    def reset_step() -> None:  # at the start of a pass: waits for gathers ahead for modules that never ran
         with DisableTorchFunction(), outside_inference_mode():
             reset()
 
     coordinator.reset_step = reset_step
-    # Parameters used outside their module's forward are found by residency, which knows more ways of using them.
+    # Residency finds parameters used outside their module's forward, in more cases than these hooks do.
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
 
 
 def let_inputs_change(engine: Any, root: nn.Module) -> None:
-    """Lets modules change their inputs in place, as without stage 3, and gradients of these inputs know of it.
+    """Lets modules change their inputs in place with correct gradients, as without stage 3.
 
-    DeepSpeed gives modules detached copies in the same memory, whose backward ends the module's: whoever uses an input
-    after it was changed would have a gradient as if it had not been.
+    DeepSpeed passes modules detached aliases of their inputs, whose backward marks the end of the module's. Code that
+    uses an input after an in-place change would get the gradient of the unchanged input.
     """
     offload = _offload(engine)
     for module in root.modules():
@@ -952,7 +967,7 @@ def let_inputs_change(engine: Any, root: nn.Module) -> None:
 
 
 class _InputViews:
-    """In the place of a module's ``post_bwd_fn``."""
+    """Replaces a module's ``post_bwd_fn``: passes views of inputs instead of detached aliases."""
 
     def __init__(self, module: Any, offload: Any, function: Any) -> None:
         self._module, self._offload, self._function = module, offload, function
@@ -975,7 +990,7 @@ class _InputViews:
 
 
 def before_gathers(engine: Any, call: Callable[[nn.Module], None]) -> None:
-    """``call(module)`` comes before the gather of each module that has parameters of its own."""
+    """Has ``call(module)`` run before the gather of each module that has parameters of its own."""
 
     def ask(module: nn.Module) -> None:
         if any(p is not None for p in own_parameters(module).values()):
@@ -985,7 +1000,7 @@ def before_gathers(engine: Any, call: Callable[[nn.Module], None]) -> None:
 
 
 def before_modules(engine: Any, call: Callable[[nn.Module], None]) -> None:
-    """``call(module)`` comes before all else that DeepSpeed does for the forward of each module."""
+    """Has ``call(module)`` run before all other work of DeepSpeed for the forward of each module."""
     offload = _offload(engine)
     gather = offload.pre_sub_module_forward_function
 
@@ -997,7 +1012,7 @@ def before_modules(engine: Any, call: Callable[[nn.Module], None]) -> None:
 
 
 def after_modules(engine: Any, call: Callable[[nn.Module], None]) -> None:
-    """``call(module)`` comes when DeepSpeed has gathered for the forward of each module."""
+    """Has ``call(module)`` run after DeepSpeed has gathered for the forward of each module."""
     offload = _offload(engine)
     gather = offload.pre_sub_module_forward_function
 
@@ -1010,24 +1025,24 @@ def after_modules(engine: Any, call: Callable[[nn.Module], None]) -> None:
 
 @outside_inference_mode()
 def keep(p: Any) -> None:
-    """Makes a stage-3 parameter whole until all are released, after the step."""
+    """Unshards a stage-3 parameter until all parameters are released, after the step."""
     land(p)
-    p.ds_active_sub_modules.add(-1)  # no module's number
+    p.ds_active_sub_modules.add(-1)  # -1 is no module's number, so no module releases p
     p.all_gather()
 
 
 def _offload(engine: Any) -> Any:
-    """Gathers and releases at stage 3; without optimizers DeepSpeed puts it in the optimizer's place."""
+    """Returns the object that gathers and releases at stage 3; without optimizers it is in ``engine.optimizer``."""
     return getattr(engine.optimizer, "parameter_offload", engine.optimizer)
 
 
 def end(engine: Any, root: nn.Module, attributes: dict[int, set[str]]) -> None:
-    """Takes DeepSpeed off: its hooks, and its attributes on modules and parameters.
+    """Removes DeepSpeed's hooks and its attributes on modules and parameters.
 
     Args:
-        engine: From ``deepspeed.initialize``; ``None`` if it was never called.
-        root: The module that was given to it.
-        attributes: Names of the attributes that each parameter keeps, by identity.
+        engine: From ``deepspeed.initialize``; ``None`` if that was never called.
+        root: The module that was passed to ``deepspeed.initialize``.
+        attributes: Names of the attributes that each parameter keeps, by ``id`` of the parameter.
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -1038,7 +1053,7 @@ def end(engine: Any, root: nn.Module, attributes: dict[int, set[str]]) -> None:
         engine.destroy()
     FWD_MODULE_STACK.clear()
     released = getattr(PartitionedParameterCoordinator, _TO_RELEASE)
-    inspect.getclosurevars(released).nonlocals["func"].cache_clear()  # by module: it would keep all of it alive
+    inspect.getclosurevars(released).nonlocals["func"].cache_clear()  # a cache by module, which keeps modules alive
     for module in root.modules():
         original: Any = vars(module).get("_original_parameters")
         if original is not None:
@@ -1046,15 +1061,15 @@ def end(engine: Any, root: nn.Module, attributes: dict[int, set[str]]) -> None:
             plain.update(own_parameters(module).items())
             set_own_parameters(module, plain)
         for name in list(vars(module)):
-            if is_on_modules(name) or name == "__reduce_ex__":  # the latter of plain_copies
+            if is_on_modules(name) or name == "__reduce_ex__":  # the latter is set by plain_copies
                 delattr(module, name)
-    for parameter in root.parameters():  # of which some may have come in a hook
+    for parameter in root.parameters():  # includes parameters that a user hook added during the run
         for name in set(vars(parameter)) - attributes.get(id(parameter), set(vars(parameter))):
             delattr(parameter, name)
 
 
 def is_on_modules(name: str) -> bool:
-    """Whether an attribute of a module is DeepSpeed's."""
+    """Whether a module's attribute of this name is DeepSpeed's."""
     return name.startswith("ds_") or name in _ON_MODULES
 
 

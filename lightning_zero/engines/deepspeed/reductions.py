@@ -1,13 +1,13 @@
-"""The order in which DeepSpeed is given the gradients of a backward, which decides what its buckets contain.
+"""Hands the gradients of a backward to DeepSpeed in an order that gives all ranks the same buckets.
 
-Ranks may use different parameters, and DeepSpeed reduces what came first. At stages 1 and 2 gradients are therefore
-handed over in one sequence that all ranks share, as DDP's reducer does it: at first the parameters from the last to the
-first, later rank 0's order of the first backward. A gradient waits on its parameter for those before it, and the end of
-the backward hands over what is left, with zeros where a rank has none. While ranks use what they used before, buckets
-are reduced beside the backward.
+Ranks may use different parameters, and DeepSpeed reduces gradients in the order of their arrival. At stages 1 and 2
+gradients are therefore handed over in one sequence that all ranks share, as in DDP's reducer: in the first backward
+from the last parameter to the first, then in rank 0's order of the first backward. A gradient waits on its parameter
+for those before it. The end of the backward hands over the rest, with zeros where a rank has no gradient. As long as
+ranks use the same parameters as before, buckets are reduced while the backward runs.
 
-At stage 3 gradients must not wait, since none of the whole ones fits in memory with the others: ranks that all run the
-same modules are told apart by ``order`` if they use other parameters of them.
+At stage 3 gradients must not wait, because all full gradients together may not fit in memory. If ranks run the same
+modules but use different parameters of them, ``order`` detects the difference.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
 
 _OUTSIDE = (
-    "loss.backward() outside of training_step: at stages 2 and 3 DeepSpeed takes gradients for the step as they come."
-    " Do it in training_step, or use engine='fsdp2' (or stage=1)."
+    "loss.backward() outside of training_step: at stages 2 and 3 DeepSpeed adds each gradient to the step as it"
+    " arrives. Call it in training_step, or use engine='fsdp2' (or stage=1)."
 )
 _AGAIN = (
-    "LightningModule.backward of this module goes backward more than once, which DeepSpeed's stage {} cannot take: go"
-    " backward once, from the sum of the losses; or use manual optimization with self.manual_backward(loss,"
+    "LightningModule.backward of this module goes backward more than once, which DeepSpeed's stage {} does not support:"
+    " call backward once, on the sum of the losses; or use manual optimization with self.manual_backward(loss,"
     " retain_graph=True) for each, {}engine='fsdp2'."
 )
 
@@ -35,21 +35,21 @@ class Reductions:
     """Hands gradients to DeepSpeed.
 
     Args:
-        engine: DeepSpeed's.
-        trained: Parameters in its flats, in an order that all ranks share.
+        engine: DeepSpeed's engine.
+        trained: Parameters in DeepSpeed's flats, in an order that all ranks share.
         stage: ZeRO stage.
-        fills: Whether ranks may use different parameters; without, gradients are handed over as they come.
+        fills: Whether ranks may use different parameters. If not, gradients are handed over as they arrive.
         under_way: The engine's current activities.
 
     Attributes:
-        arrived: Parameters whose gradients came in this backward, in the order of the last of them.
-        is_learning: Whether the sequence is still that of registration.
+        arrived: Parameters whose gradients arrived in this backward, ordered by each one's last arrival.
+        is_learning: Whether the sequence is still the reverse of registration, until :meth:`learn`.
     """
 
     def __init__(self, engine: Any, trained: Sequence[Tensor], stage: int, fills: bool, under_way: UnderWay) -> None:
         self._engine, self._stage, self._fills, self._under_way = engine, stage, fills, under_way
         self._sequence = list(reversed(trained))
-        self._next: list[Tensor] = []  # reversed: those that were not handed over yet, in this backward
+        self._next: list[Tensor] = []  # not handed over yet in this backward; the next one is the last in the list
         self._given: set[Tensor] = set()
         self._waits = self._in_turn = self._comes_twice = False
         self.arrived: dict[Tensor, None] = {}
@@ -57,11 +57,12 @@ class Reductions:
         self._give = private.take_gradients(engine, self._arrives)
 
     def begin(self, reduces: bool, waits: bool) -> None:
-        """A backward begins.
+        """Starts a backward.
 
         Args:
-            reduces: Whether DeepSpeed reduces its gradients, or adds them up on the parameters.
-            waits: At stages 1 and 2: whether parameters may have several gradients, which only the end can tell.
+            reduces: Whether DeepSpeed reduces this backward's gradients, or accumulates them on the parameters.
+            waits: At stages 1 and 2: whether to hand over at the end only, because parameters may receive several
+                gradients.
         """
         self.arrived.clear()
         self._given.clear()
@@ -71,10 +72,11 @@ class Reductions:
         self._next = [p for p in reversed(self._sequence) if p.requires_grad] if fills else []
 
     def _arrives(self, p: Tensor) -> None:
-        """Comes with each gradient.
+        """Is called for each gradient that autograd has accumulated on ``p``.
 
         Raises:
-            ValueError: It is of no step of ours, or a second one of a parameter whose first one is in a bucket.
+            ValueError: If the gradient comes from a backward outside the engine's step, or if an earlier gradient of
+                ``p`` is in a bucket already.
         """
         if Phase.BACKWARD not in self._under_way:
             if self._stage > 1:
@@ -98,7 +100,7 @@ class Reductions:
         self._give(p)
 
     def end(self) -> None:
-        """All gradients of this backward are there. Called before DeepSpeed ends its own, which reduces the last
+        """Hands over the remaining gradients. Must run before DeepSpeed's own epilogue, which reduces the last
         bucket."""
         while self._next:
             p = self._next.pop()
@@ -108,7 +110,7 @@ class Reductions:
                 self._hand_over(p)
 
     def learn(self, sequence: Sequence[Tensor]) -> None:
-        """From now on gradients are handed over in this order of rank 0's, all others last."""
+        """Sets the order in which gradients are handed over: rank 0's ``sequence``, then all other parameters."""
         first = dict.fromkeys(sequence)
         self._sequence = [*first, *(p for p in self._sequence if p not in first)]
         self.is_learning = False

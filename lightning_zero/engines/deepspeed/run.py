@@ -1,6 +1,6 @@
-"""The parts of a run beside the engine ``deepspeed``: a file's optimizer, a module built sharded, changed calls.
+"""The parts of a ``deepspeed`` run outside the engine: a file's optimizer, sharded building, recomputation, compiling.
 
-The order of its methods in a run is :class:`~lightning_zero.engines.run.EngineRun`'s.
+:class:`~lightning_zero.engines.run.EngineRun` defines the order in which a run calls these methods.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HOOK = "configure_optimizers"
 
 
 class DeepSpeedRun(EngineRun):
-    """See :class:`~lightning_zero.engines.run.EngineRun`."""
+    """Implements :class:`~lightning_zero.engines.run.EngineRun` for DeepSpeed."""
 
     built: Build | None
 
@@ -59,9 +59,10 @@ class DeepSpeedRun(EngineRun):
     # -- the file's optimizer ------------------------------------------------------------------------------------
 
     def connect(self, module: LightningModule) -> None:
-        """Lends ``module`` a ``configure_optimizers`` if it has none and the file has an optimizer."""
+        """Gives ``module`` a ``configure_optimizers`` for the run, if it has none and the file has an optimizer."""
         self._take_back()
-        self._linear = F.linear  # at stage 3 DeepSpeed puts its own there, for good: others' sharded weights fail in it
+        # Saved, because stage 3 replaces F.linear for good, and DeepSpeed's fails for other engines' sharded weights.
+        self._linear = F.linear
         raw = self.config.raw
         if raw is None or not raw.section("optimizer") or is_overridden(_HOOK, module):
             return
@@ -73,7 +74,7 @@ class DeepSpeedRun(EngineRun):
                 return optimizer
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-        # On the object, which is where Lightning looks, and gone from it when the run ends
+        # Set on the object, where Lightning looks it up; removed when the run ends.
         setattr(module, _HOOK, configure_optimizers)
         self._supplied = module
 
@@ -85,15 +86,15 @@ class DeepSpeedRun(EngineRun):
             F.linear, self._linear = self._linear, None
 
     def whole_for_optimizers(self, engine: Engine) -> AbstractContextManager[Any]:
-        """Parameters that were built sharded, too."""
+        """Also shows parameters that were built sharded as full, while optimizers are made."""
         return engine.view() if self.built is not None else nullcontext()
 
     def check_optimizers(self, optimizers: Collection[Optimizer]) -> None:
-        """Raises ``ValueError`` for DeepSpeed's compiled ones."""
+        """Raises ``ValueError`` for DeepSpeed's compiled optimizers."""
         for name in (type(optimizer).__name__ for optimizer in optimizers):
             if name.startswith("DeepSpeedCPU"):
                 raise ValueError(
-                    f"{name} from configure_optimizers: its kernel cannot step on parts of DeepSpeed's flats; return"
+                    f"{name} from configure_optimizers: its kernel cannot step on views of DeepSpeed's flats; return"
                     " PyTorch's AdamW or Adam, which is fused in host memory."
                 )
 
@@ -101,15 +102,15 @@ class DeepSpeedRun(EngineRun):
 
     @contextmanager
     def building(self, module: nn.Module, trainer_facts: Mapping[str, Any], device: torch.device) -> Iterator[None]:
-        """At stage 3 modules built inside are sharded at once (collective)."""
+        """Shards modules as they are built inside the context, at stage 3 (collective)."""
         config = self.config
         if config.auto or config.stage != 3:
             yield
             return
-        from lightning_zero.engines.deepspeed.build import Build  # imports deepspeed's parts
+        from lightning_zero.engines.deepspeed.build import Build  # imports parts of deepspeed
 
         made = ds_config(config, self.facts(module, trainer_facts, device.type))
-        if "mixed" in str(trainer_facts["precision"]):  # parameters are fp32, as in the engine
+        if "mixed" in str(trainer_facts["precision"]):  # parameters stay fp32, as in start._made
             for section in ("bf16", "fp16", "data_types"):
                 made.pop(section, None)
         self.built = Build(module, made, device)
@@ -125,7 +126,7 @@ class DeepSpeedRun(EngineRun):
     # -- before the engine starts --------------------------------------------------------------------------------
 
     def make_engine(self, device: torch.device, dtypes: DtypePolicy) -> Engine:
-        from lightning_zero.engines.deepspeed.engine import DeepSpeedEngine  # imported with the first run
+        from lightning_zero.engines.deepspeed.engine import DeepSpeedEngine  # imported only when a run starts
 
         return DeepSpeedEngine(self.config, device, dtypes)
 
@@ -138,7 +139,7 @@ class DeepSpeedRun(EngineRun):
         agreement: Agreement,
         place: Place,
     ) -> None:
-        """Checks settings and file against the run (collective).
+        """Checks settings and file against the run, and sets up recomputation and compilation (collective).
 
         Raises:
             ValueError: On every rank, before anything is sharded.
@@ -148,12 +149,12 @@ class DeepSpeedRun(EngineRun):
         self._change_calls(module)
 
     def _change_calls(self, module: nn.Module) -> None:
-        """Units recompute and are compiled as the settings say. They are those that ``fully_shard`` would have:
-        DeepSpeed knows none."""
+        """Makes units recompute and compiles them, as the settings say. DeepSpeed has no units, so those that
+        ``fully_shard`` would use are taken."""
         recomputes, compiles = self.config.activation_checkpointing, self.config.compile
         if recomputes.target == compiles.target == "none":
             return
-        sharded = any(map(private.is_managed, module.parameters()))  # by zero.Init: they look empty
+        sharded = any(map(private.is_managed, module.parameters()))  # by zero.Init: such parameters look empty
         plan = plan_units(module, self.config.units, 0 if sharded else self.config.min_unit_numel)
         units = {unit.name: unit.module for unit in plan.units if unit.name != ROOT}
         how = InsideBackward if self.config.stage == 3 else None
@@ -167,16 +168,16 @@ class DeepSpeedRun(EngineRun):
             return
         if inert := inert_settings(raw, own_optimizer=self._supplied is None):
             rank_zero_warn(
-                f"{raw.origin}: {', '.join(inert)} has no effect here, as batches, steps, optimizers and logs are the"
-                " module's and Lightning's."
+                f"{raw.origin}: {', '.join(inert)} has no effect here, because the module and Lightning control"
+                " batches, steps, optimizers and logs."
             )
 
     def facts(self, module: nn.Module, trainer_facts: Mapping[str, Any], device_type: str) -> RunFacts:
-        """``trainer_facts`` are the Trainer's settings, in the names of :class:`RunFacts`."""
+        """Makes the :class:`RunFacts`. ``trainer_facts`` are the Trainer's settings under the same names."""
         return RunFacts(
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
             device_type=device_type,
-            # configure_model may fill lazy ones
+            # lazy parameters have no size yet; configure_model may initialize them
             numel=sum(private.whole_numel(p) for p in module.parameters() if not is_lazy(p)),
             **trainer_facts,
         )
@@ -184,7 +185,7 @@ class DeepSpeedRun(EngineRun):
     def check_batches(
         self, module: nn.Module, trainer_facts: Mapping[str, Any], device: torch.device, loaders: Any
     ) -> None:
-        """Raises ``ValueError`` if the dataloaders' batch size is another than the file's."""
+        """Raises ``ValueError`` if a dataloader's batch size differs from the file's."""
         if self.config.raw is None:
             return
         facts = self.facts(module, trainer_facts, device.type)

@@ -1,4 +1,4 @@
-"""Handing the module to ``deepspeed.initialize``."""
+"""Passes the module to ``deepspeed.initialize``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def start(
     is_mixed: bool,
     facts: Mapping[str, Any],
 ) -> Any:
-    """DeepSpeed's engine on ``root``; its flats hold ``trainable``, grouped as in ``joined`` (collective).
+    """Returns DeepSpeed's engine for ``root``; its flats hold ``trainable``, grouped as in ``joined`` (collective).
 
     Args:
-        is_mixed: Whether Lightning's autocast computes in another dtype than the parameters'.
-        facts: The trainer facts.
+        is_mixed: Whether Lightning's autocast computes in a dtype other than the parameters'.
+        facts: The Trainer's settings, see :class:`RunFacts`.
     """
-    not_its = {p for p in root.parameters() if p not in params.held}  # odd ones, and averages that came in a hook
+    not_its = {p for p in root.parameters() if p not in params.held}  # odd, or added in a hook (averaged weights)
     with private.environment(device), _without(not_its, params.module):
         deepspeed = private.prepare(device)
         private.count_modules_from_zero()
@@ -54,7 +54,7 @@ def start(
 
 @contextmanager
 def _without(hidden: Iterable[nn.Parameter], module: nn.Module) -> Iterator[None]:
-    """``hidden`` are not the module's parameters for a while, so that DeepSpeed does not take them."""
+    """Removes ``hidden`` from ``module`` inside the context, so that DeepSpeed does not shard them."""
     mine = set(hidden)
     places = [
         (m, name, p) for m in module.modules() for name, p in own_parameters(m).items() if p is not None and p in mine
@@ -71,7 +71,7 @@ def _without(hidden: Iterable[nn.Parameter], module: nn.Module) -> Iterator[None
 def _made(
     config: ZeroConfig, params: Parameters, device: torch.device, is_mixed: bool, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """DeepSpeed's config."""
+    """Returns the dict for ``deepspeed.initialize(config=...)``."""
     numel = sum(shape.numel() for shape in params.shapes.values())
     run = RunFacts(world_size=dist.get_world_size(), device_type=device.type, numel=numel, **facts)
     made = ds_config(config, run)
@@ -79,14 +79,14 @@ def _made(
         for section in ("bf16", "fp16", "data_types"):
             made.pop(section, None)
     elif config.stage == 1 and "data_types" in made:
-        # DeepSpeed would take another optimizer, without pieces, to sum 16-bit gradients in fp32 at stage 1
+        # To sum 16-bit gradients in fp32 at stage 1, DeepSpeed would choose an optimizer class that has no pieces.
         made["data_types"]["grad_accum_dtype"] = None
     return made
 
 
 def flat_groups(trainable: list[nn.Parameter], optimizers: list[Optimizer]) -> list[list[Tensor]]:
-    """``trainable`` in lists that can be stepped apart: one per parameter group of an optimizer, or of several that
-    share it."""
+    """Splits ``trainable`` into lists that can be stepped separately: one per parameter group, or per set of groups
+    that share parameters."""
     held: dict[Tensor, list[tuple[int, int]]] = {p: [] for p in trainable}
     for i, optimizer in enumerate(optimizers):
         for j, group in enumerate(optimizer.param_groups):

@@ -1,8 +1,8 @@
-"""The tensors of a rank under DeepSpeed, and their places.
+"""Counts a rank's memory under DeepSpeed, by kind and place.
 
-DeepSpeed computes with one set of tensors and steps another: *parameters* are those of the module (stage 3: this rank's
-cuts, and whatever is gathered) and the masters; *gradients* its averaged pieces, which live in buffers of their own;
-*optimizer* the states of the users' optimizers.
+DeepSpeed computes with one set of tensors and steps another, so *parameters* are the module's (stage 3: this rank's
+shards and all that is gathered) plus the masters; *gradients* are DeepSpeed's averaged pieces, in buffers of their own;
+*optimizer* are the states of the users' optimizers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lightning_zero.engines.model_state import ModelState, states_of
 
 
 class Account:
-    """Counts each piece of memory once.
+    """Sums up bytes; memory shared by several tensors is counted once.
 
     Args:
-        config: Its offload settings count.
-        device: Of this rank.
-        shapes: Every parameter's own shape.
+        config: Read for its offload settings.
+        device: This rank's device.
+        shapes: The full shape of every parameter.
     """
 
     def __init__(self, config: ZeroConfig, device: torch.device, shapes: Mapping[Tensor, torch.Size]) -> None:
@@ -36,7 +36,7 @@ class Account:
         self._ranges: set[tuple[int, int]] = set()
 
     def parameters(self, odd: Iterable[Tensor]) -> None:
-        """The module's own, whole or cut."""
+        """Counts the module's parameters, full or sharded."""
         whole = set(odd)
         for p, shape in self.shapes.items():
             self.state.whole["parameters"] += shape.numel() * p.element_size()
@@ -46,7 +46,7 @@ class Account:
                 self.held("parameters", cut.detach(), self._place(cut, self.config.offloads_parameters))
 
     def managed(self, managed: Managed) -> None:
-        """Masters and gradients."""
+        """Counts masters and gradients."""
         shards = managed.shards
         for i in managed.flats(shards.pieces):
             self.held("parameters", shards.master(i), self._place_of_steps(shards.master(i)))
@@ -64,7 +64,7 @@ class Account:
     def optimizers(
         self, optimizers: Iterable[Optimizer], known: Callable[[Any], State | None], odd: Iterable[Tensor]
     ) -> None:
-        """States; ``known`` tells those that are pieces."""
+        """Counts optimizer states; ``known`` returns the :class:`State` of those that are pieces."""
         whole = set(odd)
         for p, value in states_of(optimizers):
             found = known(value)
@@ -74,7 +74,7 @@ class Account:
             self.held("optimizer", part, "device" if p in whole else self._place_of_steps(part))
 
     def held(self, kind: str, tensor: Tensor, place: str) -> None:
-        """Counts ``tensor`` here, unless this very memory was counted."""
+        """Counts the bytes of ``tensor``, unless the same memory was counted before."""
         nbytes = tensor.numel() * tensor.element_size()
         where = (tensor.data_ptr(), nbytes)
         if nbytes and where not in self._ranges:
@@ -85,7 +85,7 @@ class Account:
         return self._place(tensor, self.config.offloads_optimizer)
 
     def _place(self, tensor: Tensor, moves: bool) -> str:
-        """On a machine without accelerator what would be moved counts as moved (see ``model_state``)."""
+        """Returns ``"host"`` or ``"device"``; without an accelerator, what offload would move counts as ``"host"``."""
         if self.device.type == "cpu":
             return "host" if moves else "device"
         return "host" if tensor.device.type == "cpu" else "device"

@@ -1,11 +1,11 @@
-"""The engine's part of :mod:`~lightning_zero.engines.residency`: DeepSpeed's parameters by their numbers.
+"""DeepSpeed's side of :mod:`~lightning_zero.engines.residency`: opens and closes its parameters by their keys.
 
-With P parameters, number ``n`` has the key ``n``, and its gradient ``P + n``. Optimizers' states have keys from
-``2 P`` on, in the order in which they were made, which all ranks share.
+With P parameters, parameter ``n`` has the key ``n``, and its gradient the key ``P + n``. Optimizers' states have keys
+from ``2 P`` on, in the order in which they were made, which all ranks share.
 
-At stages 1 and 2 a parameter is always whole, a view of DeepSpeed's buffer. At stage 3 DeepSpeed gives it memory when
-its module runs, and empties it again: then it has no shape, either. A parameter that user code has open lies in memory
-of its own, and so does one of which user code holds an older memory, for the length of a step.
+At stages 1 and 2 a parameter is always full, a view of DeepSpeed's buffer. At stage 3 DeepSpeed allocates it when its
+module runs, and empties it afterwards; an empty parameter has shape (0,). A parameter that user code has open lies in
+memory of its own (its *spot*). So does, for the length of a step, a parameter of which user code holds older memory.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from lightning_zero.private.torch import (
 
 
 class BuiltStore:
-    """See :class:`~lightning_zero.engines.residency.Store`: of parameters that have no engine yet.
+    """Implements :class:`~lightning_zero.engines.residency.Store` for parameters that have no engine yet.
 
     Attributes:
-        residency: Set by whoever makes one of this.
+        residency: Must be set by the creator of the store.
     """
 
     residency: Residency
@@ -53,12 +53,12 @@ class BuiltStore:
         self.hides_shapes = self._stage3 = stage3
         self._memories = memories
         self._params: list[Any] = []
-        self._own: dict[int, int] = {}  # by id: the key
-        self._homes: dict[int, Tensor] = {}  # DeepSpeed's memory of parameters that lie elsewhere, by key
-        self._aliases: dict[int, list[weakref.ref[Tensor]]] = {}  # taken of parameters in DeepSpeed's memory, by key
+        self._own: dict[int, int] = {}  # id of a parameter -> its key
+        self._homes: dict[int, Tensor] = {}  # key -> DeepSpeed's memory of a parameter that lies in a spot
+        self._aliases: dict[int, list[weakref.ref[Tensor]]] = {}  # key -> p.data and p.detach() in DeepSpeed's memory
 
     def add(self, p: Any) -> None:
-        """``p`` is DeepSpeed's."""
+        """Adds ``p``, which DeepSpeed holds, under the next key."""
         self._own[id(p)] = len(self._params)
         self._params.append(p)
         if self._stage3:
@@ -92,7 +92,7 @@ class BuiltStore:
         cut = private.cut_of(tensor)
         return (tensor if cut is None else cut).data_ptr() or id(tensor)
 
-    # -- whole for a while ---------------------------------------------------------------------------------------
+    # -- opening and closing -------------------------------------------------------------------------------------
 
     def is_here(self, key: int) -> bool:
         return not private.is_partitioned(self._params[key])
@@ -112,7 +112,7 @@ class BuiltStore:
         return []
 
     def _move(self, key: int, p: Tensor, spot: Tensor) -> None:
-        """``p`` lies in ``spot``, until :meth:`_leave`."""
+        """Puts ``p`` into ``spot``, until :meth:`_leave`. Does not copy values."""
         if self.is_here(key) and key not in self._homes:
             self._homes[key] = p.data
         set_data(p, spot)
@@ -123,8 +123,8 @@ class BuiltStore:
         self._leave(key, p)
 
     def _store(self, p: Any) -> None:
-        """What ``p`` holds counts: rank 0's values, as ranks may draw others when they initialize (collective)."""
-        if self.is_here(self._own[id(p)]):  # in DeepSpeed's own ``GatheredParameters``
+        """Stores the values of ``p`` in the shards: rank 0's, because ranks may initialize differently (collective)."""
+        if self.is_here(self._own[id(p)]):  # inside DeepSpeed's own ``GatheredParameters``, which stores them
             return
         values = p.data.contiguous()
         dist.broadcast(values, 0)
@@ -132,7 +132,7 @@ class BuiltStore:
         private.store_part(p)
 
     def _leave(self, key: int, p: Any) -> None:
-        """``p`` lies where DeepSpeed has it."""
+        """Puts ``p`` back into DeepSpeed's memory, or empties ``p`` if DeepSpeed has none for it."""
         place, home = p.data, self._homes.pop(key, None)
         if home is not None:
             home.copy_(place)
@@ -144,11 +144,11 @@ class BuiltStore:
         self._memories.keep(key, 0, place)
 
     def before_gather(self, p: Tensor) -> None:
-        """DeepSpeed is about to gather ``p``."""
+        """Is called before DeepSpeed gathers ``p``."""
         self.residency.close(self._own[id(p)])
 
     def before_empty(self, p: Tensor) -> None:
-        """DeepSpeed is about to take the memory of ``p``."""
+        """Is called before DeepSpeed frees the memory of ``p``."""
         self.residency.close(self._own[id(p)])
 
     # -- calls ---------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class BuiltStore:
         return run()
 
     def before_collective(self, tensors: Sequence[Any]) -> None:
-        """What it writes to is stored with all else."""
+        """Does nothing: the collective's writes are stored when the window ends."""
 
     def aliased(self, p: Tensor, alias: Tensor) -> None:
         key = self._own[id(p)]
@@ -181,24 +181,24 @@ class BuiltStore:
         key = self._own[id(p)]
         if self.is_here(key) and key not in self._homes:
             for each in self._aliases.pop(key, ()):
-                if (alias := each()) is not None and _memory(alias) == _memory(p):  # it keeps the values of before
+                if (alias := each()) is not None and _memory(alias) == _memory(p):  # an alias keeps the old values
                     set_data(alias, alias.clone())
             self._homes[key] = p.data
         self._memories.forget(key, 0)
         if self._memories.is_of(value) is not None or any(_memory(value) == _memory(each) for each in self._params):
-            value = value.clone()  # another parameter's memory
+            value = value.clone()  # value lies in another parameter's memory, which DeepSpeed may free
         set_data(p, value.detach())
         self.written(p)
 
     def written(self, p: Tensor) -> None:
-        """All that is open is stored."""
+        """Does nothing: every open parameter is stored when the window ends."""
 
     def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
-        """Outside a step."""
+        """Does nothing: there are no steps yet."""
 
 
 class State(NamedTuple):
-    """A state of an optimizer that steps on pieces."""
+    """A state of an optimizer that steps on pieces; ``piece`` is this rank's part, 1-D."""
 
     key: int
     parameter: Tensor
@@ -206,17 +206,18 @@ class State(NamedTuple):
 
 
 class DeepSpeedStore(BuiltStore):
-    """The same during a run.
+    """Implements the store during a run: adds gradients, optimizer states, and reads and writes inside a step.
 
     Attributes:
-        watch: Set by the engine. Called when user code holds memory inside a step, so that plain tensors matter.
+        watch: Set by the engine. Called when user code holds a parameter's memory inside a step, so that calls on plain
+            tensors must be intercepted as well.
 
     Args:
-        params: All that DeepSpeed holds, in an order that all ranks share.
-        names: Of the module's parameters.
+        params: All parameters that DeepSpeed holds, in an order that all ranks share.
+        names: The module's parameters by name.
         under_way: The engine's current activities.
-        managed: Masters, where an optimizer is attached.
-        backward: The engine's own, for a backward that user code starts inside a step.
+        managed: Returns masters and gradients, or ``None`` without an optimizer.
+        backward: The engine's ``backward``, for a backward that user code starts inside a step.
         before_bring: Called before a parameter is gathered in a step.
     """
 
@@ -237,18 +238,18 @@ class DeepSpeedStore(BuiltStore):
         super().__init__(stage3, memories)
         self._under_way, self._gradients, self._managed = under_way, gradients, managed
         self._names, self._backward, self._before_bring = names, backward, before_bring
-        self._versions: dict[int, int] = {}  # of what is in DeepSpeed's memory, when it was last stored, by key
-        self._maybe_written: set[int] = set()  # beside those whose version tells
-        self._taken: dict[int, list[weakref.ref[Tensor]]] = {}  # views that were taken inside a step, by key
-        self._buffers: dict[int, tuple[Any, int]] = {}  # of stages 1 and 2, and how many tensors lie there
-        self._states: Any = WeakIdKeyDictionary()  # what users see of a state -> State
+        self._versions: dict[int, int] = {}  # key -> the parameter's version when it was last stored
+        self._maybe_written: set[int] = set()  # keys of writes that a version does not show
+        self._taken: dict[int, list[weakref.ref[Tensor]]] = {}  # key -> views taken inside a step
+        self._buffers: dict[int, tuple[Any, int]] = {}  # stages 1 and 2: each buffer and its number of users
+        self._states: Any = WeakIdKeyDictionary()  # the full tensor that users see -> State
         self._states_by_key: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self._num_states = 0  # ever made
+        self._num_states = 0  # states made so far; never decreases, so that keys stay unique
         for p in params:
             self.add(p)
 
     def begin(self) -> None:
-        """DeepSpeed has laid its memory out."""
+        """Records versions and buffers, once DeepSpeed has laid out its memory."""
         for key, p in enumerate(self._params):
             self._versions[key] = version_of(p)
         if not self._stage3:
@@ -256,7 +257,7 @@ class DeepSpeedStore(BuiltStore):
             self._buffers = {key: (buffer, users_of(buffer)) for key, buffer in buffers.items()}
 
     def end(self) -> None:
-        """The parameters are nobody's any more."""
+        """Drops all parameters: they are ordinary tensors again."""
         self._own.clear()
         self._params.clear()
         self._homes.clear()
@@ -278,7 +279,7 @@ class DeepSpeedStore(BuiltStore):
 
     def is_there(self, p: Tensor) -> bool:
         if self._under_way.is_between():
-            return False  # what is touched is stored
+            return False  # so that a touch opens the parameter, and its values are stored when the window ends
         if not self._stage3 or Phase.BACKWARD in self._under_way:
             return True
         return not (private.is_partitioned(p) or private.is_ahead(p))
@@ -298,7 +299,9 @@ class DeepSpeedStore(BuiltStore):
             return [self._gradients.assembled(self._params[key - num])]
         full, managed = self._states_by_key.get(key), self._managed()
         if full is None or managed is None:
-            raise RuntimeError("a read of an optimizer's state that other ranks do not have: make it on every rank")
+            raise RuntimeError(
+                "an optimizer's state is read that does not exist on every rank: create the state on every rank"
+            )
         _, p, piece = self._states[full]
         return [managed.assemble(p, piece)]
 
@@ -314,7 +317,7 @@ class DeepSpeedStore(BuiltStore):
             super().close(key)
             return
         full, managed = self._states_by_key.get(key), self._managed()
-        if full is None:  # nobody has it any more
+        if full is None:  # already freed
             return
         _, p, piece = self._states[full]
         if managed is not None:
@@ -326,7 +329,7 @@ class DeepSpeedStore(BuiltStore):
     # -- states --------------------------------------------------------------------------------------------------
 
     def state(self, p: Tensor, piece: Tensor) -> Tensor:
-        """What stands for ``piece``, a state of ``p``, between steps."""
+        """Makes the tensor of the full shape of ``p`` that represents ``piece``, a state of ``p``, between steps."""
         managed = self._managed()
         assert managed is not None
         key = 2 * len(self._params) + self._num_states
@@ -337,14 +340,16 @@ class DeepSpeedStore(BuiltStore):
         return full
 
     def known_state(self, value: Any) -> State | None:
-        """Of what :meth:`state` has made."""
+        """Returns the state if ``value`` was made by :meth:`state`."""
         found: State | None = self._states.get(value) if isinstance(value, Tensor) else None
         return found
 
     # -- writes --------------------------------------------------------------------------------------------------
 
     def _store(self, p: Any) -> None:
-        """Each rank's own elements count."""
+        """Stores the values of ``p`` in shards and masters; unlike before the run, each rank stores its own elements.
+
+        Every write of user code must end here, or the next step restores the old master."""
         if private.is_managed(p):
             private.store_part(p)
         key, managed = self._own[id(p)], self._managed()
@@ -359,9 +364,9 @@ class DeepSpeedStore(BuiltStore):
         return key in self._homes or key in self._maybe_written or self._versions.get(key) != version_of(p)
 
     def settle(self) -> None:
-        """What was written inside a step counts, and all lies in DeepSpeed's memory."""
+        """Stores all that was written inside a step, and moves parameters back into DeepSpeed's memory."""
         held = {key for key, (each, num) in self._buffers.items() if users_of(each) > num or _is_numpys(each)}
-        if held:  # by user code, which may write there at any time
+        if held:  # user code holds these buffers and may write to them at any time
             self._maybe_written.update(key for key, p in enumerate(self._params) if _memory(p) in held)
         for key, p in enumerate(self._params):
             if not private.is_partitioned(p) and self._is_written(key, p):
@@ -370,7 +375,7 @@ class DeepSpeedStore(BuiltStore):
                     self._leave(key, p)
 
     def put(self, p: Tensor, value: Tensor) -> None:
-        """``value``, which all ranks have, becomes the parameter's."""
+        """Sets ``p`` to ``value``, a full tensor that is the same on all ranks."""
         key = self._own[id(p)]
         if self.is_here(key):
             p.data.copy_(value)
@@ -381,8 +386,8 @@ class DeepSpeedStore(BuiltStore):
             private.empty(p)
 
     def stepped(self, params: Iterable[Tensor]) -> None:
-        """An optimizer has changed ``params``: graphs that have saved them must not go backward any more."""
-        self.settle()  # its hooks may have written, too
+        """Records that an optimizer has changed ``params``; a backward through older graphs raises afterwards."""
+        self.settle()  # hooks of the optimizer may have written to parameters
         changed = [p for p in params if id(p) in self._own]
         increment_version(changed)
         self._versions.update((self._own[id(p)], version_of(p)) for p in changed)
@@ -412,7 +417,7 @@ class DeepSpeedStore(BuiltStore):
                 self.watch()
 
     def go_where_it_is_held(self) -> None:
-        """Inside a step, parameters of which user code holds memory lie there, so that both are one."""
+        """Moves parameters into memory of theirs that user code holds, so that views and parameter share values."""
         if self._memories:
             for key, p in enumerate(self._params):
                 spot = None if private.is_partitioned(p) else self._memories.again(key, 0)
@@ -428,8 +433,10 @@ class DeepSpeedStore(BuiltStore):
         self.go_where_it_is_held()
 
     def bring_given(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A hook before DeepSpeed's of ``module``, in a step: parameters among its arguments belong to the caller, who
-        has them whole in its backward until their gradients are there; ``module`` would release them before."""
+        """Gathers parameters among the arguments of ``module`` in a step; a hook that runs before DeepSpeed's.
+
+        They are gathered for the calling module, which keeps them full until their gradients are computed in the
+        backward. ``module`` itself would release them earlier."""
         if Phase.STEP in self._under_way and self.own and Phase.BACKWARD not in self._under_way:
             for value in (*args, *kwargs.values()):
                 for p in value if isinstance(value, (list, tuple)) else (value,):
@@ -459,8 +466,9 @@ class DeepSpeedStore(BuiltStore):
         return run()
 
     def keep_all(self) -> None:
-        """A backward of the user's own begins inside the step: another one passes through the same parameters, or
-        through those that it read beside, in no module's order."""
+        """Keeps all parameters full until the step ends, because a user's own backward begins inside the step.
+
+        Another backward then uses the same parameters in an order that no module's hooks follow."""
         if self._stage3:
             with DisableTorchFunction(), torch.no_grad():
                 for p in self._params:
@@ -472,7 +480,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _is_numpys(memory: Any) -> bool:
-    """Whether NumPy has seen it; no version counts what NumPy writes."""
+    """Whether NumPy may share ``memory``; NumPy's writes change no version counter."""
     return memory.device.type == "cpu" and not memory.resizable()
 
 
@@ -482,6 +490,6 @@ def _lie_alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_held(p: Tensor, taken: Sequence[weakref.ref[Tensor]]) -> bool:
-    """Whether somebody beside ``p`` and graphs has its memory, of which ``taken`` were taken."""
+    """Whether user code holds the memory of ``p``: it has more users than ``p`` and the views that only graphs hold."""
     in_graph = sum(map(is_in_graph_alone, taken))
     return users_of(p.untyped_storage()) - 1 > in_graph

@@ -1,4 +1,4 @@
-"""The parameters used between two agreements; DDP speaks of the others as unused parameters."""
+"""Tracks which parameters were used between two agreements of the ranks (the others are DDP's unused parameters)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lightning_zero.private.torch import DisableTorchFunction
 
 
 class Usage:
-    """This rank's account of one window, the time between two agreements: the micro-batches of one step.
+    """Records this rank's used parameters in a window: the time between two agreements, the micro-batches of one step.
 
-    DeepSpeed has zeros or the step before's gradient where a parameter was not used; those that no rank used have no
-    gradient afterwards.
+    DeepSpeed holds zeros or the previous step's gradient for an unused parameter. After the agreement, parameters that
+    no rank used have no gradient.
 
     Attributes:
-        trained: Parameters that required a gradient when DeepSpeed laid its flats out.
-        window_open: Between the first backward of a window and its agreement: gradients are half summed.
+        trained: Parameters that required a gradient when DeepSpeed laid out its flats.
+        window_open: True between a window's first backward and its agreement: gradients are partial sums.
     """
 
     def __init__(self, params: Parameters, config: ZeroConfig, agreement: Agreement | None) -> None:
@@ -38,7 +38,7 @@ class Usage:
         self.window_open = False
 
     def follow(self, trainable: Iterable[Tensor]) -> None:
-        """From here to :meth:`close` the uses of ``trainable`` and of odd parameters are seen."""
+        """Starts recording uses of ``trainable`` and of odd parameters, until :meth:`close`."""
         self._order = {p: i for i, p in enumerate([*trainable, *self._params.odd])}
         self.trained = {p for p in self._order if p.requires_grad}
         self._handles = [p.register_post_accumulate_grad_hook(self._touch) for p in self._order if p.requires_grad]
@@ -47,16 +47,16 @@ class Usage:
         self._touched_now.add(p)
 
     def forget(self, p: Tensor) -> None:
-        """The gradient of ``p`` is gone before its window has ended."""
+        """Drops the use of ``p``, whose gradient was cleared before the window has ended."""
         self._touched.discard(p)
 
     def close(self) -> None:
-        """Takes the hooks back."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def unfrozen(self) -> str | None:
-        """A parameter that was frozen when DeepSpeed laid its flats out, and is no longer."""
+        """Returns the name of a parameter that was frozen when DeepSpeed laid out its flats and is trainable now."""
         if self._params.managed is None:
             return None
         with DisableTorchFunction():
@@ -66,23 +66,24 @@ class Usage:
     # -- one backward --------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Forgets a backward that did not end."""
+        """Forgets the uses of a backward that did not end."""
         self._touched_now.clear()
 
     def end_backward(self) -> None:
-        """Adds the parameters that this backward has touched to those of the window."""
+        """Adds the parameters used in this backward to those of the window."""
         self._touched |= self._touched_now
 
     # -- the end of a window -------------------------------------------------------------------------------------
 
     def end_window(self, reductions: Reductions, order: Order) -> None:
-        """Averages odd gradients, then agrees (collective): in this order, because the agreement says which of the
-        zeros that were averaged are no gradients at all."""
+        """Averages odd gradients, then agrees on the used parameters (collective).
+
+        The order matters: the agreement tells which averaged zeros are removed, since no rank had a gradient."""
         self._agree_on_used(self._reduce_odd(), reductions, order)
         self.window_open = False
 
     def _reduce_odd(self) -> set[Tensor]:
-        """Averages the gradients of odd parameters; those that had none here have zeros now, and are returned."""
+        """Averages the gradients of odd parameters; returns those that had no gradient here and were zero-filled."""
         trainable = [p for p in self._params.odd if p.requires_grad]
         filled = {p for p in trainable if p.grad is None}
         for p in filled:
@@ -93,8 +94,8 @@ class Usage:
         return filled
 
     def _agree_on_used(self, filled: set[Tensor], reductions: Reductions, order: Order) -> None:
-        """One message on the CPU: which parameters any rank used since the last agreement, whether ranks gathered and
-        reduced the same, and once rank 0's order of gradients."""
+        """Sends one CPU message, an all-reduce with MAX (int64, 1-D): ``order.mark`` and its negative, a flag for each
+        used parameter, and, in the first window only, rank 0's order of gradients."""
         managed, num = self._params.attached, len(self._order)
         used = torch.zeros(num, dtype=torch.int64, device="cpu")
         used[[self._order[p] for p in self._touched]] = 1
@@ -114,6 +115,6 @@ class Usage:
         for p, flag in zip(self._order, flags, strict=True):
             if flag and p in managed:
                 managed.with_grad.add(p)
-            elif p in filled and not flag:  # what had a gradient before keeps it
+            elif p in filled and not flag:  # a gradient from before the window is kept
                 p.grad = None
         self._touched.clear()

@@ -1,4 +1,4 @@
-"""Reading and putting back whole state: for checkpoints, for user code, and at the end of a run."""
+"""Reads full state from DeepSpeed's pieces: for checkpoints, for user code, and at the end of a run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lightning_zero.engines.optimizer_family import family, states
 
 
 class Whole:
-    """Makes whole tensors of DeepSpeed's pieces.
+    """Assembles full tensors from DeepSpeed's pieces.
 
-    All methods are collective. None of them looks at what user code has written and no master knows of: the engine has
-    that adopted before.
+    All methods are collective. They read masters, so the engine must store user code's writes to parameters before
+    (``DeepSpeedEngine._settle``).
     """
 
     def __init__(self, params: Parameters, mesh: DeviceMesh) -> None:
@@ -32,7 +32,7 @@ class Whole:
     # -- rows, as checkpoints hold them --------------------------------------------------------------------------
 
     def rows(self, p: Tensor, whole: Tensor) -> DTensor:
-        """This rank's rows of a whole tensor, as ``fully_shard`` would lay them out; a copy."""
+        """Copies this rank's rows of a full tensor to a ``DTensor``, sharded on dim 0 as by ``fully_shard``."""
         each = -(-whole.shape[0] // self._mesh.size())
         first = min(each * self._mesh.get_rank(), whole.shape[0])
         mine = whole.narrow(0, first, min(each, whole.shape[0] - first)).clone()
@@ -41,7 +41,7 @@ class Whole:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The module's, of rows; a tied parameter is one object under all its names."""
+        """Returns the module's state dict in rows; a tied parameter is one object under all its names."""
         state = undetached_state_dict(self._params.module)
         done = self.rows_of_masters()
 
@@ -53,7 +53,7 @@ class Whole:
         return map_tensors(one, state)
 
     def rows_of_masters(self) -> dict[int, Tensor]:
-        """By the parameter's identity, in its own dtype."""
+        """Returns the rows of every master, by ``id`` of the parameter, in the user's dtype."""
         managed = self._params.managed
         if managed is None:
             return {}
@@ -67,7 +67,7 @@ class Whole:
         return self.rows(p, private.gathered_copy(p) if self._params.stage3 else p.detach())
 
     def optimizer_state(self, state: dict[str, Any], known: Callable[[Any], State | None]) -> dict[str, Any]:
-        """``optimizer.state_dict()``, of rows; ``known`` tells the states that are pieces."""
+        """Returns ``optimizer.state_dict()`` in rows; ``known`` returns the ``State`` of those that are pieces."""
 
         def one(path: Any, tensor: Tensor) -> Tensor:
             found = known(tensor)
@@ -78,16 +78,16 @@ class Whole:
         return map_tensors(one, state)
 
     def states_as_rows(self, optimizers: Iterable[Optimizer], known: Callable[[Any], State | None]) -> None:
-        """Has ``optimizers`` hold rows in the place of pieces."""
+        """Replaces pieces in the states of ``optimizers`` by rows."""
         for p, entry in (each for o in optimizers for of_all in states(family(o)) for each in of_all.items()):
             for key, value in entry.items():
                 if (found := known(value)) is not None:
                     entry[key] = self.rows(p, self._params.attached.assemble(p, found.piece))
 
-    # -- whole parameters ----------------------------------------------------------------------------------------
+    # -- full parameters -----------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[Tensor, nn.Parameter]:
-        """Copies of the held ones."""
+        """Returns full copies of the held parameters."""
         stage3 = self._params.stage3
         return {
             p: nn.Parameter(private.gathered_copy(p) if stage3 else p.detach().clone(), p.requires_grad)
@@ -95,7 +95,8 @@ class Whole:
         }
 
     def values_afterwards(self) -> dict[Tensor, Tensor]:
-        """Whole parameters on the CPU, of their own dtype and strides; masters where DeepSpeed computed in another."""
+        """Returns full parameters on the CPU in the user's dtype and strides; read from the masters where DeepSpeed
+        computed in another dtype."""
         params, managed = self._params, self._params.managed
         values: dict[Tensor, Tensor] = {}
         if managed is not None:
