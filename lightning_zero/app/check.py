@@ -333,7 +333,7 @@ def _processes(job: Job, environment: Any, timeout_seconds: float) -> str:
         process.wait(timeout_seconds)
     except subprocess.TimeoutExpired:
         return f"not done after {timeout_seconds:g} s"
-    finally:
+    finally:  # also after Ctrl-C: no process may outlive the check
         process.kill()
         code = process.wait()
         left = _kill_left(job) if environment is None else 0

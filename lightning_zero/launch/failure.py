@@ -145,7 +145,7 @@ def compare(
         note: Called with whether this rank is the first, before any other rank can see that it has raised.
     """
     deadline = time.monotonic() + WAIT_SECONDS
-    store.set(str(rank), what)
+    store.set(str(rank), what)  # first of all: _difference() takes a rank without this key for one that did not raise
     first, said = json.loads(store.compare_set("first", "", json.dumps([rank, what])))
     note(first == rank)
     same = store.add(alike, 1)  # before "all": otherwise another rank could take this one for one that differs

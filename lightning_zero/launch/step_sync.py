@@ -228,7 +228,7 @@ class StepSync(Callback):
             self._agreed = max(self._agreed, asked)
             return
         self.hear()
-        self._end_window()
+        self._end_window()  # before the message: a rank that waits for a read cannot send its own
         here = (place << _SHIFT) + max(index, 0)
         with DisableTorchFunction():  # the engine's function mode must not intercept this tensor
             message = torch.tensor([here, -here, asked], device="cpu")  # max(-here) is minus the smallest place

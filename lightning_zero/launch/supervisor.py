@@ -81,6 +81,7 @@ TABLE = (
     ((S.FINISHING, S.ENDING), "all ended", S.OVER, ""),
     ((S.FAILED, S.FINISHING, S.ENDING), "rank 0 gone", S.OVER, ""),
 )
+"""The first matching row counts. An event that has no row in the current state is ignored."""
 SECONDS = {S.PRESSED: 3.5, S.FAILED: 8.0, S.FINISHING: 60.0, S.ENDING: 1.0}
 """Seconds until "time over" in a state, unless rank 0 sends another number. Other states have no limit."""
 KILLED = "was killed by SIGKILL, probably out of memory"
