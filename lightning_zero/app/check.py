@@ -1,13 +1,13 @@
-"""``lightning-zero check``: one command that proves on this machine what the tests prove on another.
+"""``lightning-zero check``: verifies on this machine what the tests verify elsewhere.
 
-    same   losses, weights and a resumed checkpoint of stages 1 to 3 are DDP's, in fp32 and in the precision asked for
-    fits   bytes of parameters, gradients, optimizer states and messages are the plan's; on CUDA the peak, too
-    fast   a step takes no more than a bound times DDP's and raw ``fully_shard``'s, measured in turn
-    safe   when one rank raises, all processes end within seconds
+    same   losses, weights and a resumed checkpoint of stages 1 to 3 match DDP, in fp32 and in the given precision
+    fits   bytes of parameters, gradients, optimizer states and messages match the plan; on CUDA the peak does, too
+    fast   the time of a step is within a factor of DDP's and of raw ``fully_shard``'s, measured alternately
+    safe   if one rank raises, all processes end within seconds
 
-Each part runs in processes of its own (:mod:`lightning_zero.app.check_ranks`), so one that crashes is a failed line.
-Where torchrun, srun or mpirun has started this command once per rank, each of these processes starts one rank of each
-part. Otherwise this process starts rank 0, whose Trainer starts the others as in any run.
+Each part runs in separate processes (:mod:`lightning_zero.app.check_ranks`), so a part that crashes becomes a failed
+line. If torchrun, srun or mpirun has started this command once per rank, each of these processes starts one rank of
+each part. Otherwise this process starts rank 0, whose Trainer starts the other ranks as in any run.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from lightning_zero.planner.study import precision_name
 PASS, FAIL, NOT_HERE = "pass", "FAIL", "not on this machine"
 MIB = 2**20
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-4, 1e-3
-"""In full precision. Losses: largest relative difference. Weights: norm of the difference over norm of the way from the
-initial weights. Sums over ranks are rounded in another order (1e-7); AdamW enlarges this where gradients are near 0."""
+"""In full precision. Losses: largest relative difference. Weights: norm of the difference over the norm of the change
+since initialization. Sums over ranks round in another order (1e-7), which AdamW amplifies if gradients are near 0."""
 LOW_LOSS_TOLERANCE, LOW_WEIGHT_TOLERANCE = 3e-2, 0.2
-"""In low precision. Sharded weights are rounded once for each gather, and gradients to them; autocast rounds weights in
-each operator and keeps their gradients in fp32. A gradient that is not reduced differs by more."""
+"""In low precision. Each gather rounds the sharded weights once, and their gradients are rounded as well. Autocast
+rounds weights in each operator and keeps gradients in fp32. A missing reduction makes a larger difference."""
 TOLERANCES = {"parameters": 0.01, "gradients": 0.01, "optimizer": 0.01, "sent per step": 0.02, "peak": 0.1}
-"""Of bytes beside the plan, relative. The plan does not count the ranks' agreements."""
+"""Relative difference of bytes from the plan, which does not count the ranks' agreements."""
 PEAK_SLACK_BYTES = 64 * MIB
 """cuBLAS keeps workspaces (32 MiB on Hopper), and the allocator rounds blocks up."""
 BOUNDS = {"ddp": 3.0, "fully_shard": 2.0}
-"""A step of a stage over one of these. Generous: they are to find a mistake, not a slow network."""
+"""Upper bounds of a stage's step time over that of each reference. They should find a mistake, not a slow network."""
 SLACK_SECONDS = {"cpu": 0.02, "gpu": 0.002}
-"""Beyond the bounds: the step of a tiny module is mostly Python, and CPUs are shared with other programs."""
+"""Allowed in addition: the step of a tiny module is mostly Python, and CPUs are shared with other programs."""
 SAFE_SECONDS = 30.0
-"""From the error of one rank to the end of the last process."""
+"""Upper bound of the time from one rank's error to the end of the last process."""
 GONE_SECONDS = 15.0
-"""For processes of a part whose rank 0 has ended; the supervisor gives them 3 s."""
+"""Time for the other processes of a part to end after its rank 0. The supervisor gives them 3 s."""
 _OF_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_", "MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -80,24 +80,24 @@ class Row:
 
 @dataclass
 class Report:
-    """All lines, and where they were found."""
+    """All lines, and a description of the run and the machine."""
 
     rows: list[Row] = field(default_factory=list)
     about: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Section -> name -> value: the run, versions, hardware."""
     logs: dict[str, str] = field(default_factory=dict)
-    """Part that failed -> end of its output."""
+    """Failed part -> end of its output."""
 
     @property
     def ok(self) -> bool:
-        """Whether no line failed."""
+        """Returns whether no line failed."""
         return not any(row.outcome == FAIL for row in self.rows)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.rows))
 
     def write(self, folder: Path) -> None:
-        """``check.json`` and ``check.md``."""
+        """Writes ``check.json`` and ``check.md``."""
         (folder / "check.json").write_text(json.dumps({"ok": self.ok, **asdict(self)}, indent=1) + "\n", "utf-8")
         lines = ["# lightning-zero check", "", "| part | what | outcome | figures |", "|---|---|---|---|"]
         lines += [f"| {row.part} | {row.what} | {row.outcome} | {row.figures.replace('|', '/')} |" for row in self.rows]
@@ -120,23 +120,24 @@ def check(
     folder: str | os.PathLike[str] = ".",
     timeout_seconds: float = 180.0,
 ) -> Report:
-    """Runs the check, prints each line as it comes, and writes ``check.json`` and ``check.md``.
+    """Runs the check, prints each line as soon as it is known, and writes ``check.json`` and ``check.md``.
 
     Args:
-        module: A ``LightningModule`` before its training; ``None`` takes a small GPT. Other processes unpickle it, for
-            which classes of a script itself need ``cloudpickle``.
-        data: Its ``LightningDataModule`` or training ``DataLoader``: twelve micro-batches per rank, alike in each run.
-        precision: As for ``Trainer(precision=...)``; fp32 is checked as well.
-        devices: Ranks on this host; ``None`` is one for each GPU, or two on CPUs. Two ranks share a single GPU.
+        module: An untrained ``LightningModule``; ``None`` uses a small GPT. Other processes unpickle it. Classes that
+            the script itself defines need ``cloudpickle`` for that.
+        data: Its ``LightningDataModule`` or training ``DataLoader``, with twelve micro-batches per rank that are the
+            same in each run.
+        precision: As for ``Trainer(precision=...)``. fp32 is always checked as well.
+        devices: Ranks on this host; ``None`` is one per GPU, or two on CPUs. A single GPU is shared by two ranks.
         accelerator: ``"auto"``, ``"cpu"`` or ``"gpu"``.
-        parts: Of ``same``, ``fits``, ``fast`` and ``safe``.
-        settings: Keywords of ``ZeroStrategy`` beside the stage.
-        folder: For the two files; ranks on all hosts see it.
-        timeout_seconds: For each part.
+        parts: Any of ``same``, ``fits``, ``fast`` and ``safe``.
+        settings: Keyword arguments of ``ZeroStrategy`` except the stage.
+        folder: Folder for the two files, which ranks on all hosts can see.
+        timeout_seconds: Time limit of each part.
 
     Raises:
-        ValueError: Naming the setting, its value and the repair.
-        OSError: The folder cannot be written to.
+        ValueError: A setting is invalid. The message names it, its value and the repair.
+        OSError: The folder is not writable.
     """
     for part in parts or [""]:
         if part not in PARTS:
@@ -180,7 +181,7 @@ def check(
 
 
 def run(parts: str, devices: int | None, accelerator: str, precision: str, folder: str, timeout_seconds: float) -> int:
-    """The command; 1 where a line failed, 130 after Ctrl-C."""
+    """Runs the command, and returns its exit code: 0, 1 if a line failed, 130 after Ctrl-C."""
     try:
         report = check(
             parts=[part for part in parts.split(",") if part],
@@ -191,9 +192,9 @@ def run(parts: str, devices: int | None, accelerator: str, precision: str, folde
             timeout_seconds=timeout_seconds,
         )
     except KeyboardInterrupt:
-        print("lightning-zero: interrupted; nothing is stored", file=sys.stderr)
+        print("lightning-zero: interrupted; no report was written", file=sys.stderr)
         return 130
-    if report.about.get("versions"):  # on rank 0
+    if report.about.get("versions"):  # only on rank 0
         outcomes = [row.outcome for row in report.rows]
         counts = ", ".join(f"{outcomes.count(each)} {each}" for each in (PASS, FAIL, NOT_HERE) if each in outcomes)
         print(f"{counts}; {Path(folder, 'check.md')}, {Path(folder, 'check.json')}", flush=True)
@@ -204,7 +205,7 @@ def run(parts: str, devices: int | None, accelerator: str, precision: str, folde
 
 
 def _on_gpu(accelerator: str) -> bool:
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the question takes no memory of a device
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # otherwise is_available() takes device memory
     if accelerator not in ("auto", "cpu", "gpu"):
         raise ValueError(f"accelerator={accelerator!r}: use auto, cpu or gpu.")
     if accelerator == "gpu" and not torch.cuda.is_available():
@@ -221,7 +222,7 @@ def _precision(precision: Any, on_gpu: bool) -> str:
 
 def _pickle() -> Any:
     try:
-        import cloudpickle  # comes with other packages; only classes of a script itself need it
+        import cloudpickle  # optional: only classes that the script itself defines need it
     except ModuleNotFoundError:
         return pickle
     return cloudpickle
@@ -231,7 +232,7 @@ def _pickle() -> Any:
 
 
 def _environment() -> Any:
-    """Lightning's, if torchrun, srun or mpirun has started this command once per rank; else ``None``."""
+    """Returns Lightning's environment if torchrun, srun or mpirun has started this command per rank, else ``None``."""
     if TorchElasticEnvironment.detect():
         return TorchElasticEnvironment()
     if int(os.environ.get("SLURM_NTASKS", "1")) > 1:
@@ -240,10 +241,10 @@ def _environment() -> Any:
 
 
 def _ranks(environment: Any, asked: int | None, on_gpu: bool) -> tuple[int, int]:
-    """Ranks on each host, and hosts.
+    """Returns the number of ranks on each host, and the number of hosts.
 
     Raises:
-        ValueError: There are others than asked for.
+        ValueError: The number differs from what was asked for.
     """
     if environment is None:
         gpus = torch.cuda.device_count() if on_gpu else 0
@@ -261,7 +262,7 @@ def _ranks(environment: Any, asked: int | None, on_gpu: bool) -> tuple[int, int]
 
 @contextmanager
 def _scratch(folder: Path, environment: Any) -> Iterator[str]:
-    """A folder for findings and checkpoints, of which nothing remains; SIGTERM ends the check like Ctrl-C."""
+    """Provides a folder for results and checkpoints and removes it afterwards, also after SIGTERM or Ctrl-C."""
 
     def interrupt(*unused: Any) -> None:
         raise KeyboardInterrupt
@@ -270,13 +271,13 @@ def _scratch(folder: Path, environment: Any) -> Iterator[str]:
     try:
         if environment is None:
             made = tempfile.mkdtemp(prefix=prefix, dir=folder.resolve())
-        else:  # a name that all ranks know
+        else:  # all ranks must choose the same name
             made = str(folder.resolve() / f"{prefix}{environment.main_port}")
             if is_first:
                 shutil.rmtree(made, ignore_errors=True)
                 Path(made).mkdir()
     except OSError as error:
-        raise OSError(f"{folder} cannot be written to ({error.strerror}): choose another folder (--out).") from None
+        raise OSError(f"{folder} is not writable ({error.strerror}): choose another folder (--out).") from None
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield made
@@ -287,9 +288,9 @@ def _scratch(folder: Path, environment: Any) -> Iterator[str]:
 
 
 def _run(job: Job, environment: Any, timeout_seconds: float) -> tuple[list[Row], str]:
-    """Lines of one part and its output; of rank 0, others have none."""
+    """Runs one part, and returns its lines and its output. Only rank 0 has an output."""
     if job.name == "safe" and (environment is not None or job.world_size == 1):
-        why = "one rank has no other to wait for" if environment is None else "who started the ranks also ends them"
+        why = "one rank waits for no other" if environment is None else "the launcher of the ranks also ends them"
         return [Row(job.name, "zero3", NOT_HERE, why)], ""
     error = _processes(job, environment, timeout_seconds)
     ended = time.time()
@@ -301,38 +302,38 @@ def _run(job: Job, environment: Any, timeout_seconds: float) -> tuple[list[Row],
     while environment is not None and not error and _num_done(job) < job.world_size:
         time.sleep(0.05)
         if time.time() > ended + GONE_SECONDS:
-            error = "another rank did not come to its end"
+            error = "another rank did not finish"
     found = [_read(job, rank) for rank in range(job.world_size)]
     judge = {"same": _same, "fits": _fits, "fast": _fast}[job.name]
     return list(judge(job, found, error and f"{error}: {_last_error(log)}")), log
 
 
 def _num_done(job: Job) -> int:
-    """Ranks that have stored all of their findings: others than rank 0 may be some moments later."""
+    """Counts the ranks that have stored all of their results. Other ranks may finish shortly after rank 0."""
     return len(list(Path(job.folder).glob(f"{job.name}-*.done")))
 
 
 def _processes(job: Job, environment: Any, timeout_seconds: float) -> str:
-    """Runs ``job`` to the end of its last process; ``""``, or the failure."""
+    """Runs ``job`` until its last process has ended. Returns the failure, or ``""``."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    if environment is None:  # variables of a batch job would name other ranks
+    if environment is None:  # a batch job's variables would describe other ranks
         env = {name: value for name, value in env.items() if not name.startswith(_OF_LAUNCHERS)}
     env.setdefault(rendezvous.START_SECONDS, str(timeout_seconds))
     is_first = environment is None or environment.global_rank() == 0
     with open(job.path(f"{job.name}.log") if is_first else os.devnull, "wb") as log:
         process = subprocess.Popen(
             command(job),
-            stdin=subprocess.PIPE,  # closed when this process ends, which ends that one
+            stdin=subprocess.PIPE,  # closes when this process ends, which ends the child
             stdout=log,
             stderr=log if is_first else None,
             env=env,
-            start_new_session=True,  # Ctrl-C is for this process
+            start_new_session=True,  # only this process gets Ctrl-C
         )
     try:
         process.wait(timeout_seconds)
     except subprocess.TimeoutExpired:
         return f"not done after {timeout_seconds:g} s"
-    finally:
+    finally:  # also after Ctrl-C: no process may outlive the check
         process.kill()
         code = process.wait()
         left = _kill_left(job) if environment is None else 0
@@ -342,7 +343,7 @@ def _processes(job: Job, environment: Any, timeout_seconds: float) -> str:
 
 
 def _kill_left(job: Job) -> int:
-    """Waits for the other ranks, which a supervisor ends; kills those that are late, and says how many."""
+    """Waits for the other ranks, which a supervisor ends. Kills those that are late, and returns their number."""
     deadline = time.monotonic() + GONE_SECONDS
     while (left := list(_alive(job))) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -358,7 +359,7 @@ def _alive(job: Job) -> Iterator[int]:
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if job.folder.encode() in words:  # another process may have the number by now
+        if job.folder.encode() in words:  # otherwise another process has got this id
             yield pid
 
 
@@ -371,13 +372,13 @@ def _read(job: Job, rank: int) -> dict[str, Any]:
 
 
 def _last_error(log: str) -> str:
-    """The line that names an error, or the last one."""
+    """Returns the last line of ``log`` that names an error, or else the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception|Interrupt|Lost)\b", line)]
     return (named or lines or ["no output"])[-1][:300]
 
 
-# -- judgements ------------------------------------------------------------------------------------------------------
+# -- results to lines ------------------------------------------------------------------------------------------------
 
 
 def _same(job: Job, found: list[dict[str, Any]], error: str) -> Iterator[Row]:
@@ -416,7 +417,7 @@ def _same_row(job: Job, name: str, of_ranks: list[tuple[dict[str, Any], list[flo
 
 
 def _difference(losses: list[float], expected: list[float], most: float) -> tuple[float, int]:
-    """Largest relative difference, and the first one above ``most``."""
+    """Returns the largest relative difference, and the index of the first one above ``most``."""
     if len(losses) != len(expected):
         return math.inf, min(len(losses), len(expected))
     off = [abs(a - b) / max(abs(b), 1e-6) for a, b in zip(losses, expected, strict=True)]
@@ -430,7 +431,7 @@ def _weights(job: Job, name: str) -> dict[str, Tensor]:
 
 
 def _distance(weights: dict[str, Tensor], expected: dict[str, Tensor], initial: dict[str, Tensor]) -> float:
-    """Norm of the difference over norm of the way that ``expected`` came."""
+    """Returns the norm of the difference over the norm of ``expected - initial``."""
     if weights.keys() != expected.keys():
         return math.inf
     off = sum(float((weights[name] - t).square().sum()) for name, t in expected.items())
@@ -454,7 +455,7 @@ def _fits_row(name: str, of_ranks: list[dict[str, Any]]) -> Row:
     planned = of_ranks[0]["planned"]
     for kind, tolerance in TOLERANCES.items():
         if kind not in of_ranks[0]["measured"]:
-            texts.append("peak: the CPU's allocator does not count")
+            texts.append("peak: not counted by the CPU's allocator")
             continue
         measured = max(each["measured"][kind] for each in of_ranks)
         slack = PEAK_SLACK_BYTES if kind == "peak" else 1024

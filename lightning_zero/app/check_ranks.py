@@ -1,16 +1,17 @@
-"""The part of ``lightning-zero check`` that its ranks run: ``python -m lightning_zero.app.check_ranks JOB``.
+"""The ranks' side of ``lightning-zero check``: ``python -m lightning_zero.app.check_ranks JOB``.
 
-A job is one world of ranks. It writes its findings into ``<name>-<rank>.json`` in the folder of the check, each as soon
-as it is known, so that a crash later loses nothing. :mod:`lightning_zero.app.check` starts jobs and judges findings.
+A job is one world of ranks. Each rank writes its results into ``<name>-<rank>.json`` in the folder of the check as soon
+as they are known, so that a later crash does not lose them. :mod:`lightning_zero.app.check` starts jobs and evaluates
+results.
 
     same   losses and weights of DDP and of each stage, which also resumes from its own checkpoint, in each precision
     fits   bytes of each stage, measured and planned
-    fast   the same step under DDP, raw ``fully_shard`` and each stage in turn
+    fast   the same step under DDP, raw ``fully_shard`` and each stage, alternately
     safe   the last rank raises in the middle of a step
 
-On a single GPU two ranks share it over gloo, which knows neither all collectives on CUDA tensors nor their mean, so
-:func:`stage_through_host` moves those through host memory. Values and memory are right then; times are not, so ``fast``
-has one rank and NCCL.
+A single GPU is shared by two ranks over gloo. On CUDA tensors gloo lacks some collectives and the mean, so
+:func:`stage_through_host` moves these through host memory. Values and memory are right then, but times are not, so
+``fast`` uses one rank and NCCL.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ WARMUP_STEPS, TIMED_STEPS, ROUNDS = 2, 6, 3
 RAISES_AT_STEP = 2
 ON_PURPOSE = "raised on purpose by lightning-zero check"
 TIMEOUT_SECONDS = 60.0
-"""For a collective."""
+"""Timeout of a collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,18 +66,18 @@ class Job:
 
     name: str = ""
     folder: str
-    """For findings and checkpoints; all ranks see it."""
+    """Folder for results and checkpoints, which all ranks can see."""
     accelerator: str
     devices: int
     """Ranks on each host."""
     num_nodes: int = 1
     one_gpu: bool = False
-    """This machine has one: two ranks share it, or one rank has it where times count."""
+    """Whether there is a single GPU. Two ranks share it, except where times are measured."""
     precision: str
     settings: Mapping[str, Any]
-    """Of ``ZeroStrategy``, beside the stage."""
+    """Keyword arguments of ``ZeroStrategy`` except the stage."""
     own: bool = False
-    """``module.pt`` in the folder has the user's module and data."""
+    """Whether ``module.pt`` in the folder holds the user's module and data."""
 
     @property
     def world_size(self) -> int:
@@ -87,7 +88,7 @@ class Job:
         return self.one_gpu and self.devices > 1
 
     def part(self, name: str) -> Job:
-        """This job with a part of the check."""
+        """Returns a copy of this job for one part of the check."""
         devices = 2 if self.one_gpu and name != "fast" else self.devices
         return replace(self, name=name, devices=devices)
 
@@ -95,14 +96,14 @@ class Job:
         return str(Path(self.folder, name))
 
     def strategy(self, stage: int) -> Any:
-        """Stage 0 is DDP."""
+        """Returns a new strategy. Stage 0 is DDP."""
         shared: dict[str, Any] = {}
         if self.shares_gpu:
             shared["parallel_devices"] = [torch.device("cuda", 0)] * self.devices
             shared["process_group_backend"] = "cpu:gloo,cuda:gloo"
         if not stage:
             return LaunchedDDP(find_unused_parameters=self.own, **shared)
-        # Blocks of the example are small on CPUs, and each is to be a unit
+        # The example's blocks are small on CPUs, but each must be a unit
         units = {} if self.own else {"min_unit_numel": 1}
         settings: dict[str, Any] = {"timeout_seconds": TIMEOUT_SECONDS, **units, **self.settings}
         return ZeroStrategy(stage, **settings, **shared)  # type: ignore[arg-type]
@@ -129,7 +130,7 @@ class Job:
         )
 
     def module_and_data(self, large: bool = False, num_batches: int = MICRO_BATCHES) -> tuple[Any, dict[str, Any]]:
-        """Equal each time; the second are arguments of ``Trainer.fit``."""
+        """Returns a module with the same weights in each call, and its data as arguments of ``Trainer.fit``."""
         seed_everything(7, verbose=False)
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
@@ -142,7 +143,7 @@ class Job:
 
 
 def strategy_name(stage: int) -> str:
-    """Stage 0 is DDP."""
+    """Returns the strategy's name in results. Stage 0 is DDP."""
     return f"zero{stage}" if stage else "ddp"
 
 
@@ -163,7 +164,7 @@ class Shape:
         return Example(self.vocab_size, self.length, self.num_layers, 4, self.width)
 
     def batches(self, count: int) -> DataLoader[Tensor]:
-        """Micro-batches of all ranks together, each (batch_size, length + 1)."""
+        """Returns ``count`` micro-batches for all ranks together, each (batch_size, length + 1)."""
         random = torch.Generator().manual_seed(1)
         ids = torch.randint(self.vocab_size, (count * self.batch_size, self.length + 1), generator=random)
         return DataLoader(ids, batch_size=self.batch_size)  # type: ignore[arg-type]
@@ -175,7 +176,7 @@ LARGE_ON_GPU = Shape(num_layers=8, width=1024, vocab_size=8192, batch_size=8, le
 
 
 class Example(GPT):
-    """The recipe's GPT with a step that raw loops can take as well."""
+    """The recipe's GPT, with a step that the raw loop can repeat."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # (B, T + 1)
         return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
@@ -184,11 +185,11 @@ class Example(GPT):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-# Callbacks of this package count as Lightning's own: a user's hooks would change what the engine keeps gathered.
+# The engine treats callbacks of this package like Lightning's. User hooks would change what it keeps gathered.
 
 
 class Watch(Callback):
-    """Losses and times of one fit, and its checkpoints: at ``middle`` after half of the batches, at ``end``."""
+    """Records losses and times of a fit. Saves checkpoints to ``middle`` after half of the batches, and to ``end``."""
 
     def __init__(self, middle: str | None = None, end: str | None = None) -> None:
         self.middle, self.end = middle, end
@@ -200,7 +201,7 @@ class Watch(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self.losses:
             self.first_batch = batch_idx
-        # Dropout is alike whatever drew random numbers before, so a resumed run can be compared
+        # Dropout must not depend on earlier random numbers, which a resumed run does not draw
         torch.manual_seed(1000 * trainer.global_rank + batch_idx)
 
     def on_train_batch_end(
@@ -224,7 +225,7 @@ class Watch(Callback):
 
 
 def store(job: Job, found: Mapping[str, Any]) -> None:
-    """What this rank has found so far."""
+    """Writes this rank's results so far."""
     path = job.path(f"{job.name}-{dist.get_rank() if dist.is_initialized() else 0}.json")
     Path(f"{path}.new").write_text(json.dumps(found), encoding="utf-8")
     os.replace(f"{path}.new", path)
@@ -241,7 +242,7 @@ def compare(job: Job) -> None:
             name = f"{strategy_name(stage)} {precision}"
             try:
                 found[name] = _train(job, stage, precision, name)
-            except Exception as error:  # alike on all ranks, or no further run begins
+            except Exception as error:  # raised by all ranks: otherwise the next fit is refused
                 found[name] = {"error": f"{type(error).__name__}: {error}"}
             store(job, found)
 
@@ -263,7 +264,7 @@ def _train(job: Job, stage: int, precision: str, name: str) -> dict[str, Any]:
 
 
 def compare_with_plan(job: Job) -> None:
-    """Bytes of this rank beside the plan's, and how long a step waits for communication."""
+    """Compares this rank's bytes with the plan, and measures how long a step waits for communication."""
     found: dict[str, Any] = {}
     on_gpu = job.accelerator == "gpu"
     for stage in STAGES:
@@ -284,7 +285,7 @@ def _beside(monitor: ZeroMonitor, trainer: Trainer, left: int) -> dict[str, Any]
     kinds = ("parameters", "gradients", "optimizer")
     measured = {kind: row[f"{kind} bytes"] for kind in kinds}
     measured["sent per step"] = sum(value for key, value in row.items() if key.startswith("sent per step"))
-    if trainer.strategy.root_device.type == "cuda":  # resident memory also holds the interpreter and all libraries
+    if trainer.strategy.root_device.type == "cuda":  # resident host memory includes the interpreter and libraries
         measured["peak"] = row["memory peak bytes"] - left
     times = {part: row.get(f"{part}_seconds") for part in ("step", "communication")}
     if monitor.plan is None or monitor.plan.notes:
@@ -298,7 +299,7 @@ def _beside(monitor: ZeroMonitor, trainer: Trainer, left: int) -> dict[str, Any]
 
 
 def time_in_turn(job: Job) -> None:
-    """Each contender trains a few steps, then the next, in several rounds: a slow minute hits all of them."""
+    """Lets all contenders train a few steps alternately in several rounds, so that a slow minute affects them all."""
     precision = job.precision if job.accelerator == "gpu" or job.own else FP32  # CPUs emulate low precision
     steps = WARMUP_STEPS + TIMED_STEPS
     rounds: dict[str, list[float]] = {}
@@ -316,7 +317,7 @@ def time_in_turn(job: Job) -> None:
 
 
 def _raw_loop(job: Job, module: LightningModule, loader: Any, precision: str, watch: Watch) -> None:
-    """``fully_shard`` as its tutorial has it: each block, then the rest."""
+    """Trains with ``fully_shard`` as in its tutorial: applied to each block, then to the root."""
     kind = "cuda" if job.accelerator == "gpu" else "cpu"
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     low = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
@@ -343,7 +344,7 @@ def _raw_loop(job: Job, module: LightningModule, loader: Any, precision: str, wa
 
 
 class Raise(Callback):
-    """The last rank raises in the middle of a step; the others are on their way into its collectives."""
+    """Raises on the last rank in the middle of a step, while the other ranks enter the step's collectives."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -363,7 +364,7 @@ def raise_on_one_rank(job: Job) -> None:
 
 
 def stage_through_host() -> None:
-    """From here on collectives of all ranks, as ``fully_shard`` and ``DTensor`` call them, go through host memory."""
+    """Makes the collectives that ``fully_shard`` and ``DTensor`` call go through host memory, in this process."""
 
     def all_gather(output: Any = None, input: Any = None, *unused: Any, **named: Any) -> None:
         output, input = named.get("output_tensor", output), named.get("input_tensor", input)
@@ -391,7 +392,7 @@ def stage_through_host() -> None:
 
 
 def _gathered(t: Tensor) -> list[Tensor]:
-    """The bytes of all ranks' tensors, 1D, in host memory."""
+    """Returns the tensors of all ranks as bytes, 1D, in host memory."""
     mine = t.detach().cpu().contiguous().view(-1).view(torch.uint8)
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, mine)
@@ -405,7 +406,7 @@ PARTS = {"same": compare, "fits": compare_with_plan, "fast": time_in_turn, "safe
 
 
 def end_with_parent() -> None:
-    """The first rank of a host ends when the check does, however that ends; the supervisor then ends the others."""
+    """Ends the first rank of a host when the check ends for any reason. The supervisor then ends the other ranks."""
 
     def wait() -> None:
         os.read(0, 1)
@@ -416,13 +417,13 @@ def end_with_parent() -> None:
 
 
 def command(job: Job) -> list[str]:
-    """Starts ``job`` on this host; its standard input is to stay open as long as it may run."""
+    """Returns the command that starts ``job`` on this host. Closing its standard input ends it."""
     return [sys.executable, "-m", "lightning_zero.app.check_ranks", json.dumps(asdict(job))]
 
 
 def main() -> None:
     job = Job(**json.loads(sys.argv[1]))
-    if Path(job.folder).is_dir():  # on other hosts it may come later
+    if Path(job.folder).is_dir():  # other hosts may see the folder later
         Path(job.folder, f"{job.name}-{os.getpid()}.pid").touch()
     end_with_parent()
     warnings.simplefilter("ignore")
@@ -435,6 +436,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from lightning_zero.app import check_ranks  # callbacks in __main__ would count as a user's
+    from lightning_zero.app import check_ranks  # the engine takes callbacks in __main__ for a user's
 
     check_ranks.main()

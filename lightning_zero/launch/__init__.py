@@ -1,1 +1,1 @@
-"""Starting and ending ranks, their agreement between steps, and restarting a run that was ended."""
+"""Starts and ends ranks, lets them agree between steps, and continues interrupted runs."""

@@ -1,4 +1,4 @@
-"""The ranks that an outside launcher (torchrun, srun, mpirun) has started, checked against the Trainer."""
+"""Compares the ranks that another launcher (torchrun, srun, mpirun) has started with the Trainer's settings."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Set by mpirun of Open MPI; of MPICH and Intel MPI."""
+"""The number of ranks, as set by mpirun: the first by Open MPI, the second by MPICH and Intel MPI."""
 
 
 def check_world(environment: Any, devices: int, num_nodes: int) -> None:
-    """Raises unless as many ranks exist as the Trainer expects.
+    """Checks that the number of ranks is the one that the Trainer expects.
 
     Raises:
-        ValueError: Naming the launcher, the number of ranks it has started, and the setting to change.
+        ValueError: It is not. The message names the launcher, the number found, and the setting to change.
     """
     wanted = devices * num_nodes
     if not environment.creates_processes_externally:
         if (by_mpirun := max(int(os.environ.get(name, "1")) for name in _MPI_SIZES)) > 1:
             raise ValueError(
-                f"mpirun started {by_mpirun} ranks, which Lightning does not see without mpi4py: pip install mpi4py, or"
+                f"mpirun started {by_mpirun} ranks, which Lightning cannot see without mpi4py: pip install mpi4py, or"
                 " start the ranks with torchrun."
             )
         return
@@ -35,7 +35,7 @@ def check_world(environment: Any, devices: int, num_nodes: int) -> None:
         _check_variables(wanted, devices, environment)
         return
     elif isinstance(environment, LightningEnvironment):
-        return  # it asks another program, as Ray's does, whose workers know neither devices nor num_nodes
+        return  # a subclass such as Ray's asks its own program, whose workers know neither devices nor num_nodes
     else:
         found = environment.world_size()
         per_node = devices if found % devices == 0 else found
@@ -49,7 +49,7 @@ def check_world(environment: Any, devices: int, num_nodes: int) -> None:
 
 
 def _check_variables(wanted: int, devices: int, environment: Any) -> None:
-    """Ranks that were started by hand, by variables alone."""
+    """Checks ranks that were started by hand, with environment variables."""
     rank = environment.node_rank() * devices + environment.local_rank()
     for name, expected in (("WORLD_SIZE", wanted), ("RANK", rank)):
         found = os.environ.get(name)
@@ -57,8 +57,8 @@ def _check_variables(wanted: int, devices: int, environment: Any) -> None:
             here = f"LOCAL_RANK={environment.local_rank()} and NODE_RANK={environment.node_rank()}"
             raise ValueError(
                 f"{name}={found} in the environment, but devices={devices} on {wanted // devices} nodes with {here}"
-                f" make {name}={expected}: correct or unset it. With LOCAL_RANK unset as well, the ranks of this"
-                " machine are started for you."
+                f" require {name}={expected}: correct or unset it. If LOCAL_RANK is unset as well, this package starts"
+                " the ranks of this machine."
             )
 
 
@@ -69,8 +69,8 @@ def _check_slurm(devices: int, num_nodes: int) -> None:
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", tasks))
     if tasks > 1 and "SLURM_STEP_ID" not in env:
         raise ValueError(
-            f"SLURM_NTASKS={tasks}, but this process was started by the batch script itself, once: put srun in front of"
-            " the python line of the script."
+            f"SLURM_NTASKS={tasks}, but the batch script itself has started a single process: put srun in front of the"
+            " script's python line."
         )
     if nodes != num_nodes:
         raise ValueError(

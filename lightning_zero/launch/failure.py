@@ -1,15 +1,15 @@
-"""The ranks' answer to an exception: find out whether all have raised it alike, tell the user once, save or not.
+"""Handles an exception of a run: did all ranks raise it, who reports it, and may a checkpoint be saved?
 
-An exception leaves each rank at a place of its own, so no collective may follow it blindly: not the saves of
-``on_exception`` callbacks, not the next fit of a script that has caught it. Each rank says through the store (no
-collective) what it raised and where, and waits a moment for the others.
+After an exception ranks may be at different places of the program. No collective is safe then: neither the save of an
+``on_exception`` callback, nor the next fit of a script that has caught the exception. So each rank publishes in the
+store (no collective) what it raised and where, and waits a moment for the others.
 
-    all raised alike    same kind, same step, same lines of code: ranks go on as one; checkpoints are saved, a script
-                        that catches the error may start another fit with the same ranks
+    all raised alike    same type, same step, same lines of code: ranks continue together; checkpoints are saved, and a
+                        script that catches the error may start another fit with the same ranks
     not all did         no checkpoint is saved, the other ranks are ended, and the next fit of this script is refused
 
-The store also knows which rank raised first. A rank whose supervisor reports failures writes that into a file; see
-:mod:`~lightning_zero.launch.supervisor` for the ranks that fail without raising.
+The store also records which rank raised first. A rank that has a supervisor writes this into a file for it. For ranks
+that fail without raising see :mod:`~lightning_zero.launch.supervisor`.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning_zero.launch import rendezvous, tracebacks
 
 WAIT_SECONDS = 4.0
-"""Time for which a rank that has raised waits for the others to raise as well."""
+"""Seconds for which a rank that has raised waits for the others to raise as well."""
 ANSWER_SECONDS = 2.0
-"""Further time for the store, which a stopped rank 0 keeps open and never answers from."""
+"""Further seconds for an answer of the store. If rank 0 is stopped, its store stays connected and never answers."""
 ALONE_SECONDS = 5.0
-"""Time for a rank that its supervisor has started to end after an error that not all ranks raised; then it ends itself:
-if its script has caught the error, the other ranks wait for it in their next collective."""
+"""Seconds from an error that not all ranks raised to the exit of a rank that has a supervisor. A script that has caught
+the error would otherwise continue, and the other ranks would wait for this one in their next collective."""
 _POLL_SECONDS = 0.02
 ERROR_FILE = "LIGHTNING_ZERO_ERROR_FILE"
-"""Set in ranks that a supervisor started: where they write what made them fail."""
+"""Environment variable of ranks that a supervisor started: the file into which they write their error."""
 RANK_LOG = "LIGHTNING_ZERO_RANK_LOG"
-"""Set in ranks that a supervisor started: the file their output goes to; empty for the terminal."""
+"""Environment variable of ranks that a supervisor started: the file of their output; empty for the terminal."""
 
 
 class AgreedInterrupt(KeyboardInterrupt):
     """Raised on all ranks between the same two steps, after Ctrl-C on one of them."""
 
 
-# -- do all raise alike? -----------------------------------------------------------------------------------------------
+# -- have all ranks raised the same? -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the ranks know of an exception of this rank."""
+    """The ranks' common knowledge of an exception."""
 
     why: str | None
-    """Why ranks have not all raised alike, in words; ``None``: they have."""
+    """The reason, for people, why the ranks have not all raised alike. ``None`` if they have."""
     first: int | None = None
-    """The rank that raised first; ``None`` if this is not known."""
+    """The rank that raised first; ``None`` if unknown."""
     what: str = ""
-    """What that rank raised."""
+    """The error that this rank raised, in one line."""
 
     @property
     def alike(self) -> bool:
@@ -71,14 +71,14 @@ class Verdict:
 
 
 def judge(error: BaseException, strategy: Any, trainer: Any, is_over: Callable[[], bool]) -> Verdict:
-    """Asks the other ranks whether all have raised ``error`` alike; each rank that has raised calls it.
+    """Finds out whether all ranks have raised ``error`` alike. Each rank that has raised calls this.
 
-    It waits for the others for at most :data:`WAIT_SECONDS`, and writes what it finds into :data:`ERROR_FILE`.
+    Waits at most :data:`WAIT_SECONDS` for the others, and writes the result into :data:`ERROR_FILE`.
 
     Args:
-        error: What this rank raised.
-        strategy, trainer: Of the run.
-        is_over: Says that another rank is known to have ended, so that nobody waits for it.
+        error: The exception of this rank.
+        strategy, trainer: The run's.
+        is_over: Returns whether another rank is known to have ended; then nobody waits for it.
     """
     size = strategy.num_processes * getattr(strategy, "num_nodes", 1)
     if size == 1:
@@ -91,11 +91,11 @@ def judge(error: BaseException, strategy: Any, trainer: Any, is_over: Callable[[
     def ask() -> None:
         found.append(ask_the_others(error, alike, strategy, size, is_over))
 
-    # On a thread of its own: a call of the store has no time limit once it is connected
+    # On a separate thread, because a call of a connected store has no time limit
     asking = threading.Thread(target=ask, name="lightning_zero-raised", daemon=True)
     try:
         asking.start()
-    except RuntimeError:  # no memory for its stack: perhaps what has been raised
+    except RuntimeError:  # no memory for the thread's stack: running out of memory may be the error itself
         ask()
     else:
         asking.join(WAIT_SECONDS + ANSWER_SECONDS)
@@ -112,7 +112,7 @@ def ask_the_others(error: BaseException, alike: str, strategy: Any, size: int, i
         store = dist.PrefixStore(f"raised/{rendezvous.count('raised', address, port)}", words)
         said = partial(write, error)
         return compare(store, rank, size, tracebacks.summary(error), alike, is_over, said)
-    except (RuntimeError, TimeoutError) as lost:  # the store went with rank 0
+    except (RuntimeError, TimeoutError) as lost:  # rank 0 has ended, and with it the store
         return Verdict(f"rank 0 is gone ({str(lost).splitlines()[0]})")
 
 
@@ -132,27 +132,29 @@ def compare(
     is_over: Callable[[], bool] = lambda: False,
     note: Callable[[bool], None] = lambda is_first: None,
 ) -> Verdict:
-    """The verdict, the same on all ranks that ask; few words for each rank, however many there are.
+    """Returns the verdict, which is the same on all ranks that ask.
+
+    The number of a rank's requests does not grow with the number of ranks.
 
     Args:
-        store: Where the ranks ask.
+        store: The store in which the ranks compare.
         rank, size: This rank, and the number of ranks.
-        what: What this rank raised, for people.
-        alike: The same, to be compared.
-        is_over: Says that another rank is known to have ended.
-        note: Called with whether this rank is the first, before another rank can see that it has raised.
+        what: This rank's error, for people.
+        alike: The same as a hash, for the comparison.
+        is_over: Returns whether another rank is known to have ended.
+        note: Called with whether this rank is the first, before any other rank can see that it has raised.
     """
     deadline = time.monotonic() + WAIT_SECONDS
-    store.set(str(rank), what)
+    store.set(str(rank), what)  # first of all: _difference() takes a rank without this key for one that did not raise
     first, said = json.loads(store.compare_set("first", "", json.dumps([rank, what])))
     note(first == rank)
-    same = store.add(alike, 1)  # before "all", so that nobody counts a rank there that is not yet counted here
+    same = store.add(alike, 1)  # before "all": otherwise another rank could take this one for one that differs
     store.add("all", 1)
     while True:
         everybody, same = store.add("all", 0), store.add(alike, 0)
         late = is_over() or time.monotonic() > deadline
         if same == size or everybody > same or late:
-            # The first verdict is everybody's: one rank may run out of time as the last one arrives
+            # All ranks adopt the first verdict: one rank may run out of time just as the last one arrives
             verdict = store.compare_set("verdict", "", "alike" if same == size else "not alike")
             why = None if verdict == b"alike" else _difference(store, rank, size, everybody > same, first, said)
             return Verdict(why, first, said)
@@ -164,20 +166,20 @@ def _difference(store: Any, rank: int, size: int, others_raised: bool, first: in
     if missing and not others_raised:
         return f"rank {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''} did not raise it"
     if first != rank:
-        return f"rank {first} raised something else, or elsewhere ({said})"
-    return "another rank raised something else, elsewhere, or later"
+        return f"rank {first} raised another error, or at another place ({said})"
+    return "another rank raised another error, at another place, or later"
 
 
 # -- for the supervisor ------------------------------------------------------------------------------------------------
 
 
 def write(error: BaseException, first: bool, alike: bool = False) -> None:
-    """Writes into :data:`ERROR_FILE`, if this rank has one, what it raised.
+    """Writes ``error`` into :data:`ERROR_FILE`, if this rank has one.
 
     Args:
-        error: What this rank raised.
-        first: No other rank is known to have raised before.
-        alike: All ranks have raised it, so that rank 0 shows it.
+        error: The exception of this rank.
+        first: Whether no other rank is known to have raised before.
+        alike: Whether all ranks have raised it. Then rank 0 shows it.
     """
     if not (path := os.environ.get(ERROR_FILE)):
         return
@@ -187,11 +189,11 @@ def write(error: BaseException, first: bool, alike: bool = False) -> None:
         new = f"{path}.new"
         with open(new, "w", encoding="utf-8") as file:
             json.dump(said, file)
-        os.replace(new, path)  # whole or not at all
+        os.replace(new, path)  # atomic: the supervisor never reads a part of the file
 
 
 def note_scratch() -> None:
-    """Tells the supervisor the folder for sockets of this rank's data loader workers, to be removed after a kill."""
+    """Tells the supervisor where this rank's data loader workers have their sockets. It removes them after a kill."""
     if path := os.environ.get(ERROR_FILE):
         scratch_file(path).write_text(get_temp_dir(), encoding="utf-8")
 
@@ -201,7 +203,7 @@ def scratch_file(error_file: str) -> Path:
 
 
 def end_soon() -> None:
-    """This rank cannot go on; see :data:`ALONE_SECONDS`."""
+    """Exits this rank, which cannot continue, after :data:`ALONE_SECONDS`."""
     if ERROR_FILE in os.environ:
         timer = threading.Timer(ALONE_SECONDS, os._exit, (1,))
         timer.daemon = True
@@ -212,7 +214,7 @@ def end_soon() -> None:
 
 
 def saves_on_exception(trainer: Any) -> list[Any]:
-    """Callbacks that save a checkpoint, a collective, when the run raises."""
+    """The callbacks that save a checkpoint when the run raises. A save is collective."""
     callbacks = [c for c in trainer.callbacks if isinstance(c, (OnExceptionCheckpoint, ModelCheckpoint))]
     return [c for c in callbacks if getattr(c, "save_on_exception", True)]
 
@@ -221,8 +223,10 @@ _skipped: list[tuple[Any, str]] = []
 
 
 def skip_saves(trainer: Any, why: str, tells: bool = True) -> None:
-    """Until :func:`save_again` saving is a line that says why there is none (on one rank, which ``tells``): it would
-    wait for ranks that never come, and hide the error that matters."""
+    """Replaces saves by a line that explains why there is none, until :func:`save_again`.
+
+    A save would wait for ranks that never come, and would hide the first error. Only the rank with ``tells`` prints.
+    """
     told = [] if tells else [why]
 
     def skip(*args: Any, **kwargs: Any) -> None:
@@ -230,27 +234,27 @@ def skip_saves(trainer: Any, why: str, tells: bool = True) -> None:
             told.append(why)
             tell(f"no checkpoint is saved after this error: not all ranks raised it alike, {why}.")
 
-    # The callbacks too: what they do after saving assumes that there is a checkpoint
+    # The callbacks too, because their code after the save relies on the checkpoint
     for owner, name in ((trainer, "save_checkpoint"), *((c, "on_exception") for c in saves_on_exception(trainer))):
         setattr(owner, name, skip)
         _skipped.append((owner, name))
 
 
 def save_again() -> None:
-    """A new run begins: takes back :func:`skip_saves`."""
+    """Undoes :func:`skip_saves`, because a new run begins."""
     while _skipped:
         owner, name = _skipped.pop()
         vars(owner).pop(name, None)
 
 
-# -- telling -----------------------------------------------------------------------------------------------------------
+# -- the terminal ------------------------------------------------------------------------------------------------------
 
 
 class Reporter:
-    """Shows what a run raised when nobody has caught it, in place of Python's own words.
+    """Replaces ``sys.excepthook`` for uncaught errors of a run.
 
-    Rank 0 shows its error folded, or one line where the error of another rank, which the supervisor has shown, has
-    caused it. Other ranks leave the terminal to the supervisor and rank 0. Logs of ranks get everything.
+    Rank 0 shows its traceback folded, or one line if another rank's error, which the supervisor has shown, caused it.
+    Other ranks print nothing on the terminal. A rank's log gets the full traceback.
     """
 
     def __init__(self) -> None:
@@ -259,12 +263,12 @@ class Reporter:
         sys.excepthook = self._show
 
     def note(self, error: BaseException, headline: str, is_effect: bool) -> None:
-        """``error`` has come out of a run.
+        """Records that a run has raised ``error``.
 
         Args:
-            error: What this rank raised.
-            headline: Which rank it is, and why it failed.
-            is_effect: The error of another rank, which has been shown, has caused this one.
+            error: The exception of this rank.
+            headline: Names the rank, and says why it failed.
+            is_effect: Whether an error of another rank, which has been shown, caused this one.
         """
         self._errors.append((error, headline, is_effect))
 
@@ -284,5 +288,5 @@ class Reporter:
 
 
 def tell(text: str) -> None:
-    """One line of ours for the user."""
+    """Prints one line for the user, marked as this package's."""
     print(f"lightning_zero: {text}", file=sys.stderr, flush=True)

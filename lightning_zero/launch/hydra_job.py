@@ -1,9 +1,9 @@
-"""The Hydra job that is running in this process, and how another process takes over its config.
+"""Hands the config of the Hydra job that runs in this process to the other ranks.
 
-A rank must not parse the command line again: under ``--multirun`` that is a sweep, and even without, clocks, files and
-random resolvers would answer differently. So it gets the job's own config, through ``--experimental-rerun``, Hydra's
-option for running a pickled job again. Hydra tells a job its folder and its overrides, not its config:
-``private.hydra`` reads it from the frame of Hydra's own function.
+A rank must not parse the command line again: under ``--multirun`` it contains a sweep, and resolvers that use clocks,
+files or random numbers would return other values. So it gets the job's resolved config, through
+``--experimental-rerun``, Hydra's option for running a pickled job again. Hydra tells a job its folder and its
+overrides, but not its config, so ``private.hydra`` reads it from the frame of Hydra's own function.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from typing import Any
 from lightning_zero.private.hydra import running_job
 
 _FOREIGN_MAINS = ("joblib", "submitit", "multiprocessing", "ray")
-"""Packages whose worker processes run a job that another program has defined."""
+"""Packages whose worker processes run jobs that another program has defined."""
 
 
 def job_command(command: list[str], folder: Path, words: Sequence[str] = ()) -> list[str]:
-    """``command`` with arguments that make it run the current job, whose config is written into ``folder``; ``words``
-    stand before Hydra's own arguments."""
+    """Returns ``command`` with arguments that make it run the current job, and writes the job's config into ``folder``.
+
+    ``words`` come before Hydra's own arguments.
+    """
     if (job := running_job()) is None:
         raise RuntimeError(
-            "the run was started in a thread of the Hydra job, which hides its config from the other ranks: start it in"
-            " the thread that Hydra called."
+            "the run was started in another thread of the Hydra job, where the job's config cannot be found: start it"
+            " in the thread that Hydra called."
         )
     config = _for_another_process(job.task, job.config.hydra)
     path = folder / "job.pickle"
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name.split(".")[0] in _FOREIGN_MAINS:
-        import cloudpickle  # brought along by the launcher that has started this process
+        import cloudpickle  # a dependency of the launcher that has started this process
 
         path.write_bytes(cloudpickle.dumps((job.function, config)))
         return [sys.executable, "-m", __name__, str(path)]
@@ -43,12 +45,12 @@ def job_command(command: list[str], folder: Path, words: Sequence[str] = ()) -> 
 
 
 def _for_another_process(task: Any, hydra: Any) -> Any:
-    """A copy whose interpolations are resolved in this process, and whose logging goes to the console alone."""
+    """Copies the config, with interpolations resolved in this process and logging to the console only."""
     from omegaconf import OmegaConf, open_dict, read_write
     from omegaconf.errors import OmegaConfBaseException
 
     with contextlib.suppress(OmegaConfBaseException):
-        OmegaConf.to_container(task, resolve=True)  # resolvers that cache answer rank 0 later as they answer here
+        OmegaConf.to_container(task, resolve=True)  # fills resolvers' caches, so rank 0 gets these values later, too
     config = copy.deepcopy(task)
     with open_dict(config):
         config.hydra = copy.deepcopy(hydra)
@@ -61,9 +63,9 @@ def _for_another_process(task: Any, hydra: Any) -> Any:
                         OmegaConf.resolve(value)
                     elif OmegaConf.is_interpolation(node, key):
                         node[key] = value
-                except OmegaConfBaseException:  # never asked for, or it would have failed here
+                except OmegaConfBaseException:  # the job does not use this value, or it would fail on rank 0 as well
                     continue
-        for plugin in ("launcher", "sweeper"):  # done with, and of classes that may not be found again
+        for plugin in ("launcher", "sweeper"):  # not needed any more, and their classes may not be importable
             config.hydra[plugin] = OmegaConf.to_container(config.hydra[plugin])
         logging = config.hydra.job_logging
         files = [name for name, handler in (logging.get("handlers") or {}).items() if "filename" in handler]
@@ -80,10 +82,10 @@ def _pickled(config: Any) -> bytes:
 
     try:
         return pickle.dumps(config)
-    except Exception:  # the schema is a class made at run time, which no other process can import
+    except Exception:  # the schema is a class that was made at run time, so no other process can import it
         hydra = config.hydra
         plain = OmegaConf.create(OmegaConf.to_container(OmegaConf.masked_copy(config, _task_keys(config))))
-        plain.hydra = hydra  # Hydra insists on its own type
+        plain.hydra = hydra  # Hydra requires its own type here
         return pickle.dumps(plain)
 
 

@@ -1,16 +1,16 @@
-"""Start and end of the ranks of a run.
+"""Starts and ends the ranks of a run.
 
 [Ways of starting]
-- *outside*: torchrun, srun, mpirun. Every rank exists already; what they say about themselves must agree with
-  ``devices`` and ``num_nodes``.
-- *popen*: the ranks 1.. of a machine execute the program again. Under Hydra they do not parse the command line, of
-  which a sweep is part, but take the very config of the job that rank 0 runs. A
+- *outside*: torchrun, srun or mpirun has started every rank. Their number must agree with ``devices`` and
+  ``num_nodes``.
+- *popen*: all ranks of a machine but its first execute the program again. Under Hydra they do not parse the command
+  line, which may contain a sweep. They get the config of the job that rank 0 runs. A
   :mod:`~lightning_zero.launch.supervisor` process watches them and rank 0.
-- *spawn*, *fork*: all ranks are children of this process, which gets weights, metrics and predictions back. For
-  programs that cannot be executed again: a notebook, pytest, ``python -c``.
+- *spawn*, *fork*: all ranks are children of this process, which gets weights, metrics and predictions back. This is
+  for programs that cannot be executed again: a notebook, pytest, ``python -c``.
 
-The ranks of *popen* are a :mod:`~lightning_zero.launch.session`; runs that fail are the subject of
-:mod:`~lightning_zero.launch.failure`.
+:mod:`~lightning_zero.launch.session` holds the ranks of *popen*. :mod:`~lightning_zero.launch.failure` handles runs
+that raise.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ from lightning_zero.private.lightning import (
 from lightning_zero.private.torch import abort_process_groups, forget_meshes
 
 program_arguments: list[str] = []
-"""Words of the command line before Hydra's own arguments, if this program has any."""
+"""The command-line arguments that come before Hydra's own, if this program has any."""
 
 
 def choose_start_method(method: str) -> str:
-    """``"popen"``, ``"spawn"`` or ``"fork"`` for ``method``, which may be ``"auto"``."""
+    """Resolves ``"auto"`` to ``"popen"``, ``"spawn"`` or ``"fork"``; other methods are returned unchanged."""
     if method != "auto":
         return method
-    if hasattr(sys, "ps1"):  # a notebook: what it defines cannot be imported by a spawned process
+    if hasattr(sys, "ps1"):  # a notebook: a spawned process cannot import its classes
         return "fork"
     program = sys.modules["__main__"]
     if "pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ:
-        return "spawn"  # to execute pytest again would run every test again
-    if not getattr(program, "__file__", None):  # python -c, or read from a pipe
+        return "spawn"  # executing pytest again would run every test again
+    if not getattr(program, "__file__", None):  # python -c, or a program from a pipe
         return "fork"
     return "popen"
 
@@ -87,16 +87,16 @@ def choose_start_method(method: str) -> str:
 
 
 refusal: tuple[str | None, str] | None = None
-"""Hydra job (``None`` outside of Hydra), and why no other run is possible with its ranks."""
+"""The Hydra job (``None`` outside of Hydra), and the reason why its ranks cannot make another run."""
 _reporter: failure.Reporter | None = None
 
 
 class PopenLauncher(SubprocessScriptLauncher):
-    """Starts the other ranks by executing the program again, unless they were started from outside.
+    """Starts the other ranks by executing the program again, unless another launcher has started them.
 
     Args:
-        strategy: Whose ``cluster_environment``, ``num_processes`` and ``num_nodes`` are meant, read when a run starts.
-        log_folder: Where each rank's output goes, one file per rank; ``None``: ``ranks/`` in a Hydra job's folder,
+        strategy: Has ``cluster_environment``, ``num_processes`` and ``num_nodes``, which are read when a run starts.
+        log_folder: Folder for the output of ranks, one file each. ``None`` is ``ranks/`` in a Hydra job's folder, and
             the terminal outside of Hydra.
     """
 
@@ -122,7 +122,7 @@ class PopenLauncher(SubprocessScriptLauncher):
             self._end_after(error, trainer)
             raise
         finally:
-            tell_supervisor("first step")  # the program may have something to lose again
+            tell_supervisor("first step")  # the program runs its own code now, so Ctrl-C must not end it at once
 
     @property
     def _starts_ranks(self) -> bool:
@@ -131,7 +131,7 @@ class PopenLauncher(SubprocessScriptLauncher):
         )
 
     def _find_ranks(self) -> None:
-        """The other ranks of this machine are there, or on their way."""
+        """Starts the other ranks of this machine unless they exist."""
         global _has_run
         if current() is not None:
             tell_supervisor("run begins")
@@ -149,7 +149,7 @@ class PopenLauncher(SubprocessScriptLauncher):
         atexit.register(destroy_process_group)
 
     def _end_after(self, error: BaseException, trainer: Any) -> None:
-        """``error`` has come out of a run; see :mod:`~lightning_zero.launch.failure`."""
+        """Handles ``error``, which a run has raised; see :mod:`~lightning_zero.launch.failure`."""
         global refusal
         if isinstance(error, SystemExit):
             if error.code == supervisor.PREEMPTED_EXIT_CODE:
@@ -158,7 +158,7 @@ class PopenLauncher(SubprocessScriptLauncher):
                 self._end_other_ranks(error, failure.Verdict(None))
             return
         session = current()
-        if self._starts_ranks and session is None:  # no rank was started, so there is nothing to end or agree on
+        if self._starts_ranks and session is None:  # no rank was started, so there is none to end or to ask
             _note(error, "the run did not begin")
             return
         if session is not None:
@@ -175,11 +175,11 @@ class PopenLauncher(SubprocessScriptLauncher):
         self._end_other_ranks(error, verdict)
 
     def _end_other_ranks(self, error: BaseException, verdict: failure.Verdict) -> None:
-        """``error`` cannot be survived together: not all ranks have raised it."""
+        """Ends the other ranks after ``error``, which not all ranks have raised."""
         global refusal
         if self._strategy.queues_collectives:
-            # Lightning's teardown frees memory of the device, which waits for all that is queued there: also for a
-            # collective that other ranks will never join.
+            # Before Lightning's teardown, which frees device memory. That waits for all queued work, even for a
+            # collective that other ranks never join.
             _drop_process_group()
         session = current()
         if session is None:
@@ -191,7 +191,7 @@ class PopenLauncher(SubprocessScriptLauncher):
         first = session.first_rank
         if found:
             cause, is_shown = f"rank {found['rank']} {found['what']}", True
-        elif verdict.first is not None and verdict.first != first:  # of another machine
+        elif verdict.first is not None and verdict.first != first:  # a rank of another machine
             cause, is_shown = f"rank {verdict.first} failed: {verdict.what}", False
         else:
             _note(error, f"rank {first} failed with")
@@ -202,15 +202,15 @@ class PopenLauncher(SubprocessScriptLauncher):
             error.add_note(f"lightning_zero: {cause} before this.")
 
     def kill(self, signum: int) -> None:
-        """The supervisor ends the other ranks; signals that this rank receives are not theirs."""
+        """Does nothing: the supervisor ends the other ranks, and signals of this rank are not forwarded to them."""
 
 
 _has_run = False
-"""Whether this process was a rank of a run before."""
+"""Whether this process has been a rank of an earlier run."""
 
 
 def _continued(function: Callable[..., Any], args: Any, kwargs: Any, trainer: Any) -> tuple[Any, Any]:
-    """A fit that was interrupted and started again by its batch system goes on from its newest checkpoint."""
+    """Adds the newest checkpoint to the arguments of a fit that its batch system has started again."""
     if trainer is None or trainer.state.fn != TrainerFn.FITTING:
         return args, kwargs
     bound = inspect.signature(function).bind(*args, **kwargs)
@@ -220,19 +220,24 @@ def _continued(function: Callable[..., Any], args: Any, kwargs: Any, trainer: An
 
 
 def _end_session_of_an_earlier_job() -> None:
-    """In a sweep that runs in this process, each job has ranks of its own."""
+    """Ends the ranks of the preceding job of a sweep in this process: each job has its own ranks."""
     session = current()
     if session is not None and session.job != hydra_output_dir() and (failed := end_session().get("failed")):
         raise RuntimeError(f"rank {failed['rank']} of an earlier job {failed['what']}.")
 
 
 def _refuse_after_failure() -> None:
-    """Ranks that ended are not started again: they would execute this script from its top, and train what it trained
-    first beside what rank 0 trains now."""
+    """Refuses a run after one that failed on some ranks only.
+
+    New ranks would execute this script from its top. They would train its first run while rank 0 trains a later one.
+
+    Raises:
+        RuntimeError: With the cause of the earlier failure.
+    """
     if refusal is not None and refusal[0] == hydra_output_dir():
         error = RuntimeError(
-            f"another run in this script is not possible after one that failed on some ranks only ({refusal[1]}): the"
-            " ranks are no longer at the same place. Repair the cause and start the script again."
+            f"this script cannot start another run after one that failed on some ranks only ({refusal[1]}): the ranks"
+            " have diverged. Repair the cause and start the script again."
         )
         _note(error, "this run did not begin")
         raise error
@@ -244,8 +249,10 @@ def _note(error: BaseException, headline: str, is_effect: bool = False) -> None:
 
 
 def destroy_process_group() -> None:
-    """Ends a group of any backend: sockets, threads and the store's port are given back now. What this package keeps
-    for as long as there is a group would keep it alive."""
+    """Destroys the process group, which releases its sockets, threads and the store's port at once.
+
+    This package's own caches refer to the group and would keep it alive, so they are cleared as well.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_shared()
@@ -253,9 +260,9 @@ def destroy_process_group() -> None:
 
 
 def _drop_process_group() -> None:
-    """Ends the group that a failed run, or one on one device, has left: a process has one at a time."""
+    """Ends the process group that a failed run, or a run on one device, has left. A process can have only one."""
     if dist.is_initialized() and dist.is_nccl_available() and "nccl" in dist.get_backend_config():
-        abort_process_groups()  # to destroy it would wait for them
+        abort_process_groups()  # destroying the group would wait for queued collectives
     destroy_process_group()
 
 
@@ -263,10 +270,10 @@ def _drop_process_group() -> None:
 
 
 class ProcessesLauncher(Launcher):
-    """All ranks of a machine are children of this process, which gets back what they have made.
+    """Starts all ranks of a machine as children of this process, which gets their results back.
 
-    Beyond Lightning's own, whose subclasses get no predictions: those of all ranks come back; nothing is left in the
-    environment or in the temporary folder; a rank that fails ends the others within seconds.
+    Unlike Lightning's launcher, it returns the predictions of all ranks, leaves nothing in the environment and in the
+    temporary folder, and ends the other ranks within seconds when one fails.
     """
 
     def __init__(self, strategy: Any, start_method: Any) -> None:
@@ -276,7 +283,7 @@ class ProcessesLauncher(Launcher):
         self.procs: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "procs": []}  # a process cannot be pickled
+        return {**self.__dict__, "procs": []}  # processes cannot be pickled
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -296,8 +303,8 @@ class ProcessesLauncher(Launcher):
         is_fit = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if self.has_fit and is_fit:
             raise NotImplementedError(
-                f"start_method={self.start_method!r}: a second fit with the same Trainer would begin again with the"
-                " weights of the first; make a new Trainer and pass fit(ckpt_path=...)."
+                f"start_method={self.start_method!r}: a second fit with the same Trainer would start from the beginning"
+                " with the weights of the first: make a new Trainer and pass fit(ckpt_path=...)."
             )
         before = dict(os.environ)
         self.folder = tempfile.mkdtemp(prefix="lightning_zero-")
@@ -308,7 +315,7 @@ class ProcessesLauncher(Launcher):
             return self._results(trainer)
         except BaseException:
             if trainer is not None:
-                failure.skip_saves(trainer, "the state of the training was theirs and has gone with them")
+                failure.skip_saves(trainer, "the processes that held the state of the training have ended")
             raise
         finally:
             self.kill(signal.SIGKILL)
@@ -329,8 +336,8 @@ class ProcessesLauncher(Launcher):
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
                 f"start_method={self.start_method!r} cannot send the run to other processes ({error}). Under pytest"
-                " ranks are spawned: move the classes that the test uses (module, data, callbacks) out of the function"
-                " to the top of the file, or use ZeroStrategy(start_method='fork'), which sends nothing."
+                " ranks are spawned: move the test's classes (module, data, callbacks) out of the function to the top"
+                " of the file, or use ZeroStrategy(start_method='fork'), which pickles nothing."
             ) from error
         self.procs = context.processes
         try:
@@ -344,9 +351,9 @@ class ProcessesLauncher(Launcher):
     def _rank(
         self, index: int, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any, snapshot: Any
     ) -> None:
-        """Runs one rank; its results go into a file, as a queue would hold them in shared memory."""
+        """Runs one rank, and stores its results in a file: a queue would hold them in shared memory."""
         if self.start_method == "fork":
-            gc.freeze()  # a group in garbage of the parent's is not collected here, where its threads are not
+            gc.freeze()  # do not collect the parent's garbage: a process group in it lacks its threads here
         results: list[Any] = []
         try:
             output = self._collector().run_rank(
@@ -357,7 +364,7 @@ class ProcessesLauncher(Launcher):
             made = {"output": output, "results": results[0], "loaders": loaders}
             torch.save(made, os.path.join(self.folder, f"rank{index}"))
         finally:
-            destroy_process_group()  # one that is left to the end of the interpreter may end it in std::terminate
+            destroy_process_group()  # a group that lives until the interpreter exits may end it in std::terminate
 
     def _collector(self) -> Collector:
         return Collector(self.strategy, self.start_method, self.folder)
@@ -368,7 +375,7 @@ class ProcessesLauncher(Launcher):
         if trainer is None:
             return ranks[0]["results"]
         self._collector().recover(ranks[0]["output"], trainer)
-        if trainer.lightning_module is not None:  # attached in its copies only, where the run was
+        if trainer.lightning_module is not None:  # the run attached the Trainer to the ranks' copies only
             trainer.lightning_module.trainer = trainer
         if trainer.state.fn == TrainerFn.PREDICTING:
             return whole_predictions([rank["results"] for rank in ranks], ranks[0]["loaders"])
@@ -376,32 +383,34 @@ class ProcessesLauncher(Launcher):
 
 
 def _check_fork() -> None:
-    """A forked process has none of the threads of CUDA and of a process group, and neither can work nor end there.
+    """Checks that this process can be forked.
+
+    A forked process lacks the threads of CUDA and of a process group, and neither works without them.
 
     Raises:
-        RuntimeError: This process has such threads.
+        RuntimeError: This process has used CUDA, or is in a process group.
     """
     if torch.cuda.is_initialized():
         raise RuntimeError(
-            "start_method='fork': CUDA was used in this process before, so forked ones cannot use it. Restart the"
-            " notebook and touch no CUDA tensor before fit, or use start_method='spawn'."
+            "start_method='fork': this process has used CUDA, so forked processes cannot. Restart the notebook and use"
+            " no CUDA tensor before fit, or use start_method='spawn'."
         )
     if dist.is_initialized():
         raise RuntimeError(
-            f"start_method='fork': this process is in a process group of {dist.get_world_size()} ranks already, which"
-            " its own code has opened or an earlier Trainer left (Lightning's 'ddp' with devices=1 does), and forked"
-            " ranks cannot be in another. End it before fit, with torch.distributed.destroy_process_group(), or use"
+            f"start_method='fork': this process is in a process group of {dist.get_world_size()} ranks already, so"
+            " forked ranks cannot join another. Your code has opened it, or an earlier Trainer (Lightning's 'ddp' with"
+            " devices=1) has left it. Call torch.distributed.destroy_process_group() before fit, or use"
             " start_method='spawn'."
         )
-    forget_meshes()  # which hold the groups of earlier runs in this process
+    forget_meshes()  # they hold the groups of earlier runs in this process
 
 
 def whole_predictions(of_ranks: list[Any], num_dataloaders: int = 1) -> Any:
-    """The batches of all ranks in the order of the data: batch 0 of rank 0, of rank 1, ..., batch 1 of rank 0, ...
+    """Merges all ranks' predictions in the order of the data: batch 0 of rank 0, of rank 1, ..., batch 1 of rank 0.
 
     Args:
-        of_ranks: What ``Trainer.predict`` returned on each rank: ``None``, a list of batches' outputs, or, for several
-            dataloaders, a list of such lists.
+        of_ranks: The results of ``Trainer.predict`` by rank. Each is ``None``, a list of outputs by batch, or, for
+            several dataloaders, a list of such lists.
     """
     if any(result is None for result in of_ranks):
         return None
@@ -412,49 +421,53 @@ def whole_predictions(of_ranks: list[Any], num_dataloaders: int = 1) -> Any:
 
 
 SAME_DEVICES = (
-    "Give every Trainer of a script the same devices=, or, for one that works alone (a test after a fit),"
+    "Give every Trainer of a script the same devices=. A Trainer that works alone (a test after a fit) can use"
     " strategy='auto'."
 )
 
 _FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-"""PyTorch notes the latest collectives of each rank, and writes them into a file when NCCL's watchdog ends a rank."""
+"""Make PyTorch record each rank's latest collectives, and write them to a file when NCCL's watchdog ends a rank."""
 
 
 def _check_group(world_size: int) -> None:
-    """The process group that is there already is this run's."""
+    """Checks that the existing process group has the size of this run.
+
+    Raises:
+        RuntimeError: It has another size.
+    """
     found = dist.get_world_size()
     if found > world_size:
         raise RuntimeError(f"world size {world_size}, but this process is one of {found} ranks already. {SAME_DEVICES}")
     if found < world_size:
         raise RuntimeError(
-            f"the run has {world_size} ranks, but this process is in a process group of {found} already, which an"
-            " earlier Trainer (Lightning's 'ddp' with devices=1) or its own code has left: begin the run in a process"
-            " of its own, or before it call torch.distributed.destroy_process_group() and take LOCAL_RANK out of"
-            " os.environ, which makes this process one of several."
+            f"the run has {world_size} ranks, but this process is in a process group of {found} already, which your"
+            " code or an earlier Trainer (Lightning's 'ddp' with devices=1) has left: start the run in a new process,"
+            " or first call torch.distributed.destroy_process_group() and remove LOCAL_RANK from os.environ, which"
+            " marks this process as one of several."
         )
 
 
 class Launched(DDPStrategy):
-    """DDP whose ranks are started, watched and ended by this package."""
+    """DDP whose ranks this package starts, supervises and ends."""
 
     start_method = "auto"
     rank_logs: str | None = None
 
     def before_fork(self) -> None:
-        """Called by the launcher: what is imported here, the ranks share."""
+        """Called by the launcher before it forks. Forked ranks share modules that are imported here."""
 
     @property
     def queues_collectives(self) -> bool:
-        """Whether collectives wait for other ranks on the device, and not in this process."""
+        """Whether collectives wait for other ranks on the device instead of in this process."""
         return bool(self.root_device.type != "cpu")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The ranks that are there, which an environment of the user's may count otherwise than the Trainer."""
+        """The actual number of ranks. A user's cluster environment may count them differently from the Trainer."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_distributed(self) -> None:
-        """As DDP's, but ranks that are still importing are waited for, by name and for as long as a start takes."""
+        """Opens the process group as DDP does, but waits longer for ranks that are still importing, and names them."""
         self.set_world_ranks()
         if dist.is_initialized():
             _check_group(self.world_size)
@@ -463,9 +476,9 @@ class Launched(DDPStrategy):
             assert environment is not None
             os.environ["MASTER_ADDR"] = environment.main_address
             os.environ["MASTER_PORT"] = str(environment.main_port)
-            # Each gloo group of each rank would connect with every other rank: more open files than a process may have.
+            # Otherwise each gloo group connects all pairs of ranks, and a process runs out of open files.
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-            # Of the rest, rank 0's store and the exchange between CPU processes have one per rank (docs/scaling.md).
+            # Rank 0's store and the exchange between CPU processes still need one file per rank (docs/scaling.md).
             allow_open_files(files_of_a_run(self.world_size))
             rank, size = self.global_rank, self.world_size
             keeps_store = rank == 0 and not rendezvous.is_kept_by_agent()
@@ -504,16 +517,16 @@ class Launched(DDPStrategy):
         self.note_checkpoint(checkpoint, filepath)
 
     def note_checkpoint(self, checkpoint: dict[str, Any], filepath: Any) -> None:
-        """Lets the run that continues this one find what was just stored."""
+        """Adds the new checkpoint to the restart note, in which the run that continues this one finds it."""
         if self.is_global_zero:
             try:
                 restart.note(checkpoint, filepath)
-            except OSError as error:  # the checkpoint itself is stored
-                rank_zero_warn(f"A run that continues this one will not find {filepath} by itself: {error}")
+            except OSError as error:  # not fatal: the checkpoint itself is stored
+                rank_zero_warn(f"A restarted run will not find {filepath} automatically: {error}")
 
 
 class LaunchedDDP(Launched):
-    """Lightning's DDP with this package's launching, watching and continuing."""
+    """Lightning's DDP with this package's launcher, supervisor and restarts."""
 
     def setup(self, trainer: Any) -> None:
         sync_steps(trainer, self)

@@ -1,8 +1,8 @@
-"""Meeting of a run's ranks at a key-value store that global rank 0 (or torchrun's agent) keeps.
+"""Rendezvous of a run's ranks at a key-value store, which global rank 0 (or torchrun's agent) serves.
 
-While it waits for the others rank 0 says for whom, and the wait ends after :data:`START_SECONDS`, however long a
-collective may take afterwards. The store stays for the life of the ranks: the words that they exchange when a run has
-failed, where no collective can be trusted, go through it as well (:mod:`~lightning_zero.launch.failure`).
+Rank 0 names the ranks that it waits for. The wait ends after :data:`START_SECONDS`, independently of the timeout of
+collectives. The store lives as long as the ranks, because it also carries their messages after a failure, when no
+collective is safe (:mod:`~lightning_zero.launch.failure`).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any
 import torch.distributed as dist
 
 START_SECONDS = "LIGHTNING_ZERO_START_SECONDS"
-"""In the environment: how long ranks wait for each other at the start; 300 if it is not set. Importing on a busy file
-system takes minutes."""
+"""Environment variable: seconds for which ranks wait for each other at the start. The default is 300, because imports
+take minutes on a busy file system."""
 PATIENCE_SECONDS = 5.0
-"""After which rank 0 says for whom it waits, and then each time after twice as long."""
+"""Seconds until rank 0 reports the missing ranks. Each further report takes twice as long as the one before."""
 _WORD_SECONDS = 12.0
-"""To connect for a word about a failure."""
+"""Seconds to connect to the store for a message about a failure."""
 _POLL_SECONDS = 0.05
 _ASKED_PER_SECOND = 20_000
-"""At most, of a store by all ranks together. One process on two cores asks and is answered 55,000 times."""
+"""Upper bound of requests to a store by all ranks together. On two cores one process makes 55,000 per second."""
 
 
 def start_seconds() -> float:
-    """Seconds for which ranks wait for each other at the start."""
+    """Returns the seconds for which ranks wait for each other at the start."""
     return float(os.environ.get(START_SECONDS, "300"))
 
 
@@ -41,24 +41,24 @@ class RankLost(RuntimeError):
 
 
 _stores: dict[tuple[str, int], Any] = {}
-"""Address and port -> the store that this process keeps or is connected to."""
+"""Address and port -> the store that this process serves or is connected to."""
 _rounds: dict[tuple[str, int], str] = {}
-"""Address and port -> the round in which this process met the others there."""
+"""Address and port -> the latest round of this process there."""
 _counts: Counter[tuple[str, str, int]] = Counter()
 
 
 def count(what: str, address: str, port: int) -> int:
-    """Number of times that this process has come to ``what`` at a store; the same on ranks that came together."""
+    """Counts the occurrences of ``what`` at a store. Ranks that make the same calls get the same number."""
     _counts[what, address, port] += 1
     return _counts[what, address, port]
 
 
 def serve(address: str, port: int = 0) -> int:
-    """Opens the store, before other ranks exist that may look for it; returns its port.
+    """Opens the store before the other ranks start, and returns its port.
 
     Args:
         address: Name of this host.
-        port: 0 takes a free one, which nobody can take in between.
+        port: 0 chooses a free port. No other program can take it before the ranks connect.
     """
     store = _open(address, port, serves=True, seconds=start_seconds())
     _stores[address, store.port] = store
@@ -66,14 +66,14 @@ def serve(address: str, port: int = 0) -> int:
 
 
 def forget() -> None:
-    """The ranks of a session are gone, and with them its store and what was counted there."""
+    """Forgets all stores and counts, because the ranks of a session have ended."""
     _stores.clear()
     _rounds.clear()
     _counts.clear()
 
 
 def words(address: str, port: int, rank: int) -> Any:
-    """The store, for words beside a run's own; connects where this rank is not yet."""
+    """Returns the store under a prefix for messages outside of the process group; connects to it if necessary."""
     of_round = _rounds.get((address, port), "lightning_zero")
     return dist.PrefixStore(f"{of_round}/words", _store(address, port, rank, _WORD_SECONDS))
 
@@ -81,28 +81,28 @@ def words(address: str, port: int, rank: int) -> Any:
 def meet(
     address: str, port: int, rank: int, size: int, expected: str, lacks_a_rank: Callable[[], bool] = lambda: False
 ) -> Any:
-    """The store for a new process group, when all ``size`` ranks are there.
+    """Waits until all ``size`` ranks have connected, and returns the store for a new process group.
 
     Args:
-        address, port: Where the store is.
-        rank, size: Of this rank, and of the run.
-        expected: What the number of ranks was made of, as ``devices=2, num_nodes=1``.
-        lacks_a_rank: Whether this process knows of one that has ended and will not come.
+        address, port: Location of the store.
+        rank, size: This rank, and the number of ranks.
+        expected: The settings that give ``size``, such as ``devices=2, num_nodes=1``.
+        lacks_a_rank: Returns whether this process knows of a rank that has ended.
 
     Raises:
-        TimeoutError: Naming the ranks that did not come.
-        RankLost: One of them has ended.
-        RuntimeError: The port is taken by another program.
+        TimeoutError: Ranks did not connect in time. Rank 0's message names them.
+        RankLost: A rank has ended.
+        RuntimeError: Another program uses the port.
     """
     limit = start_seconds()
     began = time.monotonic()
     base = _store(address, port, rank, limit)
-    base.set_timeout(timedelta(seconds=limit))  # one that connected for a word has less
+    base.set_timeout(timedelta(seconds=limit))  # a connection for messages has a shorter timeout
     meeting = _Round(base, rank, size)
     next_word = PATIENCE_SECONDS
     while not meeting.has_begun():
         if lacks_a_rank():
-            raise RankLost("another rank ended before all had met (shown above).")
+            raise RankLost("another rank ended before all had connected; its error is shown above.")
         waited = time.monotonic() - began
         if waited > min(next_word, limit):
             missing = meeting.missing() if rank == 0 else [0]
@@ -112,11 +112,11 @@ def meet(
             )
             if waited > limit:
                 raise TimeoutError(
-                    f"{text}: start the missing ones, or correct what says how many there are (devices, num_nodes,"
-                    f" WORLD_SIZE). More patience: {START_SECONDS}={2 * limit:g}."
+                    f"{text}: start the missing ranks, or correct the number of ranks (devices, num_nodes, WORLD_SIZE)."
+                    f" To wait longer, set {START_SECONDS}={2 * limit:g}."
                 )
             if rank == 0:
-                print(f"lightning_zero: {text}; it goes on waiting, {limit:.0f} s in all.", file=sys.stderr, flush=True)
+                print(f"lightning_zero: {text}; it keeps waiting, {limit:.0f} s in total.", file=sys.stderr, flush=True)
             next_word *= 2
         time.sleep(max(_POLL_SECONDS, size / _ASKED_PER_SECOND))
     _rounds[address, port] = meeting.name
@@ -124,13 +124,13 @@ def meet(
 
 
 class _Round:
-    """One rank's way into the round that a living rank 0 has called.
+    """One rank's part in the round that the current rank 0 has called.
 
-    A store may be older than the ranks: torchrun's agent keeps its own over a restart, with what the dead ranks have
-    written, and nothing that it tells them names the restart alike on all nodes (TORCHELASTIC_RESTART_COUNT counts the
-    failures that an agent has seen itself). So rank 0 calls a round of a name that was never there, each rank answers
-    the newest call with a token of its own, and rank 0 begins the round with the tokens of all. A rank that finds a
-    round of dead ranks does not find its token there, and answers the next call.
+    A store may be older than the ranks. torchrun's agent keeps its store across a restart, with the entries of ended
+    ranks, and no variable identifies the restart on all nodes (TORCHELASTIC_RESTART_COUNT counts the failures that one
+    agent has seen). So rank 0 calls a round under a new name, each rank answers the newest call with its own token,
+    and rank 0 begins the round with all tokens. A rank that finds an old round does not find its token in it, and
+    answers the next call.
     """
 
     def __init__(self, base: Any, rank: int, size: int) -> None:
@@ -142,7 +142,7 @@ class _Round:
             base.set(self._call, f"lightning_zero/{self._token}")
 
     def has_begun(self) -> bool:
-        """Whether all ranks of the newest round have answered its call, this one among them."""
+        """Returns whether rank 0 has begun the newest round with this rank in it. Answers the call if necessary."""
         if not self._base.check([self._call]):
             return False
         if (called := self._base.get(self._call).decode()) != self.name:
@@ -155,7 +155,7 @@ class _Round:
         return self._base.check([begun]) and json.loads(self._base.get(begun))[self._rank] == self._token
 
     def missing(self) -> list[int]:
-        """The ranks that have not answered."""
+        """Returns the ranks that have not answered the call."""
         return [rank for rank in range(self._size) if not self._base.check([self._answer(rank)])]
 
     def _answer(self, rank: int) -> str:
@@ -164,14 +164,14 @@ class _Round:
 
 def _store(address: str, port: int, rank: int, seconds: float) -> Any:
     if (address, port) not in _stores:
-        forget()  # ranks that this process belonged to before: a port may come again, with others who never counted
+        forget()  # counts of an earlier run: its port may be used again, by new ranks that count from zero
         serves = rank == 0 and not is_kept_by_agent()
         _stores[address, port] = _open(address, port, serves, seconds)
     return _stores[address, port]
 
 
 def is_kept_by_agent() -> bool:
-    """Whether torchrun's agent keeps the store, and not rank 0."""
+    """Returns whether torchrun's agent serves the store instead of rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -184,16 +184,16 @@ def _open(address: str, port: int, serves: bool, seconds: float) -> Any:
         if not serves:
             raise TimeoutError(
                 f"no rank 0 at {address}:{port} within {seconds:.0f} s ({str(error).splitlines()[0]}): start it there,"
-                f" or correct MASTER_ADDR and MASTER_PORT. More patience: {START_SECONDS}={2 * seconds:g}."
+                f" or correct MASTER_ADDR and MASTER_PORT. To wait longer, set {START_SECONDS}={2 * seconds:g}."
             ) from None
         if "in use" not in str(error):
             raise
         raise RuntimeError(
-            f"port {port} of {address}, where the ranks are to find each other, is in use by another program: set"
-            " MASTER_PORT to a free one, or unset it, and one is chosen."
+            f"port {port} of {address}, at which the ranks connect, is in use by another program: set MASTER_PORT to a"
+            " free port, or unset it to have one chosen."
         ) from None
 
 
 def _few(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
-    return f"{shown}, ... ({len(ranks)} in all)" if len(ranks) > 8 else shown
+    return f"{shown}, ... ({len(ranks)} in total)" if len(ranks) > 8 else shown

@@ -1,8 +1,8 @@
-"""The restart note, in which a run that its batch system starts again finds its newest checkpoint.
+"""The restart note: names the newest checkpoint of a run that a batch system may start again.
 
-A requeued SLURM job and a restarted group of torchrun are new processes, and their Hydra folder carries a new date. The
-name of the job and the folder it was started in stay the same, so its newest checkpoints are noted there, in
-``.lightning_zero/<name>.json``. Global rank 0 alone writes the note, and removes it when the run is done.
+A requeued SLURM job and a restarted torchrun group are new processes, and their Hydra folder has a new date. The job's
+name and its start folder do not change, so the note is ``.lightning_zero/<name>.json`` in that folder. Only global rank
+0 writes it, and removes it when the run is complete.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lightning_zero.checkpoint.layout import MARKER
 
 FOLDER = ".lightning_zero"
 PREEMPTED = "preempted.ckpt"
-"""File name of the checkpoint that a run stores when it is asked to end."""
+"""File name of the checkpoint that a run saves when it is asked to end."""
 _KEPT = 20
-"""Checkpoints in a note. Several, because a callback may have deleted the newest ones."""
+"""Number of checkpoints in a note. A callback may delete the newest ones, so one is not enough."""
 
 
 def run_name() -> str | None:
-    """The batch system's name for this run, the same after each restart; ``None`` if nothing would restart it."""
+    """Returns the batch system's name of this run, which restarts do not change. ``None`` if nothing restarts it."""
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env:
         if int(env.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0 and ":" not in env.get("PET_NNODES", ""):
@@ -42,7 +42,7 @@ def run_name() -> str | None:
 
 
 def _parent() -> str:
-    """The process id and start time of the agent that started this rank: ids are used again, the pair is not."""
+    """Returns the id and start time of the process that started this rank. Ids alone are reused."""
     pid = os.getppid()
     try:
         with open(f"/proc/{pid}/stat") as line:
@@ -57,7 +57,7 @@ def _file() -> Path | None:
 
 
 def _start_folder() -> Path:
-    """The folder in which the run was started; Hydra may have changed the working folder since."""
+    """Returns the folder in which the run was started. Hydra may have changed the working folder since."""
     module = sys.modules.get("hydra.core.hydra_config")
     if module is not None and module.HydraConfig.initialized():
         return Path(module.HydraConfig.get().runtime.cwd)
@@ -73,7 +73,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def note(checkpoint: Mapping[str, Any], filepath: Any) -> None:
-    """Notes that ``checkpoint`` was stored at ``filepath``, if a fit can resume from it (it has optimizer states)."""
+    """Adds ``filepath`` to the note if a fit can resume from ``checkpoint``, which then has optimizer states."""
     path = _file()
     if path is None or "optimizer_states" not in checkpoint:
         return
@@ -83,11 +83,11 @@ def note(checkpoint: Mapping[str, Any], filepath: Any) -> None:
     path.parent.mkdir(exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text(json.dumps({"checkpoints": [*others, entry][-_KEPT:]}, indent=1), encoding="utf-8")
-    os.replace(new, path)  # a kill leaves the old note or the new one, never half of one
+    os.replace(new, path)  # atomic: a kill leaves the old note or the new one
 
 
 def find() -> str | None:
-    """The newest noted checkpoint that still exists and is complete."""
+    """Returns the newest checkpoint of the note that still exists and is complete."""
     path = _file()
     if path is None:
         return None
@@ -96,13 +96,13 @@ def find() -> str | None:
 
 
 def _is_whole(path: str) -> bool:
-    """A file is complete when it exists (it is renamed into place), a sharded folder when it has its marker."""
+    """Returns whether a checkpoint is complete. A file is if it exists, a sharded folder if it has its marker."""
     fs, target = fsspec.core.url_to_fs(path)
     return bool(fs.isfile(target) or fs.isfile(f"{target}/{MARKER}"))
 
 
 def forget() -> None:
-    """Removes the note of a run that is done, and the checkpoints that interruptions stored."""
+    """Removes the note of a complete run, and the checkpoints that were saved at interruptions."""
     path = _file()
     if path is not None:
         for entry in _read(path):
@@ -112,4 +112,4 @@ def forget() -> None:
                     fs.rm(target, recursive=True)
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            path.parent.rmdir()  # unless other runs have notes there
+            path.parent.rmdir()  # fails if other runs have notes there

@@ -1,7 +1,7 @@
-"""The ranks of one machine that its rank 0 has started by executing the program again (*popen*).
+"""A session: the ranks of one machine that its first rank has started by executing the program again (*popen*).
 
-A session lasts from the first run of a script (or of a Hydra job) to its end: a process group, child processes,
-variables in the environment, a temporary folder. ``end_session`` takes all of it back.
+A session lasts from the first run of a script (or of a Hydra job) to the script's end. It owns a process group, child
+processes, environment variables and a temporary folder. ``end_session`` releases all of them.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from lightning_zero.launch.failure import ERROR_FILE, RANK_LOG, scratch_file
 from lightning_zero.private.lightning import set_main_port
 
 GRACE_SECONDS = {"failed": 3.0, "preempted": 20.0, "interrupted": 0.3}
-"""Seconds that the others get to end by themselves, by the way in which rank 0 ended."""
+"""Seconds in which the other ranks may end by themselves, by the way in which rank 0 has ended."""
 _ANSWER_SECONDS = 10.0
-"""Beyond those, for the supervisor to end the ranks."""
+"""Additional seconds in which the supervisor must end the ranks and answer."""
 _SET_FOR_RANKS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 class Session:
-    """The ranks that this process, rank 0 of its machine, has started.
+    """The ranks that this process, the first rank of its machine, has started.
 
     Args:
-        environment: Lightning's, which knows address, port and number of this machine.
-        num_processes, num_nodes: Ranks per machine, machines.
-        log_folder: One file per rank; ``None`` for a Hydra job's own folder, or the terminal.
-        words: The words on the command line before Hydra's arguments.
+        environment: Lightning's cluster environment, which has the address, the port and this machine's number.
+        num_processes, num_nodes: Ranks per machine, and machines.
+        log_folder: Folder for one log per rank. ``None`` is the folder of a Hydra job, or else the terminal.
+        words: The command-line arguments before Hydra's.
     """
 
     def __init__(
@@ -107,15 +107,15 @@ class Session:
         return os.path.join(self._logs, f"rank{rank}.log") if self._logs else None
 
     def log(self, text: str) -> None:
-        """Writes ``text`` into this rank's log, if there is one, and not to the terminal."""
+        """Writes ``text`` into this rank's log if there is one, and never to the terminal."""
         if path := self._log_of(self.first_rank):
             with open(path, "a", encoding="utf-8", errors="replace") as file:
                 file.write(text)
 
-    # -- words with the supervisor -------------------------------------------------------------------------------
+    # -- messages of the supervisor ------------------------------------------------------------------------------
 
     def tell(self, event: str, seconds: float | None = None) -> None:
-        """Sends an event of the supervisor's table."""
+        """Sends an event of the supervisor's table to the supervisor."""
         stdin = self._supervisor.stdin
         assert stdin is not None
         with contextlib.suppress(OSError, ValueError):
@@ -123,12 +123,12 @@ class Session:
             stdin.flush()
 
     def lacks_a_rank(self) -> bool:
-        """Whether another rank has ended in an error."""
+        """Returns whether another rank has ended in an error."""
         self._hear(0.0)
         return any("lost" in answer for answer in self._answers)
 
     def _hear(self, seconds: float) -> bool:
-        """Reads the supervisor's answers that come within ``seconds``; whether there was any."""
+        """Reads answers of the supervisor, waiting ``seconds`` for the first; returns whether there was any data."""
         assert self._supervisor.stdout is not None
         number = self._supervisor.stdout.fileno()
         if not select.select([number], [], [], seconds)[0] or not (chunk := os.read(number, 1 << 16)):
@@ -148,7 +148,7 @@ class Session:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def end(self, how: str) -> dict[str, Any]:
-        """Ends the other ranks, gives the environment back, and says how they ended."""
+        """Ends the other ranks, restores the environment, and returns the supervisor's last answer."""
         atexit.unregister(self._at_exit)
         if how == "clean" and dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
@@ -177,7 +177,7 @@ class Session:
     def _at_exit(self) -> None:
         if os.getpid() != self.owner:  # a forked data loader worker
             return
-        # Set by the interpreter when it is about to end with an uncaught exception, after a run that was fine
+        # The interpreter sets last_type when it ends with an uncaught exception, here one after a successful run
         how = "failed" if hasattr(sys, "last_type") else "clean"
         answer = end_session(how)
         if how == "clean" and (answer.get("failed") or answer.get("late")):
@@ -190,27 +190,27 @@ _session: Session | None = None
 
 
 def current() -> Session | None:
-    """The session of this process, if it has one."""
+    """Returns the session of this process, if it has one."""
     return _session if _session is not None and _session.owner == os.getpid() else None
 
 
 def start_session(
     environment: Any, num_processes: int, num_nodes: int, log_folder: str | None, words: list[str]
 ) -> Session:
-    """Starts the other ranks of this machine; the arguments are :class:`Session`'s."""
+    """Starts the other ranks of this machine. The arguments are those of :class:`Session`."""
     global _session
     _session = Session(environment, num_processes, num_nodes, log_folder, words)
     return _session
 
 
 def end_session(how: str = "clean") -> dict[str, Any]:
-    """Ends what *popen* started in this process, if anything: processes, process group, variables, files.
+    """Ends the session of this process, if any: processes, process group, variables, files.
 
     Args:
-        how: ``"clean"`` waits for the other ranks to finish the program; a key of :data:`GRACE_SECONDS` ends them.
+        how: ``"clean"`` waits until the other ranks finish the program. A key of :data:`GRACE_SECONDS` ends them.
 
     Returns:
-        The supervisor's last words: ``ended`` (exit code by rank), ``failed`` (the rank that failed first), ``late``.
+        The supervisor's last answer: ``ended`` (exit code by rank), ``failed`` (the rank that failed first), ``late``.
     """
     global _session
     session, _session = _session, None
@@ -218,13 +218,13 @@ def end_session(how: str = "clean") -> dict[str, Any]:
 
 
 def tell_supervisor(event: str) -> None:
-    """Tells the supervisor of this process, if it has one, how far its run is: ``"run begins"``, ``"first step"``."""
+    """Reports progress of the run (``"run begins"``, ``"first step"``) to this process's supervisor, if it has one."""
     if (session := current()) is not None:
         session.tell(event)
 
 
 def _open_store(environment: Any, num_nodes: int) -> None:
-    """Opens the ranks' store before there are ranks: then nobody can take its port in between."""
+    """Opens the store before the other ranks start, so that no other program can take its port in between."""
     is_free = type(environment) is LightningEnvironment and num_nodes == 1 and "MASTER_PORT" not in os.environ
     if is_free and "STANDALONE_PORT" not in os.environ:
         set_main_port(environment, rendezvous.serve(environment.main_address))
@@ -232,26 +232,26 @@ def _open_store(environment: Any, num_nodes: int) -> None:
         rendezvous.serve(environment.main_address, environment.main_port)
 
 
-# -- what the other ranks execute --------------------------------------------------------------------------------------
+# -- the command of the other ranks ------------------------------------------------------------------------------------
 
 
 def _program(folder: Path, words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The command of a rank and what it needs in its environment beside this process' own."""
+    """Returns the command of a rank, and the environment variables that it needs in addition to this process's."""
     main: Any = sys.modules["__main__"]
     if main.__spec__ is None:
         command, env = [sys.executable, os.path.abspath(main.__file__)], {}
-    else:  # found on a path of which the first entry was the working directory when the program began
+    else:  # python -m found the module relative to the working directory at that time, which sys.path holds
         command = [sys.executable, "-m", main.__spec__.name]
         env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if hydra_output_dir() is None:
         return command + sys.argv[1:], env
-    from lightning_zero.launch.hydra_job import job_command  # hydra is there: a job of it is running
+    from lightning_zero.launch.hydra_job import job_command  # imports hydra, which is installed: its job is running
 
     return job_command(command, folder, words), env
 
 
 def hydra_output_dir() -> str | None:
-    """The folder of the Hydra job that is running, or ``None``; Hydra is not imported for the question."""
+    """Returns the folder of the running Hydra job, or ``None``. Does not import Hydra."""
     module = sys.modules.get("hydra.core.hydra_config")
     if module is None or not module.HydraConfig.initialized():
         return None

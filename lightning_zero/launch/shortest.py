@@ -1,9 +1,9 @@
-"""``uneven="shortest"``: an epoch of training ends on all ranks with the shortest of their loaders.
+"""``uneven="shortest"``: a training epoch ends on all ranks with the shortest of their loaders.
 
-As under DDP with loaders that were cut to that length by hand. The length, where loaders have one, is agreed on when an
-epoch begins: the Trainer counts with it. Beyond that ranks exchange one message of the step sync for each batch:
-loaders without a length, or with a wrong one, end on all ranks with the same batch. Lightning fetches a batch ahead
-where it knows no length, so that the last batch is known as such when it is trained on.
+The run equals one under DDP whose loaders were cut to that length by hand. Loaders with a length agree on it when an
+epoch begins, and the Trainer uses it. In addition, ranks exchange one message of the step sync per batch, so loaders
+without a length, or with a wrong one, end on all ranks with the same batch. Without a length Lightning fetches one
+batch ahead, so it still recognises the last batch when it trains on it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ShortestLoader(CombinedLoader):
     _shortest: float = float("inf")
 
     def __iter__(self) -> Self:
-        """An epoch begins (collective)."""
+        """Begins an epoch, for which ranks agree on a length (collective)."""
         super().__iter__()
         self._shortest = float("inf")
         length = sized_len(self)
@@ -38,7 +38,7 @@ class ShortestLoader(CombinedLoader):
         return min(super().__len__(), self._shortest)  # type: ignore[return-value]
 
     def __next__(self) -> Any:
-        """The next batch, if all ranks have one (collective)."""
+        """Returns the next batch if all ranks have one (collective)."""
         try:
             fetched = super().__next__()
         except StopIteration:
@@ -49,9 +49,9 @@ class ShortestLoader(CombinedLoader):
 
 
 def cut(given: Any, trainer: Any, sync: StepSync) -> CombinedLoader:
-    """What the user has ``given`` for training, as Lightning combines it, with that end."""
+    """Returns the user's training loaders as one loader that ends with the shortest of all ranks."""
     loader = given if isinstance(given, CombinedLoader) else CombinedLoader(given, "max_size_cycle")
     kind: Any = type("ShortestLoader", (ShortestLoader, type(loader)), {})
     made: CombinedLoader = kind.__new__(kind)
-    vars(made).update(vars(loader), _sync=sync, _trainer=trainer)  # the user's own stays as it is
+    vars(made).update(vars(loader), _sync=sync, _trainer=trainer)  # a copy: the user's loader is not changed
     return made

@@ -1,4 +1,4 @@
-"""The batch script that runs a training under SLURM, as text."""
+"""Writes the batch script of a training under SLURM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 REQUEUE_SIGNAL = "USR1"
-"""SLURM sends it before the time limit; ranks then finish their step, store a checkpoint and requeue the job."""
+"""Signal that SLURM sends before the time limit. The ranks then finish their step, save and requeue the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,32 +17,32 @@ class SlurmJob:
     """The resources and options of a job (``launcher=slurm``).
 
     Raises:
-        ValueError: Naming the setting, the value found and the repair.
+        ValueError: A setting is invalid. The message names it, its value and the repair.
     """
 
     nodes: int = 1
-    """Hosts; becomes ``trainer.num_nodes``."""
+    """Number of hosts; becomes ``trainer.num_nodes``."""
     gpus_per_node: int = 0
-    """GPUs of each host, one task each; becomes ``trainer.devices``. 0 trains on CPUs."""
+    """GPUs per host, one task each; becomes ``trainer.devices``. 0 trains on CPUs."""
     tasks_per_node: int | None = None
     """Processes per host on CPUs; with GPUs there is one process per GPU."""
     cpus_per_task: int = 1
-    """Cores for each process, its data loader workers included."""
+    """Cores per process, including its data loader workers."""
     time_minutes: int = 60
-    """Time limit of the job; at its end the job is requeued with the same limit."""
+    """Time limit of the job. When it is reached, the job is requeued with the same limit."""
     signal_seconds: int = 120
-    """Seconds before the limit at which ranks get the signal to save; SLURM may send it up to a minute early."""
+    """Seconds before the limit at which the ranks get the signal to save. SLURM may send it up to a minute early."""
     requeue: bool = True
-    """Whether SLURM may start the job again, also after a node's failure or pre-emption."""
+    """Whether SLURM may start the job again, also after a node failure or a preemption."""
     job_name: str = "lightning_zero"
     partition: str | None = None
     account: str | None = None
     memory_gb_per_node: int | None = None
-    """Host memory; ``None`` is the partition's default."""
+    """Host memory per host; ``None`` is the partition's default."""
     extra: Sequence[str] = field(default_factory=list)
-    """More options of sbatch, as ``--constraint=h100``."""
+    """Further options of sbatch, such as ``--constraint=h100``."""
     setup: Sequence[str] = field(default_factory=list)
-    """Lines of shell before the run, as ``module load cuda`` or ``export NCCL_SOCKET_IFNAME=ib0``."""
+    """Shell lines before the run, such as ``module load cuda`` or ``export NCCL_SOCKET_IFNAME=ib0``."""
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("gpus_per_node", 0), ("cpus_per_task", 1), ("time_minutes", 1)):
@@ -52,24 +52,24 @@ class SlurmJob:
         if self.tasks_per_node is not None and self.gpus_per_node not in (0, self.tasks_per_node):
             raise ValueError(
                 f"launcher.tasks_per_node={self.tasks_per_node} with launcher.gpus_per_node={self.gpus_per_node}: each"
-                " GPU gets one process; leave tasks_per_node out."
+                " GPU gets one process, so leave tasks_per_node out."
             )
         if self.signal_seconds >= 60 * self.time_minutes:
             raise ValueError(
-                f"launcher.signal_seconds={self.signal_seconds} is no less than launcher.time_minutes="
-                f"{self.time_minutes}: the job would save before it has trained."
+                f"launcher.signal_seconds={self.signal_seconds} is not less than launcher.time_minutes="
+                f"{self.time_minutes}: the job would get the signal before it starts. Use fewer seconds."
             )
         for line in self.extra:
             if not line.startswith("-"):
-                raise ValueError(f"launcher.extra={list(self.extra)!r}: {line!r} is no option; use '--name=value'.")
+                raise ValueError(f"launcher.extra={list(self.extra)!r}: {line!r} is not an option; use '--name=value'.")
 
     @property
     def devices(self) -> int:
-        """Processes per host; ``trainer.devices`` must equal it."""
+        """Processes per host, which ``trainer.devices`` must equal."""
         return self.gpus_per_node or self.tasks_per_node or 1
 
     def script(self, command: Sequence[str], folder: Path, start_folder: Path) -> str:
-        """The batch script.
+        """Returns the text of the batch script.
 
         Args:
             command: The command of each task.
@@ -104,10 +104,10 @@ class SlurmJob:
 
 
 def run_stamp(now: str) -> str:
-    """The part of a run folder's name that all ranks of a run must agree on without talking to each other.
+    """Returns the stamp in the run folder's name. All ranks get the same one without communication.
 
     Args:
-        now: A date and a time, the stamp of a single process.
+        now: Date and time, the stamp of a process that is not one of several.
     """
     env = os.environ
     if "SLURM_JOB_ID" in env and "SLURM_STEP_ID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:

@@ -1,14 +1,15 @@
-"""The step sync: ranks agree between steps that all go on, or that all end.
+"""The step sync: between steps the ranks agree that all continue, or that all end.
 
-Before each training batch, around each validation and at an epoch's end every rank sends one small message on the host:
-its place in the loop and whether it was asked to end. If places differ, a dataloader has run dry early on some ranks,
-and all raise the same error instead of waiting for each other. If any rank was asked to end (SIGTERM, or SIGUSR1 under
-SLURM), all finish this step, store a checkpoint, and exit; the signal handler itself only sets a flag. Ctrl-C is raised
-at once as usual, unless a callback saves on exceptions: then all ranks raise it after this step, and save.
+Before each training batch, around each validation and at the end of an epoch the ranks exchange one small message on
+the host: each rank's place in the loop, and whether it was asked to end. If places differ, a dataloader has ended early
+on some ranks, and all ranks raise the same error instead of waiting for each other. If any rank was asked to end
+(SIGTERM, or SIGUSR1 under SLURM), all ranks finish the step, save a checkpoint and exit. The signal handler only sets a
+flag. Ctrl-C is raised at once as usual, unless a callback saves on exceptions: then all ranks raise it after the step,
+and save.
 
-On an accelerator a training batch's message travels while the forward is queued. On the CPU the rank waits for it at
-once: a forward may start a collective that a rank at another place would not join. The message replaces Lightning's own
-broadcast before each batch, which waits for the device.
+On an accelerator a training batch's message is under way while the forward is queued. On a CPU the rank waits for it at
+once, because a forward may start a collective that a rank at another place does not join. The message replaces
+Lightning's broadcast before each batch, which waits for the device.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ _PLACES = {
 }
 _SHIFT = 40
 _RAN_DRY = 1 << 8
-"""Beyond the numbers of signals."""
+"""Flag for an exhausted loader in a message; above all signal numbers, so that it wins the maximum."""
 
 
 class StepSync(Callback):
-    """See the module's docstring. The strategies of this package add it; it holds no state of the training.
+    """The callback that exchanges the messages; see the module's docstring. This package's strategies add it.
 
-    At most one message is under way: :meth:`_say` first hears the one before, so a rank's n-th message always meets the
-    n-th message of the others.
+    At most one message is under way: :meth:`_say` first completes the preceding one. So the n-th messages of all ranks
+    always belong together. The callback holds no state of the training.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -77,7 +78,7 @@ class StepSync(Callback):
         self._step = -1
         self._loop: Any = None
         self.undo = ExitStack()
-        """Of what the trainer's parts were given."""
+        """Undoes the changes to the Trainer and its parts."""
         self._handlers: dict[int, Any] = {}
         self._interrupted = False
         self._saves = False
@@ -108,7 +109,7 @@ class StepSync(Callback):
         self.undo.callback(vars(loop).pop, "advance", None)
         self.undo.callback(without_sigterm_broadcast(loop))
         if trainer.world_size > 1:
-            # Messages of its own kind: ranks at different places of the loop would mix them up with the engine's.
+            # Messages of a separate kind: ranks at different places would confuse them with the engine's messages.
             limit = (timeout_of(self._strategy) or timedelta(minutes=30)).total_seconds()
             self._agreement = run_agreement() or shared_agreement(limit)
             self._peer_memory = getattr(getattr(self._strategy, "engine", None), "peer_memory", None)
@@ -122,19 +123,19 @@ class StepSync(Callback):
                 signal.signal(signal.SIGINT, self._on_interrupt)
 
     def _on_interrupt(self, number: int, frame: Any) -> None:
-        """Ctrl-C."""
+        """Handles Ctrl-C."""
         again, self._interrupted = self._interrupted, True
         if self._saves and self._begun and not again:
             self._signal = max(self._signal or 0, number)
-            text = b"lightning_zero: Ctrl-C: ending after this step, for a checkpoint; a second one ends at once\n"
-            os.write(1, text)  # not print, which the signal may have interrupted
+            text = b"lightning_zero: Ctrl-C: ending after this step, to save a checkpoint; a second one ends at once\n"
+            os.write(1, text)  # the signal may have interrupted a print, which cannot be entered again
             return
         raise KeyboardInterrupt
 
     def on_signal(self, number: int, frame: Any) -> None:
         own = _users_own(self._handlers.get(number)) or _users_own(signal.getsignal(number))
         if number == signal.SIGTERM and not self._begun and not own:
-            signal.signal(number, signal.SIG_DFL)  # there is nothing to save yet, and the first step may be far away
+            signal.signal(number, signal.SIG_DFL)  # nothing to save yet, and the first step may take minutes to come
             os.kill(os.getpid(), number)
         self._signal = max(self._signal or 0, number)
         for handler in _users_own(self._handlers.get(number)):
@@ -152,7 +153,7 @@ class StepSync(Callback):
         if trainer.is_global_zero:
             restart.forget()
 
-    # -- where this rank stands ----------------------------------------------------------------------------------
+    # -- this rank's place in the loop ---------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._say(1, batch_idx)
@@ -179,8 +180,10 @@ class StepSync(Callback):
         self._wait_for_longer_loops()
 
     def _wait_for_longer_loops(self) -> None:
-        """Before user code or a metric waits for the other ranks: some may have more batches, for whose forwards they
-        need this one."""
+        """Serves ranks that have more batches, whose forwards need this rank's shards.
+
+        It must happen before user code or a metric waits for those ranks.
+        """
         if (engine := getattr(self._strategy, "engine", None)) is not None:
             engine.end_window()
 
@@ -196,51 +199,54 @@ class StepSync(Callback):
         self._say(6, trainer.global_step)
         self.hear()
 
-    # -- where training loaders differ in length -----------------------------------------------------------------
+    # -- training loaders that differ in length ------------------------------------------------------------------
 
     def shortest(self, trainer: Any, length: float) -> float:
-        """The least ``length`` of all ranks' training loaders (collective)."""
+        """Returns the smallest ``length`` of all ranks' training loaders (collective)."""
         self._begin(trainer)
         assert self._agreement is not None
         self._end_window()
         return min(self._agreement.gather(length, "the lengths of the training loaders"))
 
     def any_ran_dry(self, this: bool) -> bool:
-        """Whether any rank's training loader has no batch left, as ``this`` says of this rank's (collective)."""
+        """Returns whether any rank's training loader is exhausted; ``this`` is this rank's answer (collective)."""
         self._say(3, self._loop.batch_idx + 1, _RAN_DRY * this)
         return self.hear()
 
     # -- messages ------------------------------------------------------------------------------------------------
 
     def _end_window(self) -> None:
-        """Other ranks may need this one in hooks that it has left."""
+        """Serves other ranks' reads in hooks that this rank has left already."""
         if (engine := getattr(self._strategy, "engine", None)) is not None:
             engine.end_window(engine.hooks.anywhere)
 
     def _say(self, place: int, index: int, dry: int = 0) -> None:
         if self._loop is None:
             return
-        asked = dry or self._signal or 0  # a signal is asked again with the next message
+        asked = dry or self._signal or 0  # a signal that dry hides here is sent again with the next message
         if self._agreement is None:
             self._agreed = max(self._agreed, asked)
             return
         self.hear()
-        self._end_window()
+        self._end_window()  # before the message: a rank that waits for a read cannot send its own
         here = (place << _SHIFT) + max(index, 0)
-        with DisableTorchFunction():  # a plain tensor: the engine's view must not see it
-            message = torch.tensor([here, -here, asked], device="cpu")  # the maximum of -here is minus the least place
+        with DisableTorchFunction():  # the engine's function mode must not intercept this tensor
+            message = torch.tensor([here, -here, asked], device="cpu")  # max(-here) is minus the smallest place
             work = self._agreement.all_reduce(message, dist.ReduceOp.MAX, STEP_SYNC, self._peer_memory)
         self._pending = (work, message, here)
 
     def hear(self) -> bool:
-        """Waits for the message under way, if there is one; raises on all ranks if their places differ. Whether any
-        rank's training loader ran dry."""
+        """Completes the message under way, if any; returns whether any rank's training loader is exhausted.
+
+        Raises:
+            ValueError: On all ranks, if their places differ.
+        """
         if self._pending is None:
             return False
         (work, message, here), self._pending = self._pending, None
         with DisableTorchFunction():
             work.wait()
-            furthest, nearest, asked = message.tolist()  # on the host: no device waits
+            furthest, nearest, asked = message.tolist()  # on the host: this does not wait for the device
         if furthest != -nearest:
             self._refuse(here)
         if asked >= _RAN_DRY:
@@ -259,25 +265,27 @@ class StepSync(Callback):
         )
         validates = any(place >> _SHIFT == 4 for place in places)
         limit = "trainer.limit_val_batches" if validates else "trainer.limit_train_batches"
-        end = "" if validates else ", or end with the shortest (uneven='shortest' of the strategy)"
+        end = "" if validates else ", or end with the shortest (the strategy's uneven='shortest')"
         if any(place >> _SHIFT == 6 for place in places):
             cause = (
-                "A callback that some ranks only have, or a stop that each decides by its own, does this: give all"
-                " ranks the same callbacks and settings, and log what they watch with sync_dist=True."
+                "The cause is a callback that only some ranks have, or a stop that each rank decides alone: give all"
+                " ranks the same callbacks and settings, and log the values that they watch with sync_dist=True."
             )
         else:
             cause = (
-                "A dataloader that gives fewer batches on some ranks does this: give all ranks equally many (a"
+                "The cause is a dataloader that has fewer batches on some ranks: give all ranks the same number (a"
                 f" DistributedSampler, drop_last=True, or {limit}){end}."
             )
-        raise ValueError(f"the ranks no longer do the same: {said}. {cause}")
+        raise ValueError(f"the ranks have diverged: {said}. {cause}")
 
     # -- ending on request ---------------------------------------------------------------------------------------
 
     def _end_if_agreed(self, trainer: Any) -> None:
-        """Called before each batch; acts only between two steps, because a checkpoint holds no gradients accumulated by
-        a part of a step's micro-batches."""
-        # Python drops a KeyboardInterrupt that the handler raised inside a destructor or a callback from C++.
+        """Ends the run if the ranks have agreed to. Called before each batch.
+
+        It acts only between two steps, because a checkpoint does not hold partly accumulated gradients.
+        """
+        # Raised again: Python drops a KeyboardInterrupt that was raised inside a destructor or a C++ callback.
         if self._interrupted and not self._saves:
             raise KeyboardInterrupt
         stepped, self._step = trainer.global_step != self._step, trainer.global_step
@@ -298,8 +306,8 @@ class StepSync(Callback):
 
 
 _forks_outlast_interrupts = False
-"""Whether workers of data loaders live on at Ctrl-C, which a terminal sends to them as well: this process needs them
-until the step is complete after which it saves."""
+"""Whether forked data loader workers ignore Ctrl-C, which a terminal sends to them as well. This process needs them
+until the step ends after which it saves."""
 
 
 def _in_fork() -> None:
@@ -312,22 +320,20 @@ os.register_at_fork(after_in_child=_in_fork)
 
 
 def sync_steps(trainer: Any, strategy: Any, uneven: Uneven = "error") -> StepSync:
-    """Gives ``trainer`` a :class:`StepSync` in front of all other callbacks.
+    """Adds a :class:`StepSync` to ``trainer``, in front of all other callbacks.
 
     Raises:
-        ValueError: On all ranks, for a step that fetches its batches itself where epochs are to end with the shortest
-            loader.
+        ValueError: On all ranks, if ``uneven="shortest"`` and the module's step fetches its batches itself.
     """
     ends_with_shortest = uneven == "shortest" and trainer.world_size > 1
     step = trainer.lightning_module.training_step
     if ends_with_shortest and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
         raise ValueError(
-            "uneven='shortest' and training_step(self, dataloader_iter): ranks would agree on the end of the epoch in"
-            " the middle of a step, which fetches its batches itself. Take the batch as an argument, or use"
-            " uneven='error'."
+            "uneven='shortest' with training_step(self, dataloader_iter): a step that fetches its batches itself would"
+            " find the end of the epoch in its middle. Take the batch as an argument, or use uneven='error'."
         )
     for old in [callback for callback in trainer.callbacks if isinstance(callback, StepSync)]:
-        old.teardown(trainer, None, "")  # Lightning does not call it after a run that raised
+        old.teardown(trainer, None, "")  # Lightning does not call teardown after a run that raised
     trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, StepSync)]
     trainer.callbacks.insert(0, watching := StepSync(strategy))
     global _forks_outlast_interrupts
@@ -341,7 +347,7 @@ def sync_steps(trainer: Any, strategy: Any, uneven: Uneven = "error") -> StepSyn
 
 
 def _users_own(handler: Any) -> list[Any]:
-    """The handlers in ``handler`` that are not Lightning's."""
+    """Returns the handlers in ``handler`` that are not Lightning's."""
     handlers = handler.signal_handlers if isinstance(handler, HandlersCompose) else [handler]
     return [h for h in handlers if callable(h) and "lightning" not in (getattr(h, "__module__", "") or "")]
 

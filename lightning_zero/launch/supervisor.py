@@ -1,30 +1,30 @@
 """The supervisor: a process that starts, watches and ends the other ranks of one machine, and decides how a run ends.
 
-Rank 0 runs this file by its path, not as part of the package, whose imports take seconds: import nothing here but the
-standard library. Rank 0 cannot do this work itself: it may be killed, or stopped, or hang inside a collective, and then
-none of its Python code runs any more.
+Rank 0 runs this file by its path, because importing the package takes seconds: import only the standard library here.
+Rank 0 cannot do this work itself. It may be killed or stopped, or hang inside a collective, and then none of its Python
+code runs.
 
-:data:`TABLE` lists the states of a run and what leads from one to the next. The process that is called rank 0 here is
-the first rank of its machine.
+:data:`TABLE` lists the states of a run and its transitions. In this file, rank 0 is the first rank of its machine.
 
-Who failed first? A rank that raises asks the other ranks, through their store, whether it is the first
+Which rank failed first? A rank that raises finds out through the ranks' store whether it is the first
 (:mod:`~lightning_zero.launch.failure`), and writes the answer into a file for the supervisor. A rank that was killed or
-stopped cannot do so: the supervisor sees it. :meth:`Supervisor._report` puts the two together, and nothing else does.
+stopped cannot do so, but the supervisor notices. Only :meth:`Supervisor._report` combines both sources.
 
-    rank 0 sends      lines of JSON: a plan, then ``{"do": event, "seconds": ...}`` with an event of the table; end of
-                      file: rank 0 is gone;
-                      ``"all raised"``, which changes no state: rank 0 shows the error of all ranks
+    rank 0 sends      lines of JSON: a plan, then ``{"do": event, "seconds": ...}`` with an event of the table. End of
+                      file means that rank 0 has ended. ``"all raised"`` changes no state: it says that all ranks have
+                      raised one error, which rank 0 shows
     supervisor sends  lines of JSON: ``{"started": [pid, ...]}``, ``{"lost": rank}`` for each rank that ended in an
                       error, last ``{"ended": {rank: code}, "failed": {...} or None, "late": [rank, ...],
-                      "insists": bool}``; one that insists on the end of rank 0 does not end before it
+                      "insists": bool}``. A supervisor that insists waits for the end of rank 0, and kills it if
+                      necessary, so rank 0 must not wait for that supervisor
 
-The plan: ``ranks`` (of each ``rank``, ``command``, ``env``, the paths ``log``, ``error``, ``scratch``), ``rank0`` (its
-number), ``cwd``, ``folder`` (the run's own, removed at the end), ``scratch`` (rank 0's, removed if it was killed),
-``stdout`` (the number of an open file for ranks without a log).
+The plan: ``ranks`` (for each ``rank``, ``command``, ``env``, the paths ``log``, ``error``, ``scratch``), ``rank0`` (its
+number), ``cwd``, ``folder`` (the session's, removed at the end), ``scratch`` (rank 0's, removed if it was killed),
+``stdout`` (a file descriptor for ranks without a log).
 
-The supervisor is in rank 0's process group, so that it gets Ctrl-C of a terminal as well: Python tells rank 0's main
-thread of it by an exception, which is lost in code that catches all, and late while C++ code waits. Each rank leads a
-session of its own, so that a kill of its group also ends the processes that it has started.
+The supervisor is in rank 0's process group, so it gets a terminal's Ctrl-C as well. It cannot rely on rank 0 for that:
+Python raises an exception in rank 0's main thread, which may be caught and dropped, and which comes late while C++ code
+waits. Each rank leads its own session, so that killing its process group also ends the processes that it has started.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from collections.abc import Iterator
 from typing import Any
 
 PREEMPTED_EXIT_CODE = 143
-"""128 + SIGTERM: the rank ended because it was asked to, after saving."""
+"""128 + SIGTERM: the rank was asked to end, and did so after saving."""
 POLL_SECONDS = 0.05
 LOG_TAIL_BYTES = 6000
 
 
 class State(enum.Enum):
-    """Of a run, as its supervisor knows it."""
+    """The states of a run."""
 
-    STARTING = "no step was made: a run that is asked to end has nothing to lose"
-    RUNNING = "steps are made"
-    PRESSED = "rank 0 was asked to end, and must do so now"
+    STARTING = "before the first step: Ctrl-C loses no training"
+    RUNNING = "steps run"
+    PRESSED = "rank 0 was asked to end by Ctrl-C, and must end now"
     FAILED = "another rank has failed, and rank 0 must notice"
-    FINISHING = "rank 0 is done: the other ranks finish"
+    FINISHING = "rank 0 has finished, and the other ranks finish as well"
     ENDING = "rank 0 has failed or was asked to end: the other ranks get a moment to end by themselves"
-    OVER = "ranks that are left are killed"
+    OVER = "the remaining ranks are killed"
 
 
 S = State
 ALIVE = (S.STARTING, S.RUNNING, S.PRESSED)
 TABLE = (
-    # in one of these states  when this happens      comes this state  after reporting
+    # in one of these states  this event             leads to          after this report
     ((S.RUNNING,), "run begins", S.STARTING, ""),
     ((S.STARTING,), "first step", S.RUNNING, ""),
     ((S.STARTING,), "Ctrl-C", S.PRESSED, ""),
@@ -81,14 +81,15 @@ TABLE = (
     ((S.FINISHING, S.ENDING), "all ended", S.OVER, ""),
     ((S.FAILED, S.FINISHING, S.ENDING), "rank 0 gone", S.OVER, ""),
 )
+"""The first matching row counts. An event that has no row in the current state is ignored."""
 SECONDS = {S.PRESSED: 3.5, S.FAILED: 8.0, S.FINISHING: 60.0, S.ENDING: 1.0}
-"""After which the time of a state is over, unless rank 0 says otherwise. The other states last."""
+"""Seconds until "time over" in a state, unless rank 0 sends another number. Other states have no limit."""
 KILLED = "was killed by SIGKILL, probably out of memory"
-STOPPED = "does not answer, it is stopped (SIGSTOP)"
+STOPPED = "does not respond, because it is stopped (SIGSTOP)"
 
 
 class Supervisor:
-    """Starts the ranks of one run, and stays until all of them have ended."""
+    """Starts the other ranks of one machine, and lives until all of them have ended."""
 
     def __init__(self, plan: dict[str, Any], lines: _Lines) -> None:
         self.plan = plan
@@ -104,7 +105,7 @@ class Supervisor:
         self._presses = 0
         self._late: list[int] = []
         self._all_raised = False
-        """Rank 0 knows that all ranks have raised its error; the others may not have noted it yet."""
+        """Whether rank 0 has reported that all ranks raised its error. Their own files may not say so yet."""
         self._has_killed_rank0 = False
 
     def start(self) -> None:
@@ -125,18 +126,18 @@ class Supervisor:
         _send({"started": [process.pid for process in self.ranks.values()]})
 
     def watch(self) -> None:
-        """Follows :data:`TABLE` until the run is over, then ends what is left of it."""
+        """Follows :data:`TABLE` until the run is over, then ends the remaining processes."""
         while self.state is not State.OVER:
             for event, seconds in self._events():
                 self._follow(event, seconds)
         self.end()
 
     def _events(self) -> Iterator[tuple[str, float | None]]:
-        """The events since the last call, which is :data:`POLL_SECONDS` ago if there are none."""
+        """Yields the events since the last call. Waits up to :data:`POLL_SECONDS` for a message of rank 0."""
         for line in self.lines.read():
             request: dict[str, Any] = json.loads(line) if line else {"do": "rank 0 gone"}
             self._all_raised = request["do"] == "all raised" or (self._all_raised and request["do"] != "run begins")
-            if request["do"] == "run begins":  # a rank that has ended in an error of all ranks does not take part
+            if request["do"] == "run begins":  # without its file, a rank that ended in the last run counts as failed
                 for spec in self.plan["ranks"]:
                     with contextlib.suppress(OSError):
                         os.unlink(spec["error"])
@@ -145,7 +146,7 @@ class Supervisor:
             self._presses += _presses.pop()
             yield "second Ctrl-C" if self._presses > 1 and self.state is not State.STARTING else "Ctrl-C", None
         failed = [spec for spec in self.plan["ranks"] if self._has_failed(spec)]
-        if failed:  # all were looked at before one is named
+        if failed:  # polls all ranks before it reports one
             yield "rank failed", None
         if _is_stopped(self.rank0):
             yield "rank 0 stopped", None
@@ -155,7 +156,7 @@ class Supervisor:
             yield "time over", None
 
     def _has_failed(self, spec: dict[str, Any]) -> bool:
-        """Whether this rank has ended in an error that not all ranks have raised."""
+        """Returns whether this rank has ended in an error that not all ranks have raised."""
         rank = spec["rank"]
         if rank not in self.codes:
             if (code := self.ranks[rank].poll()) is None:
@@ -166,13 +167,13 @@ class Supervisor:
         if (code := self.codes[rank]) in (0, PREEMPTED_EXIT_CODE):
             return False
         error = _error_of(spec) if code > 0 else None
-        if error is None and self.failure is None and self.state is not State.ENDING:  # it could not say anything
+        if error is None and self.failure is None and self.state is not State.ENDING:  # the rank left no report
             what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
             self.failure = self._describe(spec, KILLED if code == -signal.SIGKILL else what, _tail(spec["log"]))
         return error is None or self._is_alone(error)
 
     def _is_alone(self, error: dict[str, Any]) -> bool:
-        """Whether not all ranks have raised ``error``: rank 0 has raised those of all ranks too, and shows them."""
+        """Returns whether only some ranks have raised ``error``. Rank 0 itself shows an error that all raised."""
         return not (error["alike"] or self._all_raised)
 
     def _follow(self, event: str, seconds: float | None) -> None:
@@ -187,17 +188,17 @@ class Supervisor:
                 return
 
     def _report(self, what: str) -> None:
-        """Tells the user what has led to the new state."""
+        """Prints the cause of the new state for the user."""
         if what == "rank 0 gone" and not self._pressed_until and len(self.codes) < len(self.ranks):
-            _tell(f"{self._rank0()} has ended unexpectedly, as if it {KILLED}: ending the others.")
+            _tell(f"{self._rank0()} has ended unexpectedly, as if it {KILLED}: ending the other ranks.")
         elif what == "rank 0 killed":
             self._kill_rank0()
         elif what == "late":
             self._late = [rank for rank in self.ranks if rank not in self.codes]
-            _tell(f"rank {', '.join(map(str, self._late))} had not ended in time after rank 0: killed.")
+            _tell(f"rank {', '.join(map(str, self._late))} did not end in time after rank 0, and was killed.")
         elif what == "rank":
             for spec in self.plan["ranks"]:
-                if _is_stopped(self.ranks[spec["rank"]].pid):  # ranks that failed were waiting for this one
+                if _is_stopped(self.ranks[spec["rank"]].pid):  # the others failed because they waited for it
                     self.failure = self._describe(spec, STOPPED, "")
                 elif self.failure is None and (error := _error_of(spec)) and error["first"] and self._is_alone(error):
                     self.failure = self._describe(spec, f"failed: {error['summary']}", error["traceback"])
@@ -216,18 +217,18 @@ class Supervisor:
 
     def _kill_rank0(self) -> None:
         if os.getppid() == self.rank0:
-            why = "was asked to end, and did not" if self._pressed_until else "did not react to that"
+            why = "was asked to end, but did not" if self._pressed_until else "did not react to that"
             _tell(f"{self._rank0()} {STOPPED if _is_stopped(self.rank0) else why}: ending it.")
             os.kill(self.rank0, signal.SIGKILL)
             self._has_killed_rank0 = True
 
     def end(self) -> None:
-        """Kills the ranks that are left and the processes that ranks have started, and removes files."""
+        """Kills the remaining ranks and the processes that ranks have started, and removes files."""
         for rank, process in self.ranks.items():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # also processes that an ended rank has left behind
             self.codes[rank] = process.wait()
-        for spec in self.plan["ranks"]:  # scratch folders of killed processes: sockets of data loader workers
+        for spec in self.plan["ranks"]:  # killed ranks leave the sockets of their data loader workers
             with contextlib.suppress(OSError), open(spec["scratch"], encoding="utf-8") as path:
                 shutil.rmtree(path.read(), ignore_errors=True)
         shutil.rmtree(self.plan["folder"], ignore_errors=True)
@@ -242,27 +243,27 @@ class Supervisor:
 
 
 _presses: list[int] = []
-"""One for each Ctrl-C that was not heard yet."""
+"""One entry per Ctrl-C that was not handled yet."""
 
 
 class _Lines:
-    """Lines that rank 0 sends."""
+    """Reads the lines that rank 0 sends."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def read(self) -> list[str]:
-        """Those that are there, after at most :data:`POLL_SECONDS`; an empty one once rank 0 is gone."""
+        """Returns the new lines, after at most :data:`POLL_SECONDS`. Returns an empty line if rank 0 has ended."""
         if not select.select([0], [], [], POLL_SECONDS)[0]:
             return []
         if not (chunk := os.read(0, 1 << 16)):
-            time.sleep(POLL_SECONDS)  # the end of file is there at once, each time
+            time.sleep(POLL_SECONDS)  # at the end of file select returns at once
             return [""]
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         return [line.decode() for line in lines]
 
     def first(self) -> str:
-        """The first line, of which no other is expected before it is answered."""
+        """Returns the first line. Rank 0 sends no other before it is answered."""
         while not (lines := self.read()):
             pass
         return lines[0]
@@ -279,7 +280,7 @@ def _tell(text: str) -> None:
 
 
 def _error_of(spec: dict[str, Any]) -> dict[str, Any] | None:
-    """The rank's own report of its failure."""
+    """Returns the rank's report of its failure, if it has written one."""
     try:
         with open(spec["error"], encoding="utf-8") as lines:
             error: dict[str, Any] = json.load(lines)
@@ -308,7 +309,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _die_with_parent() -> None:
-    """Linux: the kernel kills a rank when the supervisor has ended, for whatever reason."""
+    """Makes Linux kill a rank when the supervisor ends for any reason."""
     with contextlib.suppress(Exception):
         import ctypes
 
@@ -316,9 +317,9 @@ def _die_with_parent() -> None:
 
 
 def main() -> None:
-    """Reads the plan, starts the ranks, and returns when the last of them has ended."""
+    """Reads the plan, starts the ranks, and returns when all of them have ended."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        # Rank 0 decides what a signal means. No SIG_IGN, which the ranks would inherit, unlike a handler.
+        # Rank 0 handles these signals. Not SIG_IGN, because the ranks would inherit it, unlike a handler.
         signal.signal(number, lambda *_: None)
     signal.signal(signal.SIGINT, lambda *_: _presses.append(1))
     lines = _Lines()

@@ -1,4 +1,4 @@
-"""Errors as text: the user's own frames, those of libraries folded to one line, and no more than fits on a screen."""
+"""Formats errors for a screen: the user's frames in full, and frames of libraries folded into one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FULL = "LIGHTNING_ZERO_FULL_TRACEBACK"
-"""Set to 1 in the environment, tracebacks are shown whole."""
+"""Environment variable: 1 shows tracebacks in full."""
 _OURS = str(Path(__file__).resolve().parents[1])
 _STDLIB = tuple({os.path.realpath(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")})
 _MAX_OWN_FRAMES = 8
@@ -17,13 +17,15 @@ _MAX_MESSAGE_LINES = 12
 
 
 def whole(error: BaseException) -> str:
-    """As Python prints it."""
+    """Returns the traceback as Python prints it."""
     return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
 def folded(error: BaseException) -> str:
-    """The traceback of ``error``, at most about 30 lines: the user's frames and the innermost one, the number of frames
-    that are left out between them, the message, and one line for its cause."""
+    """Returns the traceback of ``error`` in at most about 30 lines.
+
+    It has the user's frames and the innermost one, the number of omitted frames, the message, and a line for the cause.
+    """
     if os.environ.get(FULL) == "1":
         return whole(error)
     lines = ["Traceback (most recent call last):", *_frames(error), *_message(error)]
@@ -35,24 +37,26 @@ def folded(error: BaseException) -> str:
 
 
 def summary(error: BaseException) -> str:
-    """One line: kind and message."""
+    """Returns type and message in one line."""
     first, *more = str(error).strip().splitlines() or [""]
     name = type(error).__name__
     return f"{name}: {first}{' ...' if more else ''}" if first else name
 
 
 def place(error: BaseException) -> list[str]:
-    """The way to ``error``, the same on ranks that came the same way: file and line of each frame.
+    """Returns file and line of each frame, which ranks compare.
 
-    Rank 0's script has another name where a user gives a path with ``..``, as other ranks start the one without.
+    Paths are resolved: rank 0's script may be called by a path with ``..``, but other ranks start the one without.
     """
     frames = traceback.walk_tb(error.__traceback__)
     return [f"{os.path.realpath(frame.f_code.co_filename)}:{lineno}" for frame, lineno in frames]
 
 
 def is_told_by_its_message(error: BaseException) -> bool:
-    """Whether a check of ours (or of Lightning's) has raised it about what it was given: its message names the
-    repair, and no frame of the user's lies between the call that started the run and the check."""
+    """Returns whether the message alone explains ``error``: a check of this package has raised it about its input.
+
+    There is then no user frame between the launcher and the check, so a traceback would add nothing.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames or not isinstance(error, (ValueError, OSError, RuntimeError, ModuleNotFoundError)):
         return False
@@ -65,7 +69,7 @@ _LAUNCHER = str(Path(__file__).resolve().with_name("launcher.py"))
 
 
 def is_users(filename: str) -> bool:
-    """Whether code in this file is neither a library's, nor Python's, nor ours."""
+    """Returns whether a file belongs to neither a library, nor Python, nor this package."""
     path = os.path.realpath(filename)
     if filename.startswith("<") or path.startswith(_OURS + os.sep):
         return False
@@ -73,7 +77,7 @@ def is_users(filename: str) -> bool:
 
 
 def is_python(filename: str) -> bool:
-    """Whether code in this file is of Python's standard library."""
+    """Returns whether a file belongs to Python's standard library."""
     path = os.path.realpath(filename)
     return path.startswith(_STDLIB) and "site-packages" not in path
 

@@ -1,10 +1,9 @@
-"""Ranks that wait for others for long say which rank waits for whom, in which call of the user's.
+"""Reports ranks that wait long for others: which rank waits for which, and in which line of user code.
 
-A thread of each rank looks at the rank's main thread now and then, which costs a step nothing. Has that been inside one
-call of a collective for :data:`WAIT_SECONDS`, the rank asks all others, at the store of the process group, where they
-are; each answers from its own thread, and rank 0 prints the answers, once for each wait. Nobody is ended: an error
-comes after ``timeout_seconds``. Where all ranks wait for their devices instead, inside a kernel of NCCL, this sees
-nothing.
+A thread of each rank inspects the rank's main thread every few seconds, which costs a step nothing. If the main thread
+has been inside one collective for :data:`WAIT_SECONDS`, the rank asks all ranks through the process group's store where
+they are. Each answers from its thread, and rank 0 prints the answers once per wait. No rank is ended: the collective
+raises after ``timeout_seconds``. If all ranks wait for their devices, inside a kernel of NCCL, nothing is reported.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from lightning_zero.launch.tracebacks import is_python, is_users
 WAIT_SECONDS = 30.0
 POLL_SECONDS = 4.0
 _BUSY = 0.0005
-"""Of a core: a rank that uses more makes progress, though each look found it in the same call."""
+"""Fraction of a core. A rank that uses more makes progress, even if it always appears to be in the same call."""
 _ASKED = "lightning_zero/waits"
 _COLLECTIVES = (str(Path(dist.__file__).parent), str(Path(__file__).parents[1] / "comm"))
 
 
 class Watch:
-    """Of the thread that makes it, until :meth:`close`; the default process group must be there."""
+    """Watches the thread that creates it, until :meth:`close`. Needs the default process group."""
 
     def __init__(self) -> None:
         world: Any = dist.group.WORLD
         self._rank, self._size = world.rank(), world.size()
-        self._store = world.get_group_store().clone()  # a connection of its own: one that waits answers nobody else
+        self._store = world.get_group_store().clone()  # a separate connection: the other may be blocked by a wait
         self._store.set_timeout(timedelta(seconds=POLL_SECONDS))
         self._asked, self._watched = self._question(), threading.get_ident()
         self._ended = threading.Event()
@@ -54,7 +53,7 @@ class Watch:
             clock = time.pthread_getcpuclockid(self._watched)
             self._look(lambda: time.clock_gettime(clock))
         except (AttributeError, OSError, RuntimeError):
-            return  # no such clock on this system; or the store is gone, and with it the run
+            return  # this system has no such clock, or the store has ended with the run
 
     def _look(self, cpu_seconds: Any) -> None:
         seen, since, used, said = (), 0.0, 0.0, False
@@ -65,7 +64,7 @@ class Watch:
             call, now = self._call(), time.monotonic()
             if call != seen or cpu_seconds() - used > _BUSY * (now - since):
                 seen, since, used, said = call, now, cpu_seconds(), False
-            elif call and not said and now - since >= WAIT_SECONDS:  # the first to ask asks for all
+            elif call and not said and now - since >= WAIT_SECONDS:  # only the first rank's request counts
                 self._store.compare_set(_ASKED, self._asked, f"{self._rank} {now - since:.0f} {now}")
 
     def _question(self) -> str:
@@ -86,10 +85,10 @@ class Watch:
         text = f"lightning_zero: rank {first} has waited {seconds} s for others:{''.join(lines)}"
         print(text, file=sys.stderr, flush=True)
 
-    # -- the main thread -----------------------------------------------------------------------------------------
+    # -- the watched thread --------------------------------------------------------------------------------------
 
     def _frames(self) -> Iterator[FrameType]:
-        """The innermost first, without those of Python's own library."""
+        """Yields the frames of the watched thread, innermost first, without those of Python's standard library."""
         frame = sys._current_frames().get(self._watched)
         while frame is not None:
             if not is_python(frame.f_code.co_filename):
@@ -100,7 +99,7 @@ class Watch:
         return list(takewhile(lambda frame: frame.f_code.co_filename.startswith(_COLLECTIVES), self._frames()))
 
     def _call(self) -> tuple[Any, ...]:
-        """Of a collective, that is under way: no other has the same; empty where there is none."""
+        """Returns an identifier of the collective call under way; empty if there is none."""
         return tuple((id(frame), frame.f_code) for frame in self._collective()[-1:])
 
     def _where(self) -> str:
@@ -113,4 +112,4 @@ class Watch:
         return f"{doing} outside of your code"
 
 
-_SILENT = "does not answer: it is stopped, or has ended"
+_SILENT = "does not respond: it is stopped, or has ended"

@@ -91,7 +91,7 @@ def test_ranks_that_part_leave_their_group_before_memory_is_freed(ranks2: Any) -
         assert kind == expected
         assert seen
         assert not any(seen)
-        assert "another run in this script is not possible" in then
+        assert "this script cannot start another run" in then
 
 
 # -- warnings --------------------------------------------------------------------------------------------------------

@@ -302,7 +302,7 @@ def _fetches_itself() -> str:
 
 def test_a_step_that_fetches_its_batches_is_refused_by_name(ranks2: Any) -> None:
     for text in ranks2(_fetches_itself):
-        assert "uneven='shortest' and training_step(self, dataloader_iter)" in text
+        assert "uneven='shortest' with training_step(self, dataloader_iter)" in text
 
 
 def test_a_run_goes_on_in_mid_epoch(ranks2: Any, tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def test_all_ranks_give_the_same_verdict(store, monkeypatch):
 def test_a_rank_that_raises_otherwise_or_not_at_all_is_named(store, monkeypatch):
     monkeypatch.setattr(failure, "WAIT_SECONDS", 0.5)
     first, second = _compare(store, [("a", 0.0), ("b", 0.1)], 2)
-    assert first == "another rank raised something else, elsewhere, or later"
-    assert second == "rank 0 raised something else, or elsewhere (a!)"
+    assert first == "another rank raised another error, at another place, or later"
+    assert second == "rank 0 raised another error, or at another place (a!)"
     other = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     assert _compare(other, [("a", 0.0)], 3) == ["rank 1, 2 did not raise it"]
 
