@@ -7,6 +7,7 @@ the shard is in host memory although the mesh is of an accelerator; the gathered
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -64,6 +65,7 @@ def gathered_each(tensors: Sequence[Tensor]) -> list[Tensor]:
     """
     done: dict[int, Tensor] = {}
     buckets: dict[tuple[DeviceMesh, int], list[DTensor]] = {}
+    sizes: Counter[tuple[DeviceMesh, int]] = Counter()
     for tensor in {id(t): t for t in tensors}.values():
         axis = _sharded_axis(tensor) if isinstance(tensor, DTensor) else None
         if axis is None or not isinstance(tensor, DTensor):
@@ -73,14 +75,14 @@ def gathered_each(tensors: Sequence[Tensor]) -> list[Tensor]:
         elif tensor.nbytes >= PACKED_BYTES or not tensor.numel():
             done[id(tensor)] = gathered(tensor)
         else:
-            waiting = buckets.setdefault((tensor.device_mesh, axis), [])
-            waiting.append(tensor)
-            if sum(t.nbytes for t in waiting[-(BUCKET_BYTES // PACKED_BYTES) :]) >= BUCKET_BYTES:
-                done |= _gathered_together(waiting, axis)
-                waiting.clear()
+            key = tensor.device_mesh, axis
+            buckets.setdefault(key, []).append(tensor)
+            sizes[key] += tensor.nbytes
+            if sizes[key] >= BUCKET_BYTES:
+                done |= _gathered_together(buckets.pop(key), axis)
+                del sizes[key]
     for (_, axis), waiting in buckets.items():
-        if waiting:
-            done |= _gathered_together(waiting, axis)
+        done |= _gathered_together(waiting, axis)
     return [done[id(tensor)] for tensor in tensors]
 
 

@@ -6,14 +6,17 @@ They localise mistakes in who sends which part to whom; parity tests show only t
 from __future__ import annotations
 
 import os
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_zero.comm import direct, peer_memory
+from lightning_zero.comm import direct, peer_memory, shards
 from lightning_zero.comm.peer_memory import PeerMemory
 from tests.helpers import ranks as helper
 from tests.helpers.peer_memory import NEIGHBOURS, on_hosts_of
@@ -141,6 +144,27 @@ def test_a_rank_that_dies_ends_the_exchange(ranks2, monkeypatch):
         ranks2(_dies)
     kinds = {failure.rank: failure.kind for failure in caught.value.failures}
     assert kinds == {0: "RuntimeError", 1: "exit"}
+
+
+def _gathered_in_buckets() -> int:
+    """The most bytes that small shards were gathered into at a time."""
+    dist.init_process_group("gloo")
+    mesh, sizes, gather = init_device_mesh("cpu", (2,)), [], direct.all_gather
+    full = [torch.arange(100.0) * i for i in range(20)]
+
+    def seen(output: Tensor, *args: Any) -> Any:
+        sizes.append(output.nbytes)
+        return gather(output, *args)
+
+    with mock.patch.object(shards, "BUCKET_BYTES", 2000), mock.patch.object(direct, "all_gather", seen):
+        found = shards.gathered_each([distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for t in full])
+    assert all(torch.equal(a, b) for a, b in zip(found, full, strict=True))
+    return max(sizes)
+
+
+def test_small_shards_are_gathered_in_buckets(ranks2):
+    """All together would take the memory of all of them at once."""
+    assert all(most < 3000 for most in ranks2(_gathered_in_buckets))
 
 
 def test_memory_is_reused_only_when_no_tensor_is_left_in_it():

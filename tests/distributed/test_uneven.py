@@ -3,10 +3,12 @@ others. Training ends with the shortest if that was asked for, as under DDP with
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torchmetrics import MeanMetric
 
+import lightning_zero
 from tests.helpers import moves, zoo
 from tests.helpers.ranks import outcome
 
@@ -161,23 +164,62 @@ class TakesItsNetwork(Evaluates):
         self.net = net
         self.save_hyperparameters(logger=False)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["extra"] = {"net": self.net}
 
-def _networks_in_checkpoints(strategy: Any, folder: str) -> tuple[float, float]:
+
+class KeepsNetwork(L.Callback):
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.net = pl_module.net
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"net": self.net}
+
+
+class DataOfNetwork(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Batches((4, 4)), batch_size=None)
+
+    test_dataloader = train_dataloader
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"net": self.trainer.lightning_module.net}
+
+
+def _networks_in_checkpoints(strategy: Any, folder: str) -> list[float]:
+    """The loss of a test of the checkpoint, and norms of the network in each place of those of the run and after it."""
     torch.manual_seed(5)
-    module, loader = TakesItsNetwork(zoo.Net()), DataLoader(Batches((4, 4)), batch_size=None)
+    module, data = TakesItsNetwork(zoo.Net()), DataOfNetwork()
     trainer = zoo.make_trainer(
-        strategy, max_epochs=1, default_root_dir=folder, enable_checkpointing=True, limit_val_batches=0
-    )
-    trainer.fit(module, loader)
-    best = trainer.checkpoint_callback.best_model_path
-    tested = trainer.test(module, loader, ckpt_path=best, weights_only=False, verbose=False)[0]["test_loss"]
-    loaded = TakesItsNetwork.load_from_checkpoint(best, weights_only=False)
-    return tested, sum(p.norm().item() for p in loaded.hparams.net.parameters())
+        strategy, max_epochs=1, default_root_dir=folder, enable_checkpointing=True, limit_val_batches=0,
+        callbacks=[KeepsNetwork()],
+    )  # fmt: skip
+    trainer.fit(module, data)
+    best, after = trainer.checkpoint_callback.best_model_path, f"{folder}/after.ckpt"
+    tested = trainer.test(module, data, ckpt_path=best, weights_only=False, verbose=False)[0]["test_loss"]
+    trainer.save_checkpoint(after)
+    found = [tested]
+    for path in (best, after):
+        if Path(path).is_file():  # it needs this package no more than DDP's
+            with zipfile.ZipFile(path) as file:
+                (pickled,) = (name for name in file.namelist() if name.endswith("data.pkl"))
+                assert b"lightning_zero" not in file.read(pickled)
+        content = lightning_zero.load_checkpoint(path, weights_only=False)
+        (state,) = (state for name, state in content["callbacks"].items() if "KeepsNetwork" in name)
+        places = [content["hyper_parameters"], content["extra"], state, content["DataOfNetwork"]]
+        found += [sum(p.norm().item() for p in place["net"].parameters()) for place in places]
+    if Path(best).is_file():
+        loaded = TakesItsNetwork.load_from_checkpoint(best, weights_only=False)
+        assert sum(p.norm().item() for p in loaded.hparams.net.parameters()) == found[1]
+    return found
 
 
-def test_a_network_among_the_hyperparameters_is_whole_in_the_checkpoint(ranks2: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [STAGE_1, STAGE_3, {**STAGE_3, "checkpoint": "sharded"}, DEEPSPEED], ids=str)
+def test_networks_beside_the_state_dict_are_whole_in_checkpoints(
+    ranks2: Any, settings: dict[str, Any], tmp_path: Path
+) -> None:
     found, expected = (
-        ranks2(_networks_in_checkpoints, each, str(tmp_path / str(i))) for i, each in enumerate((STAGE_3, "ddp"))
+        ranks2(_networks_in_checkpoints, each, str(tmp_path / str(i))) for i, each in enumerate((settings, "ddp"))
     )
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
 
