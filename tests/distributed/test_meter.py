@@ -170,7 +170,7 @@ def _sent(stage: int, accumulate: int, ranks_per_host: int) -> dict[str, float]:
     [(1, 2, 0), pytest.param(3, 2, 2, marks=NEIGHBOURS)],
 )
 def test_bytes_equal_the_table(ranks, stage, world_size, ranks_per_host):
-    """The table of docs/architecture.md, in units of Ψ elements times (N-1)/N.
+    """Gathers and reductions of each stage (docs/memory.md), in units of Ψ elements times (N-1)/N.
 
     One of 8 equal units is gathered once for forward and backward, from the second forward on.
     """
