@@ -918,7 +918,7 @@ HELD: dict[str, Kind] = {
     "states_written": Kind(module=_of(StatesWritten)),
     "scripted": Kind(
         module=_of(Scripted),
-        refused=r"'net\.blocks\.1' is of torch\.jit .*script or trace it after the run",
+        refused=r"'net\.blocks\.1' is a torch\.jit module .*script or trace it after the run",
         refused_deepspeed=(3,),
     ),
     "traced": Kind(module=_of(Traced)),
