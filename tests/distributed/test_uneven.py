@@ -93,7 +93,16 @@ STAGE_1, STAGE_3, DEEPSPEED = (
 
 
 @pytest.mark.parametrize(
-    ("settings", "counts"), [(STAGE_1, (3, 1)), (STAGE_3, (1, 4, 2)), (DEEPSPEED, (3, 1))], ids=str
+    ("settings", "counts"),
+    [
+        (STAGE_1, (3, 1)),
+        ({**STAGE_3, "stage": 2}, (1, 3)),
+        (STAGE_3, (1, 4, 2)),
+        ({**DEEPSPEED, "stage": 1}, (1, 3)),
+        ({**DEEPSPEED, "stage": 2}, (3, 1)),
+        (DEEPSPEED, (2, 1, 3)),
+    ],
+    ids=str,
 )
 def test_loops_of_different_lengths_end_as_under_ddp(
     ranks: Any, settings: dict[str, Any], counts: tuple[int, ...]
