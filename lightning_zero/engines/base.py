@@ -84,18 +84,6 @@ def refuse_late_hooks(parameters: Mapping[str, Any]) -> None:
         )
 
 
-def require_same_parameters(optimizer: Optimizer, state: Mapping[str, Any]) -> list[Any]:
-    """Returns the parameters of ``optimizer``; raises ``ValueError`` if ``state`` is of another number of them."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    saved = sum(len(group["params"]) for group in state["param_groups"])
-    if saved != len(params):
-        raise ValueError(
-            f"the checkpoint's {type(optimizer).__name__} state has {saved} parameters, but the optimizer has"
-            f" {len(params)}: resume with the module and configure_optimizers that saved it."
-        )
-    return params
-
-
 def undetached_state_dict(module: nn.Module) -> dict[str, Any]:
     """``module.state_dict()`` with the registered parameters themselves, since detached tensors do not show which are
     tied. A user's override may lack the argument ``keep_vars``."""

@@ -59,19 +59,15 @@ class Managed:
     def piece(self, p: Tensor) -> Piece:
         return self.shards.pieces[p]
 
-    def assemble(self, p: Tensor, local: Tensor, only_on_rank_0: bool = False) -> Tensor:
+    def assemble(self, p: Tensor, local: Tensor) -> Tensor:
         """Returns the full tensor of which ``local`` is this rank's piece (collective).
 
-        The sum over ranks is exact, because each element is non-zero on one rank only. With ``only_on_rank_0`` the
-        result is undefined on the other ranks.
+        The sum over ranks is exact, because each element is non-zero on one rank only.
         """
         whole = local.new_zeros(self.shapes[p].numel())
         self.piece(p).of_whole(whole).copy_(local)
         if dist.get_world_size() > 1:
-            if only_on_rank_0:
-                dist.reduce(whole, 0)
-            else:
-                dist.all_reduce(whole)
+            dist.all_reduce(whole)
         return whole.view(self.shapes[p])
 
     def cut(self, p: Tensor, whole: Tensor) -> Tensor:
