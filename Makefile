@@ -48,9 +48,8 @@ test-system: setup ## Commands as typed, faults, SLURM, several nodes, what comp
 
 # For another set of versions, without this package's own bounds: what a release may break, and its row of docs/versions.md
 define try
-	$(1)/bin/python -m pip install --quiet -c constraints.txt "setuptools>=77" wheel "hatchling>=1.27"
 	$(1)/bin/python -m pip install --quiet $$(grep -E '^pytest' constraints.txt)
-	$(1)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(1)/bin/python -m pip install --quiet --no-deps -e .
 	$(1)/bin/python benchmarks/versions.py docs/versions.md
 endef
 
