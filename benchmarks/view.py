@@ -61,7 +61,19 @@ class Average(Quiet):
                 mean.lerp_(p.detach(), 0.1)
 
 
-HOOKS: dict[str, type[Quiet]] = {"a hook that reads none": Quiet, "an average of all parameters": Average}
+class ManySmall(zoo.Zoo):
+    """3,000 small parameters, in units of the default size."""
+
+    def build(self) -> None:
+        self.net = zoo.Net(num_blocks=500)
+
+
+HOOKS: dict[str, tuple[type[Quiet], type[zoo.Zoo]]] = {
+    "a hook that reads none": (Quiet, zoo.Zoo),
+    "an average of all parameters": (Average, zoo.Zoo),
+    "3,000 small parameters, a hook that reads none": (Quiet, ManySmall),
+    "3,000 small parameters, an average of all": (Average, ManySmall),
+}
 
 
 class Counts(zoo.Zoo):
@@ -115,11 +127,13 @@ def measure_hooks() -> dict[str, dict[str, float]]:
     torch.set_num_threads(1)
     found: dict[str, dict[str, list[float]]] = {hook: {name: [] for name in STRATEGIES} for hook in HOOKS}
     for _ in range(NUM_HOOK_ROUNDS):
-        for hook, callback in HOOKS.items():
+        for hook, (callback, kind) in HOOKS.items():
             for name, strategy in STRATEGIES.items():
                 timing = callback()
+                if kind is ManySmall and isinstance(strategy, dict):
+                    strategy = {"stage": strategy["stage"]}
                 loader = DataLoader(zoo.RandomDataset(zoo.BATCH * 2 * 20), batch_size=zoo.BATCH)
-                zoo.make_trainer(strategy, max_epochs=1, callbacks=[timing]).fit(zoo.Zoo(), loader)
+                zoo.make_trainer(strategy, max_epochs=1, callbacks=[timing]).fit(kind(), loader)
                 found[hook][name] += timing.seconds[5:]
     return {hook: {name: statistics.median(each) for name, each in of.items()} for hook, of in found.items()}
 
