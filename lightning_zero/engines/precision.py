@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.private.lightning import after_closure
-from lightning_zero.private.torch import found_inf, loss_scale, set_found_inf, set_loss_scale_on
+from lightning_zero.private.torch import found_inf, loss_scale, set_found_inf
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -152,7 +152,7 @@ class ZeroMixedPrecision(_OnShards, MixedPrecision):
         asynchronously, so CPU kernels could read it too early. Copies from host to device are ordered by the stream.
         """
         if self.scaler is not None and loss_scale(self.scaler) is None:
-            set_loss_scale_on(self.scaler, torch.device("cpu"))
+            self.scaler.scale(torch.zeros((), device="cpu"))  # creates the scale where its argument is
 
     def state_dict(self) -> dict[str, Any]:
         """Returns an empty dict: Lightning would store the scaler under this class's name, which DDP does not know. See

@@ -19,6 +19,9 @@ from torch import nn
 STACKS = (nn.ModuleList, nn.Sequential)
 """Containers whose children run one after the other. Children of a ``ModuleDict`` are mostly alternatives (a head per
 task), of which ranks may run different ones: they stay in the unit around them, as collectives must match."""
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Kept full under mixed precision: autocast runs them in fp32, and their kernels refuse low-precision weights with fp32
+statistics."""
 ROOT = "(root)"
 
 

@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from lightning_zero.config import ActivationCheckpointingConfig, ZeroConfig
 from lightning_zero.engines.elementwise import is_elementwise
 from lightning_zero.engines.optimizer_family import family, states
-from lightning_zero.engines.units import UnitPlan, plan_units
+from lightning_zero.engines.units import BATCH_NORMS, UnitPlan, plan_units
 from lightning_zero.planner import memory
 from lightning_zero.planner.memory import Layout, ParameterSize, StepRules, Trace, UnitSize
 from lightning_zero.planner.rows import Row
 from lightning_zero.planner.tracing import LiveBytes, NotTraceable, fake, shadow, trace
 from lightning_zero.private.lightning import MockOptimizer
-from lightning_zero.private.torch import BatchNorm, FakeTensorMode, pytree
+from lightning_zero.private.torch import FakeTensorMode, pytree
 
 MAX_MICRO_BATCH = 65536
 
@@ -142,7 +142,7 @@ class Study:
         return self.stored if self.stored is not None and t.is_floating_point() else t.dtype
 
     def _plan_units(self, copied: nn.Module) -> UnitPlan:
-        kept_full = (BatchNorm,) if self.compute is not None else ()
+        kept_full = BATCH_NORMS if self.compute is not None else ()
         return plan_units(copied, self.config.units, self.config.min_unit_numel, kept_full)
 
     def _layout(self, used: set[str], states: Mapping[str, tuple[float, float]]) -> Layout:

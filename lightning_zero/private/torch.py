@@ -47,7 +47,6 @@ TORCH = Library(
         Needed("torch:_C._are_functorch_transforms_active"),
         Needed("torch:Tensor._version"),
         Needed("torch:Tensor._base"),
-        Needed("torch:Tensor._backward_hooks"),
         Needed("torch:Tensor._post_accumulate_grad_hooks"),
         Needed("torch:Tensor._make_wrapper_subclass"),
         Needed("torch:ops.aten._local_scalar_dense.default"),
@@ -107,12 +106,10 @@ TORCH = Library(
         Needed("torch._dynamo:OptimizedModule"),
         Needed("torch._dynamo.eval_frame:_debug_get_cache_entry_list", takes="code"),
         Needed("torch._dynamo.eval_frame:_TorchDynamoContext.__call__", stores="_torchdynamo_orig_callable"),
-        Needed("torch.nn.modules.batchnorm:_BatchNorm"),
         Needed("torch.nn:MultiheadAttention._reset_parameters", takes="self"),
         Needed("torch.nn:Transformer._reset_parameters", takes="self"),
         Needed("torch.amp.grad_scaler:GradScaler.__init__", stores="_scale _per_optimizer_states"),
         Needed("torch.amp.grad_scaler:GradScaler.unscale_", stores="_per_optimizer_states"),
-        Needed("torch.amp.grad_scaler:GradScaler._lazy_init_scale_growth_tracker", takes="self, dev"),
         Needed("torch.distributed.distributed_c10d:_abort_process_group", takes=""),
         Needed("torch:UntypedStorage._cdata"),
         Needed("torch.distributed.tensor:DTensor.to_local", stores="_local_tensor"),
@@ -133,7 +130,6 @@ with importing(TORCH):
     from torch._subclasses.fake_tensor import FakeTensorMode  # no public path
     from torch.distributed import _functional_collectives as functional_collectives  # what DTensor calls, to be counted
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_meshes
-    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # no public base class of all dimensions
     from torch.utils import _pytree as pytree  # torch's own functions for nested arguments; no public path yet
     from torch.utils._python_dispatch import TorchDispatchMode  # no public path; torch's documentation uses this one
     from torch.utils._python_dispatch import _disable_current_modes as outside_modes  # dispatch modes; no public name
@@ -156,11 +152,9 @@ with importing(TORCH):
     """The operator of ``Tensor.item()``."""
     INITIALIZERS = ("reset_parameters", "_reset_parameters")
     """Methods by which torch's modules initialize themselves; two modules have only the second name."""
-    GETTERS = (Tensor._backward_hooks.__get__, Tensor._version.__get__)  # type: ignore[attr-defined, union-attr]
-    """Attributes that autograd itself reads, in the form that a ``TorchFunctionMode`` receives."""
 
 __all__ = [
-    "GETTERS", "INITIALIZERS", "ITEM", "KEPT_WITHOUT_HOOKS", "TORCH", "BatchNorm", "DisableTorchFunction",
+    "INITIALIZERS", "ITEM", "KEPT_WITHOUT_HOOKS", "TORCH", "DisableTorchFunction",
     "DisableTorchFunctionSubclass", "Dynamo", "EnableTorchFunction", "FakeTensorMode", "Graph",
     "TorchDispatchMode", "abort_process_groups", "as_traced", "assigns_data", "at_end_of_backward",
     "backwards_inside", "base_of", "call_with_hooks", "compiled_call",
@@ -171,7 +165,7 @@ __all__ = [
     "own_parameters", "pause_dynamo", "put_below", "pytree",
     "run_first", "saved_tensors", "schema_of",
     "set_compiled_call", "set_data", "set_found_inf",
-    "set_local_tensor", "set_loss_scale_on", "set_own_parameters", "set_torch_function", "storage_key",
+    "set_local_tensor", "set_own_parameters", "set_torch_function", "storage_key",
     "torch_function_of", "translate_transformed", "uncompiled", "users_of", "version_of", "without_modes",
     "without_transforms", "wrapper_subclass",
 ]  # fmt: skip
@@ -569,11 +563,6 @@ def loss_scale(scaler: Any) -> Tensor | None:
     """Returns the scale of a ``GradScaler`` on its device; the public ``get_scale()`` copies it to the host, which
     waits for the device."""
     return scaler._scale
-
-
-def set_loss_scale_on(scaler: Any, device: torch.device) -> None:
-    """Makes the scale on ``device``, before the first loss would make it on its own device."""
-    scaler._lazy_init_scale_growth_tracker(device)
 
 
 def found_inf(scaler: Any, optimizer: Optimizer) -> dict[torch.device, Tensor]:

@@ -24,8 +24,8 @@ from lightning_zero.engines.fsdp2.files import FileShards
 from lightning_zero.engines.fsdp2.transport import Transport
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.residency import looking_whole
-from lightning_zero.engines.units import Unit, UnitPlan, plan_units
-from lightning_zero.private.torch import BatchNorm, forget_meshes
+from lightning_zero.engines.units import BATCH_NORMS, Unit, UnitPlan, plan_units
+from lightning_zero.private.torch import forget_meshes
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,7 @@ def plan_shards(
     module: nn.Module, mesh: DeviceMesh, config: ZeroConfig, dtypes: DtypePolicy, device: torch.device
 ) -> ShardPlan:
     """Plan the shards of ``module`` without changing it."""
-    # autocast keeps BatchNorm in fp32, and its kernels refuse low-precision weights with fp32 statistics
-    keep_whole = (BatchNorm,) if dtypes.is_mixed else ()
+    keep_whole = BATCH_NORMS if dtypes.is_mixed else ()
     units = plan_units(module, config.units, config.min_unit_numel, keep_whole)
     precision = MixedPrecisionPolicy(
         param_dtype=dtypes.param_dtype, reduce_dtype=dtypes.reduce_dtype, cast_forward_inputs=False
