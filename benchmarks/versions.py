@@ -15,6 +15,9 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
+from lightning_zero.engines.fsdp2.private import FULLY_SHARD
+from lightning_zero.private.torch import TORCH
+
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("torch", "lightning", "torchmetrics", "deepspeed", "hydra-core")
 TESTS = [
@@ -30,7 +33,8 @@ def main() -> int:
     result = subprocess.run(tests, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     print(result.stdout)
     *_, outcome = re.findall(r"^=* ?(\d+ .*?)(?:, \d+ warnings?)? in [\d.]+s", result.stdout, re.MULTILINE)
-    row = f"| {' | '.join(map(version, LIBRARIES))} | {platform.python_version()} | {outcome} |"
+    parts = len(TORCH.needed) + len(FULLY_SHARD.needed)
+    row = f"| {' | '.join(map(version, LIBRARIES))} | {platform.python_version()} | {parts} | {outcome} |"
     lines = page.read_text(encoding="utf-8").splitlines()
     torch, _, _ = version("torch").partition("+")
     page.write_text("\n".join([*(line for line in lines if f"| {torch}" not in line), row, ""]), encoding="utf-8")
