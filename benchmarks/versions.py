@@ -20,6 +20,7 @@ from lightning_zero.private.torch import TORCH
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("torch", "lightning", "torchmetrics", "deepspeed", "hydra-core")
+HEAD = "| torch | lightning | torchmetrics | deepspeed | hydra-core | Python | private parts of torch | tests |"
 TESTS = [
     *("tests/distributed/test_parity.py", "tests/distributed/test_parity_of_uses.py"),
     *("tests/distributed/test_precision.py", "tests/unit/test_private.py", "tests/unit/test_private_check.py"),
@@ -35,9 +36,10 @@ def main() -> int:
     *_, outcome = re.findall(r"^=* ?(\d+ .*?)(?:, \d+ warnings?)? in [\d.]+s", result.stdout, re.MULTILINE)
     parts = len(TORCH.needed) + len(FULLY_SHARD.needed)
     row = f"| {' | '.join(map(version, LIBRARIES))} | {platform.python_version()} | {parts} | {outcome} |"
-    lines = page.read_text(encoding="utf-8").splitlines()
     torch, _, _ = version("torch").partition("+")
-    page.write_text("\n".join([*(line for line in lines if f"| {torch}" not in line), row, ""]), encoding="utf-8")
+    lines = [each for each in page.read_text(encoding="utf-8").splitlines() if not each.startswith(f"| {torch}")]
+    lines.insert(lines.index(HEAD) + 2, row)
+    page.write_text("\n".join([*lines, ""]), encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         check = [sys.executable, "-m", "lightning_zero", "check", "--out", folder]
         return result.returncode or subprocess.run(check, cwd=ROOT, check=False).returncode
