@@ -150,8 +150,8 @@ lightning-zero plan trainer=gpu trainer.devices=4 plan.device_memory_gib=24 plan
     model.config.vocab_size=32000 data=none "plan.batch=[1,2049]"
 ```
 
-It recommends `zero3_offload`. These are the rows that matter, in GiB per rank, for `bf16-mixed`, AdamW and micro-batches
-of one sequence of 2,048 tokens. Of 24 GiB the plan uses 21.6 (`plan.headroom` is 10 %).
+It recommends `zero3_offload`. These are the rows that matter, in GiB per rank, for `bf16-mixed`, AdamW and
+micro-batches of one sequence of 2,048 tokens. Of 24 GiB the plan uses 21.6 (`plan.headroom` is 10 %).
 
 | | states | peak | peak with activation checkpointing | host memory | largest micro-batch, without / with it |
 |---|---|---|---|---|---|
