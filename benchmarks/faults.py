@@ -33,7 +33,7 @@ def main() -> int:
         failed |= bool(wrong) or fault.breaks == (outcome.exit_code == 0)
         waited = f" (of these `timeout_seconds` = {HANG_SECONDS:.0f})" if fault.hangs else ""
         left = ", ".join(outcome.left_behind) or "nothing"
-        step = f"whole, step {outcome.checkpoint_step}"
+        step = f"complete, step {outcome.checkpoint_step}"
         rows.append(f"| {fault.text} | {outcome.exit_code} | {outcome.seconds:.1f}{waited} | {step} | {left} |")
         print(rows[-1], file=sys.stderr, flush=True)
     made = f"{BEGIN}\n{chr(10).join(rows)}\n\n{platform.system()}, Python {platform.python_version()}, 2 ranks.\n{END}"

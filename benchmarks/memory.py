@@ -135,7 +135,47 @@ def page(measured: dict[str, str]) -> str:
     return f"""# What a rank stores and sends
 
 `lightning-zero plan` predicts this for your module; this page explains the numbers. Ψ is the number of parameters, N is
-the number of ranks. `make memory` (`benchmarks/memory.py`) makes every figure.
+the number of ranks. `make memory` (`benchmarks/memory.py`) makes every figure; those of the example are printed by its
+command.
+
+## Example: 7 B parameters on 4 GPUs of 24 GB
+
+Which strategy trains a Llama of 7 B parameters on one host with four such GPUs and 128 GiB of memory? The model needs
+the extra `lightning-zero[examples]`.
+
+```
+lightning-zero plan trainer=gpu trainer.devices=4 plan.device_memory_gib=24 plan.host_memory_gib=128 \\
+    model=llama_70b model.config.hidden_size=4096 model.config.intermediate_size=11008 \\
+    model.config.num_hidden_layers=32 model.config.num_attention_heads=32 model.config.num_key_value_heads=32 \\
+    model.config.vocab_size=32000 data=none "plan.batch=[1,2049]"
+```
+
+It recommends `zero3_offload`. These are the rows that matter, in GiB per rank, for `bf16-mixed`, AdamW and
+micro-batches of one sequence of 2,048 tokens. Of 24 GiB the plan uses 21.6 (`plan.headroom` is 10 %).
+
+| | states | peak | peak with activation checkpointing | host memory | largest micro-batch, without / with it |
+|---|---|---|---|---|---|
+| `zero3` | 25.1 | 38.4 | 31.4 | – | none fits |
+| `zero2_offload` | 25.1 | 25.3 | 18.2 | 25.1 | 0 / 1 |
+| `zero3_offload` | 25.1 | 13.9 | 6.81 | 25.1 | 1 / 4 |
+| `zero3_nvme` | 25.1 | 13.9 | 6.81 | 6.28, and 18.8 on disk | 1 / 4 |
+
+- Without offload nothing fits: weights, gradients and optimizer states take 16Ψ bytes, 100 GiB, which is 25.1 GiB for
+  each of four ranks.
+- With `zero3_offload` these 100 GiB are in the memory of the host. On a host with 64 GiB the plan recommends
+  `zero3_nvme`. Add `strategy/activation_checkpointing=full` for micro-batches above one.
+- Build the module on the meta device ([below](#models-that-do-not-fit-into-one-process)). Otherwise each of the four
+  ranks first holds all of it in host memory, 25 GiB in fp32.
+- Two other ways fit without offload, under `zero3` with activation checkpointing: eight such GPUs
+  (`trainer.devices=8`, peak 19.0 GiB), or `trainer.precision=bf16-true` on four (peak 18.6 GiB), which keeps no fp32
+  master weights ([precision](precision.md)).
+
+For your own module, the first batch of your data gives the shapes:
+
+```
+lightning-zero plan trainer=gpu trainer.devices=4 plan.device_memory_gib=24 \\
+    model=custom model._target_=my_package.MyModule data=custom data._target_=my_package.MyData
+```
 
 ## What training keeps
 
@@ -148,7 +188,9 @@ rank holds the same 16Ψ. ZeRO keeps one copy and shards it:
 {_paper_rows()}
 
 This is table 1 and figure 1 of the [ZeRO paper](https://arxiv.org/abs/1910.02054) (sections 3 and 5), in GB of 10⁹
-bytes. In fp32 the same 16Ψ split differently: 4 of weight, 4 of gradient, 8 of optimizer states.
+bytes. In fp32 the same 16Ψ split differently: 4 of weight, 4 of gradient, 8 of optimizer states. `bf16-true` takes half
+of the fp32 figures, here and below (8Ψ/N at stage 3): weights, gradients and optimizer states are bf16, and there are
+no fp32 master weights.
 
 ## Formulas that are often quoted, and wrong
 
