@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_zero.callbacks.model_state_report import state_of_run
+from lightning_zero.callbacks.model_state_report import of_every_rank, state_of_run
 from lightning_zero.comm.meter import TrafficMeter
 from lightning_zero.engines.model_state import KINDS as STATES
 from lightning_zero.planner import Plan, Planner
@@ -242,7 +241,7 @@ class ZeroMonitor(Callback):
             for kind, value in sorted(counter.items()):
                 mine[f"{label} per step: {kind} bytes"] = value / steps
         mine |= self._rates(self._totals)
-        self.rows = _everyone(mine)
+        self.rows = of_every_rank(mine)
         rank_zero_only(print)(f"\n{self.table(trainer)}", flush=True)
 
     def table(self, trainer: Trainer | None = None) -> str:
@@ -316,14 +315,6 @@ def _memory_peak(device: torch.device) -> int:
 
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return rss if sys.platform == "darwin" else rss * 1024
-
-
-def _everyone(mine: dict[str, float]) -> list[dict[str, float]]:
-    if not (dist.is_available() and dist.is_initialized()):
-        return [mine]
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, mine)
-    return rows
 
 
 def _cell(name: str, value: float | None) -> str:
