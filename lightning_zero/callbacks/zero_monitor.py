@@ -94,7 +94,6 @@ class ZeroMonitor(Callback):
         self._counts_state = False
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        self._ddp = None
         model: Any = trainer.strategy.model
         # A user's communication hook calls torch.distributed, which the meter counts
         if isinstance(model, DistributedDataParallel) and comm_hook(trainer.strategy) is None:
@@ -104,10 +103,14 @@ class ZeroMonitor(Callback):
         self._received: Counter[str] = Counter()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.meter.remove()
+        self._end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self.meter.remove()
+        self._ddp = None
 
     # -- windows -------------------------------------------------------------------------------------------------
 
@@ -232,7 +235,7 @@ class ZeroMonitor(Callback):
                 rank_zero_warn(f"ZeroMonitor: peak_flops is not known, {type(error).__name__}: {error}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.meter.remove()  # the ranks' exchange of rows is part of no step
+        self._end()  # the ranks' exchange of rows is part of no step
         steps = max(self._num_windows - 1, 1)
         mine: dict[str, float] = {f"{kind} bytes": float(self._state[kind]) for kind in STATES}
         mine |= {f"of these on {place} bytes": float(held) for place, held in self._elsewhere.items() if held}
