@@ -6,13 +6,12 @@ standard library only.
 
 from __future__ import annotations
 
-import ast
+import inspect
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from functools import cache
-from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 
@@ -156,19 +155,10 @@ def unknown_setting(override: str) -> str | None:
     return f"{where}.{name} is not a setting; {repair}"
 
 
-@cache
 def trainer_settings() -> tuple[str, ...]:
-    """The arguments of Lightning's Trainer, read from its source because an import takes seconds; empty if the source
-    is not in the expected place."""
-    spec = find_spec("lightning")
-    path = Path((spec.origin if spec else None) or "").parent / "pytorch" / "trainer" / "trainer.py"
-    if not path.is_file():
-        return ()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ClassDef) and node.name == "Trainer":
-            (init,) = (each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__")
-            return tuple(argument.arg for argument in init.args.kwonlyargs)
-    return ()
+    """The arguments of Lightning's Trainer; empty before Lightning is imported, which takes seconds."""
+    trainer = getattr(sys.modules.get("lightning.pytorch"), "Trainer", None)
+    return () if trainer is None else tuple(inspect.signature(trainer).parameters)
 
 
 def _unknown_key(override: str) -> str | None:
@@ -181,9 +171,9 @@ def _unknown_key(override: str) -> str | None:
         return None
     name, rest = match.groups()
     setting = _setting(name)
-    if setting == name or (setting.partition(".")[0] == "trainer" and name not in trainer_settings()):
-        close = get_close_matches(name, sorted(known), n=1)
-        meant = f"did you mean {close[0]}{rest}?" if close else f"known: {', '.join(sorted(known))}."
+    close = get_close_matches(name, sorted(known), n=1)
+    if close and (setting == name or setting.startswith("trainer.")):
+        meant = f"did you mean {close[0]}{rest}?"
     else:
         meant = f"write {setting}{rest}."
     return f"{name} is neither a group nor a setting; {meant}"

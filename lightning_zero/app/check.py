@@ -463,9 +463,7 @@ def _fits_row(name: str, of_ranks: list[dict[str, Any]]) -> Row:
         outcome = outcome if fits else FAIL
         wrong = "" if fits else f", not within {tolerance:.0%}"
         texts.append(f"{kind} {measured / MIB:.2f} MiB (plan {planned[kind] / MIB:.2f}{wrong})")
-    waits, step = of_ranks[0]["communication"], of_ranks[0]["step"]
-    exposed = f"; {1e3 * waits:.1f} of {1e3 * step:.1f} ms are exposed communication" if step else ""
-    return Row("fits", name, outcome, ", ".join(texts) + exposed)
+    return Row("fits", name, outcome, ", ".join(texts))
 
 
 def _fast(job: Job, found: list[dict[str, Any]], error: str) -> Iterator[Row]:

@@ -264,7 +264,7 @@ def _train(job: Job, stage: int, precision: str, name: str) -> dict[str, Any]:
 
 
 def compare_with_plan(job: Job) -> None:
-    """Compares this rank's bytes with the plan, and measures how long a step waits for communication."""
+    """Compares this rank's bytes with the plan."""
     found: dict[str, Any] = {}
     on_gpu = job.accelerator == "gpu"
     for stage in STAGES:
@@ -287,15 +287,14 @@ def _beside(monitor: ZeroMonitor, trainer: Trainer, left: int) -> dict[str, Any]
     measured["sent per step"] = sum(value for key, value in row.items() if key.startswith("sent per step"))
     if trainer.strategy.root_device.type == "cuda":  # resident host memory includes the interpreter and libraries
         measured["peak"] = row["memory peak bytes"] - left
-    times = {part: row.get(f"{part}_seconds") for part in ("step", "communication")}
     if monitor.plan is None or monitor.plan.notes:
         why = "there is no plan" if monitor.plan is None else "; ".join(monitor.plan.notes)
-        return {"measured": measured, "why": why, **times}
+        return {"measured": measured, "why": why}
     strategy: Any = trainer.strategy
     offload = {"none": "", "cpu": "_offload", "nvme": "_nvme"}[strategy.config.offload.target]
     planned = monitor.plan.row(f"zero{strategy.config.stage}{offload}")
     plan = {kind: getattr(planned, kind) for kind in kinds} | {"sent per step": planned.sent_total}
-    return {"measured": measured, "planned": plan | {"peak": planned.peak}, **times}
+    return {"measured": measured, "planned": plan | {"peak": planned.peak}}
 
 
 def time_in_turn(job: Job) -> None:

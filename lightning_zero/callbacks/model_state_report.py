@@ -7,7 +7,7 @@ at a time.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_zero.engines.model_state import KINDS, ModelState, plain_state
 
 LABELS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer states"}
+_T = TypeVar("_T")
 ELSEWHERE = {"host": "of this in host memory", "disk": "of this on disk"}
 
 
@@ -35,7 +36,7 @@ class ModelStateReport(Callback):
         mine = state_of_run(trainer, pl_module)
         for each in ("whole", "here"):
             getattr(mine, each)["gradients"] = getattr(self._gradients, each)["gradients"]
-        self.states = _gather(mine)
+        self.states = of_every_rank(mine)
         rank_zero_only(print)(f"\n{self.table()}", flush=True)
 
     def table(self) -> str:
@@ -62,7 +63,8 @@ def state_of_run(trainer: Trainer, module: LightningModule) -> ModelState:
     return plain_state(module, trainer.optimizers) if engine is None else engine.model_state(trainer.optimizers)
 
 
-def _gather(mine: ModelState) -> list[ModelState]:
+def of_every_rank(mine: _T) -> list[_T]:
+    """Returns ``mine`` of each rank (collective)."""
     if not (dist.is_available() and dist.is_initialized()):
         return [mine]
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -99,7 +99,7 @@ class TrafficMeter:
         """Collective -> bytes sent by this rank."""
         self.received: Counter[str] = Counter()
         self.seconds = 0.0
-        """Seconds inside blocking collectives. On CPUs this is exposed communication."""
+        """Seconds inside blocking collectives."""
         self._depth = threading.local()
         self._undo: list[tuple[Any, str, Any, Any]] = []
 

@@ -26,9 +26,9 @@ def check_world(environment: Any, devices: int, num_nodes: int) -> None:
             )
         return
     if isinstance(environment, SLURMEnvironment):
-        _check_slurm(devices, num_nodes)
-        return
-    if isinstance(environment, TorchElasticEnvironment):
+        found, per_node = _tasks_of_slurm()
+        who, options = "srun", f"--ntasks-per-node={devices} --nodes={num_nodes}"
+    elif isinstance(environment, TorchElasticEnvironment):
         found, per_node = environment.world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", devices))
         who, options = "torchrun", f"--nproc-per-node={devices} --nnodes={num_nodes}"
     elif type(environment) is LightningEnvironment:
@@ -62,25 +62,14 @@ def _check_variables(wanted: int, devices: int, environment: Any) -> None:
             )
 
 
-def _check_slurm(devices: int, num_nodes: int) -> None:
+def _tasks_of_slurm() -> tuple[int, int]:
+    """Returns the number of tasks of this step, and of those on each node."""
     env = os.environ
-    tasks = int(env.get("SLURM_NTASKS", "1"))
-    nodes = int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1")))
-    tasks = int(env.get("SLURM_STEP_NUM_TASKS", tasks))
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
     if tasks > 1 and "SLURM_STEP_ID" not in env:
         raise ValueError(
             f"SLURM_NTASKS={tasks}, but the batch script itself has started a single process: put srun in front of the"
             " script's python line."
         )
-    if nodes != num_nodes:
-        raise ValueError(
-            f"SLURM runs this step on {nodes} nodes, but the Trainer has num_nodes={num_nodes}: change the script's"
-            f" line to #SBATCH --nodes={num_nodes}, or use trainer.num_nodes={nodes}."
-        )
-    if tasks != devices * num_nodes:
-        per_node = max(tasks // num_nodes, 1)
-        raise ValueError(
-            f"SLURM started {tasks} tasks on {nodes} nodes, but the Trainer has devices={devices}, which makes"
-            f" {devices * num_nodes}: change the script's line to #SBATCH --ntasks-per-node={devices}, or use"
-            f" trainer.devices={per_node}."
-        )
+    nodes = int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1")))
+    return tasks, max(tasks // nodes, 1)

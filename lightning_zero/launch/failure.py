@@ -184,7 +184,7 @@ def write(error: BaseException, first: bool, alike: bool = False) -> None:
     if not (path := os.environ.get(ERROR_FILE)):
         return
     said: dict[str, Any] = {"first": first, "alike": alike}
-    said |= {"summary": tracebacks.summary(error), "traceback": tracebacks.folded(error)}
+    said |= {"summary": tracebacks.summary(error), "traceback": tracebacks.whole(error)}
     with suppress(OSError):
         new = f"{path}.new"
         with open(new, "w", encoding="utf-8") as file:
@@ -253,8 +253,8 @@ def save_again() -> None:
 class Reporter:
     """Replaces ``sys.excepthook`` for uncaught errors of a run.
 
-    Rank 0 shows its traceback folded, or one line if another rank's error, which the supervisor has shown, caused it.
-    Other ranks print nothing on the terminal. A rank's log gets the full traceback.
+    Rank 0 shows its traceback, or one line if another rank's error, which the supervisor has shown, caused it. Other
+    ranks write their traceback into their log, and nothing on the terminal.
     """
 
     def __init__(self) -> None:
@@ -282,8 +282,7 @@ class Reporter:
         elif found[2]:
             sys.stderr.write(f"lightning_zero: {found[1]} ({tracebacks.summary(error)[:200]})\n")
         else:
-            hint = "" if tracebacks.FULL in os.environ else f"; {tracebacks.FULL}=1 shows all frames"
-            sys.stderr.write(f"lightning_zero: {found[1]}{hint}\n{tracebacks.folded(error)}")
+            sys.stderr.write(f"lightning_zero: {found[1]}\n{tracebacks.whole(error)}")
         sys.stderr.flush()
 
 

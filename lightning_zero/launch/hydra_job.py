@@ -18,8 +18,8 @@ from typing import Any
 
 from lightning_zero.private.hydra import running_job
 
-_FOREIGN_MAINS = ("joblib", "submitit", "multiprocessing", "ray")
-"""Packages whose worker processes run jobs that another program has defined."""
+_WORKERS = ("joblib", "submitit", "multiprocessing", "ray")
+"""Packages whose worker processes run jobs of another program, which cannot be executed again there."""
 
 
 def job_command(command: list[str], folder: Path, words: Sequence[str] = ()) -> list[str]:
@@ -32,15 +32,14 @@ def job_command(command: list[str], folder: Path, words: Sequence[str] = ()) -> 
             "the run was started in another thread of the Hydra job, where the job's config cannot be found: start it"
             " in the thread that Hydra called."
         )
-    config = _for_another_process(job.task, job.config.hydra)
-    path = folder / "job.pickle"
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is not None and spec.name.split(".")[0] in _FOREIGN_MAINS:
-        import cloudpickle  # a dependency of the launcher that has started this process
-
-        path.write_bytes(cloudpickle.dumps((job.function, config)))
-        return [sys.executable, "-m", __name__, str(path)]
-    path.write_bytes(_pickled(config))
+    if spec is not None and (worker := spec.name.split(".")[0]) in _WORKERS:
+        raise RuntimeError(
+            f"this job runs in a worker of {worker}, which cannot start the job's other ranks: use"
+            " hydra/launcher=basic, trainer.devices=1, or a launcher that starts all ranks (srun, torchrun)."
+        )
+    path = folder / "job.pickle"
+    path.write_bytes(_pickled(_for_another_process(job.task, job.config.hydra)))
     return [*command, *words, "--experimental-rerun", str(path)]
 
 
@@ -91,23 +90,3 @@ def _pickled(config: Any) -> bytes:
 
 def _task_keys(config: Any) -> list[str]:
     return [key for key in config if key != "hydra"]
-
-
-def main() -> None:
-    """Runs a job that was pickled together with its function."""
-    import cloudpickle
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.core.utils import configure_log
-    from omegaconf import open_dict, read_write
-
-    function, config = cloudpickle.loads(Path(sys.argv[1]).read_bytes())
-    configure_log(config.hydra.job_logging, config.hydra.verbose)
-    HydraConfig.instance().set_config(config)
-    task = copy.deepcopy(config)
-    with read_write(task), open_dict(task):
-        del task["hydra"]
-    function(task)
-
-
-if __name__ == "__main__":
-    main()

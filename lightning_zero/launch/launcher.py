@@ -6,8 +6,8 @@
 - *popen*: all ranks of a machine but its first execute the program again. Under Hydra they do not parse the command
   line, which may contain a sweep. They get the config of the job that rank 0 runs. A
   :mod:`~lightning_zero.launch.supervisor` process watches them and rank 0.
-- *spawn*, *fork*: all ranks are children of this process, which gets weights, metrics and predictions back. This is
-  for programs that cannot be executed again: a notebook, pytest, ``python -c``.
+- *spawn*, *fork*: all ranks are children of this process, which gets weights and metrics back. This is for
+  programs that cannot be executed again: a notebook, pytest, ``python -c``.
 
 :mod:`~lightning_zero.launch.session` holds the ranks of *popen*. :mod:`~lightning_zero.launch.failure` handles runs
 that raise.
@@ -53,9 +53,8 @@ from lightning_zero.launch.step_sync import sync_steps
 from lightning_zero.private.check import check
 from lightning_zero.private.lightning import (
     LIGHTNING,
-    Collector,
     GlobalStateSnapshot,
-    Launcher,
+    MultiProcessingLauncher,
     SubprocessScriptLauncher,
     backend_of,
     choose_port_again,
@@ -69,12 +68,14 @@ program_arguments: list[str] = []
 """The command-line arguments that come before Hydra's own, if this program has any."""
 
 
-def choose_start_method(method: str) -> str:
+def choose_start_method(method: str, num_processes: int) -> str:
     """Resolves ``"auto"`` to ``"popen"``, ``"spawn"`` or ``"fork"``; other methods are returned unchanged."""
     if method != "auto":
         return method
     if hasattr(sys, "ps1"):  # a notebook: a spawned process cannot import its classes
         return "fork"
+    if num_processes == 1:  # this process is the only rank
+        return "popen"
     program = sys.modules["__main__"]
     if "pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ:
         return "spawn"  # executing pytest again would run every test again
@@ -269,50 +270,32 @@ def _drop_process_group() -> None:
 # -- spawn and fork --------------------------------------------------------------------------------------------------
 
 
-class ProcessesLauncher(Launcher):
+class ProcessesLauncher(MultiProcessingLauncher):
     """Starts all ranks of a machine as children of this process, which gets their results back.
 
-    Unlike Lightning's launcher, it returns the predictions of all ranks, leaves nothing in the environment and in the
-    temporary folder, and ends the other ranks within seconds when one fails.
+    Unlike Lightning's launcher, it leaves nothing in the environment and in the temporary folder, and ends the other
+    ranks within seconds when one fails.
     """
 
-    def __init__(self, strategy: Any, start_method: Any) -> None:
-        self.strategy, self.start_method = strategy, start_method
-        self.has_fit = False
-        self.folder = ""
-        self.procs: list[Any] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "procs": []}  # processes cannot be pickled
-
-    @property
-    def is_interactive_compatible(self) -> bool:
-        return bool(self.start_method == "fork")
-
-    def kill(self, signum: int) -> None:
-        for process in self.procs:
-            if process.is_alive():
-                os.kill(process.pid, signum)
-
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        environment: Any = self.strategy.cluster_environment
-        check_world(environment, self.strategy.num_processes, getattr(self.strategy, "num_nodes", 1))
+        strategy, environment = self.strategy, self.strategy.cluster_environment
+        check_world(environment, strategy.num_processes, getattr(strategy, "num_nodes", 1))
         if environment.creates_processes_externally:
             return function(*args, **kwargs)
         failure.save_again()
-        is_fit = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        if self.has_fit and is_fit:
-            raise NotImplementedError(
-                f"start_method={self.start_method!r}: a second fit with the same Trainer would start from the beginning"
-                " with the weights of the first: make a new Trainer and pass fit(ckpt_path=...)."
-            )
+        self.refuse_second_fit(trainer)
         before = dict(os.environ)
         self.folder = tempfile.mkdtemp(prefix="lightning_zero-")
         try:
             os.environ["MASTER_PORT"] = str(environment.main_port)
             self._run_ranks(trainer, function, args, kwargs)
-            self.has_fit |= is_fit
-            return self._results(trainer)
+            found = torch.load(os.path.join(self.folder, _RESULTS), map_location="cpu", weights_only=False)
+            if trainer is None:
+                return found
+            results = self.recover(found, trainer)
+            if trainer.lightning_module is not None:  # the run attached the Trainer to the ranks' copies only
+                trainer.lightning_module.trainer = trainer
+            return results
         except BaseException:
             if trainer is not None:
                 failure.skip_saves(trainer, "the processes that held the state of the training have ended")
@@ -348,38 +331,20 @@ class ProcessesLauncher(Launcher):
                 with contextlib.suppress(OSError):
                     os.unlink(path)
 
-    def _rank(
-        self, index: int, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any, snapshot: Any
-    ) -> None:
-        """Runs one rank, and stores its results in a file: a queue would hold them in shared memory."""
+    def _rank(self, index: int, *call: Any) -> None:
+        """Runs one rank. Rank 0 stores its results in a file, because a queue would hold them in shared memory."""
         if self.start_method == "fork":
             gc.freeze()  # do not collect the parent's garbage: a process group in it lacks its threads here
-        results: list[Any] = []
         try:
-            output = self._collector().run_rank(
-                index, trainer, lambda *a, **k: results.append(function(*a, **k)), args, kwargs, snapshot
-            )
-            predicts = trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
-            loaders = trainer.predict_loop.num_dataloaders if predicts else 0
-            made = {"output": output, "results": results[0], "loaders": loaders}
-            torch.save(made, os.path.join(self.folder, f"rank{index}"))
+            found = self.run_rank(index, *call)
+            if index == 0:
+                torch.save(found, os.path.join(self.folder, _RESULTS))
         finally:
             destroy_process_group()  # a group that lives until the interpreter exits may end it in std::terminate
 
-    def _collector(self) -> Collector:
-        return Collector(self.strategy, self.start_method, self.folder)
 
-    def _results(self, trainer: Any) -> Any:
-        paths = [os.path.join(self.folder, f"rank{index}") for index in range(self.strategy.num_processes)]
-        ranks = [torch.load(path, map_location="cpu", weights_only=False) for path in paths]
-        if trainer is None:
-            return ranks[0]["results"]
-        self._collector().recover(ranks[0]["output"], trainer)
-        if trainer.lightning_module is not None:  # the run attached the Trainer to the ranks' copies only
-            trainer.lightning_module.trainer = trainer
-        if trainer.state.fn == TrainerFn.PREDICTING:
-            return whole_predictions([rank["results"] for rank in ranks], ranks[0]["loaders"])
-        return ranks[0]["results"]
+_RESULTS = "results"
+"""File name of rank 0's results in the launcher's temporary folder."""
 
 
 def _check_fork() -> None:
@@ -403,21 +368,6 @@ def _check_fork() -> None:
             " start_method='spawn'."
         )
     forget_meshes()  # they hold the groups of earlier runs in this process
-
-
-def whole_predictions(of_ranks: list[Any], num_dataloaders: int = 1) -> Any:
-    """Merges all ranks' predictions in the order of the data: batch 0 of rank 0, of rank 1, ..., batch 1 of rank 0.
-
-    Args:
-        of_ranks: The results of ``Trainer.predict`` by rank. Each is ``None``, a list of outputs by batch, or, for
-            several dataloaders, a list of such lists.
-    """
-    if any(result is None for result in of_ranks):
-        return None
-    if num_dataloaders > 1:
-        return [whole_predictions(list(loader)) for loader in zip(*of_ranks, strict=True)]
-    longest = max(map(len, of_ranks))
-    return [result[i] for i in range(longest) for result in of_ranks if i < len(result)]
 
 
 SAME_DEVICES = (
@@ -505,12 +455,12 @@ class Launched(DDPStrategy):
 
     def _configure_launcher(self) -> None:
         check(LIGHTNING)
-        method = choose_start_method(self.start_method)
+        method = choose_start_method(self.start_method, self.num_processes)
         assert self.cluster_environment is not None
         if method == "popen" or self.cluster_environment.creates_processes_externally:
             set_launcher(self, PopenLauncher(self, self.rank_logs))
         else:
-            set_launcher(self, ProcessesLauncher(self, start_method=method))
+            set_launcher(self, ProcessesLauncher(self, method))  # type: ignore[arg-type]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)

@@ -7,7 +7,6 @@ config. Checked when a job's ranks are started.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -16,12 +15,7 @@ from lightning_zero.private.check import Library, Needed, check
 HYDRA = Library(
     "hydra-core",
     ">=1.3,<1.4",
-    (
-        Needed("hydra.core.utils:run_job", stores="config task_cfg task_function hydra"),
-        Needed("hydra.core.utils:configure_log", takes="log_config, verbose_config"),
-        Needed("hydra.core.hydra_config:HydraConfig.set_config", takes="self, cfg"),
-        Needed("hydra.core.hydra_config:HydraConfig.instance"),
-    ),
+    (Needed("hydra.core.utils:run_job", stores="config task_cfg hydra"),),
 )
 """The flag ``--experimental-rerun`` is private, too; ``tests/system/test_multirun.py`` uses it."""
 
@@ -29,7 +23,6 @@ HYDRA = Library(
 class Job(NamedTuple):
     """The local variables of ``run_job`` that describe the job."""
 
-    function: Callable[..., Any]
     config: Any
     """The config with the ``hydra`` node."""
     task: Any
@@ -47,4 +40,4 @@ def running_job() -> Job | None:
     if frame is None:
         return None
     found = frame.f_locals
-    return Job(found["task_function"], found["config"], found["task_cfg"])
+    return Job(found["config"], found["task_cfg"])

@@ -19,6 +19,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torchmetrics import Metric
 
@@ -38,8 +39,6 @@ LIGHTNING = Library(
         Needed(f"{_LOOPS}.fit_loop:_FitLoop.__init__", stores="_data_source _combined_loader _data_fetcher"),
         Needed(f"{_LOOPS}.fit_loop:_FitLoop.setup_data", stores="_data_source _combined_loader"),
         Needed(f"{_CONNECTORS}.data_connector:_DataLoaderSource.__init__", takes="self, instance, name"),
-        Needed(f"{_CONNECTORS}.data_connector:_DataLoaderSource.dataloader", takes="self"),
-        Needed(f"{_CONNECTORS}.data_connector:_request_dataloader", takes="data_source", stores="dataloader"),
         Needed(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor", takes="self"),
         Needed(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop.advance", takes="self, data_fetcher"),
         Needed(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop.reset", takes="self"),
@@ -52,12 +51,15 @@ LIGHTNING = Library(
         Needed("lightning.pytorch:Trainer.__init__", stores="_checkpoint_connector _signal_connector"),
         Needed("lightning.pytorch:Trainer.save_checkpoint", stores="_checkpoint_connector dump_checkpoint"),
         # launching
-        Needed(f"{_LAUNCHERS}.launcher:_Launcher"),
         Needed(
             f"{_LAUNCHERS}.subprocess_script:_SubprocessScriptLauncher.__init__",
             takes="self, cluster_environment, num_processes, num_nodes",
         ),
-        Needed(f"{_LAUNCHERS}.multiprocessing:_MultiProcessingLauncher.__init__", takes="self, strategy, start_method"),
+        Needed(
+            f"{_LAUNCHERS}.multiprocessing:_MultiProcessingLauncher.__init__",
+            takes="self, strategy, start_method",
+            stores="_already_fit _start_method _strategy procs",
+        ),
         Needed(
             f"{_LAUNCHERS}.multiprocessing:_MultiProcessingLauncher._wrapping_function",
             takes="self, process_idx, trainer, function, args, kwargs, return_queue, global_states",
@@ -111,7 +113,6 @@ with importing(LIGHTNING):
     from lightning.pytorch.core.optimizer import _MockOptimizer as MockOptimizer  # for configure_optimizers -> None
     from lightning.pytorch.loops.loop import _Loop
     from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states  # as DDP begins
-    from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
     from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalStateSnapshot
     from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
     from lightning.pytorch.strategies.launchers.subprocess_script import (
@@ -123,16 +124,14 @@ __all__ = [
     "LIGHTNING",
     "TORCHMETRICS",
     "TUNERS_FILES",
-    "Collector",
     "GlobalStateSnapshot",
     "HandlersCompose",
-    "Launcher",
     "MockOptimizer",
+    "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "after_closure",
     "answer_signals_by",
     "backend_of",
-    "change_training_loader",
     "checkpoint_connector",
     "choose_port_again",
     "combined_loader",
@@ -183,18 +182,6 @@ def training_source(trainer: Any) -> Any:
     return trainer.fit_loop._data_source.instance
 
 
-def change_training_loader(trainer: Any, change: Callable[[Any], Any]) -> Callable[[], None]:
-    """Lets the training loop use ``change(loader)`` of the user's loader; returns a function that undoes this."""
-    source = trainer.fit_loop._data_source
-    given = source.dataloader
-    source.dataloader = lambda: change(given())
-
-    def undo() -> None:
-        vars(source).pop("dataloader", None)
-
-    return undo
-
-
 def without_sigterm_broadcast(loop: Any) -> Callable[[], None]:
     """Skips the broadcast before each batch, which waits for the device; returns a function that undoes this."""
     loop._broadcast_sigterm_tensor = lambda: None
@@ -233,27 +220,40 @@ def checkpoint_connector(trainer: Any) -> Any:
 # -- launching -------------------------------------------------------------------------------------------------------
 
 
-class Collector(_MultiProcessingLauncher):
-    """Brings results back from processes as Lightning does, but without leaving an empty folder behind."""
+class MultiProcessingLauncher(_MultiProcessingLauncher):
+    """Lightning's launcher, of whose parts the subclass makes a :meth:`launch` of its own."""
 
-    def __init__(self, strategy: Any, start_method: Any, folder: str) -> None:
-        super().__init__(strategy, start_method)
-        self.folder = folder
+    folder = ""
+    """For files that are removed after the run."""
 
-    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
-        tempfile.tempdir = self.folder  # of a rank that has nothing else to do
-        # gathering a full state_dict of shards is collective, so all ranks must come here
-        return super()._collect_rank_zero_results(trainer, results)
+    @property
+    def strategy(self) -> Any:
+        return self._strategy
+
+    @property
+    def start_method(self) -> str:
+        return self._start_method
+
+    def refuse_second_fit(self, trainer: Any) -> None:
+        """Refuses the second fit of a Trainer: it would start from the beginning with the weights of the first."""
+        if self._already_fit and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            raise NotImplementedError(
+                f"start_method={self._start_method!r}: a second fit with the same Trainer would start from the"
+                " beginning with the weights of the first: make a new Trainer and pass fit(ckpt_path=...)."
+            )
 
     def run_rank(self, index: int, trainer: Any, function: Any, args: Any, kwargs: Any, state: Any) -> Any:
-        """Calls ``function`` in rank ``index``; what rank 0 sends back, ``None`` from others."""
+        """Calls ``function`` in rank ``index``, and returns what rank 0 sends back; ``None`` on other ranks."""
         box: Any = SimpleQueue()
+        tempfile.tempdir = self.folder  # of a rank that has nothing else to do; rank 0 stores the weights there
         self._wrapping_function(index, trainer, function, args, kwargs, box, state)
         return None if box.empty() else box.get()
 
-    def recover(self, output: Any, trainer: Any) -> None:
-        """Passes the results that rank 0 sent back to the trainer of this process."""
+    def recover(self, output: Any, trainer: Any) -> Any:
+        """Passes weights and metrics of rank 0 to ``trainer``, and returns the result of its function."""
         self._recover_results_in_main_process(output, trainer)
+        self._already_fit |= trainer.state.fn == TrainerFn.FITTING
+        return output.trainer_results
 
 
 def choose_port_again(environment: Any) -> None:

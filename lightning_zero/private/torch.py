@@ -19,7 +19,6 @@ import torch._functorch.apis
 import torch._functorch.eager_transforms
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
@@ -51,7 +50,6 @@ TORCH = Library(
         Needed("torch:Tensor._make_wrapper_subclass"),
         Needed("torch:ops.aten._local_scalar_dense.default"),
         Needed("torch:ops.aten.detach.default._schema.is_mutable"),
-        Needed("torch.autograd:Variable._execution_engine.queue_callback"),
         # private/torch_optim.py
         Needed("torch:Tensor._make_subclass"),
         Needed("torch.optim.optimizer:Optimizer._patch_step_function", stores="hooked"),
@@ -156,7 +154,7 @@ with importing(TORCH):
 __all__ = [
     "INITIALIZERS", "ITEM", "KEPT_WITHOUT_HOOKS", "TORCH", "DisableTorchFunction",
     "DisableTorchFunctionSubclass", "Dynamo", "EnableTorchFunction", "FakeTensorMode", "Graph",
-    "TorchDispatchMode", "abort_process_groups", "as_traced", "assigns_data", "at_end_of_backward",
+    "TorchDispatchMode", "abort_process_groups", "as_traced", "assigns_data",
     "backwards_inside", "base_of", "call_with_hooks", "compiled_call",
     "disabled_torch_function", "dynamo_error",
     "forget_meshes", "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward",
@@ -542,11 +540,6 @@ def wrapper_subclass(cls: type, shape: torch.Size, dtype: torch.dtype, device: t
 def schema_of(func: Any) -> Any:
     """Returns the schema of an operator that ``__torch_dispatch__`` receives."""
     return func._schema
-
-
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Runs ``call`` when the current backward ends, as ``fully_shard`` and DDP do. Use it only within a backward."""
-    Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
 def in_backward() -> bool:

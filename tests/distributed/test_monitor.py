@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader
 
 from lightning_zero.callbacks import ZeroMonitor, zero_monitor
-from lightning_zero.callbacks.zero_monitor import PARTS, HostClock
 from lightning_zero.comm import meter as meter_module
 from lightning_zero.comm.meter import TrafficMeter
 from tests.helpers import account, zoo
@@ -106,17 +105,8 @@ class _Slow(account.Vectors):
         return super().__getitem__(index)
 
 
-class _SlowOptimizer(torch.optim.SGD):
-    clock: _Clock
-
-    def step(self, closure: Any = None) -> Any:
-        result = super().step(closure)
-        self.clock.now += 0.03
-        return result
-
-
 class _Paced(account.Stack):
-    """20 ms for data (by :class:`_Slow`), 30 ms in the optimizer, 50 ms of compute."""
+    """20 ms for data (by :class:`_Slow`), and 50 ms of compute."""
 
     NUM_UNITS = 4
 
@@ -127,11 +117,6 @@ class _Paced(account.Stack):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.clock.now += 0.05
         return super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = _SlowOptimizer(self.parameters(), lr=0.1)
-        optimizer.clock = self.clock
-        return optimizer
 
 
 def _paced(strategy: Any, folder: str) -> tuple[dict[str, float], list[str], dict[str, float]]:
@@ -150,78 +135,16 @@ def _paced(strategy: Any, folder: str) -> tuple[dict[str, float], list[str], dic
     return monitor.rows[trainer.global_rank], monitor.table(trainer).splitlines(), shown
 
 
-def test_a_steps_time_is_split_and_told_to_loggers_and_the_progress_bar(ranks2, tmp_path):
+def test_a_steps_time_is_told_to_loggers_and_the_progress_bar(ranks2, tmp_path):
     for row, table, shown in ranks2(_paced, {"stage": 3, "min_unit_numel": 1}, str(tmp_path)):
-        assert row["data_seconds"] == pytest.approx(0.02)
-        assert row["optimizer_seconds"] == pytest.approx(0.03)
-        assert row["compute_seconds"] == pytest.approx(0.05)
         assert row["communication_seconds"] >= _Clock.WAIT * 0.99
-        assert sum(row[f"{part}_seconds"] for part in PARTS) == pytest.approx(row["step_seconds"])
+        assert row["step_seconds"] - row["communication_seconds"] == pytest.approx(0.07)
         assert row["samples_per_second"] == pytest.approx(1 / row["step_seconds"])
         assert row["mfu"] == pytest.approx(row["tflops_per_second"] * 1e3)
         assert table[0].split() == ["ZeroMonitor", "plan", "rank", "0", "rank", "1"]
         assert shown["zero/samples_per_second"] > 0
     (path,) = tmp_path.glob("*/*/metrics.csv")
     columns, *lines = path.read_text().splitlines()
-    for name in ("compute_seconds", "communication_seconds", "parameters_bytes", "sent_bytes_per_step", "mfu"):
+    for name in ("step_seconds", "communication_seconds", "parameters_bytes", "sent_bytes_per_step", "mfu"):
         assert f"zero/{name}" in columns.split(",")
     assert len(lines) >= 3
-
-
-class _LateMarks(HostClock):
-    """As CUDA events do, a mark passes only after the host has gone on."""
-
-    def __init__(self) -> None:
-        self.asked: dict[float, int] = {}
-        self.late = self.num_marks = 0
-
-    def mark(self) -> float:
-        self.num_marks += 1
-        return super().mark()
-
-    def passed(self, mark: float) -> bool:
-        self.asked[mark] = self.asked.get(mark, 0) + 1
-        self.late += self.asked[mark] == 1
-        return self.asked[mark] > 1
-
-    def seconds(self, begin: float, end: float) -> float:
-        assert self.asked, "read before it was asked whether it had passed"
-        return super().seconds(begin, end)
-
-
-class _AsOnCuda(ZeroMonitor):
-    """Takes CUDA's way through the callback, with a host clock in the place of events."""
-
-    def __init__(self, clock: _LateMarks, **options: Any) -> None:
-        super().__init__(**options)
-        self.clock = clock
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        super().on_fit_start(trainer, pl_module)
-        self._clock, self._on_host = self.clock, False
-        self._watch(trainer)
-
-
-def _as_on_cuda() -> tuple[_LateMarks, dict[str, float], int]:
-    clock = _LateMarks()
-    monitor = _AsOnCuda(clock, every_n_steps=2, predict=False)
-    module = zoo.Zoo()
-    torch.cuda.synchronize, kept = lambda: None, torch.cuda.synchronize
-    try:
-        trainer = zoo.make_trainer(
-            {"stage": 3, "min_unit_numel": 1}, max_epochs=1, limit_train_batches=5, callbacks=[monitor]
-        )
-        trainer.fit(module, DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
-    finally:
-        torch.cuda.synchronize = kept
-    hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in module.modules())
-    return clock, monitor.rows[trainer.global_rank], hooks
-
-
-def test_marks_that_pass_late_are_read_late_and_waits_are_seen_around_every_unit(ranks2):
-    for clock, row, hooks in ranks2(_as_on_cuda):
-        assert clock.late > 0
-        # begin and end of a unit's wait before its forward and its backward, in each of five steps
-        assert clock.num_marks >= 5 * 2 * 2 * 3
-        assert 0 < row["communication_seconds"] < row["step_seconds"]
-        assert hooks == 0

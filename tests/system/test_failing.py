@@ -1,4 +1,4 @@
-"""A run that fails says so once, in a few lines, and what ranks did alike they survive together."""
+"""A run that fails shows its error once, and continues on all ranks if all have raised it alike."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ def test_an_error_of_all_ranks_is_shown_once_and_saved(tmp_path):
     code, lines = fail(tmp_path, "all", "3", "saves")
     text = "\n".join(lines)
     assert code == 1
-    assert len(lines) <= 40
     assert text.count("Traceback (most recent call last)") == 1
-    assert text.count("in training_step") == 1
+    assert text.count('raise LookupError(f"rank {RANK} is not well")') == 1
     assert "all ranks failed alike, rank 0 with" in text
     assert "rank 1 is not well" not in text
     (monitored,) = (tmp_path / "monitored").glob("*.ckpt")

@@ -52,7 +52,7 @@ def test_switches_of_the_trainer_leave_out_what_they_switch_off(tmp_path):
     folder = tmp_path / "run"
     assert json.loads((folder / "result.json").read_text())["metrics"]["loss"] > 0
     assert not list(folder.rglob("*.ckpt"))
-    assert not (folder / "metrics.csv").exists()
+    assert not list(folder.rglob("metrics.csv"))
 
 
 def test_a_sweep_of_an_own_app_ends_with_a_table_only_if_asked(tmp_path):
@@ -85,7 +85,7 @@ def test_callbacks_loggers_name_and_tags(tmp_path):
     )
     assert done.returncode == 0
     folder = tmp_path / "run"
-    header = (folder / "metrics.csv").read_text().splitlines()[0]
+    header = (folder / "version_0" / "metrics.csv").read_text().splitlines()[0]
     assert {"step", "loss", "val_loss", "lr-AdamW/pg1"} <= set(header.split(","))
     assert list((folder / "checkpoints").glob("best-*.ckpt"))
     assert (folder / "checkpoints" / "last.ckpt").is_file()

@@ -35,9 +35,6 @@ class Regression(L.LightningModule):
         self.losses.append(self.all_gather(loss.detach()).mean().item())
         return loss
 
-    def predict_step(self, batch, batch_idx):
-        return batch[0][:, 0]
-
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
@@ -111,7 +108,7 @@ def temporary(monkeypatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize(("method", "after_fit"), [("spawn", "whole"), ("fork", "sharded")])
 def test_results_come_back_whole(method, after_fit, tmp_path, temporary):
-    """Weights of all shards, metrics, and the predictions of both ranks in the order of the data."""
+    """Weights of all shards, and metrics."""
 
     class Local(Regression):
         """No other process can import it."""
@@ -131,10 +128,6 @@ def test_results_come_back_whole(method, after_fit, tmp_path, temporary):
         t.save_checkpoint(tmp_path / "afterwards.ckpt")  # by a module that no run was attached to in this process
     saved = torch.load(tmp_path / "afterwards.ckpt", weights_only=False)["state_dict"]
     assert all(torch.equal(saved[name], value) for name, value in module.state_dict().items())
-    if method == "fork":
-        predicting = trainer(ZeroStrategy(stage=3, units=["Linear"], start_method="fork"))
-        predictions = predicting.predict(module, DataLoader(data(), batch_size=4))
-        assert torch.equal(torch.cat(predictions).sort().values, data().tensors[0][:, 0])
     assert dict(os.environ) == before
     assert not dist.is_initialized()
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")] == []

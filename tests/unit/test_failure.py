@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from lightning_zero.launch import failure, tracebacks
+from lightning_zero.launch import failure
 
 
 def _compare(store: Any, said: list[tuple[str, float]], size: int) -> list[str | None]:
@@ -53,31 +53,6 @@ def test_one_that_comes_when_another_has_given_up_gives_up_as_well(store, monkey
     early, late = _compare(store, [("a", 0.0), ("a", 0.8)], 2)
     assert early == "rank 1 did not raise it"
     assert late is not None
-
-
-def _user() -> None:
-    try:
-        import json
-
-        json.loads("{")
-    except ValueError as error:
-        raise LookupError("\n".join(f"line {i}" for i in range(40))) from error
-
-
-def test_a_folded_traceback_has_the_users_frames_and_fits_on_a_screen():
-    with pytest.raises(LookupError) as found:
-        _user()
-    text = tracebacks.folded(found.value)
-    assert len(text.splitlines()) <= 30
-    assert "in _user" in text
-    assert "more lines]" in text
-    assert text.splitlines()[-1].startswith("caused by JSONDecodeError: ")
-    with pytest.raises(ValueError, match="column 2") as found:
-        __import__("json").loads("{")
-    lines = tracebacks.folded(found.value).splitlines()
-    assert any("frames of libraries]" in line for line in lines)
-    assert any("in raw_decode" in line or "in decode" in line for line in lines)  # the innermost is shown
-    assert not tracebacks.is_told_by_its_message(found.value)
 
 
 def test_a_store_that_never_answers_does_not_keep_a_rank(monkeypatch):

@@ -17,7 +17,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.app.hydra_config import make_strategy
 from lightning_zero.launch import failure
 from lightning_zero.launch.environment import check_world
-from lightning_zero.launch.launcher import LaunchedDDP, choose_start_method, whole_predictions
+from lightning_zero.launch.launcher import LaunchedDDP, choose_start_method
 
 QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
 
@@ -26,8 +26,8 @@ QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpoi
     ("variables", "devices", "nodes", "message"),
     [
         ({"SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_STEP_ID": "0"}, 4, 2, None),
-        ({"SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_STEP_ID": "0"}, 8, 2, "#SBATCH --ntasks-per-node=8"),
-        ({"SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_STEP_ID": "0"}, 4, 1, "#SBATCH --nodes=1"),
+        ({"SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_STEP_ID": "0"}, 8, 2, "or srun --ntasks-per-node=8"),
+        ({"SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_STEP_ID": "0"}, 8, 1, "8 ranks, 4 on this host"),
         ({"SLURM_NTASKS": "8", "SLURM_NNODES": "2"}, 4, 2, "put srun in front"),
     ],
 )
@@ -59,12 +59,6 @@ def test_ranks_of_mpirun_that_lightning_cannot_see_are_refused(monkeypatch):
         check_world(LightningEnvironment(), 2, 2)
 
 
-def test_predictions_keep_the_order_of_the_data():
-    assert whole_predictions([["a", "c", "e"], ["b", "d"]]) == ["a", "b", "c", "d", "e"]
-    assert whole_predictions([[["a", "c"], ["x"]], [["b"], ["y"]]], 2) == [["a", "b", "c"], ["x", "y"]]
-    assert whole_predictions([None, None]) is None
-
-
 def test_ddp_of_the_hydra_groups_is_launched_the_same_way():
     strategy = make_strategy(name="ddp_find_unused_parameters_true")
     assert isinstance(strategy, LaunchedDDP)
@@ -73,7 +67,8 @@ def test_ddp_of_the_hydra_groups_is_launched_the_same_way():
 
 
 def test_auto_is_spawn_in_pytest():
-    assert choose_start_method("auto") == "spawn"
+    assert choose_start_method("auto", 2) == "spawn"
+    assert choose_start_method("auto", 1) == "popen"
 
 
 def test_a_group_of_another_size_is_refused(monkeypatch):
