@@ -410,6 +410,15 @@ class Residency:
         self._look_at(tensors, keys, away, [])
         self._make_there(keys, away, brings)
 
+    def before_transform(self, value: Any) -> Any:
+        """Touches ``value``, which ``torch.func`` is about to wrap in another object. Returns what it must wrap."""
+        keys: dict[int, None] = {}
+        away: list[Tensor] = []
+        sharded: list[DTensor] = []
+        self._look_at([value], keys, away, sharded)
+        self._make_there(keys, away, torch.is_grad_enabled())
+        return self._full_of(value) if sharded else value
+
     def _make_there(self, keys: dict[int, None], away: list[Tensor], brings: bool) -> None:
         if (brings or self._store.only_brings) and not self._is_between():
             for p in away:

@@ -7,7 +7,8 @@ Registered in :data:`tests.helpers.zoo.KINDS`; patterns are those of public pack
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -95,17 +96,23 @@ class CollectivesInStep(Zoo):
     def build(self) -> None:
         super().build()
         self.automatic_optimization = False
+        self.summed = [layer.bias.requires_grad_(False) for layer in (self.net.stem, self.net.blocks[1].up)]
+        for p in self.summed:
+            p.data.mul_(1e-3)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         loss = self.record(self.loss(batch))
-        own = torch.autograd.grad(loss, list(self.parameters()), retain_graph=True)
-        for p, g in zip(self.parameters(), own, strict=True):
+        for p in self.summed:
+            dist.all_reduce(p)  # does not change the version
+        trained = [p for p in self.parameters() if p.requires_grad]
+        own = torch.autograd.grad(loss, trained, retain_graph=True)
+        for p, g in zip(trained, own, strict=True):
             p.grad = g * 0.5  # the backward adds to it
         self.manual_backward(loss)
         optimizer.step()
-        for p, g in zip(self.parameters(), own, strict=True):
+        for p, g in zip(trained, own, strict=True):
             p.grad = g + 0.01
             dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()
@@ -254,15 +261,43 @@ class NumpyInStep(Zoo):
         self.extra[f"after {batch_idx}"] = torch.tensor(self.net.head.weight.data.numpy().max())
 
 
-class WritesTogether(Zoo):
-    """Several values of ``state_dict()`` in one call, or one by ``out=``."""
+class UnseenWrites(Zoo):
+    """Writes by calls that name no parameter, or that no version counts, to weights, gradients and values of
+    ``state_dict()``: in hooks, and inside a step before the forward and after it."""
+
+    HOW: ClassVar[dict[str, Callable[[Sequence[Tensor]], Any]]] = {
+        "as_a_list": lambda tensors: torch._foreach_mul_(list(tensors), 0.9),
+        "as_a_list_of_views": lambda tensors: torch._foreach_mul_([t.view(-1)[:5] for t in tensors], 0.9),
+        "by_out": lambda tensors: [torch.mul(t, 0.9, out=t) for t in tensors],
+        "by_numpy": lambda tensors: [t.detach().numpy().__imul__(0.9) for t in tensors],
+        "by_dlpack": lambda tensors: [torch.from_dlpack(t.detach()).mul_(0.9) for t in tensors],
+        "by_vmap": lambda tensors: [vmap(lambda row: row.mul_(0.9))(t) for t in tensors],
+    }
+
+    def build(self) -> None:
+        super().build()
+        self.offset = nn.Parameter(torch.ones(5))  # the root's
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+
+    @torch.no_grad()
+    def write(self, tensors: Iterable[Tensor]) -> None:
+        self.HOW[self.options["how"]](list(tensors))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first, last = self.net.blocks[0], self.net.blocks[-1]
+        self.write(p.data for p in (first.up.weight, last.down.bias, self.net.head.weight, self.offset))
+        loss = self.loss(batch) + 0.1 * (self.offset.sum() + self.frozen.sum())
+        self.write(p.data for p in (first.up.weight, last.down.bias, self.net.head.bias, self.offset))
+        self.write([self.frozen.data if self.options["how"] == "by_dlpack" else self.frozen])  # see docs/limits.md
+        return self.record(loss)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.write(p.grad for p in self.net.parameters() if p.grad is not None)
+        self.write(self.net.head.parameters())
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        state = self.net.state_dict()
-        if self.options["out"]:
-            torch.mul(state["head.bias"], 0.9, out=state["head.bias"])
-        else:
-            torch._foreach_mul_(list(state.values()), 0.9)
+        self.write(self.net.state_dict().values())
+        self.write(p.data for p in self.net.blocks[1].parameters())
 
 
 class NowAndThen(Zoo):
@@ -369,8 +404,7 @@ KINDS.update(
         "linearized_in_a_hook": Kind(
             module=_of(Linearizes, in_step=False), deepspeed_refuses={3: "call torch.func.jvp"}
         ),
-        "values_written_as_a_list": Kind(module=_of(WritesTogether, out=False)),
-        "values_written_by_out": Kind(module=_of(WritesTogether, out=True)),
+        **{f"written_{how}": Kind(module=_of(UnseenWrites, how=how)) for how in UnseenWrites.HOW},
         "read_and_written_now_and_then": Kind(module=_of(NowAndThen, bias=False), validates=True),
         "accumulates_read_and_written_now_and_then": Kind(
             module=_of(NowAndThen, bias=False), trainer={"accumulate_grad_batches": 2}, validates=True

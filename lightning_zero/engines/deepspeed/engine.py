@@ -143,13 +143,7 @@ class DeepSpeedEngine(Engine):
         self._store.residency = self._residency
         self._guards = Guards(self._residency, params.held)
         self._store.watch = self._guards.watch_all
-        self._end_transforms = translate_transformed(self._touched)
-
-    def _touched(self, value: Any) -> Any:
-        """Touches ``value`` before ``torch.func`` wraps it in another object, and returns ``value``."""
-        if id(value) in self._store.own:
-            self._residency.touch([value], brings=torch.is_grad_enabled())
-        return value
+        self._end_transforms = translate_transformed(self._residency.before_transform)
 
     def _before_bring(self, p: Tensor) -> None:
         self._order.gathers(p)

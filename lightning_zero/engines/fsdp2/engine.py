@@ -229,7 +229,7 @@ class Fsdp2Engine(Engine):
         gather_root = before_owner(self._marks, self._gather_root)
         for owner in root_owners(sharded.root):
             self._handles.append(owner.register_forward_pre_hook(gather_root, prepend=True))
-        self._end_transforms = translate_transformed(self._touched)
+        self._end_transforms = translate_transformed(self._residency.before_transform)
         self._copies.begin()
         if self.config.compile.target == "units":
             blocks = zip(sharded.names[:-1], sharded.units[:-1], strict=True)
@@ -249,12 +249,6 @@ class Fsdp2Engine(Engine):
         self._writes.store(key, group)
         if self._files is not None:
             self._files.after_use(group)
-
-    def _touched(self, value: Any) -> Any:
-        """Gather ``value`` if it is a parameter; call before ``torch.func`` wraps it in an object unknown to guards."""
-        if id(value) in self._identity.own:
-            self._residency.touch([value], brings=torch.is_grad_enabled())
-        return value
 
     def touches(self, key: int) -> None:
         if self._is_in_step():
