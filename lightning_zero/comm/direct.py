@@ -5,7 +5,7 @@ each rank sends every other rank exactly the elements that it needs, Ψ(N-1)/N i
 
     all_gather       my shard -> every other rank, received directly into its place in the output
     reduce_scatter   the part of rank j -> rank j, piece by piece; each arriving piece is added to my own part
-    all_reduce       of a few numbers: mine -> every other rank; each rank reduces all of them itself
+    all_reduce       of a few numbers, along the tree of comm.tree
 
 A call begins an exchange and returns a work; the exchange is complete when ``wait()`` returns. Between hosts the bytes
 travel through gloo's sockets while the caller computes. Ranks on one host read each other's memory (``peer_memory``):
@@ -39,7 +39,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_zero.comm import tree
-from lightning_zero.comm.costs import FEW_RANKS
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.errors import MovedError
 from lightning_zero.private.torch import TESTED
@@ -283,7 +282,7 @@ class _Read:
         parts = full.chunk(group.size())
         part = parts[group.rank()]
         self.numel = NEAR_PIECE_BYTES // full.itemsize
-        self._peer_memory, self._offer = peer_memory, peer_memory.offer(_REDUCTION, [full], parts)
+        self._peer_memory, self._offer = peer_memory, peer_memory.offer(_REDUCTION, [full])
         self._sizes = [piece.numel() for piece in part.split(self.numel)]
         self._slot = pool.empty(self._sizes[0], full.dtype)
         self._start_bytes = part.data_ptr() - full.data_ptr()
@@ -324,27 +323,9 @@ def all_reduce(
     tag: int = tree.FIRST_TAG,
 ) -> dist.Work:
     """Reduces ``message``, a few numbers (1D), over the ranks in place; ``op`` is a sum or a maximum."""
-    if group.size() > FEW_RANKS:
-        rest = tree.all_reduce(message, op, group, tag, peer_memory)
-        next(rest)
-        return Begun(rest)
-    near, far = _near_and_far(group, peer_memory)
-    everyones = message.new_empty(group.size(), message.numel())
-    parts, works = everyones.unbind(), []
-    # A copy that only this call owns: peers may still read it after the caller has overwritten `message`.
-    mine = parts[group.rank()].copy_(message)
-    if far:
-        works.append(_send(parts, mine, group, tag, far))
-    if peer_memory is not None and near:
-        works.append(_read([(parts, mine)], tag, peer_memory))
-
-    def reduce() -> None:
-        if op == dist.ReduceOp.MAX:
-            torch.amax(everyones, 0, out=message)
-        else:
-            torch.sum(everyones, 0, dtype=message.dtype, out=message)
-
-    return Begun((work.wait() for work in works), reduce)
+    rest = tree.all_reduce(message, op, group, tag, peer_memory)
+    next(rest)
+    return Begun(rest)
 
 
 def _near_and_far(group: dist.ProcessGroup, peer_memory: PeerMemory | None) -> tuple[list[int], list[int]]:
