@@ -1,4 +1,4 @@
-"""Lets the ranks of one host read each other's memory: one copy, where a socket needs several.
+"""Lets ranks that share a host read each other's memory: one copy, where a socket needs several.
 
 Linux lets a process read the memory of another process that it may trace (``process_vm_readv(2)``). MPI libraries
 exchange data within a host in this way. Messages of a few bytes on local sockets carry the addresses and confirm the
@@ -10,10 +10,10 @@ reads.
     read            each peer copies the bytes it needs out of the owner's memory, and confirms
     await_readers   the owner holds the tensors, and nobody writes to them, until all peers have confirmed
 
-When the ranks of a host connect, each tries to read all others. If one of them cannot (it is not on Linux, or a
-container or a kernel setting forbids it), no rank of that host does, and the caller uses sockets for everything.
+When the ranks of a group connect, each tries to read all others. If one of them cannot (it is on another host, not on
+Linux, or a container or a kernel setting forbids it), no rank does, and the caller uses gloo for everything.
 
-*Peers* are the other ranks of the group on the same host.
+*Peers* are the other ranks of the group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import socket
 import struct
 import sys
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class Source:
 
 
 class PeerMemory:
-    """Connections to the other ranks of ``group`` on this host, if all of them may read each other's memory.
+    """Connections to the other ranks of ``group``, if all are on this host and may read each other's memory.
 
     The constructor is collective. Exchanges of one kind must begin in the same order on all ranks, with the same number
     of tensors of the same sizes (contiguous, on the CPU). Exchanges of different kinds may interleave.
@@ -145,17 +145,6 @@ class PeerMemory:
         while len(content) < nbytes:
             content += self._take(rank, kind, 0)
         return content
-
-    def send_tensor(self, rank: int, kind: int, tensor: Tensor) -> None:
-        """Waits until one peer has read ``tensor`` (contiguous, on the CPU); ``kind`` as in :meth:`send`."""
-        self.send(rank, kind, _ADDRESS.pack(tensor.data_ptr()))
-        self.recv(rank, kind, 1)
-
-    def recv_tensor(self, rank: int, kind: int, into: Tensor) -> None:
-        """Fills ``into`` from the tensor, of the same size, that one peer passes to :meth:`send_tensor`."""
-        (address,) = _ADDRESS.unpack(self.recv(rank, kind, _ADDRESS.size))
-        self._copy(rank, [(into.data_ptr(), address, into.nbytes)])
-        self.send(rank, kind, b"!")
 
     def release_read(self) -> None:
         """Releases the tensors that all peers have read, without waiting."""
@@ -296,7 +285,7 @@ class _Card:
 
 
 def _links_of_host(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int, _Link]:
-    """Connects the ranks of a host; returns the link to each peer, by rank.
+    """Connects all ranks; returns the link to each peer, by rank, or nothing if not all may read each other.
 
     All ranks must make the same collective calls here, even if something fails on one of them.
     """
@@ -310,11 +299,10 @@ def _links_of_host(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int
         name, address = listener.getsockname(), ctypes.addressof(sample)
         card = _Card(_host(), os.getpid(), os.getppid(), name, sample.raw, address)
         cards = _gather(card, group)
-        near = {other: card for other, card in enumerate(cards) if card.host == cards[rank].host}
         links: dict[int, _Link] = {}
-        works = _connect(links, rank, near, listener)
+        works = len({card.host for card in cards}) == 1 and _connect(links, rank, cards, listener)
     everyones = _gather(works, group)  # keep the sample alive until here: all ranks have read it now
-    if not all(everyones[other] for other in near):
+    if not all(everyones):
         for link in links.values():
             link.socket.close()
         return {}
@@ -339,18 +327,17 @@ def _host() -> str:
         return os.urandom(16).hex()  # equals no other rank's
 
 
-def _connect(links: dict[int, _Link], rank: int, near: Mapping[int, _Card], listener: socket.socket) -> bool:
-    """Connects every two ranks in ``near``; returns whether this rank may read all others."""
-    ranks = {card.pid: other for other, card in near.items()}
+def _connect(links: dict[int, _Link], rank: int, cards: Sequence[_Card], listener: socket.socket) -> bool:
+    """Connects every two ranks; returns whether this rank may read all others."""
+    ranks = {card.pid: other for other, card in enumerate(cards)}
     try:
-        _allow_reads(near.values())
-        for other, card in near.items():
-            if other < rank:  # the higher rank connects and the lower one accepts: one link per pair
-                made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                links[other] = _Link(card.pid, made)
-                made.settimeout(_CONNECT_SECONDS)
-                made.connect(card.name)
-        while len(links) < len(near) - 1:
+        _allow_reads(cards)
+        for other, card in enumerate(cards[:rank]):  # the higher rank connects, the lower one accepts: a link per pair
+            made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            links[other] = _Link(card.pid, made)
+            made.settimeout(_CONNECT_SECONDS)
+            made.connect(card.name)
+        while len(links) < len(cards) - 1:
             made, _ = listener.accept()
             made.settimeout(_CONNECT_SECONDS)
             pid, _, _ = struct.unpack("3i", made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -362,7 +349,7 @@ def _connect(links: dict[int, _Link], rank: int, near: Mapping[int, _Card], list
             link.socket.send(b"!")
         for link in links.values():
             link.socket.recv(1)  # the peer has called prctl, so reads are allowed from here on
-        return all(_can_read(near[other]) for other in links)
+        return all(_can_read(cards[other]) for other in links)
     except OSError:
         return False
 
