@@ -19,7 +19,6 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,11 +29,6 @@ from lightning_zero.comm.peer_memory import PeerMemory
 
 RANKS = (2, 4, 8, 16, 32)
 ROUNDS, CALLS = 7, 30
-
-
-def _everyone(message: torch.Tensor, group: Any, near: PeerMemory | None, few: int) -> None:
-    with mock.patch.object(direct, "FEW_RANKS", few):
-        direct.all_reduce(message, dist.ReduceOp.MAX, group, near).wait()
 
 
 def _gather_and_broadcast(message: torch.Tensor, group: Any) -> None:
@@ -54,10 +48,8 @@ def _ways(near: PeerMemory) -> dict[str, Callable[[], None]]:
         {
             "gloo's ring": lambda: dist.all_reduce(message, dist.ReduceOp.MAX),
             "gloo's gather and broadcast": lambda: _gather_and_broadcast(message, group),
-            "to everyone": lambda: _everyone(message, group, None, group.size()),
-            "tree": lambda: _everyone(message, group, None, 1),
-            "to everyone, peers": lambda: _everyone(message, group, near, group.size()),
-            "tree, peers": lambda: _everyone(message, group, near, 1),
+            "tree": lambda: direct.all_reduce(message, dist.ReduceOp.MAX, group).wait(),
+            "tree, peers": lambda: direct.all_reduce(message, dist.ReduceOp.MAX, group, near).wait(),
             "gloo's all_gather_object": lambda: dist.all_gather_object(everyones, None),
             "tree, any object": lambda: _object(agreement),
         }

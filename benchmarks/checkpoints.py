@@ -118,7 +118,7 @@ def table_of_memory() -> str:
         f"\n\nTwo ranks, stage 3, {m.parameters:.0f} MiB of parameters and as much momentum ({m.size:.0f} MiB of"
         f" checkpoint), units of {m.unit:.0f} MiB; anonymous host memory above what training holds, or above the whole"
         " module that `__init__` has made. Bounds: one file on rank 0 its own size and one unit, where no memory is"
-        " free one unit, on other ranks nothing; shards one unit, and in the background a copy of the rank's own."
+        " free one unit, on other ranks one unit; shards one unit, and in the background a copy of the rank's own."
     )
 
 

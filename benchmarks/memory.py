@@ -204,8 +204,8 @@ On one rank all agree. For N > 1 only the formula of stage 3 is right. That of s
 ## What `fsdp2` really does
 
 PyTorch's `fully_shard` keeps the fp32 shard in addition to the gathered copy. So inside a step a parameter takes the
-gathered copy (2 bytes in mixed precision, 4 in fp32) and its share of 16 bytes. Between CPU processes in fp32, the
-shard aliases a part of the gathered buffer at stages 1 and 2, which gives the paper's formulas:
+gathered copy (2 bytes in mixed precision, 4 in fp32) and its share of 16 bytes. Between CPU processes of one host in
+fp32, the shard aliases a part of the gathered buffer at stages 1 and 2, which gives the paper's formulas:
 
 | | formula | N = 8, bytes per parameter | N = 64 |
 |---|---|---|---|
@@ -223,8 +223,8 @@ shard aliases a part of the gathered buffer at stages 1 and 2, which gives the p
   cannot be sharded, one by one. It takes optimizer states from one step of your own optimizer.
 
 Message buffers and activations come on top. There is a flat buffer for the unit being gathered, at stage 3 also for the
-next one, and one for the last reduced unit. (Between CPU processes only small parameters from other hosts need a
-buffer; all others arrive at their final place.) The plan traces one micro-batch with fake tensors and records the live
+next one, and one for the last reduced unit. (Between CPU processes of one host no gather needs a buffer: parameters
+arrive at their final place.) The plan traces one micro-batch with fake tensors and records the live
 bytes whenever a unit has run or a gradient is complete. A formula adds what each stage holds at these moments. Planned
 peaks are within 10 % of measured ones; states and bytes sent are closer. Some steps cannot be traced: they read values,
 as `.numpy()` does, or the module holds hooks or closures that refer to it, so that a copy would run on the original.

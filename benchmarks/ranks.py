@@ -49,18 +49,17 @@ class Messages:
 
     def __init__(self) -> None:
         self.sent = 0
-        isend, send = dist.isend, PeerMemory._send
+        isend, send = dist.isend, PeerMemory.send
 
         def counted(*args: Any, tag: int = 0, **kwargs: Any) -> Any:
             self.sent += tag >= tree.FIRST_TAG
             return isend(*args, tag=tag, **kwargs)
 
-        def counted_on_this_host(peers: PeerMemory, rank: int, message: bytes) -> None:
-            kind = int.from_bytes(message[:8], sys.byteorder, signed=True)  # negated in a confirmation
-            self.sent += abs(kind) >= tree.FIRST_TAG
-            send(peers, rank, message)
+        def counted_on_this_host(peers: PeerMemory, rank: int, kind: int, content: bytes) -> None:
+            self.sent += kind >= tree.FIRST_TAG
+            send(peers, rank, kind, content)
 
-        dist.isend, PeerMemory._send = counted, counted_on_this_host  # type: ignore[method-assign]
+        dist.isend, PeerMemory.send = counted, counted_on_this_host  # type: ignore[method-assign]
 
 
 class Tiny(L.LightningModule):

@@ -364,8 +364,9 @@ class ZeroConfig:
     or fewer micro-batches. Settings in batches (``val_check_interval``, ...) still count the batches of one rank."""
     transport: TransportName = "auto"
     """Transport of shards and gradients with ``fsdp2``. ``"torch"`` uses the collectives and the schedule of
-    ``fully_shard``. ``"direct"``, for CPU processes only, exchanges over gloo exactly the bytes needed, so it sends and
-    stores less. ``"auto"`` is direct between CPU processes and torch elsewhere."""
+    ``fully_shard``. ``"direct"``, for CPU processes of one host, reads exactly the bytes needed from the other ranks'
+    memory, which is faster and stores less. ``"auto"`` is direct where all ranks that share shards can do so (Linux),
+    and torch elsewhere."""
     elementwise_optimizers: Sequence[str] | None = None
     """Class names of third-party optimizers, such as ``["Lion"]``, that update each element from that element's values
     and gradients alone. They step on shards, like PyTorch's element-wise optimizers. All others step on full tensors

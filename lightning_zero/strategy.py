@@ -26,7 +26,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.compiled_names import under_current_names
 from lightning_zero.checkpoint.global_batch import keep_global_batch
 from lightning_zero.checkpoint.later import leaving_for_later
 from lightning_zero.checkpoint.resume import follow, leave_finished_epoch
@@ -669,10 +668,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         return full
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        state = under_current_names(self.lightning_module, checkpoint["state_dict"])
         with leaving_for_later():
-            super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
+            super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self.engine is None:

@@ -52,7 +52,7 @@ dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_
 memory = PeerMemory(dist.group.WORLD, seconds)
 may = bool(memory.ranks)
 memory.close()
-forbidden = "the system forbids it (a container's seccomp profile, kernel.yama.ptrace_scope), so ranks use sockets"
+forbidden = "the system forbids it (a container's seccomp profile, kernel.yama.ptrace_scope), so ranks use gloo"
 print("works" if may else forbidden, flush=True)
 dist.destroy_process_group()  # at interpreter exit it may end in std::terminate
 sys.exit(not may)

@@ -49,7 +49,7 @@ def convert(
 
     Args:
         source, target: Paths. ``source`` is a file, a sharded directory, or DeepSpeed's own folder, of which weights
-            and Adam's states are read. ``target`` must not exist.
+            are read and no optimizer states. ``target`` must not exist.
         form: One of :data:`~lightning_zero.checkpoint.FORMATS`; by default :func:`default_format`.
         weights_only: Unless ``False``, nothing beyond torch's allow-list is unpickled.
         prefix: For safetensors: prefix to remove from the parameters' names. By default the name of the module's only
@@ -66,7 +66,7 @@ def convert(
     if fs.exists(place):
         raise CheckpointError(f"{target} already exists: choose another name, or delete it.")
     agreement = Agreement(alone=True)
-    loaded = _load(source, weights_only, agreement, target)
+    loaded = _load(source, weights_only, agreement)
     try:
         _write(loaded, target, form, agreement, prefix, config)
     finally:
@@ -74,21 +74,12 @@ def convert(
     return form
 
 
-def _load(source: str, weights_only: bool | None, agreement: Agreement, target: str) -> Loaded:
+def _load(source: str, weights_only: bool | None, agreement: Agreement) -> Loaded:
     from lightning_zero.checkpoint import deepspeed as deepspeed_checkpoint
 
     if deepspeed_checkpoint.find(source) is None:
         return load(source, weights_only, agreement)
-    fs, place = fsspec.core.url_to_fs(target)
-    folder = Path(place).absolute().parent if isinstance(fs, LocalFileSystem) else Path(tempfile.gettempdir())
-    folder.mkdir(parents=True, exist_ok=True)
-    outer = Path(tempfile.mkdtemp(prefix=".convert-", dir=folder))  # DeepSpeed also writes next to its own folder
-    try:
-        (outer / "universal").mkdir()
-        return Loaded(deepspeed_checkpoint.read(source, weights_only, outer / "universal"), fetched=outer)
-    except BaseException:
-        shutil.rmtree(outer, ignore_errors=True)
-        raise
+    return Loaded(deepspeed_checkpoint.read(source, weights_only))
 
 
 def _write(

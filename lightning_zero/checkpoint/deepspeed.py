@@ -8,16 +8,14 @@
             (zero_pp_rank_0_)mp_rank_00_model_states.pt        buffers, names, shapes, the caller's own entries
             (bf16_)zero_pp_rank_*_mp_rank_00_optim_states.pt   flat master weights and optimizer states, one per rank
 
-Weights come from DeepSpeed's ``zero_to_fp32``, Adam's states from its conversion to the universal form. The files are
-pickles that name DeepSpeed's classes, so they are read only if the user trusts their origin.
+Weights come from DeepSpeed's ``zero_to_fp32``. Optimizer states are not read: their layout is DeepSpeed's own. The
+files are pickles that name DeepSpeed's classes, so they are read only if the user trusts their origin.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
-import math
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -37,7 +35,6 @@ _OWN_KEYS = frozenset(
 """Keys that DeepSpeed itself puts into a model file; all other keys are the caller's."""
 _LIGHTNINGS_PREFIX = "_forward_module."
 """Prefix of every name if the strategy of Lightning 2.0 or older wrapped the module."""
-_STATES = ("exp_avg", "exp_avg_sq")
 
 
 def find(path: str) -> tuple[Path, str] | None:
@@ -55,14 +52,12 @@ def find(path: str) -> tuple[Path, str] | None:
     return None
 
 
-def read(path: str, weights_only: bool | None, scratch: Path) -> dict[str, Any]:
-    """Reads the checkpoint into Lightning's form: full fp32 weights and, for Adam and its variants, full optimizer
-    states.
+def read(path: str, weights_only: bool | None) -> dict[str, Any]:
+    """Reads the checkpoint into Lightning's form, with full fp32 weights and without optimizer states.
 
     Args:
         path: A path that :func:`find` recognizes.
         weights_only: Must be ``False``.
-        scratch: An empty folder for optimizer states. Keep it while they are used: they are memory-mapped from there.
 
     Raises:
         CheckpointError: If the checkpoint cannot be read; names the fault and the repair.
@@ -80,7 +75,7 @@ def read(path: str, weights_only: bool | None, scratch: Path) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         raise CheckpointError(f"{path} has DeepSpeed's own form: pip install deepspeed to read it.") from error
     try:
-        return _read(folder, tag, scratch)
+        return _read(folder, tag)
     except CheckpointError:
         raise
     except Exception as error:  # reading a damaged or incomplete folder may raise any exception
@@ -90,7 +85,7 @@ def read(path: str, weights_only: bool | None, scratch: Path) -> dict[str, Any]:
         ) from error
 
 
-def _read(folder: Path, tag: str, scratch: Path) -> dict[str, Any]:
+def _read(folder: Path, tag: str) -> dict[str, Any]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     model = _load(_model_file(folder / tag))
@@ -103,8 +98,6 @@ def _read(folder: Path, tag: str, scratch: Path) -> dict[str, Any]:
     content.setdefault("global_step", int(model.get("global_steps", 0)))
     content.setdefault("pytorch-lightning_version", metadata.version("lightning"))
     content.setdefault("lr_schedulers", [model["lr_scheduler"]] if model.get("lr_scheduler") else [])
-    if (state := _optimizer_state(folder / tag, model, weights, scratch)) is not None:
-        content["optimizer_states"] = [state]
     return content
 
 
@@ -139,77 +132,6 @@ def _load(path: Path) -> dict[str, Any]:
 def _renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     wrapped = all(name.startswith(_LIGHTNINGS_PREFIX) for name in state)
     return {name.removeprefix(_LIGHTNINGS_PREFIX) if wrapped else name: tensor for name, tensor in state.items()}
-
-
-# -- optimizer states ------------------------------------------------------------------------------------------------
-
-
-def _optimizer_state(
-    folder: Path, model: Mapping[str, Any], weights: Mapping[str, Tensor], scratch: Path
-) -> dict[str, Any] | None:
-    """Returns ``optimizer.state_dict()`` in the form of PyTorch's Adam; ``None`` for optimizers that DeepSpeed's
-    conversion does not support.
-
-    Parameters are numbered group by group, in the order in which DeepSpeed received them.
-    """
-    zero = _load(sorted(folder.glob("*_optim_states.pt"))[0])["optimizer_state_dict"]
-    base = zero.get("base_optimizer_state") or zero.get("optimizer_state_dict")
-    if not isinstance(base, Mapping) or not all(set(_STATES) <= set(one) for one in base.get("state", {}).values()):
-        return None
-    if not base["state"]:
-        return None
-    shapes, groups = model["param_shapes"], base["param_groups"]
-    names = [[name for flat in group["params"] for name in shapes[flat]] for group in groups]
-    if model.get("ds_config", {}).get("zero_optimization", {}).get("round_robin_gradients"):
-        if len(names) > 1:
-            return None  # the order was shuffled, and the files do not record how
-        order = {name: number for number, name in enumerate(weights)}
-        names = [sorted(names[0], key=order.__getitem__)]
-    steps = {name: _step(base, group, flat) for group in groups for flat in group["params"] for name in shapes[flat]}
-    _to_universal(folder, scratch)
-    state, made, number = {}, [], 0
-    for group, members in zip(groups, names, strict=True):
-        for name in members:
-            state[number] = {"step": torch.tensor(steps[name], device="cpu")}
-            for key in _STATES:
-                state[number][key] = _full(scratch / "zero" / name / f"{key}.pt", weights[name].shape)
-            number += 1
-        numbers = list(range(number - len(members), number))
-        made.append({**{key: value for key, value in group.items() if key != "params"}, "params": numbers})
-    return {"state": state, "param_groups": made}
-
-
-def _step(base: Mapping[str, Any], group: Mapping[str, Any], flat: int) -> float:
-    """Adam's step count, or the group's if the state lost it in a swap."""
-    step = base["state"][flat].get("step", group.get("step"))
-    if step is None or not math.isfinite(float(step)):
-        raise CheckpointError(
-            "the optimizer's step count is missing: use --format safetensors, which converts weights only."
-        )
-    return float(step)
-
-
-def _to_universal(folder: Path, scratch: Path) -> None:
-    from deepspeed.checkpoint import ds_to_universal
-
-    with _quiet():
-        ds_to_universal.main(
-            argparse.Namespace(
-                input_folder=str(folder),
-                output_folder=str(scratch),
-                num_extract_workers=1,
-                num_merge_workers=1,
-                keep_temp_folder=False,
-                strict=True,
-                inject_missing_state=True,
-            )
-        )
-
-
-def _full(path: Path, shape: torch.Size) -> Tensor:
-    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    tensor = content["param"] if isinstance(content, Mapping) else content
-    return tensor.view(shape)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from lightning_zero.checkpoint import file, layout
@@ -64,12 +65,14 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
                         file.remove_stale(Path(target).absolute().parent, f"*/{layout.DATA_PREFIX}")
             with agreement.raise_if_any_failed(), file.naming(path):
                 folder.mkdir(parents=True, exist_ok=True)
-            with agreement.raise_if_any_failed(), file.naming(path):
+            with agreement.raise_if_any_failed(), file.naming(str(folder)):  # names this host's free space
                 tensors, rest = split(checkpoint)
-                if agreement.rank:  # rank 0 alone writes plain tensors (buffers), as in one file: ranks hold the same
-                    tensors = {key: t for key, t in tensors.items() if isinstance(t, DTensor)}
-                write_tensors(tensors, folder, agreement)
+                own = {key: t for key, t in tensors.items() if _is_written_by(key, t, agreement.rank)}
+                written = pickle.dumps(write_tensors(own, folder, agreement.rank))
+            everyones = agreement.gather(written, "a checkpoint's index")
+            with agreement.raise_if_any_failed(), file.naming(path):
                 if agreement.rank == 0:
+                    write_index([pickle.loads(each) for each in everyones], folder)
                     file.write(rest, str(folder / layout.REST))
                 if not is_local:
                     for each in folder.iterdir():
@@ -116,39 +119,42 @@ def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]
     return tensors, layout.map_tensors(take, checkpoint)
 
 
-def write_tensors(tensors: dict[str, Tensor], folder: Path, agreement: Agreement) -> None:
-    """Writes ``tensors`` and their index with the planner and the writer of ``torch.distributed.checkpoint``, and
-    flushes them to the disk (collective).
+def _is_written_by(key: str, tensor: Tensor, rank: int) -> bool:
+    """Whether ``rank`` writes its part of ``tensor``. Rank 0 writes plain tensors, of which all ranks hold the same
+    values. Replicas of shards divide the tensors among them."""
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    coordinate, mesh = tensor.device_mesh.get_coordinate(), tensor.device_mesh
+    assert coordinate is not None
+    return all(
+        coordinate[axis] == zlib.crc32(key.encode()) % mesh.size(axis)
+        for axis, placement in enumerate(tensor.placements)
+        if placement.is_replicate()
+    )
 
-    The calls are those of the library's ``save``, in the same order. ``save`` itself is not used, because its
-    collectives connect rank 0 to every other rank for good. Here plans and results use the agreement's tree.
+
+def write_tensors(tensors: dict[str, Tensor], folder: Path, rank: int) -> tuple[SavePlan, list[WriteResult]]:
+    """Writes this rank's part of ``tensors`` with the planner and the writer of ``torch.distributed.checkpoint``, and
+    flushes it to the disk; returns what :func:`write_index` needs.
+
+    The library's ``save`` agrees on a global plan first, in which no part has two writers. That is known here.
     """
     # No copy ahead: the writer would use the current stream, which in a background thread is the first device's.
     writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
-    planner, is_first = _Materializing(), agreement.rank == 0
+    writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)  # file names begin with the rank
+    planner = _Materializing()
+    planner.set_up_planner(tensors, writer.storage_meta(), is_coordinator=rank == 0)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    return plan, writer.write_data(planner.finish_plan(plan), planner).wait()
 
-    def plan_of_rank() -> SavePlan:
-        planner.set_up_planner(tensors, writer.storage_meta(), is_first)
-        writer.set_up_storage_writer(is_first, rank=agreement.rank, use_collectives=True)
-        return writer.prepare_local_plan(planner.create_local_plan())
 
-    def plan_of_all(plans: list[SavePlan]) -> list[SavePlan]:
-        global_plan, _ = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(global_plan)
-
-    def write_data() -> Any:
-        with file.naming(str(folder)):  # here, because only this rank knows how much space its host has left
-            return writer.write_data(planner.finish_plan(plan), planner).wait()
-
-    def write_index(results: list[Any]) -> list[None]:
-        with file.naming(str(folder)):
-            writer.finish(planner.metadata, results)
-            with file.writing(str(folder / layout.INDEX)) as stream:
-                stream.write(json.dumps(_pieces(planner.metadata)).encode())
-        return [None] * len(results)
-
-    plan = agreement.decide(plan_of_rank, plan_of_all, "a checkpoint's plan")
-    agreement.decide(write_data, write_index, "a checkpoint's index")
+def write_index(everyones: Sequence[tuple[SavePlan, list[WriteResult]]], folder: Path) -> None:
+    """Writes both indices of the tensors in ``folder`` from all ranks' results of :func:`write_tensors`."""
+    plans, results = zip(*everyones, strict=True)
+    _, metadata = DefaultSavePlanner().create_global_plan(list(plans))
+    FileSystemWriter(folder, sync_files=True).finish(metadata, list(results))
+    with file.writing(str(folder / layout.INDEX)) as stream:
+        stream.write(json.dumps(_pieces(metadata)).encode())
 
 
 def _pieces(metadata: Metadata) -> dict[str, list[Piece]]:

@@ -109,11 +109,7 @@ def read_marker(text: str, where: str) -> tuple[str, int]:
             f"{where}/{MARKER} is damaged ({error!r}): the folder is not a checkpoint of lightning_zero, or the file"
             " was changed; use another checkpoint."
         ) from error
-    if number > FORMAT:
-        raise CheckpointError(
-            f"{where} has format {number}, this version reads up to {FORMAT}: upgrade lightning_zero."
-        )
-    if number < FORMAT:
+    if number != FORMAT:
         raise CheckpointError(
             f"{where} has format {number}, this version reads {FORMAT}: convert it into one file with the version that"
             " wrote it (lightning-zero convert)."

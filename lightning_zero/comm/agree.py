@@ -6,10 +6,10 @@ Every function is collective over ``group`` and does nothing if the group has on
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,6 @@ from lightning_zero.comm import direct, tree
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.errors import CheckpointError
 
-_Result = TypeVar("_Result")
 BUCKET_BYTES = 64 * 2**20
 """Tensors are coalesced up to this size, so that the copies take only a small part of the memory."""
 
@@ -106,8 +105,8 @@ class Channel:
 class Agreement:
     """Agreements of all ranks on a :class:`Channel`.
 
-    The constructor and every method are collective. With one rank :meth:`gather`, :meth:`raise_if_any_failed` and
-    :meth:`decide` return at once.
+    The constructor and every method are collective. With one rank :meth:`gather` and :meth:`raise_if_any_failed` return
+    at once.
 
     Args:
         timeout_seconds: How long a call waits for the other ranks before it raises.
@@ -164,7 +163,7 @@ class Agreement:
             content = pickle.dumps((call, failure, value))  # outside the try: an error here is the caller's
             try:
                 with self._calling(call):
-                    gathered = tree.gather(content, self.channel.group, self._tag(self._kind), self.timeout_seconds)
+                    gathered = tree.gather(content, self.channel.group, self._tag(self._kind))
             except RuntimeError as lost:
                 raise (error or lost) from lost
             everyones = [pickle.loads(each) for each in gathered]
@@ -187,39 +186,6 @@ class Agreement:
         except Exception as found:
             error = found
         self.gather(None, error=error)
-
-    def decide(self, make: Callable[[], Any], decide: Callable[[list[Any]], list[Any]], call: str) -> Any:
-        """Calls ``make`` on every rank and ``decide`` on rank 0, and returns this rank's part of the decision.
-
-        ``decide`` gets the results of ``make`` by rank and returns one part for each rank, all picklable. Only rank 0
-        holds the complete lists.
-
-        Raises:
-            Exception: On every rank, as :meth:`gather`, if ``make`` or ``decide`` raised on any.
-        """
-        errors: list[Exception] = []
-
-        def tried(function: Callable[[], _Result], otherwise: _Result) -> _Result:
-            try:
-                return function()
-            except Exception as error:  # raised below on all ranks: until then they wait for this rank's messages
-                errors.append(error)
-                return otherwise
-
-        def decided(values: list[bytes]) -> list[bytes]:
-            nothing = [b""] * len(values)
-            if not all(values):
-                return nothing
-            return tried(lambda: [pickle.dumps(part) for part in decide([pickle.loads(v) for v in values])], nothing)
-
-        value = tried(lambda: pickle.dumps(make()), b"")
-        if self.channel is None:
-            (part,) = decided([value])
-        else:
-            with self._calling(call):
-                part = tree.deal(value, decided, self.channel.group, self._tag(self._kind), self.timeout_seconds)
-        self.gather(None, call, errors[0] if errors else None)
-        return pickle.loads(part)
 
     def all_reduce(self, message: Tensor, op: Any, kind: int, peer_memory: PeerMemory | None = None) -> dist.Work:
         """Reduces ``message`` (a few numbers in host memory) over the ranks in place; ``op`` is a sum or a maximum.

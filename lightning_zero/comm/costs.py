@@ -1,19 +1,6 @@
-"""Bytes of messages per rank: formulas shared by the direct exchange, the meter and the plan."""
+"""Bytes of collectives per rank: a formula shared by the direct exchange, the meter and the plan."""
 
 from __future__ import annotations
-
-ORDER_BYTES = 16
-"""Message that announces a unit at stage 3 between CPU processes: four integers."""
-CHANGED_BYTES = 4
-"""Agreement on whether any rank has written to its shards since the last gather: one integer."""
-FEW_RANKS = 2
-"""Up to this many ranks, each rank of an agreement sends its message to every other rank: half a round trip. More
-ranks use a tree, which takes half as long with 4 ranks (``benchmarks/agreements.py``)."""
-
-
-def agreement_bytes(nbytes: float, world_size: int) -> float:
-    """Size of an all-reduce that causes the same traffic as an agreement on ``nbytes``."""
-    return nbytes * world_size / 2 if world_size <= FEW_RANKS else nbytes
 
 
 def wire_bytes(collective: str, nbytes: float, world_size: int) -> float:

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_zero.comm import direct
-from lightning_zero.comm.costs import agreement_bytes, wire_bytes
+from lightning_zero.comm.costs import wire_bytes
 from lightning_zero.errors import MovedError
 from lightning_zero.private.torch import TESTED
 from lightning_zero.private.torch import functional_collectives as functional
@@ -39,10 +39,6 @@ def _nbytes(tensors: Any) -> float:
 
 def _of(argument: str, per_rank: bool = False) -> Size:
     return lambda call, n: _nbytes(call.get(argument)) * (n if per_rank else 1)
-
-
-def _agreement(call: dict[str, Any], n: int) -> float:
-    return agreement_bytes(_nbytes(call["message"]), n)
 
 
 _EAGER: dict[str, tuple[str, tuple[str, ...], Size]] = {
@@ -75,7 +71,7 @@ _DIRECT: dict[str, tuple[str, tuple[str, ...], Size]] = {
     "all_gather": ("all_gather", ("output", "shard", "group"), _of("output")),
     "all_gather_each": ("all_gather", ("outputs", "shards", "group"), _of("outputs")),
     "reduce_scatter": ("reduce_scatter", ("output", "full", "group"), _of("full")),
-    "all_reduce": ("all_reduce", ("message", "op", "group"), _agreement),
+    "all_reduce": ("all_reduce", ("message", "op", "group"), _of("message")),
 }
 """Our own exchanges between CPU processes."""
 _ALIASES = {"output_tensor": "output", "input_tensor": "input"}

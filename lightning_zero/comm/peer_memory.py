@@ -1,4 +1,4 @@
-"""Lets the ranks of one host read each other's memory: one copy, where a socket needs several.
+"""Lets ranks that share a host read each other's memory: one copy, where a socket needs several.
 
 Linux lets a process read the memory of another process that it may trace (``process_vm_readv(2)``). MPI libraries
 exchange data within a host in this way. Messages of a few bytes on local sockets carry the addresses and confirm the
@@ -6,14 +6,14 @@ reads.
 
 [Plan of one exchange]
 
-    offer           each rank sends its peers the addresses of its tensors, or small tensors themselves
+    offer           each rank sends its peers the addresses of its tensors
     read            each peer copies the bytes it needs out of the owner's memory, and confirms
     await_readers   the owner holds the tensors, and nobody writes to them, until all peers have confirmed
 
-When the ranks of a host connect, each tries to read all others. If one of them cannot (it is not on Linux, or a
-container or a kernel setting forbids it), no rank of that host does, and the caller uses sockets for everything.
+When the ranks of a group connect, each tries to read all others. If one of them cannot (it is on another host, not on
+Linux, or a container or a kernel setting forbids it), no rank does, and the caller uses gloo for everything.
 
-*Peers* are the other ranks of the group on the same host.
+*Peers* are the other ranks of the group.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import pickle
 import socket
 import struct
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,10 @@ from torch import Tensor
 
 from lightning_zero.comm import tree
 
-SMALL_BYTES = 2048
-"""If all tensors of an offer together are no larger than this, the message itself carries them, and nobody confirms; a
-socket's buffer holds many such messages."""
-_HEADER = struct.Struct("=qQQ")
-"""Kind of the exchange (negated in a confirmation), its number, and the address of the table of addresses."""
+_CONTENT_BYTES = 2048
+"""Limit of a message's content; a socket's buffer holds many such messages."""
+_HEADER = struct.Struct("=qQ")
+"""Kind of the exchange (negated in a confirmation) and its number; 0 outside exchanges. The content follows."""
 _ADDRESS = struct.Struct("=Q")
 _CALL_BYTES, _CALL_PIECES = 2**30, 1024
 """Limits of one call; the kernel's own are 0x7ffff000 bytes and IOV_MAX pieces."""
@@ -53,8 +52,7 @@ class Offer:
     """This rank's tensors in one exchange, which its peers read.
 
     Attributes:
-        table: The addresses of the tensors; empty if the message carried the tensors.
-        before: Bytes of a peer's tensor before the part that its message carries.
+        table: The addresses of the tensors.
         readers: Peers that have not yet confirmed that they have read these tensors.
         sources: Peers whose tensors this rank has not finished reading.
     """
@@ -63,23 +61,20 @@ class Offer:
     number: int
     tensors: Sequence[Tensor]
     table: Any
-    before: int
     readers: set[int]
     sources: set[int]
 
 
 @dataclass
 class Source:
-    """The tensors that ``rank`` offers: addresses in its memory, or in ``content`` if the message carried them."""
+    """The tensors that ``rank`` offers: addresses in its memory."""
 
     rank: int
-    pid: int
     addresses: list[int]
-    content: bytes
 
 
 class PeerMemory:
-    """Connections to the other ranks of ``group`` on this host, if all of them may read each other's memory.
+    """Connections to the other ranks of ``group``, if all are on this host and may read each other's memory.
 
     The constructor is collective. Exchanges of one kind must begin in the same order on all ranks, with the same number
     of tensors of the same sizes (contiguous, on the CPU). Exchanges of different kinds may interleave.
@@ -99,22 +94,14 @@ class PeerMemory:
         self._links = _links_of_host(group, timeout_seconds)
         self._numbers: dict[int, int] = {}
         self._offers: dict[tuple[int, int], Offer] = {}  # kind, number -> tensors that are still held
-        self._arrived: dict[tuple[int, int, int], tuple[int, bytes]] = {}  # rank, kind, number -> table, content
-        self._num_sent: dict[tuple[int, int], int] = {}  # rank, kind -> messages so far
-        self._num_received: dict[tuple[int, int], int] = {}
+        self._arrived = defaultdict[tuple[int, int, int], deque[bytes]](deque)  # rank, kind, number -> contents
 
     @property
     def ranks(self) -> Collection[int]:
         return self._links.keys()
 
-    def offer(self, kind: int, tensors: Sequence[Tensor], parts: Sequence[Tensor] = ()) -> Offer:
-        """Begins an exchange; do not write to ``tensors`` before :meth:`await_readers`.
-
-        Args:
-            kind: Kind of the exchange, a positive number.
-            tensors: The tensors that peers read.
-            parts: If each rank reads only its own part of a single tensor: the parts, by rank of the group, of equal
-                size. If a part fits into a message, a peer gets that part alone.
+    def offer(self, kind: int, tensors: Sequence[Tensor]) -> Offer:
+        """Begins an exchange of ``kind``, a positive number; do not write to ``tensors`` before :meth:`await_readers`.
 
         Raises:
             RuntimeError: As all methods: if a peer has ended, or does not answer within ``timeout_seconds``.
@@ -122,71 +109,42 @@ class PeerMemory:
         self._bound_held(kind)
         # Each rank counts for itself, so no rank may skip an exchange: it would read the wrong tensors from then on.
         number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
-        own = parts[self._group.rank() :][:1] or tensors
-        is_small = sum(t.nbytes for t in own) <= SMALL_BYTES
-        before = own[0].data_ptr() - tensors[0].data_ptr() if is_small and parts else 0
-        content = b"".join(map(_content, tensors)) if is_small and not parts else b""
-        addresses = [] if is_small else [t.data_ptr() for t in tensors]
-        table = (ctypes.c_size_t * len(addresses))(*addresses)
-        offer = Offer(kind, number, tensors, table, before, set(self._links), set(self._links))
-        if table:  # before any message: this entry keeps table and tensors alive, and a message lets peers read them
-            self._offers[kind, number] = offer
-        message = _HEADER.pack(kind, number, ctypes.addressof(table)) + content
+        table = (ctypes.c_size_t * len(tensors))(*(t.data_ptr() for t in tensors))
+        offer = Offer(kind, number, tensors, table, set(self._links), set(self._links))
+        self._offers[kind, number] = offer  # before any message: keeps table and tensors alive while peers read them
         for rank in self._links:
-            self._send_message(rank, message + _content(parts[rank]) if is_small and parts else message)
+            self._send_message(rank, kind, number, _ADDRESS.pack(ctypes.addressof(table)))
         return offer
 
     def source(self, offer: Offer, rank: int) -> Source:
         """Waits for the offer of ``rank`` in the same exchange."""
-        key = rank, offer.kind, offer.number
-        while key not in self._arrived:
-            self._recv_message(rank)
-        address, content = self._arrived.pop(key)
-        if not offer.table:
-            start = (ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0) - offer.before
-            ends = accumulate((t.nbytes for t in offer.tensors), initial=start)
-            return Source(rank, os.getpid(), list(ends)[:-1], content)
-        pid, table = self._links[rank].pid, type(offer.table)()
-        self._copy(rank, pid, [(ctypes.addressof(table), address, ctypes.sizeof(table))])
-        return Source(rank, pid, list(table), content)
+        (address,) = _ADDRESS.unpack(self._take(rank, offer.kind, offer.number))
+        table = type(offer.table)()
+        self._copy(rank, [(ctypes.addressof(table), address, ctypes.sizeof(table))])
+        return Source(rank, list(table))
 
     def read(self, source: Source, into: Sequence[Tensor], start_bytes: int = 0) -> None:
         """Fills each tensor of ``into`` from ``start_bytes`` on of the tensor of ``source`` at the same index."""
         pairs = zip(into, source.addresses, strict=True)
-        self._copy(source.rank, source.pid, ((t.data_ptr(), at + start_bytes, t.nbytes) for t, at in pairs))
+        self._copy(source.rank, ((t.data_ptr(), at + start_bytes, t.nbytes) for t, at in pairs))
 
     def done(self, offer: Offer, source: Source) -> None:
         """Confirms to the owner of ``source`` that this rank has read it."""
         offer.sources.remove(source.rank)
-        if offer.table:  # only after the last read: the owner writes to its tensors once all have confirmed
-            self._send_message(source.rank, _HEADER.pack(-offer.kind, offer.number, 0))
+        # Only after the last read: the owner writes to its tensors once all have confirmed.
+        self._send_message(source.rank, -offer.kind, offer.number)
 
     def send(self, rank: int, kind: int, content: bytes) -> None:
         """Sends ``content``, a few numbers, to one peer. ``kind`` must not be the kind of an exchange."""
-        for piece in _pieces(content):
-            number = self._num_sent[rank, kind] = self._num_sent.get((rank, kind), 0) + 1
-            self._send_message(rank, _HEADER.pack(kind, number, 0) + piece)
+        for start in range(0, len(content), _CONTENT_BYTES):
+            self._send_message(rank, kind, 0, content[start : start + _CONTENT_BYTES])
 
     def recv(self, rank: int, kind: int, nbytes: int) -> bytes:
         """Waits for the next ``nbytes`` that ``rank`` sends to this rank by :meth:`send` with this ``kind``."""
         content = b""
         while len(content) < nbytes:
-            number = self._num_received[rank, kind] = self._num_received.get((rank, kind), 0) + 1
-            while (rank, kind, number) not in self._arrived:
-                self._recv_message(rank)
-            content += self._arrived.pop((rank, kind, number))[1]
+            content += self._take(rank, kind, 0)
         return content
-
-    def send_tensor(self, rank: int, kind: int, tensor: Tensor) -> None:
-        """Waits until one peer has read ``tensor`` (contiguous, on the CPU); ``kind`` as in :meth:`send`."""
-        self.send(rank, kind, _ADDRESS.pack(tensor.data_ptr()))
-        self.recv(rank, kind, 1)
-
-    def recv_tensor(self, rank: int, kind: int, into: Tensor) -> None:
-        """Fills ``into`` from the tensor, of the same size, that one peer passes to :meth:`send_tensor`."""
-        (address,) = _ADDRESS.unpack(self.recv(rank, kind, _ADDRESS.size))
-        self._copy(rank, self._links[rank].pid, [(into.data_ptr(), address, into.nbytes)])
-        self.send(rank, kind, b"!")
 
     def release_read(self) -> None:
         """Releases the tensors that all peers have read, without waiting."""
@@ -220,16 +178,25 @@ class PeerMemory:
         while offer.readers:  # keeps other messages that arrive meanwhile, because kinds interleave
             self._recv_message(next(iter(offer.readers)))
 
-    def _send_message(self, rank: int, message: bytes) -> None:
+    def _take(self, rank: int, kind: int, number: int) -> bytes:
+        """Waits for the next content from ``rank`` with this ``kind`` and ``number``."""
+        while not (contents := self._arrived[rank, kind, number]):
+            self._recv_message(rank)
+        content = contents.popleft()
+        if not contents:
+            del self._arrived[rank, kind, number]
+        return content
+
+    def _send_message(self, rank: int, kind: int, number: int, content: bytes = b"") -> None:
         try:
-            self._links[rank].socket.send(message)
+            self._links[rank].socket.send(_HEADER.pack(kind, number) + content)
         except OSError as error:
             raise self._lost(rank, error) from error
 
     def _recv_message(self, rank: int, flags: int = 0) -> bool:
         """Receives one message; returns ``False`` if there is none and ``flags`` forbid waiting."""
         try:
-            message = self._links[rank].socket.recv(_HEADER.size + SMALL_BYTES, flags)
+            message = self._links[rank].socket.recv(_HEADER.size + _CONTENT_BYTES, flags)
         except OSError as error:
             if flags and isinstance(error, BlockingIOError):
                 return False
@@ -238,9 +205,9 @@ class PeerMemory:
             return False
         if not message:
             raise self._lost(rank, "it closed its connection")
-        kind, number, table = _HEADER.unpack_from(message)
+        kind, number = _HEADER.unpack_from(message)
         if kind > 0:
-            self._arrived[rank, kind, number] = table, message[_HEADER.size :]
+            self._arrived[rank, kind, number].append(message[_HEADER.size :])
             return True
         offer = self._offers[-kind, number]
         offer.readers.remove(rank)
@@ -248,9 +215,9 @@ class PeerMemory:
             del self._offers[-kind, number]
         return True
 
-    def _copy(self, rank: int, pid: int, pieces: Iterable[tuple[int, int, int]]) -> None:
+    def _copy(self, rank: int, pieces: Iterable[tuple[int, int, int]]) -> None:
         for batch in _batches(pieces):
-            if _read_memory(pid, batch) != sum(size for _, _, size in batch):
+            if _read_memory(self._links[rank].pid, batch) != sum(size for _, _, size in batch):
                 raise self._lost(rank, os.strerror(ctypes.get_errno()))
 
     def _lost(self, rank: int, reason: object) -> RuntimeError:
@@ -262,14 +229,6 @@ class PeerMemory:
                 " gradient penalty or frozen layers on some ranks), or a call under `if rank == 0`."
             )
         return RuntimeError(f"{who} has ended ({reason}): see its last output.")
-
-
-def _content(tensor: Tensor) -> bytes:
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-
-
-def _pieces(content: bytes) -> list[bytes]:
-    return [content[start : start + SMALL_BYTES] for start in range(0, len(content), SMALL_BYTES)]
 
 
 def _batches(pieces: Iterable[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
@@ -326,7 +285,7 @@ class _Card:
 
 
 def _links_of_host(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int, _Link]:
-    """Connects the ranks of a host; returns the link to each peer, by rank.
+    """Connects all ranks; returns the link to each peer, by rank, or nothing if not all may read each other.
 
     All ranks must make the same collective calls here, even if something fails on one of them.
     """
@@ -339,12 +298,11 @@ def _links_of_host(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int
         listener.listen(group.size())
         name, address = listener.getsockname(), ctypes.addressof(sample)
         card = _Card(_host(), os.getpid(), os.getppid(), name, sample.raw, address)
-        cards = _gather(card, group, timeout_seconds)
-        near = {other: card for other, card in enumerate(cards) if card.host == cards[rank].host}
+        cards = _gather(card, group)
         links: dict[int, _Link] = {}
-        works = _connect(links, rank, near, listener)
-    everyones = _gather(works, group, timeout_seconds)  # keep the sample alive until here: all ranks have read it now
-    if not all(everyones[other] for other in near):
+        works = len({card.host for card in cards}) == 1 and _connect(links, rank, cards, listener)
+    everyones = _gather(works, group)  # keep the sample alive until here: all ranks have read it now
+    if not all(everyones):
         for link in links.values():
             link.socket.close()
         return {}
@@ -356,8 +314,8 @@ def _links_of_host(group: dist.ProcessGroup, timeout_seconds: float) -> dict[int
     return {other: links[other] for other in sorted(links, key=lambda other: (rank - other) % group.size())}
 
 
-def _gather(mine: Any, group: dist.ProcessGroup, timeout_seconds: float) -> list[Any]:
-    return [pickle.loads(each) for each in tree.gather(pickle.dumps(mine), group, tree.FIRST_TAG, timeout_seconds)]
+def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    return [pickle.loads(each) for each in tree.gather(pickle.dumps(mine), group, tree.FIRST_TAG)]
 
 
 def _host() -> str:
@@ -369,18 +327,17 @@ def _host() -> str:
         return os.urandom(16).hex()  # equals no other rank's
 
 
-def _connect(links: dict[int, _Link], rank: int, near: Mapping[int, _Card], listener: socket.socket) -> bool:
-    """Connects every two ranks in ``near``; returns whether this rank may read all others."""
-    ranks = {card.pid: other for other, card in near.items()}
+def _connect(links: dict[int, _Link], rank: int, cards: Sequence[_Card], listener: socket.socket) -> bool:
+    """Connects every two ranks; returns whether this rank may read all others."""
+    ranks = {card.pid: other for other, card in enumerate(cards)}
     try:
-        _allow_reads(near.values())
-        for other, card in near.items():
-            if other < rank:  # the higher rank connects and the lower one accepts: one link per pair
-                made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                links[other] = _Link(card.pid, made)
-                made.settimeout(_CONNECT_SECONDS)
-                made.connect(card.name)
-        while len(links) < len(near) - 1:
+        _allow_reads(cards)
+        for other, card in enumerate(cards[:rank]):  # the higher rank connects, the lower one accepts: a link per pair
+            made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            links[other] = _Link(card.pid, made)
+            made.settimeout(_CONNECT_SECONDS)
+            made.connect(card.name)
+        while len(links) < len(cards) - 1:
             made, _ = listener.accept()
             made.settimeout(_CONNECT_SECONDS)
             pid, _, _ = struct.unpack("3i", made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -392,7 +349,7 @@ def _connect(links: dict[int, _Link], rank: int, near: Mapping[int, _Card], list
             link.socket.send(b"!")
         for link in links.values():
             link.socket.recv(1)  # the peer has called prctl, so reads are allowed from here on
-        return all(_can_read(near[other]) for other in links)
+        return all(_can_read(cards[other]) for other in links)
     except OSError:
         return False
 

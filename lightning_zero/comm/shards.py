@@ -28,26 +28,18 @@ def gathered(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     axis = _sharded_axis(tensor)
-    if tensor.device_mesh.device_type == "cpu" and axis is not None:
-        return _gathered_between_hosts(tensor, axis)
-    return on_mesh(tensor).full_tensor()
-
-
-def _gathered_between_hosts(tensor: DTensor, axis: int) -> Tensor:
-    """Does what ``full_tensor`` does, by direct exchange.
-
-    Do not call ``DTensor.full_tensor`` with gloo: it runs as ALLGATHER_COALESCED, and both threads of a gloo group
-    write the name of their last operation to one string without a lock (``ProcessGroupGloo::runLoop``, torch 2.13).
-    Names of up to 15 letters fit into the string itself; longer ones are sometimes freed twice, which crashes the
-    process.
-    """
+    if axis is None:
+        return tensor.full_tensor()
+    # Not full_tensor with gloo: it runs as ALLGATHER_COALESCED, and both threads of a gloo group write the name of
+    # their last operation to one string without a lock (``ProcessGroupGloo::runLoop``, torch 2.13). Names of up to 15
+    # letters fit into the string itself; longer ones are sometimes freed twice, which crashes the process.
     mesh, shard = tensor.device_mesh, local(tensor)
     each = -(-tensor.shape[0] // mesh.size(axis))
-    parts = shard.new_empty(mesh.size(axis) * each, *tensor.shape[1:])
-    mine = parts[mesh.get_local_rank(axis) * each :][:each]
+    full = shard.new_empty(mesh.size(axis) * each, *tensor.shape[1:], device=mesh_device(tensor))
+    mine = full[mesh.get_local_rank(axis) * each :][:each]
     mine[: shard.shape[0]] = shard
-    direct.all_gather(_bytes_of(parts), _bytes_of(mine), mesh.get_group(axis)).wait()
-    return parts if parts.shape == tensor.shape else parts[: tensor.shape[0]].clone()
+    direct.all_gather(_bytes_of(full), _bytes_of(mine), mesh.get_group(axis)).wait()
+    return full if full.shape == tensor.shape else full[: tensor.shape[0]].clone()
 
 
 PACKED_BYTES = 1 << 20
@@ -100,11 +92,7 @@ def _gathered_together(tensors: Sequence[DTensor], axis: int) -> dict[int, Tenso
         start = end - -(-size // _ALIGNMENT) * _ALIGNMENT
         shard = local(t)
         mine[start : start + size].view(t.dtype).view(n, *t.shape[1:])[: shard.shape[0]] = shard
-    group = mesh.get_group(axis)
-    if device.type == "cpu":
-        direct.all_gather(packed.view(-1), mine, group).wait()
-    else:
-        dist.all_gather_into_tensor(packed.view(-1), mine, group=group)
+    direct.all_gather(packed.view(-1), mine, mesh.get_group(axis)).wait()
     done = {}
     for t, n, size, end in zip(tensors, rows, nbytes, ends, strict=True):
         start = end - -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -119,16 +107,6 @@ def _sharded_axis(tensor: DTensor) -> int | None:
     every tensor of an engine is."""
     axes = [i for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return axes[0] if len(axes) == 1 and tensor.placements[axes[0]].is_shard(0) else None
-
-
-def on_mesh(tensor: DTensor) -> DTensor:
-    """Returns ``tensor`` with its shard on the mesh's device, where collectives run; copies a shard in host memory."""
-    if not is_off_mesh(tensor):
-        return tensor
-    part = local(tensor).to(mesh_device(tensor), copy=True)
-    return DTensor.from_local(
-        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
 
 
 def is_off_mesh(tensor: Tensor) -> bool:
@@ -162,28 +140,16 @@ Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 
 @torch.no_grad()
 def gathered_on_rank_0(tensor: Tensor, empty: Empty) -> Tensor | None:
-    """Gathers a ``DTensor`` on rank 0 in memory from ``empty``; returns ``None`` on the other ranks (collective).
+    """Gathers a ``DTensor`` and copies it into memory from ``empty`` on rank 0; returns ``None`` on the other ranks
+    (collective).
 
-    On an accelerator all ranks gather through the communicator that they have, because NCCL opens another one for each
-    pair of ranks that send and receive. Between CPU processes rank 0 receives rows directly into the result, because
-    gloo's all-gather needs twice the memory of the result on every rank.
+    All ranks gather, through the communicator that they have. NCCL would open another one for each pair of ranks that
+    send and receive.
     """
-    if not isinstance(tensor, DTensor):
-        return tensor.detach() if dist.get_rank() == 0 else None
-    mesh, shard = tensor.device_mesh, local(tensor)
-    if mesh.device_type != "cpu":
-        on_device = gathered(tensor)
-        return None if dist.get_rank() else empty(tensor.shape, tensor.dtype).copy_(on_device)
-    axis, coordinate = _sharded_axis(tensor), mesh.get_coordinate()
-    assert axis is not None
-    assert coordinate is not None
-    if any(at for i, at in enumerate(coordinate) if i != axis):
-        return None  # only the first replica sends its shards
-    each = -(-tensor.shape[0] // mesh.size(axis))
-    full = None if coordinate[axis] else empty(tensor.shape, tensor.dtype)
-    parts = [] if full is None or not each else [_bytes_of(part) for part in full.split(each)]
-    direct.collect(_bytes_of(shard.contiguous()), mesh.get_group(axis), parts)
-    return full
+    full = gathered(tensor)
+    if dist.get_rank():
+        return None
+    return empty(tensor.shape, tensor.dtype).copy_(full) if isinstance(tensor, DTensor) else full
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

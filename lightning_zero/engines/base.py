@@ -250,7 +250,7 @@ class Engine(ABC):
         gathered one at a time.
 
         With ``on_rank_0`` (an agreement of all ranks and the memory to collect in) only rank 0 gets values. The other
-        ranks send their shards and get meta tensors.
+        ranks get meta tensors.
 
         Raises:
             CheckpointError: On all ranks, before anything is sent, if rank 0 has not enough memory.

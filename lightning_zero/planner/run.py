@@ -84,7 +84,7 @@ def plan(
             world_size=world_size,
             micro_batches=micro_batches,
             keep_gathered=keep_gathered,
-            in_place=on_cpu and config.transport != "torch",
+            in_place=on_cpu and config.transport != "torch" and shards <= on_host,
             automatic=module.automatic_optimization,
             host_is_device=on_cpu,
         )

@@ -35,14 +35,14 @@ def test_the_tree_has_each_rank_once_and_few_edges_and_levels(size):
     bits = (size - 1).bit_length()
     assert max(map(len, below.values())) == len(below[0]) == bits
     assert all(rank.bit_count() <= bits for rank in below)  # levels above a rank
-    for rank, each in below.items():  # a subtree is a block, which `gather` relies on
+    for rank, each in below.items():  # a subtree is a block, so few edges leave a host
         assert each == [rank + 2**i for i in range(len(each))]
 
 
 def _everyones() -> None:
     dist.init_process_group("gloo")
     agreement, rank, n = shared_agreement(60), dist.get_rank(), dist.get_world_size()
-    for size in (0, 1, 900, 1016, 1017, 100_000):  # around what fits into the first message
+    for size in (0, 1, 100_000):
         assert agreement.gather(bytes([rank]) * size * (rank + 1)) == [bytes([r]) * size * (r + 1) for r in range(n)]
     with pytest.raises(RuntimeError, match="rank 0: a; rank 1: b"):
         agreement.gather(None, "ab"[rank % 2])

@@ -1,4 +1,4 @@
-"""``convert`` reads what raw DeepSpeed has saved: weights, Adam's states and step count, at every stage."""
+"""``convert`` reads what raw DeepSpeed has saved: the weights, at every stage."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _train_and_save(stage: int, folder: str) -> Any:
     return weights, net.norm.running_mean.clone()
 
 
-def _reference() -> tuple[Net, torch.optim.AdamW]:
+def _reference() -> Net:
     """The same training in one process: gradients are the mean of both ranks'."""
     torch.manual_seed(1)
     net = Net()
@@ -83,12 +83,12 @@ def _reference() -> tuple[Net, torch.optim.AdamW]:
         for rank in (0, 1):
             (net(batches[rank][step]) / 2).backward()
         optimizer.step()
-    return net, optimizer
+    return net
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_weights_and_states_are_those_of_the_run(ranks2: Any, tmp_path: Path, stage: int) -> None:
-    want, want_optimizer = _reference()
+def test_weights_are_those_of_the_run(ranks2: Any, tmp_path: Path, stage: int) -> None:
+    want = _reference()
     weights, mean = ranks2(_train_and_save, stage, str(tmp_path / "theirs"))[0]
     for source in (tmp_path / "theirs", tmp_path / "theirs" / f"global_step{STEPS}"):
         target = tmp_path / "ours.ckpt"
@@ -96,23 +96,15 @@ def test_weights_and_states_are_those_of_the_run(ranks2: Any, tmp_path: Path, st
         content = torch.load(target, weights_only=True)
         target.unlink()
         assert (content["mine"], content["global_step"]) == ("kept", STEPS)
+        assert "optimizer_states" not in content
         assert set(content["state_dict"]) == set(Net().state_dict())
         for name, value in weights.items():
             assert torch.equal(content["state_dict"][name], value), name
         assert torch.equal(content["state_dict"]["norm.running_mean"], mean)
         net = Net()
         net.load_state_dict(content["state_dict"])
-        optimizer = torch.optim.AdamW(net.groups())
-        optimizer.load_state_dict(content["optimizer_states"][0])
-        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-        for (name, p), q in zip(net.named_parameters(), want.parameters(), strict=True):
+        for p, q in zip(net.parameters(), want.parameters(), strict=True):
             torch.testing.assert_close(p, q)
-            if p.requires_grad:
-                state, wanted = optimizer.state[p], want_optimizer.state[q]
-                assert float(state["step"]) == STEPS
-                for key in ("exp_avg", "exp_avg_sq"):  # gradients are summed in another order
-                    torch.testing.assert_close(state[key], wanted[key], rtol=1e-4, atol=1e-6, msg=name)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["theirs"]  # no scratch is left
     sharded = tmp_path / "sharded"
     assert convert(str(tmp_path / "theirs"), str(sharded), "sharded", weights_only=False) == "sharded"
     loaded = lightning_zero.load_checkpoint(str(sharded))

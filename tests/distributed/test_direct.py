@@ -19,15 +19,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightning_zero.comm import direct, peer_memory, shards
 from lightning_zero.comm.peer_memory import PeerMemory
 from tests.helpers import ranks as helper
-from tests.helpers.peer_memory import NEIGHBOURS, on_hosts_of
+from tests.helpers.peer_memory import NEIGHBOURS
 from tests.helpers.ranks import RankError, job_store
 
-CARRIERS = [
-    pytest.param(4, 0, id="4 by sockets"),
-    pytest.param(3, 2, id="3 by both", marks=NEIGHBOURS),
-    pytest.param(3, 4, id="3 neighbours", marks=NEIGHBOURS),
-]
-"""So many ranks, so many of them to a host, as they see it."""
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -35,26 +29,20 @@ def _values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def _met(ranks_per_host: int) -> PeerMemory:
-    """Of all ranks; so many to a host, as far as there are."""
+def _met() -> PeerMemory:
+    """Of all ranks."""
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
-    with on_hosts_of(ranks_per_host):
-        near = PeerMemory(dist.group.WORLD, 60)
-    rank, n = dist.get_rank(), dist.get_world_size()
-    assert sorted(near.ranks) == [
-        r for r in range(n) if r != rank and ranks_per_host and r // ranks_per_host == rank // ranks_per_host
-    ]
+    near = PeerMemory(dist.group.WORLD, 60)
+    assert near.ranks
     direct.connect(dist.group.WORLD, near)
     return near
 
 
-def _exchanges(ranks_per_host: int) -> None:
-    near = _met(ranks_per_host)
+def _exchanges() -> None:
+    near = _met()
     with (
-        mock.patch.object(direct, "PIECE_BYTES", 4096),
-        mock.patch.object(direct, "NEAR_PIECE_BYTES", 2048),
-        mock.patch.object(direct, "SMALL_BYTES", 20_000),
+        mock.patch.object(direct, "PIECE_BYTES", 2048),
         mock.patch.object(peer_memory, "_CALL_BYTES", 10_000),
         mock.patch.object(peer_memory, "_CALL_PIECES", 2),
     ):
@@ -64,8 +52,8 @@ def _exchanges(ranks_per_host: int) -> None:
     near.close()
 
 
-def _late_exchange(late: int, ranks_per_host: int) -> None:
-    near = _met(ranks_per_host)
+def _late_exchange(late: int) -> None:
+    near = _met()
     with mock.patch.object(direct, "PIECE_BYTES", 4096):
         _exchange(100_000, torch.float32, near, late)
     near.close()
@@ -75,7 +63,7 @@ def _exchange(numel: int, dtype: torch.dtype, near: PeerMemory, late: int | None
     """Gathers and reductions that lie over each other in time, in either order."""
     rank, n, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     pool = direct.Pool()
-    reduce = direct.ReduceScatter(pool, n, near)
+    reduce = direct.ReduceScatter(pool, near)
     assert group is not None
     for turn, may_wait in enumerate((False, True, True)):  # the second and third time in memory that has been used
         reduce.may_wait = may_wait
@@ -83,7 +71,7 @@ def _exchange(numel: int, dtype: torch.dtype, near: PeerMemory, late: int | None
             job_store().wait([f"{turn} {other}" for other in range(n) if other != late])
         shards = [_values(10 * i + rank, i * numel, dtype) for i in range(4)]  # an empty one, small and large ones
         outputs = [torch.empty(n * shard.numel(), dtype=dtype) for shard in shards]
-        gathering = direct.all_gather_each([output.chunk(n) for output in outputs], shards, group, pool, near)
+        gathering = direct.all_gather_each([output.chunk(n) for output in outputs], shards, group, near)
         if late not in (None, rank):
             job_store().add(f"{turn} {rank}", 1)
 
@@ -95,12 +83,6 @@ def _exchange(numel: int, dtype: torch.dtype, near: PeerMemory, late: int | None
         one[rank * numel : (rank + 1) * numel] = _values(rank, numel, dtype)
         direct.all_gather(one, one.chunk(n)[rank] if numel else one, group).wait()
         one, written = one.clone(), one.fill_(-1)  # no late rank reads it any more
-        uneven = [max(numel - r, 0) for r in range(n)]
-        mine, everyones = _values(rank, uneven[rank], dtype), [torch.empty(each, dtype=dtype) for each in uneven]
-        direct.collect(mine, group, [] if rank else everyones)
-        mine.fill_(-1)
-        for r, found in enumerate([] if rank else everyones):
-            assert torch.equal(found, _values(r, uneven[r], dtype))
         gathering.wait()
         near.await_readers()
         for shard in shards:
@@ -117,26 +99,42 @@ def _exchange(numel: int, dtype: torch.dtype, near: PeerMemory, late: int | None
         del one, written, sent
 
 
-@pytest.mark.parametrize(("world_size", "ranks_per_host"), CARRIERS)
-def test_exchanges_equal_their_definition(ranks, world_size, ranks_per_host):
-    ranks(_exchanges, ranks_per_host, world_size=world_size)
+@NEIGHBOURS
+def test_exchanges_equal_their_definition(ranks3):
+    ranks3(_exchanges)
 
 
 @NEIGHBOURS
 def test_a_rank_may_come_late(ranks3):
-    ranks3(_late_exchange, 2, 2)
+    ranks3(_late_exchange, 2)
+
+
+def _not_connected() -> None:
+    dist.init_process_group("gloo")
+    rank, n, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    for numel in (0, 5000):
+        full = torch.empty(n * numel)
+        mine = full.chunk(n)[rank].copy_(_values(rank, numel, full.dtype)) if numel else full  # a part of the output
+        direct.all_gather(full, mine, group).wait()
+        assert torch.equal(full, torch.cat([_values(r, numel, full.dtype) for r in range(n)]))
+
+
+def test_full_tensors_without_peer_memory(ranks3):
+    ranks3(_not_connected)
 
 
 def _dies() -> None:
-    near = _met(0)
+    near = _met()
     dist.barrier()
     if dist.get_rank() == 1:
         os._exit(7)
-    reduce = direct.ReduceScatter(direct.Pool(), 2, near)
+    reduce = direct.ReduceScatter(direct.Pool(), near)
     assert dist.group.WORLD is not None
     reduce(torch.empty(4), torch.ones(8), dist.group.WORLD, dist.ReduceOp.SUM)
 
 
+@NEIGHBOURS
 def test_a_rank_that_dies_ends_the_exchange(ranks2, monkeypatch):
     """Rank 0 has sent, and waits for what will never come: it must be told, not be found waiting."""
     monkeypatch.setattr(helper, "GRACE_SECONDS", 40.0)  # until rank 0 has been told

@@ -12,16 +12,14 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_zero.comm import tree
 from lightning_zero.comm.meter import TrafficMeter
 from lightning_zero.comm.peer_memory import PeerMemory
 from tests.helpers import zoo
-from tests.helpers.peer_memory import NEIGHBOURS, on_hosts_of
+from tests.helpers.peer_memory import NEIGHBOURS
 
 STEPS, MICRO_BATCHES, BLOCKS = 4, 3, 3
 
@@ -142,34 +140,24 @@ class Even(zoo.Zoo):
         return self.net(torch.ones(4, 16)).square().mean()
 
 
-def _sent(stage: int, accumulate: int, ranks_per_host: int) -> dict[str, float]:
-    """Bytes of a step: as counted by the meter, and as they came through sockets and from neighbours' memory."""
-    meter, receive, read = TrafficMeter(), dist.irecv, PeerMemory.read
+def _sent(stage: int, accumulate: int) -> dict[str, float]:
+    """Bytes of a step: as counted by the meter, and as they came from peers' memory."""
+    meter, read = TrafficMeter(), PeerMemory.read
     arrived: Counter[str] = Counter()
 
-    def received(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        arrived["sockets"] += tensor.nbytes * (kwargs["tag"] < tree.FIRST_TAG)
-        return receive(tensor, *args, **kwargs)
-
     def been_read(self: PeerMemory, source: Any, into: Sequence[Tensor], *start: int) -> None:
-        arrived["neighbours"] += sum(t.nbytes for t in into if t.is_floating_point())  # agreements are whole numbers
+        arrived["peers"] += sum(t.nbytes for t in into)
         read(self, source, into, *start)
 
     torch.manual_seed(0)
-    with (
-        mock.patch.object(dist, "irecv", received),
-        mock.patch.object(PeerMemory, "read", been_read),
-        on_hosts_of(ranks_per_host),
-    ):
+    with mock.patch.object(PeerMemory, "read", been_read):
         _fit(Even(), {"stage": stage, "units": ["Linear"]}, accumulate, meter)
     return {kind: nbytes / STEPS for kind, nbytes in (arrived + meter.sent).items()}
 
 
-@pytest.mark.parametrize(
-    ("stage", "world_size", "ranks_per_host"),
-    [(1, 2, 0), pytest.param(3, 2, 2, marks=NEIGHBOURS)],
-)
-def test_bytes_equal_the_table(ranks, stage, world_size, ranks_per_host):
+@NEIGHBOURS
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bytes_equal_the_table(ranks2, stage):
     """Gathers and reductions of each stage (docs/memory.md), in units of Ψ elements times (N-1)/N.
 
     One of 8 equal units is gathered once for forward and backward, from the second forward on.
@@ -178,10 +166,7 @@ def test_bytes_equal_the_table(ranks, stage, world_size, ranks_per_host):
     at_3 = 2 * accumulate - (accumulate - 1 / STEPS) / 8
     gathers, reductions = {1: (1, 1), 2: (1, accumulate), 3: (at_3, accumulate)}[stage]
     whole = 8 * 16 * 16 * 4
-    near = max(min(ranks_per_host, world_size) - 1, 0)
-    for sent in ranks(_sent, stage, accumulate, ranks_per_host, world_size=world_size):
-        # what has really come to this rank
-        assert sent.get("neighbours", 0) == (gathers + reductions) * whole * near / world_size
-        assert sent.get("sockets", 0) == (gathers + reductions) * whole * (world_size - 1 - near) / world_size
-        assert sent["all_gather"] == gathers * whole * (world_size - 1) / world_size
-        assert sent["reduce_scatter"] == reductions * whole * (world_size - 1) / world_size
+    for sent in ranks2(_sent, stage, accumulate):
+        assert sent["peers"] == (gathers + reductions) * whole / 2  # what has really come to this rank
+        assert sent["all_gather"] == gathers * whole / 2
+        assert sent["reduce_scatter"] == reductions * whole / 2

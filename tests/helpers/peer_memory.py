@@ -1,4 +1,4 @@
-"""Ranks that take themselves for ranks on several hosts; a mark for tests of those that read each other's memory."""
+"""A mark for tests of ranks that read each other's memory."""
 
 from __future__ import annotations
 
@@ -6,26 +6,10 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from lightning_zero.comm import peer_memory
-
-
-@contextmanager
-def on_hosts_of(ranks_per_host: int) -> Iterator[None]:
-    """``PeerMemory`` made inside see so many ranks to a host; with 0 every rank is alone."""
-
-    def host() -> str:
-        return f"host {dist.get_rank() // ranks_per_host}" if ranks_per_host else os.urandom(16).hex()
-
-    with mock.patch.object(peer_memory, "_host", host):
-        yield
-
 
 _READS = """
 import ctypes, sys

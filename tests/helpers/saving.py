@@ -138,6 +138,6 @@ def measure(form: str, ranks: Any, width: int, num_units: int, is_short: bool = 
         size = sum(f.stat().st_size for f in files) / MIB
         resuming = [peak for _, peak in ranks(_run, form, path, path, (width, num_units), is_short, **options)]
     unit = width * width * 4 / MIB
-    of_file = [unit if is_short else size + unit, 0.0]
+    of_file = [unit if is_short else size + unit, unit]
     bounds = {"file": of_file, "sharded": [unit, unit], "sharded-async": [size / 2 + unit] * 2}
     return Memory(saving, resuming, bounds[form], size, unit, num_units * unit)

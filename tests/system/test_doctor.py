@@ -11,7 +11,7 @@ from lightning_zero.app import doctor
 from tests.helpers.peer_memory import MAY_READ
 from tests.system.commands import MODULE, run
 
-FORBIDDEN = "no: the system forbids it (a container's seccomp profile, kernel.yama.ptrace_scope), so ranks use sockets"
+FORBIDDEN = "no: the system forbids it (a container's seccomp profile, kernel.yama.ptrace_scope), so ranks use gloo"
 
 
 def test_the_command(tmp_path: Any) -> None:

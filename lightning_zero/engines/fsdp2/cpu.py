@@ -1,7 +1,7 @@
-"""The transport between processes on CPUs: direct exchange, and everything that depends on it.
+"""The transport between CPU processes of one host: direct exchange, and everything that depends on it.
 
 [Exchange] gloo's own collectives take more time and memory than necessary, so gathers and reductions use
-``comm.direct``, in which ranks of one host read each other's memory. A reader may lag behind: do not write to a shard
+``comm.direct``, in which ranks read each other's memory. A reader may lag behind: do not write to a shard
 or free a copy before :meth:`Direct.await_readers` returns.
 
 [Stages 1 and 2] Every unit is gathered before a forward, so ranks may run different units. Before the backward they
@@ -52,20 +52,20 @@ class Copies(Enum):
 
 
 class Direct(Transport):
-    """Transport between CPU processes over gloo; see the module docstring."""
+    """Transport between CPU processes of one host; see the module docstring."""
 
     units_ahead = 1
 
-    def __init__(self, config: ZeroConfig, mesh: DeviceMesh) -> None:
+    def __init__(self, config: ZeroConfig, mesh: DeviceMesh, peer_memory: PeerMemory) -> None:
         super().__init__(config, mesh, advice=", or use stage=2")
         axis = mesh.get_group("shard")
         self.gathers_up_front = config.stage < 3
         self._pool = direct.Pool()
-        self._peer_memory = PeerMemory(axis, config.timeout_seconds)  # along the shard axis
-        direct.connect(axis, self._peer_memory)
+        self._peer_memory = peer_memory  # along the shard axis
+        direct.connect(axis, peer_memory)
         if axis.size() == mesh.size():  # the shard axis spans all ranks, so its connections serve small messages too
             self.peer_memory = self._peer_memory
-        self._reduce = direct.ReduceScatter(self._pool, axis.size(), self._peer_memory, host.mapped_apart)
+        self._reduce = direct.ReduceScatter(self._pool, peer_memory, host.mapped_apart)
         self._resident = 0  # bytes, when this backward began or gaps were last returned
         self._unreduced: set[private.Group] = set()  # groups that this backward has not reduced yet
         self._has_stepped = False
@@ -120,7 +120,7 @@ class Direct(Transport):
         """Gather ``shards`` into ``outputs``; used by :func:`private.gather_in_place`."""
         if self._copies is Copies.CURRENT:
             return direct.Begun(iter(()))
-        work = direct.all_gather_each(outputs, shards, process_group, self._pool, self._peer_memory)
+        work = direct.all_gather_each(outputs, shards, process_group, self._peer_memory)
         # If user code writes to a copy in a forward, it writes to the aliasing shard, which others may be reading.
         return direct.Begun((w.wait() for w in [work]), self.await_readers) if self._aliases_some else work
 

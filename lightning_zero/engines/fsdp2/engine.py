@@ -68,6 +68,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import broadcast_coalesced, run_agreement
 from lightning_zero.comm.barrier import Barrier
+from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.comm.shards import gathered, local, shard_like
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
@@ -660,7 +661,8 @@ def choose_transport(config: ZeroConfig, device: torch.device, mesh: DeviceMesh)
     Raises:
         ValueError: On all ranks, for ``"direct"`` where direct exchange is not available.
     """
-    backend = dist.get_backend(mesh.get_group("shard"))
+    axis = mesh.get_group("shard")
+    backend = dist.get_backend(axis)
     between_cpus = device.type == "cpu" and backend == "gloo"
     if config.transport == "direct" and not between_cpus:
         raise ValueError(
@@ -668,6 +670,18 @@ def choose_transport(config: ZeroConfig, device: torch.device, mesh: DeviceMesh)
             " on CPUs over gloo; use transport='auto'."
         )
     if between_cpus and config.transport != "torch":
-        return Direct(config, mesh)
-    advice = ", or use stage=2 with transport='direct'" if between_cpus else ""
+        peer_memory = PeerMemory(axis, config.timeout_seconds)
+        apart = torch.tensor(int(axis.size() > 1 and not peer_memory.ranks), device="cpu")
+        if mesh.ndim > 1:  # of several groups of shards, some may be on one host and some not
+            dist.all_reduce(apart, dist.ReduceOp.MAX)
+        if not apart.item():
+            return Direct(config, mesh, peer_memory)
+        peer_memory.close()
+        if config.transport == "direct":
+            raise ValueError(
+                "transport='direct': ranks that share a module's shards cannot read each other's memory, because they"
+                " are on several hosts, not on Linux, or in a container that forbids it; use transport='auto', which"
+                " takes gloo's collectives there."
+            )
+    advice = ", or use stage=2 with transport='direct'" if config.transport == "torch" and between_cpus else ""
     return Transport(config, mesh, advice)
