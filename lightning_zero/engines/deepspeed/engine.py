@@ -170,11 +170,8 @@ class DeepSpeedEngine(Engine):
         copies = PlainCopies(params.module, private.is_on_modules)
         joined = Joined(flat_groups(trainable, optimizers)) if optimizers and trainable else None
         self._usage.follow(trainable)
-        self._engine = start(
-            self.root, params, trainable, joined, self.config, self.device, self.dtypes.is_mixed, trainer
-        )
+        self._engine = start(self.root, params, trainable, joined, self.config, self.device, trainer)
         if self._stage3:
-            self._linear = private.take_linear()
             private.expect_in_flight(self._engine, self.root, params.held)
             private.let_inputs_change(self._engine, self.root)
             private.without_residency(self._engine, self._rests)
@@ -264,7 +261,7 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def _in(self, phase: Phase) -> Iterator[None]:
-        linear = private.linear(self._linear) if self._stage3 else nullcontext()
+        linear = private.linear_without_weights() if self._stage3 else nullcontext()
         with self._under_way.during(phase), self._guards.instead_of_mode(), linear:
             yield
 

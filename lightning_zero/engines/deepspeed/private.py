@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.engines.base import outside_inference_mode
-from lightning_zero.private.check import Library, Needed, check, importing
+from lightning_zero.private.check import Library, Needed, check
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     in_transform,
@@ -43,15 +43,6 @@ _ZERO = "deepspeed.runtime.zero"
 _STAGE3, _STAGE12 = f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3", f"{_ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer"
 _ENGINE, _OFFLOAD = "deepspeed.runtime.engine:DeepSpeedEngine", f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload"
 _INIT = f"{_ZERO}.partition_parameters:Init"
-_MODELS = {
-    "bf16": "deepspeed.runtime.precision_config:DeepSpeedBF16Config",
-    "bfloat16": "deepspeed.runtime.precision_config:DeepSpeedBF16Config",
-    "comms_logger": "deepspeed.comm.config:CommsLoggerConfig",
-    "compile": "deepspeed.compile.config:CompileConfig",
-    "fp16": "deepspeed.runtime.precision_config:DeepSpeedFP16Config",
-    "zero_optimization": "deepspeed.runtime.zero.config:DeepSpeedZeroConfig",
-}
-"""Section of a config file -> the pydantic model that declares its settings."""
 DEEPSPEED = Library(
     "deepspeed",
     ">=0.19.8,<0.20",
@@ -63,7 +54,7 @@ DEEPSPEED = Library(
         Needed("deepspeed.utils.groups:_release_process_group_references", takes="*group"),
         Needed("deepspeed.accelerator:set_accelerator", takes="accel_obj"),
         Needed("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.__init__", takes="self"),
-        *(Needed(model) for model in _MODELS.values()),
+        Needed(f"{_ZERO}.config:DeepSpeedZeroConfig"),
         Needed(f"{_INIT}", stores="param_id"),
         Needed(f"{_OFFLOAD}._register_deepspeed_module", takes="self, module, count"),
         Needed(f"{_ZERO}.partitioned_param_coordinator:iter_params", takes="module, recurse"),
@@ -89,7 +80,7 @@ DEEPSPEED = Library(
         ),
         Needed(f"{_ZERO}.partition_parameters:ZeroParamStatus.AVAILABLE"),
         Needed(f"{_ZERO}.partition_parameters:free_param", takes="param"),
-        Needed(f"{_ZERO}.partition_parameters:InsertPostInitMethodToModuleSubClasses", stores="linear_bk"),
+        Needed(f"{_ZERO}.linear:zero3_linear_wrap", takes="input, weight, bias"),
         # one backward
         Needed(f"{_ENGINE}._backward_prologue", takes="self"),
         Needed(f"{_ENGINE}._backward_epilogue", takes="self"),
@@ -292,23 +283,22 @@ def known_settings(section: Sequence[str]) -> dict[str, str]:
     _quieten()
     with environment(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")):
         import deepspeed
-    if not section or section[0] not in _MODELS:
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    if section[:1] != ["zero_optimization"]:
         looked_up = probe = _Probe()
         for name in reversed(section):
             probe = _Probe(**{name: probe})
         probe["train_micro_batch_size_per_gpu"] = 1
         deepspeed.DeepSpeedConfig(probe)
         return dict.fromkeys(looked_up.names, "")
-    module, _, name = _MODELS[section[0]].partition(":")
-    with importing(DEEPSPEED):
-        model = getattr(import_module(module), name)
+    known = _fields(DeepSpeedZeroConfig)
     for name in section[1:]:
-        fields = {field.alias or name: field for name, field in model.model_fields.items()}
-        model = _model_in(fields[name].annotation)
-    return {
-        field.alias or name: (field.json_schema_extra or {}).get("new_param", "")
-        for name, field in (model.model_fields.items() if model is not None else ())
-    }
+        known = _fields(_model_in(known[name].annotation))
+    return {name: (field.json_schema_extra or {}).get("new_param", "") for name, field in known.items()}
+
+
+def _fields(model: Any) -> dict[str, Any]:
+    return {} if model is None else {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def _model_in(annotation: Any) -> Any:
@@ -884,21 +874,14 @@ def is_ahead(p: Any) -> bool:
     return len(ahead) > 0 and p in ahead
 
 
-def take_linear() -> Callable[..., Any]:
-    """Restores torch's ``torch.nn.functional.linear``, and returns DeepSpeed's for use with :func:`linear`.
-
-    DeepSpeed's function saves no full weights in graphs."""
-    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
-
-    taken = nn.functional.linear
-    nn.functional.linear = getattr(Patches, "linear_bk", taken)
-    return taken
-
-
 @contextlib.contextmanager
-def linear(function: Callable[..., Any]) -> Iterator[None]:
-    """Sets ``torch.nn.functional.linear`` to ``function`` inside the context."""
-    before, nn.functional.linear = nn.functional.linear, function
+def linear_without_weights() -> Iterator[None]:
+    """Sets DeepSpeed's ``torch.nn.functional.linear`` inside the context: graphs then hold no full weights.
+
+    ``memory_efficient_linear`` would set it for good, and it fails on weights that other engines have sharded."""
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    before, nn.functional.linear = nn.functional.linear, zero3_linear_wrap
     try:
         yield
     finally:

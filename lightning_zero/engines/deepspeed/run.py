@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -54,22 +53,19 @@ class DeepSpeedRun(EngineRun):
         self._supplied: LightningModule | None = None
         self._recomputed: Recomputed | None = None
         self._compiled: CompiledUnits | None = None
-        self._linear: Any = None
 
     # -- the file's optimizer ------------------------------------------------------------------------------------
 
     def connect(self, module: LightningModule) -> None:
         """Gives ``module`` a ``configure_optimizers`` for the run, if it has none and the file has an optimizer."""
         self._take_back()
-        # Saved, because stage 3 replaces F.linear for good, and DeepSpeed's fails for other engines' sharded weights.
-        self._linear = F.linear
         raw = self.config.raw
         if raw is None or not raw.section("optimizer") or is_overridden(_HOOK, module):
             return
 
         def configure_optimizers() -> Any:
             optimizer = make_optimizer(raw, module.parameters())
-            schedule = make_scheduler(raw, optimizer, lambda: module.trainer.estimated_stepping_batches)
+            schedule = make_scheduler(raw, optimizer)
             if schedule is None:
                 return optimizer
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -82,8 +78,6 @@ class DeepSpeedRun(EngineRun):
         if self._supplied is not None:
             self._supplied.__dict__.pop(_HOOK, None)
             self._supplied = None
-        if self._linear is not None:
-            F.linear, self._linear = self._linear, None
 
     def whole_for_optimizers(self, engine: Engine) -> AbstractContextManager[Any]:
         """Also shows parameters that were built sharded as full, while optimizers are made."""
@@ -110,9 +104,6 @@ class DeepSpeedRun(EngineRun):
         from lightning_zero.engines.deepspeed.build import Build  # imports parts of deepspeed
 
         made = ds_config(config, self.facts(module, trainer_facts, device.type))
-        if "mixed" in str(trainer_facts["precision"]):  # parameters stay fp32, as in start._made
-            for section in ("bf16", "fp16", "data_types"):
-                made.pop(section, None)
         self.built = Build(module, made, device)
         with self.built.building():
             yield

@@ -26,15 +26,15 @@ def start(
     joined: Joined | None,
     config: ZeroConfig,
     device: torch.device,
-    is_mixed: bool,
     facts: Mapping[str, Any],
 ) -> Any:
     """Returns DeepSpeed's engine for ``root``; its flats hold ``trainable``, grouped as in ``joined`` (collective).
 
     Args:
-        is_mixed: Whether Lightning's autocast computes in a dtype other than the parameters'.
         facts: The Trainer's settings, see :class:`RunFacts`.
     """
+    numel = sum(shape.numel() for shape in params.shapes.values())
+    run = RunFacts(world_size=dist.get_world_size(), device_type=device.type, numel=numel, **facts)
     not_its = {p for p in root.parameters() if p not in params.held}  # odd, or added in a hook (averaged weights)
     with private.environment(device), _without(not_its, params.module):
         deepspeed = private.prepare(device)
@@ -46,7 +46,7 @@ def start(
                 model=root,
                 optimizer=joined,
                 model_parameters=trainable,
-                config=_made(config, params, device, is_mixed, facts),
+                config=ds_config(config, run),
                 dist_init_required=False,
             )
     return engine
@@ -66,22 +66,6 @@ def _without(hidden: Iterable[nn.Parameter], module: nn.Module) -> Iterator[None
     finally:
         for m, name, p in places:
             own_parameters(m)[name] = p
-
-
-def _made(
-    config: ZeroConfig, params: Parameters, device: torch.device, is_mixed: bool, facts: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns the dict for ``deepspeed.initialize(config=...)``."""
-    numel = sum(shape.numel() for shape in params.shapes.values())
-    run = RunFacts(world_size=dist.get_world_size(), device_type=device.type, numel=numel, **facts)
-    made = ds_config(config, run)
-    if is_mixed:  # as under DDP: fp32 parameters, Lightning's autocast and loss scaling
-        for section in ("bf16", "fp16", "data_types"):
-            made.pop(section, None)
-    elif config.stage == 1 and "data_types" in made:
-        # To sum 16-bit gradients in fp32 at stage 1, DeepSpeed would choose an optimizer class that has no pieces.
-        made["data_types"]["grad_accum_dtype"] = None
-    return made
 
 
 def flat_groups(trainable: list[nn.Parameter], optimizers: list[Optimizer]) -> list[list[Tensor]]:
