@@ -44,12 +44,10 @@ class Order:
         self._agreement = agreement if on_cpu else None
         self.mark = 0
 
-    def follow(self, engine: Any, reduces: bool) -> None:
-        """Starts recording the gathers of DeepSpeed's ``engine``, and its buckets if it ``reduces``."""
+    def follow_buckets(self, engine: Any) -> None:
+        """Starts recording the buckets of DeepSpeed's ``engine``."""
         if self._is_followed:
-            private.before_gathers(engine, self.gathers)
-            if reduces:
-                private.before_buckets(engine, self._reduces)
+            private.before_buckets(engine, self._reduces)
 
     def gathers(self, unit: Any = None) -> None:
         """Records that ``unit``, a module or a parameter, is gathered next (collective on CPUs).

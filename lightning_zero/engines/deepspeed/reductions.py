@@ -1,10 +1,10 @@
 """Hands the gradients of a backward to DeepSpeed in an order that gives all ranks the same buckets.
 
 Ranks may use different parameters, and DeepSpeed reduces gradients in the order of their arrival. At stages 1 and 2
-gradients are therefore handed over in one sequence that all ranks share, as in DDP's reducer: in the first backward
-from the last parameter to the first, then in rank 0's order of the first backward. A gradient waits on its parameter
-for those before it. The end of the backward hands over the rest, with zeros where a rank has no gradient. As long as
-ranks use the same parameters as before, buckets are reduced while the backward runs.
+gradients are therefore handed over in one sequence that all ranks share: from the last parameter to the first, as in
+the first backward of DDP. A gradient waits on its parameter for those before it. The end of the backward hands over the
+rest, with zeros where a rank has no gradient. So buckets are reduced while the backward runs, if modules run in about
+the order in which they were made.
 
 At stage 3 gradients must not wait, because all full gradients together may not fit in memory. If ranks run the same
 modules but use different parameters of them, ``order`` detects the difference.
@@ -42,18 +42,17 @@ class Reductions:
         under_way: The engine's current activities.
 
     Attributes:
-        arrived: Parameters whose gradients arrived in this backward, ordered by each one's last arrival.
-        is_learning: Whether the sequence is still the reverse of registration, until :meth:`learn`.
+        arrived: Parameters that have received a gradient in this backward.
     """
 
     def __init__(self, engine: Any, trained: Sequence[Tensor], stage: int, fills: bool, under_way: UnderWay) -> None:
         self._engine, self._stage, self._fills, self._under_way = engine, stage, fills, under_way
-        self._sequence = list(reversed(trained))
+        self._trained = trained
         self._next: list[Tensor] = []  # not handed over yet in this backward; the next one is the last in the list
+        self.arrived: set[Tensor] = set()
         self._given: set[Tensor] = set()
         self._waits = self._in_turn = self._comes_twice = False
-        self.arrived: dict[Tensor, None] = {}
-        self.is_learning = fills and stage < 3
+        self._is_first = True
         self._give = private.take_gradients(engine, self._arrives)
 
     def begin(self, reduces: bool, waits: bool) -> None:
@@ -68,8 +67,8 @@ class Reductions:
         self._given.clear()
         fills = self._fills and reduces
         self._in_turn = fills and self._stage < 3
-        self._waits = waits or self.is_learning or self._comes_twice
-        self._next = [p for p in reversed(self._sequence) if p.requires_grad] if fills else []
+        self._waits = waits or self._comes_twice or self._is_first  # the first backward shows whether any comes twice
+        self._next = [p for p in self._trained if p.requires_grad] if fills else []
 
     def _arrives(self, p: Tensor) -> None:
         """Is called for each gradient that autograd has accumulated on ``p``.
@@ -85,10 +84,8 @@ class Reductions:
             return
         if p in self._given and (self._stage < 3 or private.is_in_bucket(self._engine, p)):
             raise ValueError(_AGAIN.format(self._stage, "stage=2, or " if self._stage == 3 else "or "))
-        if p in self.arrived:
-            self._comes_twice = True
-            del self.arrived[p]
-        self.arrived[p] = None
+        self._comes_twice = self._comes_twice or p in self.arrived
+        self.arrived.add(p)
         if not self._in_turn:
             self._hand_over(p)
         while self._in_turn and not self._waits and self._next and self._next[-1] in self.arrived:
@@ -102,15 +99,10 @@ class Reductions:
     def end(self) -> None:
         """Hands over the remaining gradients. Must run before DeepSpeed's own epilogue, which reduces the last
         bucket."""
+        self._is_first = False
         while self._next:
             p = self._next.pop()
             if p not in self._given:
                 if p.grad is None:
                     private.give_zeros(p)
                 self._hand_over(p)
-
-    def learn(self, sequence: Sequence[Tensor]) -> None:
-        """Sets the order in which gradients are handed over: rank 0's ``sequence``, then all other parameters."""
-        first = dict.fromkeys(sequence)
-        self._sequence = [*first, *(p for p in self._sequence if p not in first)]
-        self.is_learning = False

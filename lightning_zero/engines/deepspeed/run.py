@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,7 @@ from lightning_zero.engines.recompute import Recomputed
 from lightning_zero.engines.run import EngineRun, Place
 from lightning_zero.engines.units import ROOT, plan_units
 from lightning_zero.host import require_deepspeed
+from lightning_zero.private.torch import pytree
 
 if TYPE_CHECKING:
     from lightning_zero.engines.deepspeed.build import Build
@@ -78,10 +79,6 @@ class DeepSpeedRun(EngineRun):
         if self._supplied is not None:
             self._supplied.__dict__.pop(_HOOK, None)
             self._supplied = None
-
-    def whole_for_optimizers(self, engine: Engine) -> AbstractContextManager[Any]:
-        """Also shows parameters that were built sharded as full, while optimizers are made."""
-        return engine.view() if self.built is not None else nullcontext()
 
     def check_optimizers(self, optimizers: Collection[Optimizer]) -> None:
         """Raises ``ValueError`` for DeepSpeed's compiled optimizers."""
@@ -180,7 +177,7 @@ class DeepSpeedRun(EngineRun):
         if self.config.raw is None:
             return
         facts = self.facts(module, trainer_facts, device.type)
-        for loader in _flat(loaders):
+        for loader in pytree.tree_leaves(loaders):
             sampler = getattr(loader, "batch_sampler", None)
             size = getattr(sampler, "batch_size", None) or getattr(loader, "batch_size", None)
             batches(self.config.raw, facts, size if isinstance(size, int) else None)
@@ -195,11 +192,3 @@ class DeepSpeedRun(EngineRun):
         if self._recomputed is not None:
             self._recomputed.undo()
             self._recomputed = None
-
-
-def _flat(loaders: Any) -> list[Any]:
-    if isinstance(loaders, Mapping):
-        return [leaf for value in loaders.values() for leaf in _flat(value)]
-    if isinstance(loaders, (list, tuple)):
-        return [leaf for value in loaders for leaf in _flat(value)]
-    return [] if loaders is None else [loaders]
