@@ -53,7 +53,6 @@ from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
 from lightning_zero.engines.deepspeed.reductions import Reductions
 from lightning_zero.engines.deepspeed.store import DeepSpeedStore
-from lightning_zero.engines.deepspeed.usage import Usage
 from lightning_zero.engines.deepspeed.whole import Whole, model_state
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.optimizer_step import ShardedStep
@@ -114,13 +113,13 @@ class DeepSpeedEngine(Engine):
         forget_meshes()
         self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         self._order = Order(self._params, self._agreement, self.device.type == "cpu", self._under_way)
-        self._usage = Usage(self._params, self.config, self._agreement)
+        self._reductions = Reductions(self._params, self.config, self._under_way, self._agreement)
         self._begin_residency()
         self._whole = Whole(self._params, self.mesh)
 
     def _begin_residency(self) -> None:
         params, memories = self._params, Memories()
-        self._gradients = Gradients(params, self._under_way, self._usage)
+        self._gradients = Gradients(params, self._under_way, self._reductions)
         self._store = DeepSpeedStore(
             params, self._under_way, memories, self._gradients, self.backward, self._order.gathers
         )
@@ -142,7 +141,7 @@ class DeepSpeedEngine(Engine):
             p.data = p.data.contiguous()  # DeepSpeed views the memory as bytes
         copies = PlainCopies(params.module, private.is_on_modules)
         joined = Joined(trainable, optimizers) if optimizers and trainable else None
-        self._usage.follow(trainable)
+        self._trained = set(trainable).union(p for p in params.odd if p.requires_grad)
         self._engine = self._start(trainable, joined)
         if self._stage3:
             private.expect_in_flight(self.root, params.held)
@@ -157,9 +156,7 @@ class DeepSpeedEngine(Engine):
             self._accumulators = [_whole_accumulator(p, self._params.shapes[p]) for p in trainable]
         if joined is not None:
             params.shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine, params.shapes)
-            self._reductions = Reductions(
-                self._engine, trainable, self.config.stage, self.config.find_unused_parameters, self._under_way
-            )
+            self._reductions.follow(self._engine, trainable)
             for optimizer in optimizers:
                 self.step_of(optimizer)  # shards the states that exist already
                 optimizer.zero_grad = self._gradients.zero_grad_of(optimizer)  # type: ignore[method-assign]
@@ -264,12 +261,8 @@ class DeepSpeedEngine(Engine):
 
     def backward(self, run_backward: Callable[[], None], retains_graph: bool = False) -> None:
         self.end_window(self.hooks.before_backward)
-        shards, usage = self._params.attached, self._usage
-        if (name := usage.unfrozen()) is not None:
-            raise ValueError(
-                f"parameter {name!r} was unfrozen after the run began, but DeepSpeed allocates memory only for"
-                " parameters trained from the start: use engine='fsdp2', or unfreeze it before the fit."
-            )
+        shards, reductions = self._params.attached, self._reductions
+        self._refuse_unfrozen()
         # Must happen before DeepSpeed adds to the pieces: otherwise user writes to gradients are lost.
         self._gradients.flush(averages=True)
         sync = self.reduces
@@ -277,22 +270,31 @@ class DeepSpeedEngine(Engine):
             self._store.keep_all()
         with DisableTorchFunction():
             with self._in(Phase.BACKWARD):
-                if not usage.window_open:
+                if not reductions.window_open:
                     shards.before_backward()
-                    usage.window_open = True
+                    reductions.window_open = True
                 # Stage 2 reduces every micro-batch, and its gradients are taken at once: with offload, DeepSpeed's own
                 # sum is wrong for parameters that some micro-batches do not use.
                 takes = not self._stage3 and (sync or self.config.stage == 2)
                 if takes:
                     shards.before_reductions()
                 self._engine.set_gradient_accumulation_boundary(takes)
-                self._reductions.begin(takes or self._stage3, waits=self.backward_is_users)
+                reductions.begin(takes or self._stage3, waits=self.backward_is_users)
                 run = self._seen_by_user(run_backward) if self.backward_is_users else run_backward
-                private.backward(self._engine, run, self._reductions.end)
-                usage.used |= self._reductions.arrived
+                private.backward(self._engine, run, reductions.end)
                 shards.after_backward(takes)
             if sync:
-                usage.end_window(self._order)
+                reductions.end_window(self._order)
+
+    def _refuse_unfrozen(self) -> None:
+        """Raises ``ValueError`` if a parameter was frozen when DeepSpeed laid out its flats and is trainable now."""
+        with DisableTorchFunction():
+            late = [n for n, p in self._params.named.items() if p.requires_grad and p not in self._trained]
+        if late:
+            raise ValueError(
+                f"parameter {late[0]!r} was unfrozen after the run began, but DeepSpeed allocates memory only for"
+                " parameters trained from the start: use engine='fsdp2', or unfreeze it before the fit."
+            )
 
     def _seen_by_user(self, run_backward: Callable[[], None]) -> Callable[[], None]:
         """Keeps user-code checks on in an overridden ``LightningModule.backward``, which may read ``p.grad`` early."""

@@ -18,7 +18,7 @@ from lightning_zero.comm.agree import all_reduce_mean
 from lightning_zero.engines.deepspeed.optimizer_step import parameters
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
-from lightning_zero.engines.deepspeed.usage import Usage
+from lightning_zero.engines.deepspeed.reductions import Reductions
 from lightning_zero.engines.refusals import refuse_gradients_in_backward
 from lightning_zero.private.torch import DisableTorchFunction, in_backward
 
@@ -37,11 +37,11 @@ class Gradients:
 
     Args:
         under_way: The engine's current activities.
-        usage: Knows whether an accumulation is unfinished, so that gradients are partial sums.
+        reductions: Knows whether an accumulation is unfinished, so that gradients are partial sums.
     """
 
-    def __init__(self, params: Parameters, under_way: UnderWay, usage: Usage) -> None:
-        self._params, self._under_way, self._usage = params, under_way, usage
+    def __init__(self, params: Parameters, under_way: UnderWay, reductions: Reductions) -> None:
+        self._params, self._under_way, self._reductions = params, under_way, reductions
         self._has_warned = False
         self._seen: dict[Tensor, tuple[Tensor, bool]] = {}  # the full gradient, and whether user code assigned it
 
@@ -59,7 +59,7 @@ class Gradients:
         if own is not None or shards is None or Phase.BACKWARD in self._under_way:
             return own
         if p not in shards.with_grad:
-            if p in shards and self._usage.window_open and not self._has_warned:
+            if p in shards and self._reductions.window_open and not self._has_warned:
                 self._has_warned = True
                 if dist.get_rank() == 0:
                     warnings.warn(_NONE, stacklevel=2)
@@ -81,7 +81,7 @@ class Gradients:
             if Phase.BACKWARD in self._under_way:
                 p.grad = value
                 return
-            if value is not None and shards is not None and p in shards and self._usage.window_open:
+            if value is not None and shards is not None and p in shards and self._reductions.window_open:
                 if p.grad is None:
                     raise ValueError(_NOT_YET)
                 p.grad = value
@@ -130,7 +130,7 @@ class Gradients:
             with DisableTorchFunction():
                 for p in parameters(optimizer):
                     self._seen.pop(p, None)
-                    self._usage.used.discard(p)  # the window has not ended
+                    self._reductions.used.discard(p)  # the window has not ended
                     if p not in shards:
                         if set_to_none:
                             p.grad = None
@@ -141,7 +141,7 @@ class Gradients:
                     if set_to_none:
                         shards.with_grad.discard(p)
                     # An epoch may end in the middle of an accumulation; zero_grad clears the partial sum, as in DDP.
-                    if p in shards.with_grad or self._usage.window_open:
+                    if p in shards.with_grad or self._reductions.window_open:
                         shards.grad(p).zero_()
 
         return zero_grad
