@@ -21,9 +21,8 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,8 +55,7 @@ DEEPSPEED = Library(
         Needed("deepspeed.accelerator:set_accelerator", takes="accel_obj"),
         Needed("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.__init__", takes="self"),
         Needed(f"{_ZERO}.config:DeepSpeedZeroConfig"),
-        Needed(f"{_ZERO}.offload_config:DeepSpeedZeroOffloadOptimizerConfig"),
-        Needed(f"{_ZERO}.offload_config:DeepSpeedZeroOffloadParamConfig"),
+        *(Needed(f"{_ZERO}.offload_config:DeepSpeedZeroOffload{part}Config") for part in ("Optimizer", "Param")),
         Needed(f"{_INIT}", stores="param_id"),
         Needed(f"{_OFFLOAD}._register_deepspeed_module", takes="self, module, count"),
         Needed(f"{_ZERO}.partitioned_param_coordinator:iter_params", takes="module, recurse"),
@@ -80,13 +78,11 @@ DEEPSPEED = Library(
         Needed(f"{_ZERO}.partition_parameters:free_param", takes="param"),
         Needed(f"{_ZERO}.linear:zero3_linear_wrap", takes="input, weight, bias"),
         # one backward
-        Needed(f"{_ENGINE}._backward_prologue", takes="self"),
-        Needed(f"{_ENGINE}._backward_epilogue", takes="self"),
+        *(Needed(f"{_ENGINE}._backward_{part}", takes="self") for part in ("prologue", "epilogue")),
         Needed(f"{_ENGINE}.backward", stores="_backward_epilogue _running_engine_backward"),
         Needed(f"{_ENGINE}.destroy", takes="self"),
         Needed(_ENGINE, stores="module_forward_pre_hook module_forward_post_hook device"),
-        Needed(f"{_STAGE3}.clear_backward_seen_flag", takes="self"),
-        Needed(f"{_STAGE12}.clear_backward_seen_flag", takes="self"),
+        *(Needed(f"{stage}.clear_backward_seen_flag", takes="self") for stage in (_STAGE3, _STAGE12)),
         # stages 1 and 2
         Needed(
             _STAGE12,
@@ -96,8 +92,7 @@ DEEPSPEED = Library(
             " allgather_bucket_size _offload_accumulated_param_ids",
         ),
         Needed(f"{_ZERO}.stage_1_and_2:GradPartitionBufferGroup", stores="flat_partition"),
-        Needed(f"{_STAGE12}._wait_for_offload_copies", takes="self"),
-        Needed(f"{_STAGE12}.reset_cpu_buffers", takes="self"),
+        *(Needed(f"{_STAGE12}.{name}", takes="self") for name in ("_wait_for_offload_copies", "reset_cpu_buffers")),
         Needed(
             "deepspeed.runtime.utils:all_gather_dp_groups",
             takes="*groups_flat, partitioned_param_groups, dp_process_group, start_alignment_factor,"
@@ -119,8 +114,7 @@ DEEPSPEED = Library(
         Needed(f"{_STAGE12}.process_gradients", takes="self, param, i"),
         Needed(f"{_STAGE3}._reassign_or_swap_out_partitioned_parameters", takes="self, sub_group_id"),
         Needed(f"{_STAGE3}.invalidate_secondary_tensor", takes="self"),
-        Needed(f"{_OFFLOAD}.partition_all_parameters", takes="self"),
-        Needed(f"{_OFFLOAD}.get_param_coordinator", takes="self"),
+        *(Needed(f"{_OFFLOAD}.{name}", takes="self") for name in ("partition_all_parameters", "get_param_coordinator")),
         Needed(_COORDINATOR, stores="hierarchy"),
         Needed(f"{_COORDINATOR}.reset_step", takes="self"),
         Needed(f"{_ZERO}.parameter_offload:FWD_MODULE_STACK"),
@@ -142,8 +136,7 @@ ACCELERATORS = ("cpu", "cuda", "xpu", "hpu")
 """Device types that DeepSpeed and PyTorch call by the same name."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """This rank's part of one parameter."""
 
     flat: int
@@ -497,14 +490,14 @@ def take_gradients(engine: Any, arrives: Callable[[Any], None]) -> Callable[[Any
     return lambda p: take(p, groups[p])
 
 
-def before_buckets(engine: Any, action: Callable[[list[int]], None]) -> None:
-    """Calls ``action`` with the numbers of the parameters whose gradients stage 3 is about to reduce together."""
+def before_buckets(engine: Any, action: Callable[[Sequence[Any]], None]) -> None:
+    """Calls ``action`` with the parameters whose gradients stage 3 is about to reduce together."""
     zero = engine.optimizer
     original = getattr(zero, _REDUCE_BUCKET)
 
     def reduce(dtype: torch.dtype) -> Any:
-        if numbers := [p.ds_id for p in zero.ipg_buckets[dtype].params]:
-            action(numbers)
+        if params := zero.ipg_buckets[dtype].params:
+            action(params)
         return original(dtype)
 
     setattr(zero, _REDUCE_BUCKET, reduce)
@@ -783,19 +776,9 @@ def is_managed(p: Any) -> bool:
     return hasattr(p, "ds_id")
 
 
-def number_of(unit: Any) -> int:
-    """Returns DeepSpeed's number of a stage-3 parameter or module, alike on all ranks; -1 for others."""
-    return getattr(unit, "ds_id", -1)
-
-
 def whole_shape(p: Any) -> torch.Size:
     """Returns the full shape of a parameter, sharded or not."""
     return p.ds_shape if is_partitioned(p) else p.shape
-
-
-def whole_numel(p: Any) -> int:
-    """Returns the number of elements of a parameter's full shape."""
-    return int(getattr(p, "ds_numel", p.numel()))
 
 
 def cut_of(p: Any) -> Tensor | None:

@@ -166,7 +166,7 @@ class DeepSpeedRun(EngineRun):
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
             device_type=device_type,
             # lazy parameters have no size yet; configure_model may initialize them
-            numel=sum(private.whole_numel(p) for p in module.parameters() if not is_lazy(p)),
+            numel=sum(private.whole_shape(p).numel() for p in module.parameters() if not is_lazy(p)),
             **trainer_facts,
         )
 
