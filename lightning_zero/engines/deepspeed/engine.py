@@ -30,7 +30,7 @@ scaling are off.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement, shared_agreement
 from lightning_zero.config import ZeroConfig
@@ -234,16 +235,19 @@ class DeepSpeedEngine(Engine):
                     self._store.go_where_it_is_held()
                 output = self.root(method, *args, **kwargs)[0]
                 self._order.gathers()
-            if self._store.is_keeping and not wants_grad:  # otherwise the optimizer's step releases parameters
-                with torch.no_grad(), DisableTorchFunction():
-                    private.release_all(self._engine)
-            self._store.is_keeping = False
+            if not wants_grad:
+                self._release_kept()
             return output
 
     @contextmanager
     def _in(self, phase: Phase) -> Iterator[None]:
-        linear = private.linear_without_weights() if self._stage3 else nullcontext()
-        with self._under_way.during(phase), self.guards.instead_of_mode(), linear:
+        with ExitStack() as contexts:
+            contexts.enter_context(self._under_way.during(phase))
+            contexts.enter_context(self.guards.instead_of_mode())
+            if self._stage3:
+                contexts.enter_context(private.linear_without_weights())
+                # When a checkpoint recomputes, DeepSpeed's hooks must run after modules as well as before them.
+                contexts.enter_context(set_checkpoint_early_stop(False))
             yield
 
     def reshard(self) -> None:
@@ -313,7 +317,15 @@ class DeepSpeedEngine(Engine):
 
     def settle(self) -> None:
         self.end_window(self.hooks.before_step)
+        self._release_kept()
         self._store_writes()
+
+    def _release_kept(self) -> None:
+        """Reshards parameters that were gathered for the rest of a step, and stores what user code wrote to them."""
+        if self._store.is_keeping:
+            self._store.is_keeping = False
+            with torch.no_grad(), DisableTorchFunction():
+                private.release_all(self._engine)
 
     @contextmanager
     def _full_step(self, is_running: bool) -> Iterator[None]:

@@ -32,6 +32,7 @@ from lightning_zero.engines.base import outside_inference_mode
 from lightning_zero.private.check import Library, Needed, check
 from lightning_zero.private.torch import (
     DisableTorchFunction,
+    in_backward,
     in_transform,
     own_parameters,
     set_data,
@@ -867,9 +868,11 @@ def hook_modules(
             after(module)
 
     offload.pre_sub_module_forward_function = begin
-    for name in ("post_sub_module_forward", "pre_sub_module_backward", "post_sub_module_backward"):
-        method = f"{name}_function"
-        setattr(offload, method, unless_it_rests(getattr(offload, method)))
+    release = unless_it_rests(offload.post_sub_module_forward_function)
+    # Parameters gathered for a recomputation stay gathered for the backward of their module, which follows.
+    offload.post_sub_module_forward_function = lambda module: None if in_backward() else release(module)
+    for name in ("pre_sub_module_backward_function", "post_sub_module_backward_function"):
+        setattr(offload, name, unless_it_rests(getattr(offload, name)))
     coordinator = offload.get_param_coordinator()
     reset = plainly(coordinator.reset_step)
 

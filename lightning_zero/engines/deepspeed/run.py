@@ -23,7 +23,6 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.compiled import CompiledUnits
 from lightning_zero.engines.deepspeed import private
-from lightning_zero.engines.deepspeed.activations import InsideBackward
 from lightning_zero.engines.deepspeed.ds_config import RunFacts, batches, ds_config, inert_settings
 from lightning_zero.engines.deepspeed.file_optimizer import make_optimizer, make_scheduler
 from lightning_zero.engines.deepspeed.known_keys import check_keys
@@ -145,8 +144,7 @@ class DeepSpeedRun(EngineRun):
         sharded = any(map(private.is_managed, module.parameters()))  # by zero.Init: such parameters look empty
         plan = plan_units(module, self.config.units, 0 if sharded else self.config.min_unit_numel)
         units = {unit.name: unit.module for unit in plan.units if unit.name != ROOT}
-        how = InsideBackward if self.config.stage == 3 else None
-        self._recomputed = Recomputed(recomputes, module, [*units.values()], how)
+        self._recomputed = Recomputed(recomputes, module, [*units.values()])
         if compiles.target == "units":
             self._compiled = CompiledUnits(compiles, units.items(), self._recomputed)
         self._recomputed.begin(but=self._compiled.modules if self._compiled is not None else ())

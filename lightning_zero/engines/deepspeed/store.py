@@ -209,7 +209,7 @@ class DeepSpeedStore(BuiltStore):
     """Implements the store during a run: adds gradients, optimizer states, and reads and writes inside a step.
 
     Attributes:
-        is_keeping: Whether parameters have been gathered until the step ends. Reset by the engine.
+        is_keeping: Whether parameters have been gathered for the rest of the step. Reset by the engine.
         watch: Set by the engine. Called when user code holds a parameter's memory inside a step, so that calls on plain
             tensors must be intercepted as well.
 
