@@ -848,7 +848,8 @@ def hook_modules(
         return call
 
     def unless_it_rests(method: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-        return lambda module: None if rests() else plainly(method)(module)
+        quiet = plainly(method)
+        return lambda module: None if rests() else quiet(module)
 
     offload = _offload(engine)
     gather = plainly(offload.pre_sub_module_forward_function)
