@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,15 +17,26 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.collected import Collected
 from lightning_zero.checkpoint.layout import full_bytes, map_tensors, placeholder
-from lightning_zero.comm.agree import Agreement, broadcast_coalesced
+from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement
+from lightning_zero.comm.barrier import Barrier
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.comm.shards import gathered, gathered_on_rank_0
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.gradients import clamp, scale_to_norm, sum_of_squares
+from lightning_zero.engines.graph_inputs import GraphInputs
+from lightning_zero.engines.graphs import outside_graphs
 from lightning_zero.engines.hooks import UserHooks
 from lightning_zero.engines.model_state import ModelState
+from lightning_zero.engines.optimizer_step import ShardedStep
 from lightning_zero.engines.precision import DtypePolicy
-from lightning_zero.private.torch import DisableTorchFunction, has_accumulation_hooks, own_parameters, version_of
+from lightning_zero.engines.residency import Guards, Memories, Mode, Residency, Store, budget_bytes
+from lightning_zero.private.torch import (
+    DisableTorchFunction,
+    has_accumulation_hooks,
+    own_parameters,
+    translate_transformed,
+    version_of,
+)
 
 CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
     # setting -> engine -> accepted values
@@ -153,6 +165,7 @@ class Engine(ABC):
         self.optimizers: list[Optimizer] | None = None
         """Optimizers of a fit. A parameter added after the set-up is accepted only if none of them holds it."""
         self._broadcasts_next = True
+        self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
 
     @abstractmethod
     def shard(self, module: nn.Module) -> None:
@@ -162,9 +175,26 @@ class Engine(ABC):
         """Takes the optimizers of a fit (none in other loops). ``trainer`` holds the Trainer's settings for precision,
         accumulation and clipping, under the names of ``deepspeed_config.RunFacts``."""
 
-    @abstractmethod
-    def view(self) -> AbstractContextManager[Any]:
+    def reside(
+        self, store: Store, is_between: Callable[[], bool], memories: Memories, parameters: Iterable[Tensor]
+    ) -> None:
+        """Gathers ``parameters`` when user code touches them, from now until :meth:`end_residency`."""
+        agreement = run_agreement()  # None in a loop without a Trainer, where all ranks make the same reads
+        meets = agreement is not None and dist.get_world_size() > 1
+        barrier = Barrier(agreement, self.peer_memory) if meets and agreement is not None else None
+        budget = budget_bytes(self.config.hook_budget_bytes, self.device, agreement)
+        self.residency = Residency(store, is_between, barrier, memories, budget)
+        self.guards = Guards(self.residency, parameters)
+        self._graphs = GraphInputs(store.own, self.residency)
+        self._end_transforms = translate_transformed(self.residency.before_transform)
+
+    def end_residency(self) -> None:
+        self._graphs.end()
+        self._end_transforms()
+
+    def view(self) -> Mode:
         """Context in which user code reads and writes full tensors."""
+        return self.residency.mode
 
     @abstractmethod
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -186,17 +216,48 @@ class Engine(ABC):
     def reshard(self) -> None:
         """Puts the shards back onto the module, so that reads and writes by user code reach them."""
 
-    @abstractmethod
+    @outside_graphs
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Runs ``optimizer.step`` on this rank's shards, or on full tensors if the optimizer needs those."""
+        try:
+            return self.step_of(optimizer).step(closure, **kwargs)
+        finally:
+            self.stepped(optimizer)
 
-    @abstractmethod
-    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
+    @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
         """Context in which a loss scaler calls ``optimizer.step``."""
+        try:
+            with self.step_of(optimizer).stepping():
+                yield
+        finally:
+            self.stepped(optimizer)
+
+    @contextmanager
+    def on_shards(self, optimizer: Optimizer) -> Iterator[None]:
+        """Context in which ``optimizer`` holds this rank's shards of parameters and gradients."""
+        self.settle()
+        with self.step_of(optimizer).on_shards():
+            yield
+
+    def step_of(self, optimizer: Optimizer) -> ShardedStep:
+        """Returns the step of ``optimizer``; the first call shards states that exist already (collective)."""
+        if optimizer not in self._steps:
+            declared = self.config.elementwise_optimizers or ()
+            self._steps[optimizer] = self.sharded_step(optimizer, declared)
+        return self._steps[optimizer]
 
     @abstractmethod
-    def on_shards(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Context in which ``optimizer`` holds this rank's shards of parameters and gradients."""
+    def sharded_step(self, optimizer: Optimizer, declared: Collection[str]) -> ShardedStep:
+        """Creates the step of ``optimizer`` on this rank's parts."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Completes the gradients, and stores what user code wrote to parameters (collective)."""
+
+    @abstractmethod
+    def stepped(self, optimizer: Optimizer) -> None:
+        """``optimizer`` has stepped, or has failed to."""
 
     def broadcast_buffers(self) -> None:
         """Broadcasts rank 0's buffers when DDP would: before each forward that follows a synchronized training forward.
@@ -240,9 +301,18 @@ class Engine(ABC):
         """``module.state_dict()`` with this rank's shards themselves as ``DTensor``. A tied parameter is one object
         under all its names."""
 
-    @abstractmethod
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` in PyTorch's format, with this rank's shards themselves."""
+        self.end_window(self.hooks.anywhere)
+        with torch.no_grad(), self.view():
+            state = optimizer.state_dict()
+        with torch.no_grad(), DisableTorchFunction():
+            self.residency.end_window()
+            return self.in_shards(state)
+
+    @abstractmethod
+    def in_shards(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns ``state``, an ``optimizer.state_dict()`` as user code sees it, with this rank's shards."""
 
     @staticmethod
     def full(state: Any, on_rank_0: tuple[Agreement, Collected] | None = None) -> Any:
@@ -314,9 +384,11 @@ class Engine(ABC):
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
         """Bytes of the tensors that this rank holds now, by place; not collective."""
 
-    @abstractmethod
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Loads a full ``optimizer.state_dict()``; each rank keeps its shards."""
+        self.end_window(self.hooks.anywhere)
+        with self.view():
+            self.step_of(optimizer).load_state_dict(state)
 
     @property
     @abstractmethod
@@ -338,18 +410,24 @@ class Engine(ABC):
                     " existing one under torch.no_grad() (load_state_dict without assign=True)."
                 )
 
-    def meet(self) -> None:  # noqa: B027
+    def meet(self) -> None:
         """Waits for the other ranks outside of a step. Meanwhile this rank sends its shards to ranks that still read
         parameters (collective)."""
+        if self.hooks.anywhere:
+            self.residency.meet()
 
-    def end_window(self, meets: bool = True) -> None:  # noqa: B027
+    def end_window(self, meets: bool = True) -> None:
         """Called when user code between two calls of the engine is over; with ``meets``, all ranks wait for each other
         (collective)."""
+        with torch.no_grad(), DisableTorchFunction():
+            self.residency.end_window()
+            if meets:
+                self.residency.meet()
 
-    @abstractmethod
     def end_reads(self, together: bool) -> None:
         """Called when user code has read for the last time; with ``together``, all ranks wait for each other
         (collective)."""
+        self.end_window(together and self.hooks.anywhere)
 
     @abstractmethod
     def restore(self, whole: bool, *, on_whole: OnWhole = unheard) -> None:

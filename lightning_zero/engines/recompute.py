@@ -44,7 +44,6 @@ class Recomputed:
         config: The modules to recompute, and the tensors to keep.
         module: The module, not yet sharded.
         units: The shard units except the root's; they are recomputed unless ``config`` names other modules.
-        recompute: Returns the method of recomputation for a module and its name; by default chosen from ``config``.
         before: Called in the backward with a module whose activations are about to be recomputed.
 
     Raises:
@@ -56,7 +55,6 @@ class Recomputed:
         config: ActivationCheckpointingConfig,
         module: nn.Module,
         units: Sequence[nn.Module],
-        recompute: Callable[[str, nn.Module], Recompute] | None = None,
         before: Callable[[nn.Module], None] = lambda module: None,
     ) -> None:
         self._config, self._recomputing = config, list[nn.Module]()
@@ -76,8 +74,7 @@ class Recomputed:
                 "activation_checkpointing together with a module's own gradient_checkpointing recomputes activations"
                 " twice: disable one of them.",
             )
-        chosen = {m: recompute(names[m], m) if recompute else self._how(m) for m in self._recomputing}
-        self._forwards = {m: _recomputing(m, how, partial(before, m)) for m, how in chosen.items()}
+        self._forwards = {m: _recomputing(m, self._how(m), partial(before, m)) for m in self._recomputing}
 
     def _how(self, module: nn.Module) -> Recompute:
         has_cells = any(isinstance(m, (nn.RNNBase, nn.RNNCellBase)) for m in module.modules())  # they use _UNCOUNTED

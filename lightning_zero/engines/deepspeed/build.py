@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -107,14 +108,8 @@ def _lazily(p: Any) -> Tensor:
     return LazyTensor(private.whole_shape(p), p.dtype, read)
 
 
-class _Stage3:
+class _Facts(SimpleNamespace):
     """Tells transformers that stage 3 is in use. The class that transformers has for this needs accelerate."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config = config
-
-    def is_zero3(self) -> bool:
-        return True
 
 
 @contextmanager
@@ -127,7 +122,7 @@ def _told_to_transformers(made: dict[str, Any]) -> Iterator[None]:
     if integration.is_deepspeed_zero3_enabled():  # the user has set it
         yield
         return
-    facts = _Stage3(made)  # transformers keeps only a weak reference: this name keeps the object alive
+    facts = _Facts(config=made, is_zero3=lambda: True)  # transformers keeps only a weak reference
     integration.set_hf_deepspeed_config(facts)
     try:
         yield

@@ -40,7 +40,9 @@ _ZERO_KEYS = {
 """Field of ``DeepSpeedConfig`` -> DeepSpeed's key in ``zero_optimization``."""
 _NEED_CUDA = ("quantized_weights", "quantized_nontrainable_weights", "quantized_gradients")
 _PRECISIONS = {"32": "fp32", "16": "fp16", "bf": "bf16", "64": "fp64"}
-_OURS = ("optimizer", "scheduler", "fp16", "bf16", "bfloat16")
+_SECTIONS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+"""Section of a file -> the dtype that it enables."""
+_OURS = ("optimizer", "scheduler", "data_types", *_SECTIONS)
 """Sections of a file that are not passed to DeepSpeed unchanged."""
 INERT = (
     "aio", "autotuning", "comet", "csv_monitor", "data_efficiency", "flops_profiler", "memory_breakdown", "tensorboard",
@@ -71,20 +73,19 @@ class RunFacts:
         """The dtype of forward and backward: ``"fp32"``, ``"fp16"``, ``"bf16"`` or ``"fp64"``."""
         return _PRECISIONS.get(str(self.precision)[:2], "fp32")
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether Lightning's autocast computes in :attr:`dtype`, with fp32 parameters and Lightning's loss scaling."""
+        return "mixed" in str(self.precision)
+
 
 def bucket_numel(numel: int) -> int:
     """Returns the elements of one bucket for a module of ``numel`` elements; even, as DeepSpeed requires.
 
     A bucket holds an eighth of the module, so that several messages overlap with computation; at least 25 million
-    elements, which saturate a link; and at most 200 million, because two buckets are always allocated. A small module
-    is one bucket. DeepSpeed's default of 500 million takes 2 GB whatever the module's size."""
+    elements, which saturate a link; and at most 200 million, because two buckets are always allocated."""
     bucket = max(2, min(numel, max(numel // _ROUND_BUCKETS, MIN_BUCKET_NUMEL), MAX_BUCKET_NUMEL))
     return bucket + bucket % 2
-
-
-def persistence_numel(numel: int) -> int:
-    """Returns the size up to which stage 3 keeps a parameter unsharded: biases and norms of a large module."""
-    return min(100_000, numel // 1000)
 
 
 def ds_config(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
@@ -98,14 +99,13 @@ def ds_config(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
             names both values and the repair.
     """
     raw = config.raw or RawConfig("{}")
-    _check_device(config, raw, facts)
     _check_trainer(raw, facts)
-    made = {key: value for key, value in raw.content().items() if key not in _OURS and value != AUTO}
+    _check_device(config, raw, facts)
+    made = _without_auto({key: value for key, value in raw.content().items() if key not in _OURS})
     made.update(batches(raw, facts))
-    made["gradient_clipping"] = 0.0
-    made["zero_allow_untested_optimizer"] = True
-    made["zero_force_ds_cpu_optimizer"] = False
-    made.update(_precision_sections(raw, facts))
+    made.update(gradient_clipping=0.0, zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False)
+    if not facts.is_mixed:
+        made.update(_precision_sections(config, raw, facts))
     _fill(made, "communication_data_type", config.deepspeed.communication_dtype, None, raw)
     made["zero_optimization"] = _zero_section(config, facts, raw)
     return made
@@ -122,17 +122,11 @@ def _require_same(raw: RawConfig, key: str, its: Any, mine: Any, run: str) -> No
 
 def _check_device(config: ZeroConfig, raw: RawConfig, facts: RunFacts) -> None:
     zero = raw.section("zero_optimization")
-    messages = (config.deepspeed.communication_dtype, raw.content().get("communication_data_type"))
-    for setting, is_on in (
-        (f"fp16.enabled=True in {raw.origin}", raw.section("fp16").get("enabled") is True),
-        (f"precision={facts.precision!r}", facts.dtype == "fp16"),
-        ("deepspeed.communication_dtype='fp16'", "fp16" in messages),
-    ):
-        if is_on and facts.device_type == "cpu":
-            raise ValueError(
-                f'{setting}: DeepSpeed has no fp16 on a CPU; use bf16, in a file as "bf16": {{"enabled": true}}, with'
-                " Trainer(precision='bf16-mixed')."
-            )
+    if facts.device_type == "cpu" and facts.dtype == "fp16":
+        raise ValueError(
+            f"precision={facts.precision!r}: DeepSpeed has no fp16 on a CPU; use bf16, with"
+            " Trainer(precision='bf16-mixed')."
+        )
     for name in _NEED_CUDA if facts.device_type != "cuda" else ():
         if getattr(config.deepspeed, name) or zero.get(_ZERO_KEYS[name]) is True:
             raise ValueError(
@@ -161,9 +155,9 @@ def _check_trainer(raw: RawConfig, facts: RunFacts) -> None:
         clip if facts.clip_algorithm == "norm" else clip and None,
         f"Trainer(gradient_clip_val={facts.clip_value!r}, gradient_clip_algorithm={facts.clip_algorithm!r})",
     )
-    for name, wanted in {"fp16": "16-mixed", "bf16": "bf16-mixed", "bfloat16": "bf16-mixed"}.items():
-        run = f"Trainer(precision={facts.precision!r}), where {wanted!r} enables it"
-        _require_same(raw, f"{name}.enabled", raw.section(name).get("enabled"), facts.dtype == name[:4], run)
+    for name, dtype in _SECTIONS.items():
+        run = f"Trainer(precision={facts.precision!r}), where '{dtype.removeprefix('fp')}-mixed' enables it"
+        _require_same(raw, f"{name}.enabled", raw.section(name).get("enabled"), facts.dtype == dtype, run)
 
 
 def batches(raw: RawConfig, facts: RunFacts, batch_size: int | None = None) -> dict[str, int]:
@@ -201,47 +195,55 @@ def inert_settings(raw: RawConfig, own_optimizer: bool) -> list[str]:
         raw: The file.
         own_optimizer: Whether the module has a ``configure_optimizers``.
     """
-    content, fp16 = raw.content(), raw.section("fp16")
-    found = [name for name in INERT if _is_on(content.get(name))]
-    if any(value is True for value in raw.section("activation_checkpointing").values()):
+    content = raw.content()
+    found = [name for name in INERT if content.get(name) is True or _enables(content.get(name))]
+    if True in raw.section("activation_checkpointing").values():
         found.append("activation_checkpointing")
     if own_optimizer:
         found += [name for name in ("optimizer", "scheduler") if raw.section(name)]
-    if fp16.get("enabled") is True:  # Lightning's GradScaler scales losses, so DeepSpeed's loss-scale keys are unused
-        found += [f"fp16.{name}" for name in _without_auto(fp16) if name != "enabled"]
+    if _enables(content.get("fp16")):  # Lightning's GradScaler scales losses, so DeepSpeed's keys are unused
+        found += [f"fp16.{name}" for name in _without_auto(raw.section("fp16")) if name != "enabled"]
     return found
 
 
-def _is_on(value: Any) -> bool:
-    return value is True or (isinstance(value, Mapping) and value.get("enabled") is True)
+def _enables(section: Any) -> bool:
+    return isinstance(section, Mapping) and section.get("enabled") is True
 
 
 # -- sections --------------------------------------------------------------------------------------------------------
 
 
-def _precision_sections(raw: RawConfig, facts: RunFacts) -> dict[str, Any]:
-    """Makes ``fp16``, ``bf16`` and ``data_types``: parameters in the run's dtype, master weights and sums in fp32."""
-    made: dict[str, Any] = {}
-    for name in ("fp16", "bf16"):
-        section = _without_auto(raw.section(name) or (raw.section("bfloat16") if name == "bf16" else {}))
-        if section or facts.dtype == name:
-            made[name] = {**section, "enabled": facts.dtype == name}
-    if facts.dtype in ("fp16", "bf16"):
-        made["data_types"] = {"grad_accum_dtype": "fp32", **_without_auto(raw.section("data_types"))}
-    return made
+def _precision_sections(config: ZeroConfig, raw: RawConfig, facts: RunFacts) -> dict[str, Any]:
+    """Makes ``fp16``, ``bf16`` and ``data_types`` for parameters in 16 bits, with master weights and sums in fp32."""
+    if facts.dtype == "fp32":
+        return {}
+    section = raw.section(facts.dtype) or raw.section("bfloat16")
+    types = {"grad_accum_dtype": "fp32", **_without_auto(raw.section("data_types"))}
+    if config.stage == 1:  # with fp32 sums at stage 1 DeepSpeed chooses an optimizer class that has no pieces
+        del types["grad_accum_dtype"]
+    return {facts.dtype: {**_without_auto(section), "enabled": True}, "data_types": types}
 
 
 def _zero_section(config: ZeroConfig, facts: RunFacts, raw: RawConfig) -> dict[str, Any]:
     made = _without_auto(raw.section("zero_optimization"))
     made["stage"] = config.stage
+    made["memory_efficient_linear"] = False  # the engine sets that function, for its own steps only
     defaults = _defaults(config, facts)
     for f in fields(config.deepspeed):
         if key := _ZERO_KEYS.get(f.name):
             _fill(made, key, getattr(config.deepspeed, f.name), defaults.get(f.name), raw)
     for part, moves in (("optimizer", config.offloads_optimizer), ("param", config.offloads_parameters)):
-        section = _offload_section(part, moves, config, facts, raw)
-        if section is not None:
-            made[f"offload_{part}"] = section
+        if moves:
+            section = made[f"offload_{part}"] = made.get(f"offload_{part}") or {}
+            section.setdefault("device", config.offload.target)
+            _fill(section, "pin_memory", config.offload.pin_memory, facts.device_type != "cpu", raw)
+            if part == "optimizer":
+                _fill(section, "ratio", config.offload.ratio, None, raw)
+    if config.stage == 1 and made.get("contiguous_gradients") is False and not made["overlap_comm"]:
+        raise ValueError(
+            "contiguous_gradients=False at stage 1: DeepSpeed then does not say when a gradient arrives; set"
+            " deepspeed.overlap_comm=True as well, or use stage=2."
+        )
     return made
 
 
@@ -254,25 +256,11 @@ def _defaults(config: ZeroConfig, facts: RunFacts) -> dict[str, Any]:
     }
     if config.stage == 3:
         made["prefetch_numel"] = min(bucket, 50_000_000)
-        made["persistence_numel"] = persistence_numel(facts.numel)
+        made["persistence_numel"] = min(100_000, facts.numel // 1000)  # biases and norms of a large module
         if config.offload.ratio not in (None, 1):
             made["sub_group_numel"] = max(1, facts.numel // (facts.world_size * _RATIO_SUB_GROUPS))
     else:
         made["allgather_bucket_numel"] = bucket
-    return made
-
-
-def _offload_section(
-    part: str, moves: bool, config: ZeroConfig, facts: RunFacts, raw: RawConfig
-) -> dict[str, Any] | None:
-    offload = config.offload
-    made = _without_auto(raw.section("zero_optimization").get(f"offload_{part}") or {})
-    if not moves:
-        return made or None
-    made.setdefault("device", offload.target)
-    _fill(made, "pin_memory", offload.pin_memory, facts.device_type != "cpu", raw)
-    if part == "optimizer" and made["device"] == "cpu":
-        _fill(made, "ratio", offload.ratio, None, raw)
     return made
 
 

@@ -29,9 +29,8 @@ scaling are off.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -40,26 +39,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement, shared_agreement
-from lightning_zero.comm.barrier import Barrier
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
 from lightning_zero.engines.base import Engine, OnWhole, Root, refuse_late_hooks, unheard
 from lightning_zero.engines.deepspeed import private
+from lightning_zero.engines.deepspeed.ds_config import RunFacts, ds_config
 from lightning_zero.engines.deepspeed.gradients import Gradients
-from lightning_zero.engines.deepspeed.optimizer_step import Joined, Managed, Pieces, parameters
+from lightning_zero.engines.deepspeed.optimizer_step import Joined, Pieces, parameters
 from lightning_zero.engines.deepspeed.order import Order
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
 from lightning_zero.engines.deepspeed.reductions import Reductions
-from lightning_zero.engines.deepspeed.start import flat_groups, start
-from lightning_zero.engines.deepspeed.state import Account
 from lightning_zero.engines.deepspeed.store import DeepSpeedStore
-from lightning_zero.engines.deepspeed.usage import Usage
-from lightning_zero.engines.deepspeed.whole import Whole
-from lightning_zero.engines.graph_inputs import GraphInputs
-from lightning_zero.engines.graphs import outside_graphs
+from lightning_zero.engines.deepspeed.whole import Whole, model_state
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.optimizer_step import ShardedStep
 from lightning_zero.engines.plain_copies import PlainCopies, pickle_plainly
@@ -71,13 +66,13 @@ from lightning_zero.engines.refusals import (
     refuse_tracing,
     refuse_transforms,
 )
-from lightning_zero.engines.residency import Guards, Memories, Mode, Residency, budget_bytes
+from lightning_zero.engines.residency import Memories
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     EnableTorchFunction,
     forget_meshes,
     is_compiled,
-    translate_transformed,
+    own_parameters,
 )
 
 
@@ -99,14 +94,10 @@ class DeepSpeedEngine(Engine):
         self._handles: list[Any] = []
         self._agreement: Agreement | None = None
         self._optimizers: list[Optimizer] = []
-        self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
         self._stage3 = config.stage == 3
         self._under_way = UnderWay()
 
     # -- set-up --------------------------------------------------------------------------------------------------
-
-    def view(self) -> Mode:
-        return self._residency.mode
 
     def shard(self, module: nn.Module) -> None:
         self.module = module
@@ -123,30 +114,19 @@ class DeepSpeedEngine(Engine):
         forget_meshes()
         self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
         self._order = Order(self._params, self._agreement, self.device.type == "cpu", self._under_way)
-        self._usage = Usage(self._params, self.config, self._agreement)
+        self._reductions = Reductions(self._params, self.config, self._under_way, self._agreement)
         self._begin_residency()
         self._whole = Whole(self._params, self.mesh)
-        self._graphs = GraphInputs(self._store.own, self._residency)
 
     def _begin_residency(self) -> None:
         params, memories = self._params, Memories()
-        self._gradients = Gradients(params, self._under_way, self._usage)
+        self._gradients = Gradients(params, self._under_way, self._reductions)
         self._store = DeepSpeedStore(
-            params.held, params.named, self._stage3, self._under_way, memories, self._gradients,
-            lambda: params.managed, self.backward, self._before_bring,
-        )  # fmt: skip
-        agreement = run_agreement()  # None in a bare loop, where every rank makes the same reads
-        meets = agreement is not None and dist.get_world_size() > 1
-        barrier = Barrier(agreement) if meets and agreement is not None else None
-        budget = budget_bytes(self.config.hook_budget_bytes, self.device, agreement)
-        self._residency = Residency(self._store, self._under_way.is_between, barrier, memories, budget)
-        self._store.residency = self._residency
-        self._guards = Guards(self._residency, params.held)
-        self._store.watch = self._guards.watch_all
-        self._end_transforms = translate_transformed(self._residency.before_transform)
-
-    def _before_bring(self, p: Tensor) -> None:
-        self._order.gathers(p)
+            params, self._under_way, memories, self._gradients, self.backward, self._order.gathers
+        )
+        self.reside(self._store, self._under_way.is_between, memories, params.held)
+        self._store.residency = self.residency
+        self._store.watch = self.guards.watch_all
 
     def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
         """Hands the module to DeepSpeed, grouped as ``optimizers`` group its parameters."""
@@ -157,61 +137,72 @@ class DeepSpeedEngine(Engine):
         if optimizers:
             refuse_sparse_gradients(self.module)
         self.end_window(meets=False)  # ends the window of configure_optimizers
-        params.before_start()
         trainable = [p for p in params.named.values() if p.requires_grad and p in params.held]
         for p in params.held:
             p.data = p.data.contiguous()  # DeepSpeed views the memory as bytes
         copies = PlainCopies(params.module, private.is_on_modules)
-        joined = Joined(flat_groups(trainable, optimizers)) if optimizers and trainable else None
-        self._usage.follow(trainable)
-        self._engine = start(
-            self.root, params, trainable, joined, self.config, self.device, self.dtypes.is_mixed, trainer
-        )
+        joined = Joined(trainable, optimizers) if optimizers and trainable else None
+        self._trained = set(trainable).union(p for p in params.odd if p.requires_grad)
+        self._engine = self._start(trainable, joined)
         if self._stage3:
-            self._linear = private.take_linear()
-            private.expect_in_flight(self._engine, self.root, params.held)
+            private.expect_in_flight(self.root, params.held)
             private.let_inputs_change(self._engine, self.root)
-            private.without_residency(self._engine, self._rests)
-            private.after_modules(self._engine, self._gathered)
-            # Must follow without_residency, which replaces the same hooks: ranks agree before DeepSpeed sees a module.
-            self._order.follow(self._engine, joined is not None)
-            private.before_modules(self._engine, self._refuse_gather)  # the hook added last runs first
+            private.hook_modules(self._engine, self._rests, self._before_module, self._after_module)
+            if joined is not None:
+                self._order.follow_buckets(self._engine)
             self._handles = [
                 m.register_forward_pre_hook(self._store.bring_given, prepend=True, with_kwargs=True)
                 for m in self.module.modules()
             ]
             self._accumulators = [_whole_accumulator(p, self._params.shapes[p]) for p in trainable]
         if joined is not None:
-            shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine)
-            params.managed = Managed(shards, params.shapes, params.attributes)
-            self._reductions = Reductions(
-                self._engine, trainable, self.config.stage, self.config.find_unused_parameters, self._under_way
-            )
+            params.shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine, params.shapes)
+            self._reductions.follow(self._engine, trainable)
             for optimizer in optimizers:
-                self._step_of(optimizer)  # shards the states that exist already
+                self.step_of(optimizer)  # shards the states that exist already
                 optimizer.zero_grad = self._gradients.zero_grad_of(optimizer)  # type: ignore[method-assign]
         self._store.begin()
         copies.begin()  # undone by private.end
-        pickle_plainly(params.held, self._plain, params.attributes)
-        params.after_start()
+        pickle_plainly(params.held, self._plain, private.attributes)
+
+    def _start(self, trainable: list[nn.Parameter], joined: Joined | None) -> Any:
+        """Returns DeepSpeed's engine, whose flats hold ``trainable``, grouped as in ``joined`` (collective)."""
+        params, device = self._params, self.device
+        numel = sum(shape.numel() for shape in params.shapes.values())
+        facts = RunFacts(world_size=dist.get_world_size(), device_type=device.type, numel=numel, **self.trainer_facts)
+        with private.environment(device), params.without_others(self.root):
+            deepspeed = private.prepare(device)
+            private.count_modules_from_zero()
+            if not any(map(private.is_managed, params.held)):
+                private.count_parameters_from_zero()
+            with DisableTorchFunction(), private.partial_offload(Joined), private.marking(params.shapes):
+                engine, *_ = deepspeed.initialize(
+                    model=self.root,
+                    optimizer=joined,
+                    model_parameters=trainable,
+                    config=ds_config(self.config, facts),
+                    dist_init_required=False,
+                )
+        return engine
 
     def _rests(self) -> bool:
         """Whether DeepSpeed's module hooks do nothing: between steps parameters are gathered when touched."""
         return self._under_way.is_between() or Phase.WHOLE in self._under_way
 
-    def _gathered(self, module: nn.Module) -> None:
-        if not self._rests():
-            with torch.no_grad(), DisableTorchFunction():
-                self._store.go_where_it_is_held()  # for all parameters: this gather may include another module's
-
-    def _refuse_gather(self, module: nn.Module) -> None:
+    def _before_module(self, module: nn.Module) -> None:
         if Phase.WHOLE not in self._under_way:
             refuse_tracing()
             refuse_transforms("stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'")
+        if any(p is not None for p in own_parameters(module).values()):
+            self._order.gathers(module)
+
+    def _after_module(self, module: nn.Module) -> None:
+        with torch.no_grad(), DisableTorchFunction():
+            self._store.go_where_it_is_held()  # for all parameters: this gather may include another module's
 
     def _plain(self, p: Tensor) -> Tensor:
         """Returns a copy of the full values of ``p`` (collective at stage 3)."""
-        self._residency.touch([p])
+        self.residency.touch([p])
         with torch.no_grad(), DisableTorchFunction():
             return p.detach().clone()
 
@@ -221,30 +212,20 @@ class DeepSpeedEngine(Engine):
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def meet(self) -> None:
-        if self.hooks.anywhere:
-            self._residency.meet()
-
-    def end_window(self, meets: bool = True) -> None:
-        with torch.no_grad(), DisableTorchFunction():
-            self._residency.end_window()
-            if meets:
-                self._residency.meet()
-
-    def _settle(self) -> None:
+    def _store_writes(self) -> None:
         """Stores all that user code wrote to parameters and gradients. Call before a master or a piece is read."""
-        self._settle_parameters()
+        self._store_parameters()
         self._gradients.flush()
 
-    def _settle_parameters(self) -> None:
+    def _store_parameters(self) -> None:
         with torch.no_grad(), DisableTorchFunction():
-            self._residency.end_window()
+            self.residency.end_window()
             self._store.settle()
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         wants_grad = torch.is_grad_enabled()
         self.end_window(self.hooks.before_forward and wants_grad)
-        if not wants_grad and self._stage3 and not self._residency.all_run():
+        if not wants_grad and self._stage3 and not self.residency.all_run():
             # This rank's loop is longer: the other ranks only serve the parameters that it touches.
             return getattr(self.module, method)(*args, **kwargs)
         self.broadcast_buffers()
@@ -254,12 +235,19 @@ class DeepSpeedEngine(Engine):
                     self._store.go_where_it_is_held()
                 output = self.root(method, *args, **kwargs)[0]
                 self._order.gathers()
-                return output
+            if not wants_grad:
+                self._release_kept()
+            return output
 
     @contextmanager
     def _in(self, phase: Phase) -> Iterator[None]:
-        linear = private.linear(self._linear) if self._stage3 else nullcontext()
-        with self._under_way.during(phase), self._guards.instead_of_mode(), linear:
+        with ExitStack() as contexts:
+            contexts.enter_context(self._under_way.during(phase))
+            contexts.enter_context(self.guards.instead_of_mode())
+            if self._stage3:
+                contexts.enter_context(private.linear_without_weights())
+                # When a checkpoint recomputes, DeepSpeed's hooks must run after modules as well as before them.
+                contexts.enter_context(set_checkpoint_early_stop(False))
             yield
 
     def reshard(self) -> None:
@@ -277,12 +265,8 @@ class DeepSpeedEngine(Engine):
 
     def backward(self, run_backward: Callable[[], None], retains_graph: bool = False) -> None:
         self.end_window(self.hooks.before_backward)
-        shards, usage = self._params.attached.shards, self._usage
-        if (name := usage.unfrozen()) is not None:
-            raise ValueError(
-                f"parameter {name!r} was unfrozen after the run began, but DeepSpeed allocates memory only for"
-                " parameters trained from the start: use engine='fsdp2', or unfreeze it before the fit."
-            )
+        shards, reductions = self._params.attached, self._reductions
+        self._refuse_unfrozen()
         # Must happen before DeepSpeed adds to the pieces: otherwise user writes to gradients are lost.
         self._gradients.flush(averages=True)
         sync = self.reduces
@@ -290,26 +274,31 @@ class DeepSpeedEngine(Engine):
             self._store.keep_all()
         with DisableTorchFunction():
             with self._in(Phase.BACKWARD):
-                if not usage.window_open:
-                    shards.before_backward(self._params.attached.with_grad)
-                    usage.window_open = True
-                usage.begin_backward()
+                if not reductions.window_open:
+                    shards.before_backward()
+                    reductions.window_open = True
                 # Stage 2 reduces every micro-batch, and its gradients are taken at once: with offload, DeepSpeed's own
                 # sum is wrong for parameters that some micro-batches do not use.
                 takes = not self._stage3 and (sync or self.config.stage == 2)
                 if takes:
                     shards.before_reductions()
                 self._engine.set_gradient_accumulation_boundary(takes)
-                self._reductions.begin(takes or self._stage3, waits=self.backward_is_users)
+                reductions.begin(takes or self._stage3, waits=self.backward_is_users)
                 run = self._seen_by_user(run_backward) if self.backward_is_users else run_backward
-                private.backward(self._engine, run, self._reductions.end)
-                usage.end_backward()
+                private.backward(self._engine, run, reductions.end)
                 shards.after_backward(takes)
             if sync:
-                usage.end_window(self._reductions, self._order)
+                reductions.end_window(self._order)
 
-    def end_reads(self, together: bool) -> None:
-        self.end_window(together and self.hooks.anywhere)
+    def _refuse_unfrozen(self) -> None:
+        """Raises ``ValueError`` if a parameter was frozen when DeepSpeed laid out its flats and is trainable now."""
+        with DisableTorchFunction():
+            late = [n for n, p in self._params.named.items() if p.requires_grad and p not in self._trained]
+        if late:
+            raise ValueError(
+                f"parameter {late[0]!r} was unfrozen after the run began, but DeepSpeed allocates memory only for"
+                " parameters trained from the start: use engine='fsdp2', or unfreeze it before the fit."
+            )
 
     def _seen_by_user(self, run_backward: Callable[[], None]) -> Callable[[], None]:
         """Keeps user-code checks on in an overridden ``LightningModule.backward``, which may read ``p.grad`` early."""
@@ -322,48 +311,34 @@ class DeepSpeedEngine(Engine):
 
     # -- optimizer -----------------------------------------------------------------------------------------------
 
-    @outside_graphs
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        result = self._step_of(optimizer).step(closure, **kwargs)
-        self._stepped(optimizer)
-        return result
-
-    def _stepped(self, optimizer: Optimizer) -> None:
+    def stepped(self, optimizer: Optimizer) -> None:
         with torch.no_grad(), DisableTorchFunction():
             self._store.stepped(self._params.attached.with_grad.intersection(parameters(optimizer)))
 
-    @contextmanager
-    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        with self._step_of(optimizer).stepping():
-            yield
-        self._stepped(optimizer)
-
-    @contextmanager
-    def on_shards(self, optimizer: Optimizer) -> Iterator[None]:
-        self._settle_all()
-        with self._step_of(optimizer).on_shards():
-            yield
-
-    def _settle_all(self) -> None:
+    def settle(self) -> None:
         self.end_window(self.hooks.before_step)
-        self._settle()
+        self._release_kept()
+        self._store_writes()
+
+    def _release_kept(self) -> None:
+        """Reshards parameters that were gathered for the rest of a step, and stores what user code wrote to them."""
+        if self._store.is_keeping:
+            self._store.is_keeping = False
+            with torch.no_grad(), DisableTorchFunction():
+                private.release_all(self._engine)
 
     @contextmanager
     def _full_step(self, is_running: bool) -> Iterator[None]:
-        self._settle()
-        with self._residency.together(is_running):
+        self._store_writes()
+        with self.residency.together(is_running):
             yield
-        self._settle()
+        self._store_writes()
 
-    def _step_of(self, optimizer: Optimizer) -> ShardedStep:
-        if optimizer not in self._steps:
-            parts = Pieces(
-                self._params.attached, self._piece_of, self._store.state, self._settle_all, self._settle,
-                self._full_step,
-            )  # fmt: skip
-            declared = self.config.elementwise_optimizers or ()
-            self._steps[optimizer] = ShardedStep(optimizer, parts, declared, self.config.offloads_optimizer)
-        return self._steps[optimizer]
+    def sharded_step(self, optimizer: Optimizer, declared: Collection[str]) -> ShardedStep:
+        parts = Pieces(
+            self._params.attached, self._piece_of, self._store.state, self.settle, self._store_writes, self._full_step
+        )
+        return ShardedStep(optimizer, parts, declared, self.config.offloads_optimizer)
 
     def _piece_of(self, value: Any) -> Tensor | None:
         found = self._store.known_state(value)
@@ -374,36 +349,26 @@ class DeepSpeedEngine(Engine):
         leave_states(self._optimizers, full)
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
-        managed = self._params.attached
+        shards = self._params.attached
         self.end_window(self.hooks.before_step)
         self._gradients.flush()
-        odd = [p.grad for p in parameters(optimizer) if p not in managed and p.grad is not None]
-        return list(managed.grads(optimizer)), odd
+        odd = [p.grad for p in parameters(optimizer) if p not in shards and p.grad is not None]
+        return [shards.grad(p) for p in parameters(optimizer) if p in shards.with_grad], odd
 
     # -- full state ----------------------------------------------------------------------------------------------
 
     def sharded_state_dict(self) -> dict[str, Any]:
         self.end_window(self.hooks.anywhere)
-        self._settle_parameters()
+        self._store_parameters()
         with torch.no_grad(), DisableTorchFunction():
             return self._whole.state_dict()
 
-    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self.end_window(self.hooks.anywhere)
-        with torch.no_grad(), self.view():
-            state = optimizer.state_dict()
-        with torch.no_grad(), DisableTorchFunction():
-            self._residency.end_window()
-            return self._whole.optimizer_state(state, self._store.known_state)
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        self.end_window(self.hooks.anywhere)
-        with self.view():
-            self._step_of(optimizer).load_state_dict(state)
+    def in_shards(self, state: dict[str, Any]) -> dict[str, Any]:
+        return self._whole.optimizer_state(state, self._store.known_state)
 
     def whole_parameters(self) -> dict[Tensor, nn.Parameter]:
         self.end_window(self.hooks.anywhere)
-        self._settle_parameters()
+        self._store_parameters()
         return self._whole.parameters()
 
     def whole_on_module(self) -> AbstractContextManager[None]:
@@ -418,27 +383,19 @@ class DeepSpeedEngine(Engine):
     # -- the end -------------------------------------------------------------------------------------------------
 
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
-        params = self._params
         with torch.no_grad(), DisableTorchFunction():
-            account = Account(self.config, self.device, params.shapes)
-            account.parameters(params.odd)
-            account.odd_gradients(params.odd)
-            if params.managed is not None:
-                account.managed(params.managed)
-            account.optimizers(optimizers, self._store.known_state, params.odd)
-        return account.state
+            return model_state(self._params, optimizers, self._store.known_state, self.config, self.device)
 
     def restore(self, whole: bool, *, on_whole: OnWhole = unheard) -> None:
-        self._graphs.end()
-        self._end_transforms()
-        self._settle_parameters()  # before masters are read
+        self.end_residency()
+        self._store_parameters()  # before masters are read
         _give_methods_back(self._optimizers)  # even if the module stays sharded
         if not whole:
             return
         with torch.no_grad(), DisableTorchFunction():
             values = self._whole.values_afterwards()
             self._leave_states(self.config.after_fit == "whole")
-            held = self._residency.held()
+            held = self.residency.held()
             self._take_off(values)
             self._store.end()
             for place, p in held:
@@ -453,12 +410,11 @@ class DeepSpeedEngine(Engine):
         ``values`` must be read before this call, which drops the layout of the pieces.
         """
         _give_methods_back(self._optimizers)
-        self._usage.close()
-        private.end(self._engine, self.root, {id(p): set(self._params.attributes(p)) for p in self._params.shapes})
+        private.end(self._engine, self.root)
         for p, value in values.items():
             p.grad = None
             p.data = value
-        self._params.managed = None
+        self._params.shards = None
         self._accumulators.clear()
         for handle in self._handles:
             handle.remove()

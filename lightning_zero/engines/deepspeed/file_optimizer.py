@@ -6,8 +6,7 @@ They are used if the module has no ``configure_optimizers``. Either way the engi
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,59 +21,57 @@ _OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
 }
-_SCHEDULERS = ("WarmupLR", "WarmupDecayLR")
-"""Classes of ``deepspeed.runtime.lr_schedules``."""
+_NEED_NUMBERS = ("lr", "warmup_num_steps")
+"""Settings for which ``"auto"`` is refused, because no default suits every module."""
 
 
 def make_optimizer(raw: RawConfig, parameters: Iterable[torch.Tensor]) -> Optimizer:
     """Makes the optimizer of the file's section over those of ``parameters`` that require a gradient.
 
-    ``"auto"`` means PyTorch's default. ``lr="auto"`` is refused, because no default learning rate suits every module.
+    ``"auto"`` means PyTorch's default. As in DeepSpeed, ``"Adam"`` means AdamW unless ``adam_w_mode`` is false.
 
     Raises:
         ValueError: If a value cannot be used; the message names the value in the file and the one to write instead.
     """
-    made, settings = _optimizer_of(raw)
-    if raw.section("optimizer").get("params", {}).get("lr") == _AUTO:
-        raise ValueError(f'optimizer.params.lr="auto" in {raw.origin}: Lightning has no learning rate; use a number.')
+    name = raw.section("optimizer").get("type")
+    made = _OPTIMIZERS.get(str(name).lower())
+    if made is None:
+        raise ValueError(
+            f"optimizer.type={name!r} in {raw.origin}: use 'AdamW', 'Adam' or 'SGD', or return your own optimizer from"
+            " configure_optimizers()."
+        )
+    settings = _params(raw, "optimizer", made, "adam_w_mode", "torch_adam")
+    settings.pop("torch_adam", None)
+    if settings.pop("adam_w_mode", True) and made is torch.optim.Adam:
+        made = torch.optim.AdamW
     return made([p for p in parameters if p.requires_grad], **settings)
 
 
-def make_scheduler(raw: RawConfig, optimizer: Optimizer, total_steps: Callable[[], float]) -> LRScheduler | None:
-    """Makes the schedule of the file's section, to be stepped after each optimizer step; ``None`` without a section.
+def make_scheduler(raw: RawConfig, optimizer: Optimizer) -> LRScheduler | None:
+    """Makes the file's ``WarmupLR``, to be stepped after each optimizer step; ``None`` without a section.
 
     Args:
         raw: The file.
-        optimizer: From :func:`make_optimizer`.
-        total_steps: Returns the number of optimizer steps in the entire run, for ``total_num_steps: "auto"``.
+        optimizer: From :func:`make_optimizer`. Its learning rate replaces ``warmup_max_lr: "auto"``.
     """
     section = raw.section("scheduler")
-    name, given = section.get("type"), section.get("params") or {}
-    if name is None:
+    if not section:
         return None
-    if name not in _SCHEDULERS:
+    if section.get("type") != "WarmupLR":
         raise ValueError(
-            f"scheduler.type={name!r} in {raw.origin}: use {' or '.join(_SCHEDULERS)}, or return your own schedule from"
+            f"scheduler.type={section.get('type')!r} in {raw.origin}: use 'WarmupLR', or return your own schedule from"
             " configure_optimizers()."
         )
-    from deepspeed.runtime import lr_schedules  # only this engine needs it
+    from deepspeed.runtime.lr_schedules import WarmupLR  # only this engine needs it
 
-    made = getattr(lr_schedules, name)
-    settings = _params(raw, "scheduler", made)
-    if given.get("warmup_num_steps") == _AUTO:
-        raise ValueError(f'scheduler.params.warmup_num_steps="auto" in {raw.origin}: use a number of steps.')
-    if given.get("warmup_max_lr") == _AUTO:
+    settings = _params(raw, "scheduler", WarmupLR)
+    if (section.get("params") or {}).get("warmup_max_lr") == _AUTO:
         settings["warmup_max_lr"] = optimizer.defaults["lr"]
-    if given.get("total_num_steps") == _AUTO:
-        steps = total_steps()
-        if not math.isfinite(steps):
-            raise ValueError(f'scheduler.params.total_num_steps="auto" in {raw.origin}: set Trainer(max_steps=...).')
-        settings["total_num_steps"] = int(steps)
-    return DeepSpeedSchedule(made(optimizer, **settings))
+    return DeepSpeedSchedule(WarmupLR(optimizer, **settings))
 
 
 class DeepSpeedSchedule(LRScheduler):
-    """Wraps one of DeepSpeed's schedules in PyTorch's interface, which Lightning requires."""
+    """Wraps DeepSpeed's schedule in PyTorch's interface, which Lightning requires."""
 
     def __init__(self, schedule: Any) -> None:
         # LRScheduler.__init__ is not called, because it takes a first step: DeepSpeed's schedule has set the first
@@ -95,24 +92,6 @@ class DeepSpeedSchedule(LRScheduler):
         self.schedule.load_state_dict(state_dict)
 
 
-# -- meaning of a section -------------------------------------------------------------------------------------------
-
-
-def _optimizer_of(raw: RawConfig) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Returns the class and its settings. As in DeepSpeed, ``"Adam"`` means AdamW unless ``adam_w_mode`` is false."""
-    name = raw.section("optimizer").get("type")
-    made = _OPTIMIZERS.get(str(name).lower())
-    if made is None:
-        raise ValueError(
-            f"optimizer.type={name!r} in {raw.origin}: use 'AdamW', 'Adam' or 'SGD', or return your own optimizer from"
-            " configure_optimizers()."
-        )
-    settings = _params(raw, "optimizer", made, "adam_w_mode", "torch_adam")
-    settings.pop("torch_adam", None)
-    decoupled = settings.pop("adam_w_mode", True)
-    return (torch.optim.AdamW if made is torch.optim.Adam and decoupled else made), settings
-
-
 def _params(raw: RawConfig, section: str, made: type, *more: str) -> dict[str, Any]:
     """Returns the section's arguments for ``made`` (or in ``more``) whose value is not ``"auto"``."""
     given = raw.section(section).get("params") or {}
@@ -123,4 +102,6 @@ def _params(raw: RawConfig, section: str, made: type, *more: str) -> dict[str, A
                 f"{section}.params.{key}={value!r} in {raw.origin} is not a setting of {made.__name__}: use"
                 f" {', '.join(known)}."
             )
+        if value == _AUTO and key in _NEED_NUMBERS:
+            raise ValueError(f'{section}.params.{key}="auto" in {raw.origin}: Lightning has no default; use a number.')
     return {key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if value != _AUTO}

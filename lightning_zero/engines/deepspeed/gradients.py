@@ -18,7 +18,7 @@ from lightning_zero.comm.agree import all_reduce_mean
 from lightning_zero.engines.deepspeed.optimizer_step import parameters
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
-from lightning_zero.engines.deepspeed.usage import Usage
+from lightning_zero.engines.deepspeed.reductions import Reductions
 from lightning_zero.engines.refusals import refuse_gradients_in_backward
 from lightning_zero.private.torch import DisableTorchFunction, in_backward
 
@@ -37,11 +37,11 @@ class Gradients:
 
     Args:
         under_way: The engine's current activities.
-        usage: Knows whether an accumulation is unfinished, so that gradients are partial sums.
+        reductions: Knows whether an accumulation is unfinished, so that gradients are partial sums.
     """
 
-    def __init__(self, params: Parameters, under_way: UnderWay, usage: Usage) -> None:
-        self._params, self._under_way, self._usage = params, under_way, usage
+    def __init__(self, params: Parameters, under_way: UnderWay, reductions: Reductions) -> None:
+        self._params, self._under_way, self._reductions = params, under_way, reductions
         self._has_warned = False
         self._seen: dict[Tensor, tuple[Tensor, bool]] = {}  # the full gradient, and whether user code assigned it
 
@@ -53,13 +53,13 @@ class Gradients:
     def read(self, p: Tensor, whole: Callable[[], Tensor]) -> Tensor | None:
         """Returns ``p.grad``; ``whole`` assembles the full gradient (collective)."""
         self._refuse_in_backward()
-        managed = self._params.managed
+        shards = self._params.shards
         with DisableTorchFunction():
             own = p.grad
-        if own is not None or managed is None or Phase.BACKWARD in self._under_way:
+        if own is not None or shards is None or Phase.BACKWARD in self._under_way:
             return own
-        if p not in managed.with_grad:
-            if p in managed and self._usage.window_open and not self._has_warned:
+        if p not in shards.with_grad:
+            if p in shards and self._reductions.window_open and not self._has_warned:
                 self._has_warned = True
                 if dist.get_rank() == 0:
                     warnings.warn(_NONE, stacklevel=2)
@@ -70,31 +70,31 @@ class Gradients:
 
     def assembled(self, p: Tensor) -> Tensor:
         """Returns the full gradient of ``p``, assembled from all ranks' pieces (collective)."""
-        managed = self._params.attached
-        return managed.assemble(p, managed.shards.grad(p)).to(dtype=p.dtype, device=p.device)
+        shards = self._params.attached
+        return shards.assemble(p, shards.grad(p)).to(dtype=p.dtype, device=p.device)
 
     def write(self, p: Tensor, value: Tensor | None) -> None:
         """Implements ``p.grad = value``."""
         self._refuse_in_backward()
-        managed = self._params.managed
+        shards = self._params.shards
         with DisableTorchFunction():
             if Phase.BACKWARD in self._under_way:
                 p.grad = value
                 return
-            if value is not None and managed is not None and p in managed and self._usage.window_open:
+            if value is not None and shards is not None and p in shards and self._reductions.window_open:
                 if p.grad is None:
                     raise ValueError(_NOT_YET)
                 p.grad = value
                 return
             p.grad = None
         self._seen.pop(p, None)
-        if managed is None or p not in managed:
+        if shards is None or p not in shards:
             return
         if value is None:
-            managed.with_grad.discard(p)
+            shards.with_grad.discard(p)
             return
         self._seen[p] = value, True  # not cut before the flush: it may be this rank's own, for user code to reduce
-        managed.with_grad.add(p)
+        shards.with_grad.add(p)
 
     def flush(self, averages: bool = False) -> None:
         """Copies user code's writes into DeepSpeed's pieces.
@@ -103,16 +103,16 @@ class Gradients:
             averages: Whether to average assigned gradients over the ranks. Needed before a backward adds to them,
                 because DDP averages the sum.
         """
-        managed = self._params.managed
-        if averages and managed is not None:
+        shards = self._params.shards
+        if averages and shards is not None:
             assigned = {p: grad.detach().clone() for p, (grad, is_assigned) in self._seen.items() if is_assigned}
             with DisableTorchFunction():
                 all_reduce_mean(list(assigned.values()))
             self._seen.update((p, (grad, True)) for p, grad in assigned.items())
-        if self._seen and managed is not None:
+        if self._seen and shards is not None:
             with DisableTorchFunction(), torch.no_grad():
                 for p, (grad, is_assigned) in self._seen.items():
-                    piece, new = managed.shards.grad(p), managed.cut(p, grad)
+                    piece, new = shards.grad(p), shards.cut(p, grad)
                     if is_assigned:
                         piece.copy_(new)
                     else:
@@ -126,12 +126,12 @@ class Gradients:
         """Makes the ``optimizer.zero_grad`` that also clears DeepSpeed's pieces."""
 
         def zero_grad(set_to_none: bool = True) -> None:
-            managed = self._params.attached
+            shards = self._params.attached
             with DisableTorchFunction():
                 for p in parameters(optimizer):
                     self._seen.pop(p, None)
-                    self._usage.forget(p)
-                    if p not in managed:
+                    self._reductions.used.discard(p)  # the window has not ended
+                    if p not in shards:
                         if set_to_none:
                             p.grad = None
                         elif p.grad is not None:
@@ -139,9 +139,9 @@ class Gradients:
                         continue
                     p.grad = None
                     if set_to_none:
-                        managed.with_grad.discard(p)
+                        shards.with_grad.discard(p)
                     # An epoch may end in the middle of an accumulation; zero_grad clears the partial sum, as in DDP.
-                    if p in managed.with_grad or self._usage.window_open:
-                        managed.shards.grad(p).zero_()
+                    if p in shards.with_grad or self._reductions.window_open:
+                        shards.grad(p).zero_()
 
         return zero_grad

@@ -1,18 +1,21 @@
 """Refuses keys of a config file that DeepSpeed does not know.
 
-DeepSpeed itself refuses unknown keys in some sections, when the engine starts, and ignores them everywhere else: with
-``{"zero_optimizaton": {"stage": 2}}`` DeepSpeed would train at another stage.
+DeepSpeed ignores them at the top level: with ``{"zero_optimizaton": {"stage": 2}}`` it would train at another stage.
+In sections that it reads with its own models, DeepSpeed refuses them when the engine starts. The rest has no effect in
+a run of this engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
 
 from lightning_zero.config import RawConfig
-from lightning_zero.engines.deepspeed.ds_config import INERT
+
+_TOP = "the top level"
+_MADE_HERE = {"type": "", "params": ""}
+"""Keys of ``optimizer`` and ``scheduler``; for ``params`` see ``file_optimizer``."""
 
 
 def check_keys(raw: RawConfig) -> None:
@@ -23,37 +26,26 @@ def check_keys(raw: RawConfig) -> None:
     """
     if find_spec("deepspeed") is None:
         return
-    content = {key: value for key, value in raw.content().items() if not key.startswith(("_", "//"))}
-    _check_section(content, [], raw.origin)
-
-
-def _check_section(content: Mapping[str, Any], path: list[str], origin: str) -> None:
-    known = _known(path)
-    for key, value in content.items():
-        full = ".".join([*path, key])
-        if known and key not in known:
-            raise ValueError(f"{full} in {origin} is not a setting of DeepSpeed; {_repair(path, key, known)}")
-        if replacement := known.get(key):
-            raise ValueError(f"{full} in {origin} is deprecated: use {replacement}.")
-        if isinstance(value, Mapping):
-            _check_section(value, [*path, key], origin)
-
-
-def _known(path: list[str]) -> Mapping[str, str]:
-    """Returns the known keys of the section at ``path``, in the form of :func:`.private.known_settings`."""
-    if path in (["optimizer"], ["scheduler"]):
-        return {"type": "", "params": ""}
-    if path and path[0] in (*INERT, "optimizer", "scheduler"):  # parameters: see file_optimizer
-        return {}
     from lightning_zero.engines.deepspeed.private import known_settings  # imports torch
 
-    return known_settings(path)
+    known = {**known_settings(), "optimizer": _MADE_HERE, "scheduler": _MADE_HERE}
+    content = {key: value for key, value in raw.content().items() if not key.startswith(("_", "//"))}
+    sections: list[tuple[str, Any]] = [("", content)]
+    for path, section in sections:  # which grows
+        for key, value in section.items():
+            full = f"{path}.{key}" if path else key
+            if key not in known[path]:
+                repair = _repair(path, key, known)
+                raise ValueError(f"{full} in {raw.origin} is not a setting of DeepSpeed; {repair}")
+            if replacement := known[path][key]:
+                raise ValueError(f"{full} in {raw.origin} is deprecated: use {replacement}.")
+            if full in known and isinstance(value, dict):
+                sections.append((full, value))
 
 
-def _repair(path: list[str], key: str, known: Mapping[str, str]) -> str:
-    if close := get_close_matches(key, known, n=1, cutoff=0.75):
+def _repair(path: str, key: str, known: dict[str, dict[str, str]]) -> str:
+    if close := get_close_matches(key, known[path], n=1, cutoff=0.75):
         return f"did you mean {close[0]}?"
-    for home in ([], ["zero_optimization"]):
-        if key in _known(home):
-            return f"it belongs in {'.'.join(home) or 'the top level'}."
-    return f"{'.'.join(path) or 'the top level'} has {', '.join(sorted(known))}."
+    if home := [section or _TOP for section, keys in known.items() if key in keys]:
+        return f"it belongs in {home[0]}."
+    return f"{path or _TOP} has {', '.join(sorted(known[path]))}."

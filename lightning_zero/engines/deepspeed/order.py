@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_zero.comm.agree import IN_STEP, Agreement
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
 
-_BUCKETS = 2**40
-"""Numbers from this one upwards denote buckets of gradients; smaller ones denote modules and parameters."""
+_A_BUCKET = "a bucket of gradients"
 _BUCKETS_DIFFER = (
     "stage=3: ranks ran the same modules but used different parameters of them, so that their gradients came in"
     " different buckets. Set deepspeed.reduce_bucket_numel={}, which fits all gradients in one bucket, or use stage=2."
@@ -22,11 +22,11 @@ _BUCKETS_DIFFER = (
 
 
 class Order:
-    """Records the order in which this rank gathers and reduces.
+    """Keeps one rolling hash of the order in which this rank gathers and reduces.
 
-    The ranks' marks are compared at the end of each window. CPU ranks also compare what comes next before each gather
-    and reduction, so that all raise before messages are mixed up or a rank waits for ever. On an accelerator each of
-    these messages would block the host, so only marks are compared.
+    The ranks' hashes are compared at the end of each window. CPU ranks also compare them before each gather and
+    reduction, so that all raise before messages are mixed up or a rank waits for ever. On an accelerator each of these
+    messages would block the host.
 
     Args:
         params: All parameters of the module.
@@ -35,51 +35,47 @@ class Order:
         under_way: The engine's current activities: between steps nothing is recorded.
 
     Attributes:
-        mark: A hash of all gathers and buckets since the last comparison, in order.
+        mark: The hash of all gathers and buckets since the last comparison.
     """
 
     def __init__(self, params: Parameters, agreement: Agreement | None, on_cpu: bool, under_way: UnderWay) -> None:
         self._params, self._under_way = params, under_way
+        self._names = {id(unit): name for name, unit in (*params.module.named_modules(), *params.named.items())}
         self._is_followed = params.stage3 and agreement is not None
         self._agreement = agreement if on_cpu else None
         self.mark = 0
 
-    def follow(self, engine: Any, reduces: bool) -> None:
-        """Starts recording the gathers of DeepSpeed's ``engine``, and its buckets if it ``reduces``."""
+    def follow_buckets(self, engine: Any) -> None:
+        """Starts recording the buckets of DeepSpeed's ``engine``."""
         if self._is_followed:
-            private.before_gathers(engine, self.gathers)
-            if reduces:
-                private.before_buckets(engine, self._reduces)
+            private.before_buckets(engine, self._reduces)
 
     def gathers(self, unit: Any = None) -> None:
         """Records that ``unit``, a module or a parameter, is gathered next (collective on CPUs).
 
         ``None`` follows the last unit of a forward."""
         if self._is_followed and not (self._under_way.is_between() or Phase.WHOLE in self._under_way):
-            self._next(_number_of(unit))
+            self._next(self._names.get(id(unit), ""))
 
-    def _reduces(self, numbers: list[int]) -> None:
-        """Records that the gradients of these parameters are reduced next."""
-        self._next(_BUCKETS + hash(tuple(sorted(numbers))) % _BUCKETS)
+    def _reduces(self, bucket: Sequence[Any]) -> None:
+        """Records that the gradients of the parameters in ``bucket`` are reduced next."""
+        self._next(_A_BUCKET, *sorted(self._names.get(id(p), "") for p in bucket))
 
-    def _next(self, number: int) -> None:
-        self.mark = hash((self.mark, number)) % _BUCKETS
+    def _next(self, event: str, *names: str) -> None:
+        self.mark = crc32(repr((event, names)).encode(), self.mark)
         if self._agreement is not None:
-            ends = torch.tensor([number, -number], device="cpu")
+            ends = torch.tensor([self.mark, -self.mark], device="cpu")
             self._agreement.all_reduce(ends, dist.ReduceOp.MAX, IN_STEP).wait()
-            high, low = ends.tolist()
-            if high != -low:
-                self._refuse({high, -low})
+            if ends.sum():
+                self._refuse(set(self._agreement.gather(event, "an error about the order of gathers")))
 
-    def _refuse(self, numbers: set[int]) -> None:
-        params = self._params
-        if max(numbers) >= _BUCKETS:
-            raise ValueError(_BUCKETS_DIFFER.format(sum(shape.numel() for shape in params.shapes.values())))
-        units = [*params.module.named_modules(), *((n, p) for n, p in params.named.items() if p in params.held)]
-        names = [n for n, u in units if n and _number_of(u) in numbers - {-1}]
+    def _refuse(self, events: set[str]) -> None:
+        if _A_BUCKET in events:
+            numel = sum(shape.numel() for shape in self._params.shapes.values())
+            raise ValueError(_BUCKETS_DIFFER.format(numel))
         raise ValueError(
-            f"stage=3: the units {', '.join(map(repr, names))} ran on some ranks only, or in another order, but all"
-            " ranks must gather the same parameters together. Run them on every rank, or use stage=2."
+            f"stage=3: the units {', '.join(map(repr, sorted(events - {''})))} ran on some ranks only, or in another"
+            " order, but all ranks must gather the same parameters together. Run them on every rank, or use stage=2."
         )
 
     def compare(self, largest: int, smallest: int) -> None:
@@ -90,9 +86,3 @@ class Order:
                 "stage=3: ranks ran modules in different orders, or used different parameters of them, so that messages"
                 " were mixed up. Run the same modules and use the same parameters on every rank, or use stage=2."
             )
-
-
-def _number_of(unit: Any) -> int:
-    """Returns -1 for ``None``, smaller numbers for parameters, larger ones for modules."""
-    its: int = private.number_of(unit)
-    return -2 - its if isinstance(unit, Tensor) else its

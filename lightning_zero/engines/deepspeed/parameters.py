@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.agree import broadcast_coalesced
 from lightning_zero.engines.deepspeed import private
-from lightning_zero.engines.deepspeed.optimizer_step import Managed
+from lightning_zero.private.torch import own_parameters
 
 
 class Parameters:
@@ -23,7 +24,7 @@ class Parameters:
         strides: The user's strides.
         odd: Parameters that cannot be sharded (see :mod:`~lightning_zero.engines.deepspeed.engine`).
         held: All other parameters, in the order in which ranks gather them; must not become a set.
-        managed: Masters and gradients. ``None`` before optimizers are attached, without optimizers, and at the end of
+        shards: Masters and gradients. ``None`` before optimizers are attached, without optimizers, and at the end of
             the run: then parameters are read and written, but nothing is stepped.
     """
 
@@ -36,9 +37,7 @@ class Parameters:
         self._take_built()
         self.strides: dict[Tensor, Any] = {p: _stride(p) for p in self.named.values()}
         self.held = dict.fromkeys(p for p in self.named.values() if p not in set(self.odd))
-        self.managed: Managed | None = None
-        self._own: dict[Tensor, set[str]] = {}  # names of attributes set before DeepSpeed's start
-        self._added: dict[Tensor, set[str]] = {}  # names of attributes set during DeepSpeed's start
+        self.shards: private.Shards | None = None
 
     def _take_built(self) -> None:
         """Broadcasts rank 0's values. Parameters that were built sharded (see ``build``) have them already."""
@@ -51,25 +50,28 @@ class Parameters:
         broadcast_coalesced([*here, *self.module.buffers()])
 
     @property
-    def attached(self) -> Managed:
-        """Returns ``managed``, for callers that run only with an optimizer attached."""
-        assert self.managed is not None
-        return self.managed
+    def attached(self) -> private.Shards:
+        """Returns ``shards``, for callers that run only with an optimizer attached."""
+        assert self.shards is not None
+        return self.shards
 
-    def before_start(self) -> None:
-        """Records the current attributes as the user's."""
-        self._own = {p: private.own_attributes(p) for p in self.named.values()}
-
-    def after_start(self) -> None:
-        """Records attributes set since :meth:`before_start` as DeepSpeed's and ours; later ones are the user's."""
-        self._added = {p: set(vars(p)) - own for p, own in self._own.items()}
-
-    def attributes(self, p: Tensor) -> dict[str, Any]:
-        """Returns the attributes that user code has set on ``p``, before or during the run."""
-        names = self._own[p] if p in self._own else private.own_attributes(p)
-        if p in self._added:
-            names = names | {name for name in set(vars(p)) - self._added[p] if not private.is_late(name)}
-        return {name: value for name, value in vars(p).items() if name in names}
+    @contextmanager
+    def without_others(self, root: nn.Module) -> Iterator[None]:
+        """Removes all parameters but the held ones from ``root`` inside the context, so that DeepSpeed does not shard
+        them: odd parameters, and those that a hook has added (averaged weights)."""
+        places = [
+            (m, name, p)
+            for m in root.modules()
+            for name, p in own_parameters(m).items()
+            if p is not None and p not in self.held
+        ]
+        for m, name, _ in places:
+            own_parameters(m)[name] = None
+        try:
+            yield
+        finally:
+            for m, name, p in places:
+                own_parameters(m)[name] = p
 
 
 def _stride(p: Any) -> tuple[int, ...]:

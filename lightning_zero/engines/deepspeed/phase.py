@@ -22,25 +22,20 @@ class Phase(Enum):
     """Full copies are registered on the module: nothing is opened, gathered, released or agreed on."""
 
 
-class UnderWay:
-    """The phases that are under way. Phases nest: a user's own backward or ``full_parameters`` runs inside a step, and
-    the step continues afterwards. Test for one phase with ``in``; never compare with the innermost."""
-
-    def __init__(self) -> None:
-        self._phases: list[Phase] = []  # the outermost first
+class UnderWay(list[Phase]):
+    """The phases that are under way, the outermost first. Phases nest: a user's own backward or ``full_parameters``
+    runs inside a step, and the step continues afterwards. Test for one phase with ``in``; never compare with the
+    innermost."""
 
     def is_between(self) -> bool:
         """Whether no phase is under way: user code runs between steps."""
-        return not self._phases
-
-    def __contains__(self, phase: Phase) -> bool:
-        return phase in self._phases
+        return not self
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
         """Marks ``phase`` as under way inside the context."""
-        self._phases.append(phase)
+        self.append(phase)
         try:
             yield
         finally:
-            self._phases.pop()
+            self.pop()

@@ -15,24 +15,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Any, get_args
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.engines.base import outside_inference_mode
-from lightning_zero.private.check import Library, Needed, check, importing
+from lightning_zero.private.check import Library, Needed, check
 from lightning_zero.private.torch import (
     DisableTorchFunction,
+    in_backward,
     in_transform,
     own_parameters,
     set_data,
@@ -42,16 +42,8 @@ from lightning_zero.private.torch import (
 _ZERO = "deepspeed.runtime.zero"
 _STAGE3, _STAGE12 = f"{_ZERO}.stage3:DeepSpeedZeroOptimizer_Stage3", f"{_ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer"
 _ENGINE, _OFFLOAD = "deepspeed.runtime.engine:DeepSpeedEngine", f"{_ZERO}.parameter_offload:DeepSpeedZeRoOffload"
+_COORDINATOR = f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator"
 _INIT = f"{_ZERO}.partition_parameters:Init"
-_MODELS = {
-    "bf16": "deepspeed.runtime.precision_config:DeepSpeedBF16Config",
-    "bfloat16": "deepspeed.runtime.precision_config:DeepSpeedBF16Config",
-    "comms_logger": "deepspeed.comm.config:CommsLoggerConfig",
-    "compile": "deepspeed.compile.config:CompileConfig",
-    "fp16": "deepspeed.runtime.precision_config:DeepSpeedFP16Config",
-    "zero_optimization": "deepspeed.runtime.zero.config:DeepSpeedZeroConfig",
-}
-"""Section of a config file -> the pydantic model that declares its settings."""
 DEEPSPEED = Library(
     "deepspeed",
     ">=0.19.8,<0.20",
@@ -59,23 +51,19 @@ DEEPSPEED = Library(
         # starting
         Needed("deepspeed.comm.comm:init_distributed", takes="*dist_backend, dist_init_required", stores="cdb"),
         Needed("deepspeed.comm.torch:build_shm_op", takes=""),
-        Needed("deepspeed.comm.torch:TorchBackend", stores="build_shm_op all_gather_function reduce_scatter_function"),
+        Needed("deepspeed.comm.torch:TorchBackend", stores="build_shm_op"),
         Needed("deepspeed.utils.groups:_release_process_group_references", takes="*group"),
         Needed("deepspeed.accelerator:set_accelerator", takes="accel_obj"),
         Needed("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.__init__", takes="self"),
-        *(Needed(model) for model in _MODELS.values()),
+        Needed(f"{_ZERO}.config:DeepSpeedZeroConfig"),
+        *(Needed(f"{_ZERO}.offload_config:DeepSpeedZeroOffload{part}Config") for part in ("Optimizer", "Param")),
         Needed(f"{_INIT}", stores="param_id"),
         Needed(f"{_OFFLOAD}._register_deepspeed_module", takes="self, module, count"),
         Needed(f"{_ZERO}.partitioned_param_coordinator:iter_params", takes="module, recurse"),
         Needed(f"{_OFFLOAD}", stores="iter_params apply_to_tensors_only"),
         Needed(f"{_ZERO}.utils:apply_to_tensors_only", takes="function, value, warning_msg_fn"),
-        Needed(
-            f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator"
-            "._PartitionedParameterCoordinator__params_to_release"
-        ),
+        Needed(f"{_COORDINATOR}._PartitionedParameterCoordinator__params_to_release"),
         Needed(f"{_STAGE3}", stores="DeepSpeedCPUAdam"),
-        Needed(f"{_ZERO}.utils:assert_lst_len_same_as_other_ranks", takes="lst"),
-        Needed(f"{_ZERO}.utils:get_lst_from_rank0", takes="lst"),
         # built sharded
         Needed(f"{_INIT}.__init__", takes="self, *config_dict_or_path, tensor_overrides"),
         Needed(f"{_INIT}._all_gather", takes="self, param_list, async_op, hierarchy"),
@@ -89,15 +77,13 @@ DEEPSPEED = Library(
         ),
         Needed(f"{_ZERO}.partition_parameters:ZeroParamStatus.AVAILABLE"),
         Needed(f"{_ZERO}.partition_parameters:free_param", takes="param"),
-        Needed(f"{_ZERO}.partition_parameters:InsertPostInitMethodToModuleSubClasses", stores="linear_bk"),
+        Needed(f"{_ZERO}.linear:zero3_linear_wrap", takes="input, weight, bias"),
         # one backward
-        Needed(f"{_ENGINE}._backward_prologue", takes="self"),
-        Needed(f"{_ENGINE}._backward_epilogue", takes="self"),
+        *(Needed(f"{_ENGINE}._backward_{part}", takes="self") for part in ("prologue", "epilogue")),
         Needed(f"{_ENGINE}.backward", stores="_backward_epilogue _running_engine_backward"),
         Needed(f"{_ENGINE}.destroy", takes="self"),
-        Needed(_ENGINE, stores="module_forward_pre_hook module_forward_post_hook"),
-        Needed(f"{_STAGE3}.clear_backward_seen_flag", takes="self"),
-        Needed(f"{_STAGE12}.clear_backward_seen_flag", takes="self"),
+        Needed(_ENGINE, stores="module_forward_pre_hook module_forward_post_hook device"),
+        *(Needed(f"{stage}.clear_backward_seen_flag", takes="self") for stage in (_STAGE3, _STAGE12)),
         # stages 1 and 2
         Needed(
             _STAGE12,
@@ -107,8 +93,7 @@ DEEPSPEED = Library(
             " allgather_bucket_size _offload_accumulated_param_ids",
         ),
         Needed(f"{_ZERO}.stage_1_and_2:GradPartitionBufferGroup", stores="flat_partition"),
-        Needed(f"{_STAGE12}._wait_for_offload_copies", takes="self"),
-        Needed(f"{_STAGE12}.reset_cpu_buffers", takes="self"),
+        *(Needed(f"{_STAGE12}.{name}", takes="self") for name in ("_wait_for_offload_copies", "reset_cpu_buffers")),
         Needed(
             "deepspeed.runtime.utils:all_gather_dp_groups",
             takes="*groups_flat, partitioned_param_groups, dp_process_group, start_alignment_factor,"
@@ -130,19 +115,15 @@ DEEPSPEED = Library(
         Needed(f"{_STAGE12}.process_gradients", takes="self, param, i"),
         Needed(f"{_STAGE3}._reassign_or_swap_out_partitioned_parameters", takes="self, sub_group_id"),
         Needed(f"{_STAGE3}.invalidate_secondary_tensor", takes="self"),
-        Needed(f"{_OFFLOAD}.partition_all_parameters", takes="self"),
-        Needed(f"{_OFFLOAD}.get_param_coordinator", takes="self"),
-        Needed(f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator", stores="hierarchy"),
-        *(
-            Needed(f"{_ZERO}.partitioned_param_coordinator:PartitionedParameterCoordinator.{name}", takes="self")
-            for name in ("reset_step", "is_complete_trace", "_invalidate_trace")
-        ),
+        *(Needed(f"{_OFFLOAD}.{name}", takes="self") for name in ("partition_all_parameters", "get_param_coordinator")),
+        Needed(_COORDINATOR, stores="hierarchy"),
+        Needed(f"{_COORDINATOR}.reset_step", takes="self"),
         Needed(f"{_ZERO}.parameter_offload:FWD_MODULE_STACK"),
-        Needed(f"{_ZERO}.parameter_offload:register_external_parameter", takes="module, parameter"),
-        Needed(f"{_OFFLOAD}.pre_sub_module_forward_function", takes="self, sub_module"),
-        Needed(f"{_OFFLOAD}.post_sub_module_forward_function", takes="self, sub_module"),
-        Needed(f"{_OFFLOAD}.pre_sub_module_backward_function", takes="self, sub_module"),
-        Needed(f"{_OFFLOAD}.post_sub_module_backward_function", takes="self, sub_module"),
+        *(
+            Needed(f"{_OFFLOAD}.{when}_sub_module_{which}_function", takes="self, sub_module")
+            for when in ("pre", "post")
+            for which in ("forward", "backward")
+        ),
         Needed(f"{_ZERO}.parameter_offload:_inject_parameters", stores="_original_parameters"),
         Needed(f"{_ZERO}.partition_parameters:_init_external_params", stores="_external_params all_parameters"),
         Needed(
@@ -156,8 +137,7 @@ ACCELERATORS = ("cpu", "cuda", "xpu", "hpu")
 """Device types that DeepSpeed and PyTorch call by the same name."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """This rank's part of one parameter."""
 
     flat: int
@@ -172,11 +152,6 @@ class Piece:
     def of(self, flat: Tensor) -> Tensor:
         """Returns this piece of ``flat``, 1-D, a view."""
         return flat.detach().narrow(0, self.start, self.numel)
-
-    def of_whole(self, whole: Tensor) -> Tensor:
-        """Returns this piece of the full parameter (or a tensor of its shape), 1-D; a view if ``whole`` is
-        contiguous."""
-        return whole.detach().reshape(-1).narrow(0, self.offset, self.numel)
 
 
 # -- starting and ending -------------------------------------------------------------------------------------------
@@ -222,15 +197,16 @@ def prepare(device: torch.device) -> Any:
     _skip_odd_parameters()
     _keep_lists()
     _tell_watchers()
-    _compare_without_launcher()
     world = getattr(comm.comm.cdb, "_lightning_zero_world", None)
     if comm.comm.cdb is None or world is not dist.group.WORLD:
         comm.comm.cdb = None  # the old backend belongs to a destroyed process group
         groups._release_process_group_references(group=None)
-        with _without_shared_memory():
+        # DeepSpeed's shared-memory all-reduce is compiled at its first use, never forgets the first process group, and
+        # waits for a missing rank for ever.
+        home: Any = import_module("deepspeed.comm.torch")  # the attribute deepspeed.comm.torch is the package torch
+        with _instead(home, "build_shm_op", lambda: None):
             comm.init_distributed(dist_backend=get_accelerator().communication_backend_name(), dist_init_required=False)
         comm.comm.cdb._lightning_zero_world = dist.group.WORLD
-        _call_by_new_names(comm.comm.cdb)
     return deepspeed
 
 
@@ -240,31 +216,24 @@ def _quieten() -> None:
 
 
 @contextlib.contextmanager
-def _without_shared_memory() -> Iterator[None]:
-    """Disables the shared-memory all-reduce of a backend made inside the context.
-
-    DeepSpeed compiles that kernel at the first use. It never forgets the first process group, and waits for a missing
-    rank for ever."""
-    home: Any = import_module("deepspeed.comm.torch")  # the attribute deepspeed.comm.torch is the package torch
-    before = home.build_shm_op
-    home.build_shm_op = lambda: None
+def _instead(home: Any, name: str, value: Any) -> Iterator[None]:
+    """Replaces an attribute of ``home`` inside the context."""
+    before = getattr(home, name)
+    setattr(home, name, value)
     try:
         yield
     finally:
-        home.build_shm_op = before
+        setattr(home, name, before)
 
 
-def _call_by_new_names(backend: Any) -> None:
-    """Replaces two collectives by their new names, because torch 2.13 warns at each call of the old ones.
-
-    The new names are looked up at each call, so that wrappers set on ``torch.distributed`` later see the calls."""
-    if hasattr(dist, "all_gather_single") and hasattr(dist, "reduce_scatter_single"):
-        backend.all_gather_function = lambda output_tensor, input_tensor, group=None, async_op=False: (
-            dist.all_gather_single(output_tensor, input_tensor, group, async_op)
-        )
-        backend.reduce_scatter_function = lambda output, input, op=dist.ReduceOp.SUM, group=None, async_op=False: (
-            dist.reduce_scatter_single(output, input, op, group, async_op)
-        )
+def _patch(places: Sequence[Any], name: str, make: Callable[[Any], Any]) -> None:
+    """Replaces a function, which all ``places`` have under ``name``, by ``make(function)``, once per process."""
+    before = getattr(places[0], name)
+    if not hasattr(before, "_lightning_zero"):
+        after = make(before)
+        after._lightning_zero = True
+        for place in places:
+            setattr(place, name, after)
 
 
 def use_accelerator(device: torch.device) -> None:
@@ -280,53 +249,35 @@ def use_accelerator(device: torch.device) -> None:
 # -- config files --------------------------------------------------------------------------------------------------
 
 
-def known_settings(section: Sequence[str]) -> dict[str, str]:
-    """Maps the settings that DeepSpeed reads in a section of a config file to ``""``, or to a deprecated one's
-    replacement.
-
-    Empty if the user chooses the section's names, or if DeepSpeed checks them when its engine starts.
-
-    Args:
-        section: For example ``["zero_optimization", "offload_param"]``; ``[]`` is the top level.
-    """
+def known_settings() -> dict[str, dict[str, str]]:
+    """Maps each section of a config file that is checked (``""`` is the top level) to its settings, and each setting to
+    ``""``, or to a deprecated one's replacement."""
     _quieten()
     with environment(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")):
         import deepspeed
-    if not section or section[0] not in _MODELS:
-        looked_up = probe = _Probe()
-        for name in reversed(section):
-            probe = _Probe(**{name: probe})
-        probe["train_micro_batch_size_per_gpu"] = 1
-        deepspeed.DeepSpeedConfig(probe)
-        return dict.fromkeys(looked_up.names, "")
-    module, _, name = _MODELS[section[0]].partition(":")
-    with importing(DEEPSPEED):
-        model = getattr(import_module(module), name)
-    for name in section[1:]:
-        fields = {field.alias or name: field for name, field in model.model_fields.items()}
-        model = _model_in(fields[name].annotation)
-    return {
-        field.alias or name: (field.json_schema_extra or {}).get("new_param", "")
-        for name, field in (model.model_fields.items() if model is not None else ())
+        from deepspeed.runtime.zero import config, offload_config
+    probe = _Probe(train_micro_batch_size_per_gpu=1)
+    deepspeed.DeepSpeedConfig(probe)
+    models = {
+        "zero_optimization": config.DeepSpeedZeroConfig,
+        "zero_optimization.offload_optimizer": offload_config.DeepSpeedZeroOffloadOptimizerConfig,
+        "zero_optimization.offload_param": offload_config.DeepSpeedZeroOffloadParamConfig,
+    }
+    return {"": dict.fromkeys(probe.names, "")} | {
+        section: {
+            field.alias or name: (field.json_schema_extra or {}).get("new_param", "")
+            for name, field in model.model_fields.items()
+        }
+        for section, model in models.items()
     }
 
 
-def _model_in(annotation: Any) -> Any:
-    """Returns the pydantic model in ``Optional[Model]`` and the like, or ``None``."""
-    if hasattr(annotation, "model_fields"):
-        return annotation
-    return next(filter(None, map(_model_in, get_args(annotation))), None)
-
-
 class _Probe(dict[str, Any]):
-    """An empty section that records which settings are looked up in it."""
+    """A config that records which settings are looked up in it."""
 
-    def __init__(self, **sections: _Probe) -> None:
-        super().__init__(sections)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(settings)
         self.names: set[str] = set()
-
-    def __bool__(self) -> bool:
-        return True  # DeepSpeed skips an empty section without reading it
 
     def get(self, key: str, default: Any = None) -> Any:
         self.names.add(key)
@@ -359,15 +310,10 @@ def _skip_odd_parameters() -> None:
     """Makes stage 3 skip parameters that it does not shard; DeepSpeed alone would fail on them."""
     from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 
-    every = partitioned_param_coordinator.iter_params
-    if not hasattr(every, "_lightning_zero"):
+    def make(every: Callable[..., Iterable[Any]]) -> Any:
+        return lambda module, recurse=False: (p for p in every(module, recurse=recurse) if is_managed(p))
 
-        def iter_params(module: nn.Module, recurse: bool = False) -> Iterator[Any]:
-            return (p for p in every(module, recurse=recurse) if is_managed(p))
-
-        iter_params._lightning_zero = True  # type: ignore[attr-defined]
-        for place in (parameter_offload, partitioned_param_coordinator):
-            place.iter_params = iter_params
+    _patch([parameter_offload, partitioned_param_coordinator], "iter_params", make)
 
 
 def _keep_lists() -> None:
@@ -376,9 +322,7 @@ def _keep_lists() -> None:
     DeepSpeed alone copies a list, so that an auxiliary loss that a module appends is lost."""
     from deepspeed.runtime.zero import parameter_offload, utils
 
-    apply_anew = utils.apply_to_tensors_only
-    if not hasattr(apply_anew, "_lightning_zero"):
-
+    def make(apply_anew: Callable[..., Any]) -> Any:
         def apply_to_tensors_only(function: Any, value: Any, warning_msg_fn: Any = None) -> Any:
             result = apply_anew(function, value, warning_msg_fn)  # calls this function again for nested values
             if isinstance(value, list):
@@ -386,9 +330,9 @@ def _keep_lists() -> None:
                 return value
             return result
 
-        apply_to_tensors_only._lightning_zero = True  # type: ignore[attr-defined]
-        for place in (parameter_offload, utils):
-            place.apply_to_tensors_only = apply_to_tensors_only
+        return apply_to_tensors_only
+
+    _patch([parameter_offload, utils], "apply_to_tensors_only", make)
 
 
 def watch(p: Any, watcher: Any) -> None:
@@ -400,64 +344,37 @@ def _tell_watchers() -> None:
     """Patches stage 3 to call the watchers of :func:`watch`; other parameters behave as before."""
     from deepspeed.runtime.zero import partition_parameters as home
 
-    gather, free = home.Init._all_gather, home.free_param
-    if hasattr(free, "_lightning_zero"):
-        return
+    def make_gather(gather: Callable[..., Any]) -> Any:
+        def all_gather(self: Any, param_list: list[Any], *args: Any, **kwargs: Any) -> Any:
+            with DisableTorchFunction():  # DeepSpeed's work must not open parameters, even if user code calls it
+                for p in param_list:
+                    if (watcher := getattr(p, "ds_watcher", None)) is not None:
+                        watcher.before_gather(p)
+                return gather(self, param_list, *args, **kwargs)
 
-    def all_gather(self: Any, param_list: list[Any], *args: Any, **kwargs: Any) -> Any:
-        with DisableTorchFunction():  # DeepSpeed's work must not open parameters, even if user code calls it
-            for p in param_list:
-                if (watcher := getattr(p, "ds_watcher", None)) is not None:
-                    watcher.before_gather(p)
-            return gather(self, param_list, *args, **kwargs)
+        return all_gather
 
-    def free_param(param: Any) -> None:
-        with DisableTorchFunction(), torch.no_grad():
-            if (watcher := getattr(param, "ds_watcher", None)) is not None:
-                watcher.before_empty(param)
-            free(param)
+    def make_free(free: Callable[[Any], None]) -> Any:
+        def free_param(param: Any) -> None:
+            with DisableTorchFunction(), torch.no_grad():
+                if (watcher := getattr(param, "ds_watcher", None)) is not None:
+                    watcher.before_empty(param)
+                free(param)
 
-    free_param._lightning_zero = True  # type: ignore[attr-defined]
-    home.Init._all_gather, home.free_param = all_gather, free_param
+        return free_param
 
-
-def _compare_without_launcher() -> None:
-    """Sets ``LOCAL_RANK`` while stage 3 compares the ranks' orders, if no launcher has set it.
-
-    DeepSpeed reads the device from ``LOCAL_RANK``, which a single process without a launcher lacks. The variable must
-    not stay set for the run: Lightning's next run would take the process for one rank of several."""
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.runtime.zero import utils
-
-    def with_local_rank(function: Callable[[list[int]], Any]) -> Callable[[list[int]], Any]:
-        @functools.wraps(function)
-        def call(numbers: list[int]) -> Any:
-            with environment(torch.device(get_accelerator().current_device_name())):
-                return function(numbers)
-
-        call._lightning_zero = True  # type: ignore[attr-defined]
-        return call
-
-    for name in ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0"):
-        function = getattr(utils, name)
-        if not hasattr(function, "_lightning_zero"):
-            setattr(utils, name, with_local_rank(function))
+    _patch([home.Init], "_all_gather", make_gather)
+    _patch([home], "free_param", make_free)
 
 
-@contextlib.contextmanager
-def partial_offload(joined: type) -> Iterator[None]:
+def partial_offload(joined: type) -> AbstractContextManager[None]:
     """Lets DeepSpeed accept ``offload.ratio`` below 1 with the optimizer class ``joined``.
 
     DeepSpeed requires its own CPU Adam, because it steps the masters on the device itself. Here users' own optimizers
     step all masters, on either device."""
     from deepspeed.runtime.zero import stage3
 
-    before = stage3.DeepSpeedCPUAdam
-    stage3.DeepSpeedCPUAdam = joined
-    try:
-        yield
-    finally:
-        stage3.DeepSpeedCPUAdam = before
+    return _instead(stage3, "DeepSpeedCPUAdam", joined)
 
 
 # -- built sharded -------------------------------------------------------------------------------------------------
@@ -471,18 +388,10 @@ def sharding(config: dict[str, Any], sharded: Callable[[Any], None]) -> Any:
     """
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    def plainly(name: str) -> Callable[..., Any]:
-        method = getattr(Init, name)
-
-        @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with DisableTorchFunction():  # DeepSpeed's work must not open parameters
-                return method(self, *args, **kwargs)
-
-        return call
-
     class Sharding(Init):  # type: ignore[misc]
-        _all_gather, _partition = plainly("_all_gather"), plainly("_partition")
+        def _partition(self, *args: Any, **kwargs: Any) -> None:
+            with DisableTorchFunction():  # DeepSpeed's work must not open parameters
+                super()._partition(*args, **kwargs)
 
         def _post_init_method(self, module: nn.Module) -> None:
             for p in own_parameters(module).values():
@@ -491,11 +400,10 @@ def sharding(config: dict[str, Any], sharded: Callable[[Any], None]) -> Any:
 
         def shard(self, p: Any) -> None:
             with DisableTorchFunction(), torch.no_grad():
-                before = set(vars(p))
                 p.data = p.data.to(self.local_device).contiguous()
-                self._zero_init_param(p)
+                with marking([p]):
+                    self._zero_init_param(p)
                 sharded(p)
-                p.ds_names = {"ds_names", *vars(p)} - before
 
     return Sharding(config_dict_or_path=copy.deepcopy(config), tensor_overrides=())
 
@@ -505,22 +413,38 @@ def _can_be_sharded(p: Tensor) -> bool:
     return p.dim() > 0 and p.numel() > 0 and p.dtype in floats and not p.is_meta
 
 
-def own_attributes(p: Any) -> set[str]:
-    """Returns the names of the attributes that the user set on a parameter."""
-    return set(vars(p)) - getattr(p, "ds_names", set()) - {"ds_watcher"}
+_ON_PARAMETERS = {"__reduce_ex__"}  # set by plain_copies
 
 
-def is_late(name: str) -> bool:
-    """Whether DeepSpeed sets a parameter's attribute of this name during a run."""
-    return name.startswith(("ds_", "_ds_"))
+@contextlib.contextmanager
+def marking(params: Iterable[Any]) -> Iterator[None]:
+    """Takes all attributes that ``params`` get inside the context as DeepSpeed's, on any parameter."""
+    before = {p: set(vars(p)) for p in params}
+    yield
+    for p, names in before.items():
+        _ON_PARAMETERS.update(set(vars(p)) - names)
+
+
+def is_on_parameters(name: str) -> bool:
+    """Whether a parameter's attribute of this name is DeepSpeed's or this engine's."""
+    return name in _ON_PARAMETERS or name.startswith(("ds_", "_ds_"))
+
+
+def attributes(p: Any) -> dict[str, Any]:
+    """Returns the attributes that user code has set on ``p``."""
+    return {name: value for name, value in vars(p).items() if not is_on_parameters(name)}
 
 
 def make_whole(p: Any) -> None:
     """Turns a parameter that was built sharded into an ordinary full one (collective)."""
     if is_managed(p):
         p.data = gathered_copy(p)
-        for name in p.ds_names:
-            p.__dict__.pop(name, None)
+        _without_marks(p)
+
+
+def _without_marks(p: Any) -> None:
+    for name in list(filter(is_on_parameters, vars(p))):
+        delattr(p, name)
 
 
 def keep_dtype(p: Any) -> None:
@@ -567,14 +491,14 @@ def take_gradients(engine: Any, arrives: Callable[[Any], None]) -> Callable[[Any
     return lambda p: take(p, groups[p])
 
 
-def before_buckets(engine: Any, action: Callable[[list[int]], None]) -> None:
-    """Calls ``action`` with the numbers of the parameters whose gradients stage 3 is about to reduce together."""
+def before_buckets(engine: Any, action: Callable[[Sequence[Any]], None]) -> None:
+    """Calls ``action`` with the parameters whose gradients stage 3 is about to reduce together."""
     zero = engine.optimizer
     original = getattr(zero, _REDUCE_BUCKET)
 
     def reduce(dtype: torch.dtype) -> Any:
-        if numbers := [p.ds_id for p in zero.ipg_buckets[dtype].params]:
-            action(numbers)
+        if params := zero.ipg_buckets[dtype].params:
+            action(params)
         return original(dtype)
 
     setattr(zero, _REDUCE_BUCKET, reduce)
@@ -597,19 +521,54 @@ def is_in_bucket(engine: Any, p: Any) -> bool:
 
 
 class Shards(ABC):
-    """Reads and writes this rank's part of every managed parameter, its gradient and its master weights."""
+    """Reads and writes this rank's piece of every parameter that DeepSpeed steps, of its gradient and its master.
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    Args:
+        engine: From ``deepspeed.initialize``.
+        shapes: The full shapes of these parameters.
+
+    Attributes:
+        pieces: Parameter -> its piece.
+        with_grad: Parameters that have a gradient; alike on all ranks.
+    """
+
+    def __init__(self, engine: Any, shapes: Mapping[Tensor, torch.Size]) -> None:
         self.zero = engine.optimizer
+        self.shapes = shapes
         self.pieces: dict[Tensor, Piece] = {}
+        self.with_grad: set[Tensor] = set()
         self._find_pieces()
+
+    def __contains__(self, p: Any) -> bool:
+        return p in self.pieces
+
+    def assemble(self, p: Tensor, local: Tensor) -> Tensor:
+        """Returns the full tensor of which ``local`` is this rank's piece (collective).
+
+        The sum over ranks is exact, because each element is non-zero on one rank only.
+        """
+        whole = local.new_zeros(self.shapes[p].numel())
+        self.cut(p, whole).copy_(local)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(whole)
+        return whole.view(self.shapes[p])
+
+    def cut(self, p: Tensor, whole: Tensor) -> Tensor:
+        """Returns this rank's piece of ``whole``, a tensor of the full shape of ``p``, 1-D; a view if ``whole`` is
+        contiguous."""
+        piece = self.pieces[p]
+        return whole.detach().reshape(-1).narrow(0, piece.offset, piece.numel)
+
+    def master(self, p: Tensor) -> Tensor:
+        """Returns this rank's piece of the master of ``p``, 1-D."""
+        piece = self.pieces[p]
+        return piece.of(self.flat_master(piece.flat))
 
     @abstractmethod
     def _find_pieces(self) -> None: ...
 
     @abstractmethod
-    def master(self, flat: int) -> Tensor:
+    def flat_master(self, flat: int) -> Tensor:
         """Returns the master, 1-D: the flat that optimizers step."""
 
     @abstractmethod
@@ -625,8 +584,8 @@ class Shards(ABC):
         """Returns the buffers that hold gradients on this rank."""
 
     @abstractmethod
-    def before_backward(self, kept: set[Tensor]) -> None:
-        """Clears all gradients except those of ``kept``, to which the backward adds."""
+    def before_backward(self) -> None:
+        """Clears all gradients except those of :attr:`with_grad`, to which the backward adds."""
 
     def before_reductions(self) -> None:  # noqa: B027
         """Prepares a backward that reduces and whose gradients are taken at its end."""
@@ -635,14 +594,16 @@ class Shards(ABC):
     def after_backward(self, takes: bool) -> None:
         """Takes over the gradients of the backward, if ``takes``."""
 
+    def publish(self, params: Iterable[Tensor]) -> None:
+        """Copies the masters' values of ``params`` to the module (collective)."""
+        self._publish(sorted({self.pieces[p].flat for p in params}))
+
     @abstractmethod
-    def publish(self, flats: Iterable[int]) -> None:
-        """Copies the masters' values to the module's parameters (collective)."""
+    def _publish(self, flats: list[int]) -> None: ...
 
     def adopt(self, p: Tensor) -> None:
         """Copies the module's values of ``p`` to the master, after user code wrote to the parameter."""
-        piece = self.pieces[p]
-        master = piece.of(self.master(piece.flat))
+        piece, master = self.pieces[p], self.master(p)
         mine = piece.of(self.weights(piece.flat)).to(master.device)
         if mine.dtype != master.dtype:  # unchanged elements keep the master's precision
             mine = torch.where(master.to(mine.dtype) == mine, master, mine.to(master.dtype))
@@ -663,7 +624,7 @@ class Shards12(Shards):
                 stop = min(max(begin + p.numel(), first), first + size)
                 self.pieces[p] = Piece(i, start - first, stop - start, start - begin if stop > start else 0)
 
-    def master(self, flat: int) -> Tensor:
+    def flat_master(self, flat: int) -> Tensor:
         return self.zero.single_partition_of_fp32_groups[flat]
 
     def weights(self, flat: int) -> Tensor:
@@ -674,17 +635,17 @@ class Shards12(Shards):
         piece = self.pieces[p]
         if piece.flat not in self._grads:
             size = int(self.zero.partition_size[piece.flat])
-            self._grads[piece.flat] = torch.zeros(size, dtype=torch.float32, device=self.master(piece.flat).device)
+            self._grads[piece.flat] = torch.zeros(size, dtype=torch.float32, device=self.flat_master(piece.flat).device)
         return piece.of(self._grads[piece.flat])
 
     def grad_buffers(self) -> list[Tensor]:
         return list(self._grads.values())
 
-    def before_backward(self, kept: set[Tensor]) -> None:
-        needed = {self.pieces[p].flat for p in kept}
+    def before_backward(self) -> None:
+        needed = {self.pieces[p].flat for p in self.with_grad}
         self._grads = {i: grads for i, grads in self._grads.items() if i in needed}
         for p, piece in self.pieces.items():
-            if piece.flat in self._grads and p not in kept:
+            if piece.flat in self._grads and p not in self.with_grad:
                 piece.of(self._grads[piece.flat]).zero_()
 
     def before_reductions(self) -> None:
@@ -723,12 +684,12 @@ class Shards12(Shards):
         zero.all_grad_tensors[i] = None
         return flat
 
-    def publish(self, flats: Iterable[int]) -> None:
+    def _publish(self, flats: list[int]) -> None:
         from deepspeed.runtime.utils import all_gather_dp_groups
 
-        zero, flats = self.zero, sorted(set(flats))
+        zero = self.zero
         for i in flats:
-            self.weights(i).data.copy_(self.master(i).data)
+            self.weights(i).data.copy_(self.flat_master(i).data)
         all_gather_dp_groups(
             groups_flat=[zero.bit16_groups_flat[i] for i in flats],
             partitioned_param_groups=[zero.parallel_partitioned_bit16_groups[i] for i in flats],
@@ -752,7 +713,7 @@ class Shards3(Shards):
     def _grads(self) -> dict[int, Tensor]:
         return self.zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
 
-    def master(self, flat: int) -> Tensor:
+    def flat_master(self, flat: int) -> Tensor:
         return self.zero.fp32_partitioned_groups_flat[flat]
 
     def weights(self, flat: int) -> Tensor:
@@ -764,8 +725,8 @@ class Shards3(Shards):
     def grad_buffers(self) -> list[Tensor]:
         return list(self._grads.values())
 
-    def before_backward(self, kept: set[Tensor]) -> None:
-        fresh = [self._grads[p.ds_id] for p in self.pieces if p not in kept]  # type: ignore[attr-defined]
+    def before_backward(self) -> None:
+        fresh = [self._grads[p.ds_id] for p in self.pieces if p not in self.with_grad]  # type: ignore[attr-defined]
         if fresh:
             torch._foreach_zero_(fresh)
         self.zero.micro_step_id = 1  # not 0, so that DeepSpeed adds to the gradients instead of replacing them
@@ -778,9 +739,9 @@ class Shards3(Shards):
         self.zero.parameter_offload.partition_all_parameters()
         self.zero.parameter_offload.get_param_coordinator().hierarchy = 0
 
-    def publish(self, flats: Iterable[int]) -> None:
+    def _publish(self, flats: list[int]) -> None:
         self.reshard()
-        for i in sorted(set(flats)):
+        for i in flats:
             self.zero._reassign_or_swap_out_partitioned_parameters(i)
         self.zero.invalidate_secondary_tensor()
 
@@ -816,19 +777,9 @@ def is_managed(p: Any) -> bool:
     return hasattr(p, "ds_id")
 
 
-def number_of(unit: Any) -> int:
-    """Returns DeepSpeed's number of a stage-3 parameter or module, alike on all ranks; -1 for others."""
-    return getattr(unit, "ds_id", -1)
-
-
 def whole_shape(p: Any) -> torch.Size:
     """Returns the full shape of a parameter, sharded or not."""
     return p.ds_shape if is_partitioned(p) else p.shape
-
-
-def whole_numel(p: Any) -> int:
-    """Returns the number of elements of a parameter's full shape."""
-    return int(getattr(p, "ds_numel", p.numel()))
 
 
 def cut_of(p: Any) -> Tensor | None:
@@ -842,37 +793,13 @@ def is_partitioned(p: Any) -> bool:
     return status is not None and status.name != "AVAILABLE"
 
 
-@outside_inference_mode()
-def fetch(p: Any) -> None:
-    """Unshards a stage-3 parameter for the module that is running, and again for the module's backward."""
-    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, register_external_parameter
-    from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
-
-    land(p)
-    module = FWD_MODULE_STACK[-1]
-    if not any(p is own for own in iter_params(module)):
-        _forget_order(p)  # the recorded order lacks this use of p
-        register_external_parameter(module, p)
-    p.all_gather()
-
-
-def _forget_order(p: Any) -> None:
-    """Has DeepSpeed record the order of a step again, by which it gathers ahead.
-
-    DeepSpeed raises a *tracing error* for a parameter that is used at a point other than the recorded one."""
-    coordinator = getattr(p, "ds_coordinator", None)
-    if coordinator is not None and coordinator.is_complete_trace():
-        coordinator._invalidate_trace()
-
-
-def expect_in_flight(engine: Any, root: nn.Module, params: Iterable[Any]) -> None:
+def expect_in_flight(root: nn.Module, params: Iterable[Any]) -> None:
     """Attaches DeepSpeed's registry of gathers in flight to ``params``, so that :func:`land` can wait for them.
 
     Parameters gathered ahead are empty until the next module waits for them, and that module never runs if a step ends
     early. User code's reads and writes must wait as well."""
-    coordinator = _offload(engine).get_param_coordinator()
     for p in params:
-        p.ds_in_flight, p.ds_coordinator = root.ds_inflight_param_registry, coordinator
+        p.ds_in_flight = root.ds_inflight_param_registry
 
 
 def is_ahead(p: Any) -> bool:
@@ -884,25 +811,13 @@ def is_ahead(p: Any) -> bool:
     return len(ahead) > 0 and p in ahead
 
 
-def take_linear() -> Callable[..., Any]:
-    """Restores torch's ``torch.nn.functional.linear``, and returns DeepSpeed's for use with :func:`linear`.
+def linear_without_weights() -> AbstractContextManager[None]:
+    """Sets DeepSpeed's ``torch.nn.functional.linear`` inside the context: graphs then hold no full weights.
 
-    DeepSpeed's function saves no full weights in graphs."""
-    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patches
+    ``memory_efficient_linear`` would set it for good, and it fails on weights that other engines have sharded."""
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
-    taken = nn.functional.linear
-    nn.functional.linear = getattr(Patches, "linear_bk", taken)
-    return taken
-
-
-@contextlib.contextmanager
-def linear(function: Callable[..., Any]) -> Iterator[None]:
-    """Sets ``torch.nn.functional.linear`` to ``function`` inside the context."""
-    before, nn.functional.linear = nn.functional.linear, function
-    try:
-        yield
-    finally:
-        nn.functional.linear = before
+    return _instead(nn.functional, "linear", zero3_linear_wrap)
 
 
 def land(p: Any) -> None:
@@ -911,41 +826,59 @@ def land(p: Any) -> None:
         p.ds_in_flight.pop(p).wait()
 
 
-def without_residency(engine: Any, rests: Callable[[], bool]) -> None:
-    """Runs DeepSpeed's module hooks without residency's interception, and skips them while ``rests()`` is true."""
+def hook_modules(
+    engine: Any,
+    rests: Callable[[], bool],
+    before: Callable[[nn.Module], None],
+    after: Callable[[nn.Module], None],
+) -> None:
+    """Runs DeepSpeed's module hooks without residency's interception, and skips them while ``rests()`` is true.
+
+    Args:
+        before: Called before all work of DeepSpeed for the forward of a module.
+        after: Called when DeepSpeed has gathered for the forward of a module.
+    """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
-    def plainly(method: Callable[..., Any], begins: bool) -> Callable[..., Any]:
-        def call(module: nn.Module) -> Any:
-            if begins and not hasattr(module, "ds_id"):
-                raise ValueError(
-                    f"a {type(module).__name__} ran that has hooks of DeepSpeed's stage 3 but is not one of its"
-                    " modules, such as a copy.copy(module): call the module itself, or use copy.deepcopy, stage=2 or"
-                    " engine='fsdp2'."
-                )
-            if not rests():
-                with DisableTorchFunction(), outside_inference_mode():
-                    return method(module)
-            if begins:
-                FWD_MODULE_STACK.append(module)
-            return None
+    def plainly(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with DisableTorchFunction(), outside_inference_mode():
+                return method(*args)
 
         return call
 
+    def unless_it_rests(method: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+        quiet = plainly(method)
+        return lambda module: None if rests() else quiet(module)
+
     offload = _offload(engine)
-    for name in (
-        "pre_sub_module_forward",
-        "post_sub_module_forward",
-        "pre_sub_module_backward",
-        "post_sub_module_backward",
-    ):
-        method = f"{name}_function"
-        setattr(offload, method, plainly(getattr(offload, method), name == "pre_sub_module_forward"))
+    gather = plainly(offload.pre_sub_module_forward_function)
+
+    def begin(module: nn.Module) -> None:
+        if not hasattr(module, "ds_id"):
+            raise ValueError(
+                f"a {type(module).__name__} ran that has hooks of DeepSpeed's stage 3 but is not one of its modules,"
+                " such as a copy.copy(module): call the module itself, or use copy.deepcopy, stage=2 or"
+                " engine='fsdp2'."
+            )
+        before(module)
+        if rests():
+            FWD_MODULE_STACK.append(module)
+        else:
+            gather(module)
+            after(module)
+
+    offload.pre_sub_module_forward_function = begin
+    release = unless_it_rests(offload.post_sub_module_forward_function)
+    # Parameters gathered for a recomputation stay gathered for the backward of their module, which follows.
+    offload.post_sub_module_forward_function = lambda module: None if in_backward() else release(module)
+    for name in ("pre_sub_module_backward_function", "post_sub_module_backward_function"):
+        setattr(offload, name, unless_it_rests(getattr(offload, name)))
     coordinator = offload.get_param_coordinator()
-    reset = coordinator.reset_step
+    reset = plainly(coordinator.reset_step)
 
     def reset_step() -> None:  # at the start of a pass: waits for gathers ahead for modules that never ran
-        with DisableTorchFunction(), outside_inference_mode():
+        with environment(engine.device):  # ranks compare their orders on the device that LOCAL_RANK names
             reset()
 
     coordinator.reset_step = reset_step
@@ -989,40 +922,6 @@ class _InputViews:
         return view
 
 
-def before_gathers(engine: Any, call: Callable[[nn.Module], None]) -> None:
-    """Has ``call(module)`` run before the gather of each module that has parameters of its own."""
-
-    def ask(module: nn.Module) -> None:
-        if any(p is not None for p in own_parameters(module).values()):
-            call(module)
-
-    before_modules(engine, ask)
-
-
-def before_modules(engine: Any, call: Callable[[nn.Module], None]) -> None:
-    """Has ``call(module)`` run before all other work of DeepSpeed for the forward of each module."""
-    offload = _offload(engine)
-    gather = offload.pre_sub_module_forward_function
-
-    def first(module: nn.Module) -> Any:
-        call(module)
-        return gather(module)
-
-    offload.pre_sub_module_forward_function = first
-
-
-def after_modules(engine: Any, call: Callable[[nn.Module], None]) -> None:
-    """Has ``call(module)`` run after DeepSpeed has gathered for the forward of each module."""
-    offload = _offload(engine)
-    gather = offload.pre_sub_module_forward_function
-
-    def then(module: nn.Module) -> None:
-        gather(module)
-        call(module)
-
-    offload.pre_sub_module_forward_function = then
-
-
 @outside_inference_mode()
 def keep(p: Any) -> None:
     """Unshards a stage-3 parameter until all parameters are released, after the step."""
@@ -1031,18 +930,22 @@ def keep(p: Any) -> None:
     p.all_gather()
 
 
+def release_all(engine: Any) -> None:
+    """Reshards all parameters, so that every rank holds only its shards."""
+    _offload(engine).partition_all_parameters()
+
+
 def _offload(engine: Any) -> Any:
     """Returns the object that gathers and releases at stage 3; without optimizers it is in ``engine.optimizer``."""
     return getattr(engine.optimizer, "parameter_offload", engine.optimizer)
 
 
-def end(engine: Any, root: nn.Module, attributes: dict[int, set[str]]) -> None:
+def end(engine: Any, root: nn.Module) -> None:
     """Removes DeepSpeed's hooks and its attributes on modules and parameters.
 
     Args:
         engine: From ``deepspeed.initialize``; ``None`` if that was never called.
         root: The module that was passed to ``deepspeed.initialize``.
-        attributes: Names of the attributes that each parameter keeps, by ``id`` of the parameter.
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -1063,9 +966,8 @@ def end(engine: Any, root: nn.Module, attributes: dict[int, set[str]]) -> None:
         for name in list(vars(module)):
             if is_on_modules(name) or name == "__reduce_ex__":  # the latter is set by plain_copies
                 delattr(module, name)
-    for parameter in root.parameters():  # includes parameters that a user hook added during the run
-        for name in set(vars(parameter)) - attributes.get(id(parameter), set(vars(parameter))):
-            delattr(parameter, name)
+    for parameter in root.parameters():
+        _without_marks(parameter)
 
 
 def is_on_modules(name: str) -> bool:

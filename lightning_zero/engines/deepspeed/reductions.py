@@ -1,13 +1,16 @@
-"""Hands the gradients of a backward to DeepSpeed in an order that gives all ranks the same buckets.
+"""Hands gradients to DeepSpeed in an order that gives all ranks the same buckets, and agrees on those that no rank has.
 
 Ranks may use different parameters, and DeepSpeed reduces gradients in the order of their arrival. At stages 1 and 2
-gradients are therefore handed over in one sequence that all ranks share, as in DDP's reducer: in the first backward
-from the last parameter to the first, then in rank 0's order of the first backward. A gradient waits on its parameter
-for those before it. The end of the backward hands over the rest, with zeros where a rank has no gradient. As long as
-ranks use the same parameters as before, buckets are reduced while the backward runs.
+gradients are therefore handed over in one sequence that all ranks share: from the last parameter to the first, as in
+the first backward of DDP. A gradient waits on its parameter for those before it. The end of the backward hands over the
+rest, with zeros where a rank has no gradient. So buckets are reduced while the backward runs, if modules run in about
+the order in which they were made.
 
 At stage 3 gradients must not wait, because all full gradients together may not fit in memory. If ranks run the same
 modules but use different parameters of them, ``order`` detects the difference.
+
+DeepSpeed holds zeros or the previous step's gradient for an unused parameter. After the agreement at the end of a
+*window* (the micro-batches of one step), parameters that no rank used have no gradient, as under DDP.
 """
 
 from __future__ import annotations
@@ -15,9 +18,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.comm.agree import IN_STEP, Agreement, all_reduce_mean
+from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.deepspeed import private
+from lightning_zero.engines.deepspeed.order import Order
+from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
 
 _OUTSIDE = (
@@ -32,29 +41,38 @@ _AGAIN = (
 
 
 class Reductions:
-    """Hands gradients to DeepSpeed.
+    """Follows the gradients of one window after the other.
 
     Args:
-        engine: DeepSpeed's engine.
-        trained: Parameters in DeepSpeed's flats, in an order that all ranks share.
-        stage: ZeRO stage.
-        fills: Whether ranks may use different parameters. If not, gradients are handed over as they arrive.
         under_way: The engine's current activities.
+        agreement: Channel to all ranks; ``None`` if they use the same parameters.
 
     Attributes:
-        arrived: Parameters whose gradients arrived in this backward, ordered by each one's last arrival.
-        is_learning: Whether the sequence is still the reverse of registration, until :meth:`learn`.
+        used: Parameters in DeepSpeed's flats that this rank has used in the window.
+        window_open: True between a window's first backward and its agreement: gradients are partial sums.
     """
 
-    def __init__(self, engine: Any, trained: Sequence[Tensor], stage: int, fills: bool, under_way: UnderWay) -> None:
-        self._engine, self._stage, self._fills, self._under_way = engine, stage, fills, under_way
-        self._sequence = list(reversed(trained))
+    def __init__(
+        self, params: Parameters, config: ZeroConfig, under_way: UnderWay, agreement: Agreement | None
+    ) -> None:
+        self._params, self._stage, self._under_way = params, config.stage, under_way
+        self._fills, self._agreement = config.find_unused_parameters, agreement
+        self._trained: Sequence[Tensor] = ()
+        self._arrived: set[Tensor] = set()  # in this backward
+        self._given: set[Tensor] = set()  # handed over in this backward
         self._next: list[Tensor] = []  # not handed over yet in this backward; the next one is the last in the list
-        self._given: set[Tensor] = set()
         self._waits = self._in_turn = self._comes_twice = False
-        self.arrived: dict[Tensor, None] = {}
-        self.is_learning = fills and stage < 3
+        self._is_first = True
+        self.used: set[Tensor] = set()
+        self.window_open = False
+
+    def follow(self, engine: Any, trained: Sequence[Tensor]) -> None:
+        """Takes the gradients of ``trained``, the parameters in the flats of DeepSpeed's ``engine``."""
+        self._trained = trained
         self._give = private.take_gradients(engine, self._arrives)
+        self._is_in_bucket = lambda p: self._stage == 3 and private.is_in_bucket(engine, p)
+
+    # -- one backward --------------------------------------------------------------------------------------------
 
     def begin(self, reduces: bool, waits: bool) -> None:
         """Starts a backward.
@@ -64,12 +82,12 @@ class Reductions:
             waits: At stages 1 and 2: whether to hand over at the end only, because parameters may receive several
                 gradients.
         """
-        self.arrived.clear()
+        self._arrived.clear()
         self._given.clear()
         fills = self._fills and reduces
         self._in_turn = fills and self._stage < 3
-        self._waits = waits or self.is_learning or self._comes_twice
-        self._next = [p for p in reversed(self._sequence) if p.requires_grad] if fills else []
+        self._waits = waits or self._comes_twice or self._is_first  # the first backward shows whether any comes twice
+        self._next = [p for p in self._trained if p.requires_grad] if fills else []
 
     def _arrives(self, p: Tensor) -> None:
         """Is called for each gradient that autograd has accumulated on ``p``.
@@ -83,15 +101,13 @@ class Reductions:
                 raise ValueError(_OUTSIDE)
             self._give(p)
             return
-        if p in self._given and (self._stage < 3 or private.is_in_bucket(self._engine, p)):
+        if p in self._given and (self._stage < 3 or self._is_in_bucket(p)):
             raise ValueError(_AGAIN.format(self._stage, "stage=2, or " if self._stage == 3 else "or "))
-        if p in self.arrived:
-            self._comes_twice = True
-            del self.arrived[p]
-        self.arrived[p] = None
+        self._comes_twice = self._comes_twice or p in self._arrived
+        self._arrived.add(p)
         if not self._in_turn:
             self._hand_over(p)
-        while self._in_turn and not self._waits and self._next and self._next[-1] in self.arrived:
+        while self._in_turn and not self._waits and self._next and self._next[-1] in self._arrived:
             self._hand_over(self._next.pop())
 
     def _hand_over(self, p: Tensor) -> None:
@@ -102,15 +118,43 @@ class Reductions:
     def end(self) -> None:
         """Hands over the remaining gradients. Must run before DeepSpeed's own epilogue, which reduces the last
         bucket."""
+        self._is_first = False
         while self._next:
             p = self._next.pop()
             if p not in self._given:
                 if p.grad is None:
                     private.give_zeros(p)
                 self._hand_over(p)
+        self.used |= self._arrived
 
-    def learn(self, sequence: Sequence[Tensor]) -> None:
-        """Sets the order in which gradients are handed over: rank 0's ``sequence``, then all other parameters."""
-        first = dict.fromkeys(sequence)
-        self._sequence = [*first, *(p for p in self._sequence if p not in first)]
-        self.is_learning = False
+    # -- the end of a window -------------------------------------------------------------------------------------
+
+    def end_window(self, order: Order) -> None:
+        """Averages odd gradients, then agrees on the used parameters (collective).
+
+        The order matters: the agreement tells which averaged zeros are removed, since no rank had a gradient."""
+        odd = [p for p in self._params.odd if p.requires_grad]
+        filled = {p for p in odd if p.grad is None}
+        for p in filled:
+            p.grad = torch.zeros_like(p)
+        if grads := [p.grad for p in odd if p.grad is not None]:
+            all_reduce_mean(grads)
+        shards = self._params.attached
+        for p, is_used in self._agreed([*self._trained, *odd], self.used.union(odd) - filled, order):
+            if is_used and p in shards:
+                shards.with_grad.add(p)
+            elif p in filled and not is_used:
+                p.grad = None
+        self.used.clear()
+        self.window_open = False
+
+    def _agreed(self, params: Sequence[Tensor], used: set[Tensor], order: Order) -> list[tuple[Tensor, int]]:
+        """Returns for each of ``params`` whether any rank used it. One CPU message, an all-reduce with MAX (int64,
+        1-D): ``order.mark`` and its negative, and a flag for each parameter."""
+        flags = [int(p in used if self._fills else p.requires_grad) for p in params]
+        message = torch.tensor([order.mark, -order.mark, *flags], dtype=torch.int64, device="cpu")
+        if self._agreement is not None:
+            self._agreement.all_reduce(message, dist.ReduceOp.MAX, IN_STEP).wait()
+        high, low, *flags = message.tolist()
+        order.compare(high, -low)
+        return list(zip(params, flags, strict=True))

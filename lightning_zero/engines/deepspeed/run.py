@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -24,7 +23,6 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.compiled import CompiledUnits
 from lightning_zero.engines.deepspeed import private
-from lightning_zero.engines.deepspeed.activations import InsideBackward
 from lightning_zero.engines.deepspeed.ds_config import RunFacts, batches, ds_config, inert_settings
 from lightning_zero.engines.deepspeed.file_optimizer import make_optimizer, make_scheduler
 from lightning_zero.engines.deepspeed.known_keys import check_keys
@@ -33,6 +31,7 @@ from lightning_zero.engines.recompute import Recomputed
 from lightning_zero.engines.run import EngineRun, Place
 from lightning_zero.engines.units import ROOT, plan_units
 from lightning_zero.host import require_deepspeed
+from lightning_zero.private.torch import pytree
 
 if TYPE_CHECKING:
     from lightning_zero.engines.deepspeed.build import Build
@@ -54,22 +53,19 @@ class DeepSpeedRun(EngineRun):
         self._supplied: LightningModule | None = None
         self._recomputed: Recomputed | None = None
         self._compiled: CompiledUnits | None = None
-        self._linear: Any = None
 
     # -- the file's optimizer ------------------------------------------------------------------------------------
 
     def connect(self, module: LightningModule) -> None:
         """Gives ``module`` a ``configure_optimizers`` for the run, if it has none and the file has an optimizer."""
         self._take_back()
-        # Saved, because stage 3 replaces F.linear for good, and DeepSpeed's fails for other engines' sharded weights.
-        self._linear = F.linear
         raw = self.config.raw
         if raw is None or not raw.section("optimizer") or is_overridden(_HOOK, module):
             return
 
         def configure_optimizers() -> Any:
             optimizer = make_optimizer(raw, module.parameters())
-            schedule = make_scheduler(raw, optimizer, lambda: module.trainer.estimated_stepping_batches)
+            schedule = make_scheduler(raw, optimizer)
             if schedule is None:
                 return optimizer
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -82,12 +78,6 @@ class DeepSpeedRun(EngineRun):
         if self._supplied is not None:
             self._supplied.__dict__.pop(_HOOK, None)
             self._supplied = None
-        if self._linear is not None:
-            F.linear, self._linear = self._linear, None
-
-    def whole_for_optimizers(self, engine: Engine) -> AbstractContextManager[Any]:
-        """Also shows parameters that were built sharded as full, while optimizers are made."""
-        return engine.view() if self.built is not None else nullcontext()
 
     def check_optimizers(self, optimizers: Collection[Optimizer]) -> None:
         """Raises ``ValueError`` for DeepSpeed's compiled optimizers."""
@@ -110,9 +100,6 @@ class DeepSpeedRun(EngineRun):
         from lightning_zero.engines.deepspeed.build import Build  # imports parts of deepspeed
 
         made = ds_config(config, self.facts(module, trainer_facts, device.type))
-        if "mixed" in str(trainer_facts["precision"]):  # parameters stay fp32, as in start._made
-            for section in ("bf16", "fp16", "data_types"):
-                made.pop(section, None)
         self.built = Build(module, made, device)
         with self.built.building():
             yield
@@ -157,8 +144,7 @@ class DeepSpeedRun(EngineRun):
         sharded = any(map(private.is_managed, module.parameters()))  # by zero.Init: such parameters look empty
         plan = plan_units(module, self.config.units, 0 if sharded else self.config.min_unit_numel)
         units = {unit.name: unit.module for unit in plan.units if unit.name != ROOT}
-        how = InsideBackward if self.config.stage == 3 else None
-        self._recomputed = Recomputed(recomputes, module, [*units.values()], how)
+        self._recomputed = Recomputed(recomputes, module, [*units.values()])
         if compiles.target == "units":
             self._compiled = CompiledUnits(compiles, units.items(), self._recomputed)
         self._recomputed.begin(but=self._compiled.modules if self._compiled is not None else ())
@@ -178,7 +164,7 @@ class DeepSpeedRun(EngineRun):
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
             device_type=device_type,
             # lazy parameters have no size yet; configure_model may initialize them
-            numel=sum(private.whole_numel(p) for p in module.parameters() if not is_lazy(p)),
+            numel=sum(private.whole_shape(p).numel() for p in module.parameters() if not is_lazy(p)),
             **trainer_facts,
         )
 
@@ -189,7 +175,7 @@ class DeepSpeedRun(EngineRun):
         if self.config.raw is None:
             return
         facts = self.facts(module, trainer_facts, device.type)
-        for loader in _flat(loaders):
+        for loader in pytree.tree_leaves(loaders):
             sampler = getattr(loader, "batch_sampler", None)
             size = getattr(sampler, "batch_size", None) or getattr(loader, "batch_size", None)
             batches(self.config.raw, facts, size if isinstance(size, int) else None)
@@ -204,11 +190,3 @@ class DeepSpeedRun(EngineRun):
         if self._recomputed is not None:
             self._recomputed.undo()
             self._recomputed = None
-
-
-def _flat(loaders: Any) -> list[Any]:
-    if isinstance(loaders, Mapping):
-        return [leaf for value in loaders.values() for leaf in _flat(value)]
-    if isinstance(loaders, (list, tuple)):
-        return [leaf for value in loaders for leaf in _flat(value)]
-    return [] if loaders is None else [loaders]

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.gradients import Gradients
-from lightning_zero.engines.deepspeed.optimizer_step import Managed
+from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
 from lightning_zero.engines.refusals import require_shape
 from lightning_zero.engines.residency import Memories, Resharded, Residency
@@ -209,35 +209,32 @@ class DeepSpeedStore(BuiltStore):
     """Implements the store during a run: adds gradients, optimizer states, and reads and writes inside a step.
 
     Attributes:
+        is_keeping: Whether parameters have been gathered for the rest of the step. Reset by the engine.
         watch: Set by the engine. Called when user code holds a parameter's memory inside a step, so that calls on plain
             tensors must be intercepted as well.
 
     Args:
-        params: All parameters that DeepSpeed holds, in an order that all ranks share.
-        names: The module's parameters by name.
+        params: The module's parameters, with masters and gradients once an optimizer is attached.
         under_way: The engine's current activities.
-        managed: Returns masters and gradients, or ``None`` without an optimizer.
         backward: The engine's ``backward``, for a backward that user code starts inside a step.
         before_bring: Called before a parameter is gathered in a step.
     """
 
+    is_keeping = False
     watch: Callable[[], None]
 
     def __init__(
         self,
-        params: Iterable[Tensor],
-        names: Mapping[str, Tensor],
-        stage3: bool,
+        params: Parameters,
         under_way: UnderWay,
         memories: Memories,
         gradients: Gradients,
-        managed: Callable[[], Managed | None],
         backward: Callable[[Callable[[], None]], None],
         before_bring: Callable[[Tensor], None],
     ) -> None:
-        super().__init__(stage3, memories)
-        self._under_way, self._gradients, self._managed = under_way, gradients, managed
-        self._names, self._backward, self._before_bring = names, backward, before_bring
+        super().__init__(params.stage3, memories)
+        self._module, self._under_way, self._gradients = params, under_way, gradients
+        self._backward, self._before_bring = backward, before_bring
         self._versions: dict[int, int] = {}  # key -> the parameter's version when it was last stored
         self._maybe_written: set[int] = set()  # keys of writes that a version does not show
         self._taken: dict[int, list[weakref.ref[Tensor]]] = {}  # key -> views taken inside a step
@@ -245,7 +242,7 @@ class DeepSpeedStore(BuiltStore):
         self._states: Any = WeakIdKeyDictionary()  # the full tensor that users see -> State
         self._states_by_key: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._num_states = 0  # states made so far; never decreases, so that keys stay unique
-        for p in params:
+        for p in params.held:
             self.add(p)
 
     def begin(self) -> None:
@@ -274,7 +271,7 @@ class DeepSpeedStore(BuiltStore):
         if key >= 2 * len(self._params):
             return "an optimizer's state"
         number = key % len(self._params)
-        found = next((name for name, p in self._names.items() if p is self._params[number]), "?")
+        found = next((name for name, p in self._module.named.items() if p is self._params[number]), "?")
         return f"parameter {found!r}" if key == number else f"the gradient of parameter {found!r}"
 
     def is_there(self, p: Tensor) -> bool:
@@ -297,13 +294,13 @@ class DeepSpeedStore(BuiltStore):
             return super().gather(key)
         if key < 2 * num:
             return [self._gradients.assembled(self._params[key - num])]
-        full, managed = self._states_by_key.get(key), self._managed()
-        if full is None or managed is None:
+        full, shards = self._states_by_key.get(key), self._module.shards
+        if full is None or shards is None:
             raise RuntimeError(
                 "an optimizer's state is read that does not exist on every rank: create the state on every rank"
             )
         _, p, piece = self._states[full]
-        return [managed.assemble(p, piece)]
+        return [shards.assemble(p, piece)]
 
     def open(self, key: int, values: list[Tensor]) -> list[Tensor]:
         if key < len(self._params):
@@ -316,12 +313,12 @@ class DeepSpeedStore(BuiltStore):
         if key < len(self._params):
             super().close(key)
             return
-        full, managed = self._states_by_key.get(key), self._managed()
+        full, shards = self._states_by_key.get(key), self._module.shards
         if full is None:  # already freed
             return
         _, p, piece = self._states[full]
-        if managed is not None:
-            piece.copy_(managed.cut(p, full))
+        if shards is not None:
+            piece.copy_(shards.cut(p, full))
         if users_of(full.untyped_storage()) > 1:
             self._memories.keep(key, 0, full)
         Resharded.close(full, key, self.residency)
@@ -330,11 +327,9 @@ class DeepSpeedStore(BuiltStore):
 
     def state(self, p: Tensor, piece: Tensor) -> Tensor:
         """Makes the tensor of the full shape of ``p`` that represents ``piece``, a state of ``p``, between steps."""
-        managed = self._managed()
-        assert managed is not None
         key = 2 * len(self._params) + self._num_states
         self._num_states += 1
-        full = torch.empty(managed.shapes[p], dtype=piece.dtype, device=p.device)
+        full = torch.empty(self._module.shapes[p], dtype=piece.dtype, device=p.device)
         self._states[full], self._states_by_key[key] = State(key, p, piece), full
         Resharded.close(full, key, self.residency)
         return full
@@ -352,11 +347,11 @@ class DeepSpeedStore(BuiltStore):
         Every write of user code must end here, or the next step restores the old master."""
         if private.is_managed(p):
             private.store_part(p)
-        key, managed = self._own[id(p)], self._managed()
+        key, shards = self._own[id(p)], self._module.shards
         if (home := self._homes.get(key)) is not None:
             home.copy_(p)
-        if managed is not None and p in managed:
-            managed.shards.adopt(p)
+        if shards is not None and p in shards:
+            shards.adopt(p)
         self._versions[key] = version_of(p)
         self._maybe_written.discard(key)
 
@@ -429,14 +424,14 @@ class DeepSpeedStore(BuiltStore):
 
     def bring(self, p: Tensor) -> None:
         self._before_bring(p)
-        private.fetch(p)
+        private.keep(p)
+        self.is_keeping = True
         self.go_where_it_is_held()
 
     def bring_given(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Gathers parameters among the arguments of ``module`` in a step; a hook that runs before DeepSpeed's.
 
-        They are gathered for the calling module, which keeps them full until their gradients are computed in the
-        backward. ``module`` itself would release them earlier."""
+        ``module`` itself would release them before their gradients are computed."""
         if Phase.STEP in self._under_way and self.own and Phase.BACKWARD not in self._under_way:
             for value in (*args, *kwargs.values()):
                 for p in value if isinstance(value, (list, tuple)) else (value,):
@@ -461,7 +456,7 @@ class DeepSpeedStore(BuiltStore):
         if func is torch.autograd.grad:
             if in_step:
                 self.keep_all()
-        elif in_step and self._managed() is not None:
+        elif in_step and self._module.shards is not None:
             return self._backward(run)
         return run()
 
@@ -473,6 +468,7 @@ class DeepSpeedStore(BuiltStore):
             with DisableTorchFunction(), torch.no_grad():
                 for p in self._params:
                     private.keep(p)
+                self.is_keeping = True
 
 
 def _memory(tensor: Tensor) -> int:

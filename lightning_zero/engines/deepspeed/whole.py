@@ -1,4 +1,4 @@
-"""Reads full state from DeepSpeed's pieces: for checkpoints, for user code, and at the end of a run."""
+"""Reads state from DeepSpeed's pieces: for checkpoints, user code, reports of memory, and at the end of a run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors
+from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import undetached_state_dict
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.store import State
+from lightning_zero.engines.model_state import ModelState, states_of
 from lightning_zero.engines.optimizer_family import family, states
 
 
@@ -23,7 +25,7 @@ class Whole:
     """Assembles full tensors from DeepSpeed's pieces.
 
     All methods are collective. They read masters, so the engine must store user code's writes to parameters before
-    (``DeepSpeedEngine._settle``).
+    (``DeepSpeedEngine.settle``).
     """
 
     def __init__(self, params: Parameters, mesh: DeviceMesh) -> None:
@@ -42,29 +44,15 @@ class Whole:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the module's state dict in rows; a tied parameter is one object under all its names."""
-        state = undetached_state_dict(self._params.module)
-        done = self.rows_of_masters()
+        done: dict[int, Tensor] = {}
 
         def one(path: Any, tensor: Tensor) -> Tensor:
             if id(tensor) not in done:
-                done[id(tensor)] = self._rows_of(tensor) if tensor in self._params.held else tensor.detach()
+                held = tensor in self._params.held
+                done[id(tensor)] = self.rows(tensor, self.full(tensor)) if held else tensor.detach()
             return done[id(tensor)]
 
-        return map_tensors(one, state)
-
-    def rows_of_masters(self) -> dict[int, Tensor]:
-        """Returns the rows of every master, by ``id`` of the parameter, in the user's dtype."""
-        managed = self._params.managed
-        if managed is None:
-            return {}
-        rows: dict[int, Tensor] = {}
-        for p in managed.shards.pieces:
-            whole = managed.assemble(p, managed.master(p))
-            rows[id(p)] = self.rows(p, whole.to(self._params.dtypes[p]))
-        return rows
-
-    def _rows_of(self, p: Tensor) -> Tensor:
-        return self.rows(p, private.gathered_copy(p) if self._params.stage3 else p.detach())
+        return map_tensors(one, undetached_state_dict(self._params.module))
 
     def optimizer_state(self, state: dict[str, Any], known: Callable[[Any], State | None]) -> dict[str, Any]:
         """Returns ``optimizer.state_dict()`` in rows; ``known`` returns the ``State`` of those that are pieces."""
@@ -73,7 +61,7 @@ class Whole:
             found = known(tensor)
             if found is not None:
                 return self.rows(found.parameter, self._params.attached.assemble(found.parameter, found.piece))
-            return self._rows_of(tensor) if tensor in self._params.held else tensor
+            return self.rows(tensor, self.full(tensor)) if tensor in self._params.held else tensor
 
         return map_tensors(one, state)
 
@@ -86,26 +74,69 @@ class Whole:
 
     # -- full parameters -----------------------------------------------------------------------------------------
 
+    def full(self, p: Tensor) -> Tensor:
+        """Returns the full values of ``p`` in the user's dtype: those of the master, if there is one."""
+        shards = self._params.shards
+        if shards is not None and p in shards:
+            return shards.assemble(p, shards.master(p)).to(self._params.dtypes[p])
+        return private.gathered_copy(p) if private.is_managed(p) else p.detach().clone()
+
     def parameters(self) -> dict[Tensor, nn.Parameter]:
         """Returns full copies of the held parameters."""
-        stage3 = self._params.stage3
-        return {
-            p: nn.Parameter(private.gathered_copy(p) if stage3 else p.detach().clone(), p.requires_grad)
-            for p in self._params.held
-        }
+        return {p: nn.Parameter(self.full(p).to(p.device, p.dtype), p.requires_grad) for p in self._params.held}
 
     def values_afterwards(self) -> dict[Tensor, Tensor]:
-        """Returns full parameters on the CPU in the user's dtype and strides; read from the masters where DeepSpeed
-        computed in another dtype."""
-        params, managed = self._params, self._params.managed
-        values: dict[Tensor, Tensor] = {}
-        if managed is not None:
-            in_another = [p for p in managed.shards.pieces if p.dtype != params.dtypes[p]]
-            values = {p: managed.assemble(p, managed.master(p)) for p in in_another}
-        whole: dict[Tensor, Tensor] = {}
-        for p, shape in params.shapes.items():
-            value = values.pop(p, None)
-            if value is None:
-                value = private.gathered_copy(p) if private.is_managed(p) else p.detach()
-            whole[p] = torch.empty_strided(shape, params.strides[p], dtype=params.dtypes[p]).copy_(value)
-        return whole
+        """Returns full parameters on the CPU, in the user's dtype and strides."""
+        params = self._params
+        return {
+            p: torch.empty_strided(shape, params.strides[p], dtype=params.dtypes[p]).copy_(self.full(p))
+            for p, shape in params.shapes.items()
+        }
+
+
+def model_state(
+    params: Parameters,
+    optimizers: Iterable[Optimizer],
+    known: Callable[[Any], State | None],
+    config: ZeroConfig,
+    device: torch.device,
+) -> ModelState:
+    """Counts the bytes on this rank, by kind and place; memory shared by several tensors once.
+
+    DeepSpeed computes with one set of tensors and steps another, so *parameters* are the module's (stage 3: this rank's
+    shards and all that is gathered) plus the masters. *Gradients* are averaged pieces, in buffers of their own.
+    ``known`` returns the :class:`State` of an optimizer state that is a piece.
+    """
+    state, odd, shards = ModelState(), set(params.odd), params.shards
+    counted: set[tuple[int, int]] = set()
+
+    def here(kind: str, tensor: Tensor, moves: bool = False) -> None:
+        """Counts bytes of this rank; without an accelerator, a tensor that offload ``moves`` counts as host memory."""
+        nbytes = tensor.numel() * tensor.element_size()
+        where = (tensor.data_ptr(), nbytes)
+        if nbytes and where not in counted:
+            counted.add(where)
+            on_host = moves if device.type == "cpu" else tensor.device.type == "cpu"
+            state.add_bytes(kind, nbytes, "host" if on_host else "device")
+
+    for p, shape in params.shapes.items():
+        state.whole["parameters"] += shape.numel() * p.element_size()
+        here("parameters", p.detach())
+        if (cut := private.cut_of(p)) is not None:
+            here("parameters", cut.detach(), config.offloads_parameters)
+    for p in params.odd:
+        if p.grad is not None:
+            state.add("gradients", p.grad, "device")
+    if shards is not None:
+        for i in {piece.flat for piece in shards.pieces.values()}:
+            here("parameters", shards.flat_master(i), config.offloads_optimizer)
+        for flat in shards.grad_buffers():
+            here("gradients", flat, config.offloads_optimizer)
+        for p in shards.with_grad:
+            state.whole["gradients"] += params.shapes[p].numel() * p.element_size()
+    for p, value in states_of(optimizers):
+        found = known(value)
+        part, numel = (value, value.numel()) if found is None else (found.piece, params.shapes[p].numel())
+        state.whole["optimizer"] += numel * part.element_size()
+        here("optimizer", part, config.offloads_optimizer and p not in odd)
+    return state

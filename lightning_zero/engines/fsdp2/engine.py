@@ -50,7 +50,6 @@ This is the path of an accelerator, and of the CPU with ``transport="torch"``: c
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum, auto
@@ -66,8 +65,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zero.comm.agree import broadcast_coalesced, run_agreement
-from lightning_zero.comm.barrier import Barrier
+from lightning_zero.comm.agree import broadcast_coalesced
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.comm.shards import gathered, local, shard_like
 from lightning_zero.config import ZeroConfig
@@ -98,8 +96,7 @@ from lightning_zero.engines.fsdp2.traced import Marks, before_owner
 from lightning_zero.engines.fsdp2.transport import Transport
 from lightning_zero.engines.fsdp2.usage import LastUnit, Usage
 from lightning_zero.engines.fsdp2.writes import Writes
-from lightning_zero.engines.graph_inputs import GraphInputs
-from lightning_zero.engines.graphs import outside_graphs, untraced
+from lightning_zero.engines.graphs import untraced
 from lightning_zero.engines.model_state import ModelState, place_of
 from lightning_zero.engines.optimizer_step import ShardedStep
 from lightning_zero.engines.plain_copies import PlainCopies
@@ -112,13 +109,12 @@ from lightning_zero.engines.refusals import (
     refuse_tracing,
     refuse_transforms,
 )
-from lightning_zero.engines.residency import Guards, Memories, Mode, Residency, budget_bytes
+from lightning_zero.engines.residency import Memories
 from lightning_zero.engines.state_dicts import WholeStateDicts
 from lightning_zero.engines.torch_functions import tensors_in
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
-    translate_transformed,
 )
 
 
@@ -152,7 +148,6 @@ class Fsdp2Engine(Engine):
         self._marks = Marks()
         self._reduced: set[int] = set()  # groups that autograd's own schedule reduced in this backward, by id
         self._last = LastUnit()
-        self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
         self._compiled: CompiledUnits | None = None
         self._left: WholeStateDicts | None = None  # set when the module stays sharded after the run
@@ -198,17 +193,12 @@ class Fsdp2Engine(Engine):
         in_backward, accumulates = lambda: self._phase is Phase.BACKWARD, lambda: self._is_accumulating
         self._assigned = AssignedGradients(self.config.stage, accumulates, in_backward)
         self._writes = Writes(self._groups, self.shards_change, self.shards_have_changed)
-        agreement = run_agreement()  # None in a loop without a Trainer, where all ranks make the same reads
-        meets = agreement is not None and dist.get_world_size() > 1
-        meeting = Barrier(agreement, self.peer_memory) if meets and agreement is not None else None
         memories = Memories()
         names: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
         store = Fsdp2Store(self._identity.own, self._groups, self._assigned, self._writes, memories, names, self)
-        budget = budget_bytes(self.config.hook_budget_bytes, self.device, agreement)
-        self._residency = Residency(store, lambda: self._phase is Phase.BETWEEN, meeting, memories, budget)
-        self._assigned.residency = self._residency
-        self._guards = Guards(self._residency, self._identity.shards)
-        self._held = HeldViews(store.keep_home, self._guards.watch_all, self._writes.data_is_taken)
+        self.reside(store, lambda: self._phase is Phase.BETWEEN, memories, self._identity.shards)
+        self._assigned.residency = self.residency
+        self._held = HeldViews(store.keep_home, self.guards.watch_all, self._writes.data_is_taken)
         self._drops_after_forward = self.config.stage == 3 and self.mesh["shard"].size() > 1
         self._beside = BesideOutputs(sharded.units, self._identity, self._is_in_step)
 
@@ -230,18 +220,16 @@ class Fsdp2Engine(Engine):
         gather_root = before_owner(self._marks, self._gather_root)
         for owner in root_owners(sharded.root):
             self._handles.append(owner.register_forward_pre_hook(gather_root, prepend=True))
-        self._end_transforms = translate_transformed(self._residency.before_transform)
         self._copies.begin()
         if self.config.compile.target == "units":
             blocks = zip(sharded.names[:-1], sharded.units[:-1], strict=True)
             self._compiled = CompiledUnits(self.config.compile, blocks, self._recomputed)
         self._recomputed.begin(but=self._compiled.modules if self._compiled is not None else ())
-        self._graphs = GraphInputs(self._identity.own, self._residency)
 
     # -- what user code touches ----------------------------------------------------------------------------------
 
     def _before_unshard(self, key: int, group: private.Group) -> None:
-        self._residency.close(key)  # user code may have opened the memory into which the group is gathered
+        self.residency.close(key)  # user code may have opened the memory into which the group is gathered
         if self._files is not None:
             self._files.before_gather(group)
 
@@ -290,7 +278,7 @@ class Fsdp2Engine(Engine):
             refuse_sparse_gradients(self.module)
         self.optimizers = optimizers
         for optimizer in optimizers:
-            self._step_of(optimizer)  # shards the states that already exist
+            self.step_of(optimizer)  # shards the states that already exist
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -298,7 +286,7 @@ class Fsdp2Engine(Engine):
     def _in(self, phase: Phase) -> Iterator[None]:
         before = self._phase
         self._begin(phase)
-        quietly = self._guards.instead_of_mode() if phase in (Phase.STEP, Phase.BACKWARD) else nullcontext()
+        quietly = self.guards.instead_of_mode() if phase in (Phase.STEP, Phase.BACKWARD) else nullcontext()
         try:
             with quietly:
                 yield
@@ -348,24 +336,13 @@ class Fsdp2Engine(Engine):
                 private.follow_requires_grad(group)
 
     def _close_windows(self) -> None:
-        if self._residency.is_open:
-            self._residency.end_window()
-
-    def meet(self) -> None:
-        if self.hooks.anywhere:
-            self._residency.meet()
-
-    def end_window(self, meets: bool = True) -> None:
-        """End a window of user code; with ``meets`` on all ranks, which wait for those that still read (collective)."""
-        with torch.no_grad(), DisableTorchFunction():
-            self._residency.end_window()
-            if meets:
-                self._residency.meet()
+        if self.residency.is_open:
+            self.residency.end_window()
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         wants_grad = torch.is_grad_enabled()
         self.end_window(self.hooks.before_forward and wants_grad)
-        if not wants_grad and not self._residency.all_run():
+        if not wants_grad and not self.residency.all_run():
             return getattr(self.module, method)(*args, **kwargs)  # this rank's loop is longer: others serve its reads
         with DisableTorchFunction():
             self.broadcast_buffers()
@@ -398,9 +375,6 @@ class Fsdp2Engine(Engine):
         for unit in self._sharded.units:
             private.reshard(unit)
         private.forget_forwards(self.root)
-
-    def view(self) -> Mode:
-        return self._residency.mode
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -498,28 +472,10 @@ class Fsdp2Engine(Engine):
 
     # -- optimizer -----------------------------------------------------------------------------------------------
 
-    @outside_graphs
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        try:
-            return self._step_of(optimizer).step(closure, **kwargs)
-        finally:
-            self._transport.shards_changed()  # a custom optimizer kernel may write without bumping tensor versions
+    def stepped(self, optimizer: Optimizer) -> None:
+        self._transport.shards_changed()  # a custom optimizer kernel may write without bumping tensor versions
 
-    @contextmanager
-    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        try:
-            with self._step_of(optimizer).stepping():
-                yield
-        finally:
-            self._transport.shards_changed()
-
-    @contextmanager
-    def on_shards(self, optimizer: Optimizer) -> Iterator[None]:
-        self._settle()
-        with self._step_of(optimizer).on_shards():
-            yield
-
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Complete the gradients, and store in the shards everything that user code wrote to parameters."""
         self.end_window(self.hooks.before_step)
         with DisableTorchFunction():
@@ -532,21 +488,18 @@ class Fsdp2Engine(Engine):
             wait_for_host_copies(self.shards_device, self.device)
 
     def _begin_full(self) -> None:
-        self.reshard() if self.automatic else self._settle()
+        self.reshard() if self.automatic else self.settle()
 
     @contextmanager
     def _full_step(self, is_running: bool) -> Iterator[None]:
         self._close_windows()
-        with self._residency.together(is_running):
+        with self.residency.together(is_running):
             yield
         self._close_windows()
 
-    def _step_of(self, optimizer: Optimizer) -> ShardedStep:
-        if optimizer not in self._steps:
-            parts = Rows(self._identity.shards, self._settle, self._begin_full, self._full_step)
-            declared = self.config.elementwise_optimizers or ()
-            self._steps[optimizer] = ShardedStep(optimizer, parts, declared, self._on_host, self._files)
-        return self._steps[optimizer]
+    def sharded_step(self, optimizer: Optimizer, declared: Collection[str]) -> ShardedStep:
+        parts = Rows(self._identity.shards, self.settle, self._begin_full, self._full_step)
+        return ShardedStep(optimizer, parts, declared, self._on_host, self._files)
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         self.end_window(self.hooks.before_step)
@@ -559,18 +512,13 @@ class Fsdp2Engine(Engine):
 
     def sharded_state_dict(self) -> dict[str, Any]:
         self.end_window(self.hooks.anywhere)
-        with self._in(Phase.DUMP), self._residency.dumping(), torch.no_grad(), self.view():
+        with self._in(Phase.DUMP), self.residency.dumping(), torch.no_grad(), self.view():
             state = undetached_state_dict(self.module)
         with torch.no_grad(), DisableTorchFunction():
             return whole_state.detached_shards(state, self._identity.shards)
 
-    def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self.end_window(self.hooks.anywhere)
-        with torch.no_grad(), self.view():
-            state = optimizer.state_dict()
-        with torch.no_grad(), DisableTorchFunction():
-            self._residency.end_window()
-            return whole_state.detached_shards(state, self._identity.shards)
+    def in_shards(self, state: dict[str, Any]) -> dict[str, Any]:
+        return whole_state.detached_shards(state, self._identity.shards)
 
     def whole_parameters(self) -> dict[Tensor, nn.Parameter]:
         self.end_window(self.hooks.anywhere)
@@ -597,18 +545,7 @@ class Fsdp2Engine(Engine):
             self._identity.give_whole_back()
             self._writes.forget()
 
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        self.end_window(self.hooks.anywhere)
-        with self.view():
-            self._step_of(optimizer).load_state_dict(state)
-
     # -- the end -------------------------------------------------------------------------------------------------
-
-    def end_reads(self, together: bool) -> None:
-        with torch.no_grad(), DisableTorchFunction():
-            self._residency.end_window()
-            if together:
-                self.meet()
 
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
         self._assigned.settle()
@@ -618,11 +555,10 @@ class Fsdp2Engine(Engine):
             return whole_state.model_state(self._sharded, self._identity, optimizers, place)
 
     def restore(self, whole: bool, *, on_whole: OnWhole = unheard) -> None:
-        self._graphs.end()
-        self._end_transforms()
+        self.end_residency()
         self._assigned.end()
         with torch.no_grad(), DisableTorchFunction():
-            self._residency.end_window()
+            self.residency.end_window()
             self._assigned.settle()
             self._drop_gathered()
             if not whole:  # no collectives from here on: after an error other ranks may be gone
@@ -632,7 +568,7 @@ class Fsdp2Engine(Engine):
             if self._left is not None:
                 self._left.undo()
             self._transport.await_readers()
-            held = self._residency.held()
+            held = self.residency.held()
             values = whole_state.gathered_for_good(self._groups)
             self._identity.release(values, on_whole)
             for place, p in held:
