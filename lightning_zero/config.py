@@ -374,8 +374,8 @@ class ZeroConfig:
     """Broadcast rank 0's buffers before each training forward, as DDP does; under manual optimization only before the
     first one, as Lightning's DDP does."""
     build: BuildName = "auto"
-    """``"auto"`` shards layers at stage 3 while ``configure_model`` builds them, so that no rank holds the full module.
-    ``"whole"`` builds the full module on every rank first. ``deepspeed`` at stage 3 always shards while building."""
+    """Materializing a module on the meta device with ``fsdp2``: ``"auto"`` one unit after the other, each sharded at
+    once, so that no rank holds the full module; ``"whole"`` all of it on every rank before sharding."""
     uneven: Uneven = "error"
     """Behaviour if the ranks' training dataloaders differ in length. ``"error"`` ends the run on all ranks when
     the first dataloader is exhausted. ``"shortest"`` ends each epoch there, like DDP with dataloaders cut to that
@@ -453,11 +453,6 @@ class ZeroConfig:
     def raw(self) -> RawConfig | None:
         """The content of ``deepspeed_config``; ``None`` if it is unset."""
         return self.deepspeed_config  # type: ignore[return-value]
-
-    @property
-    def builds_sharded(self) -> bool:
-        """Whether ``fsdp2`` shards layers while ``configure_model`` builds them."""
-        return self.engine == "fsdp2" and self.stage == 3 and self.build == "auto" and not self.auto
 
     @property
     def offloads_optimizer(self) -> bool:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.compiled_names import under_current_names
 from lightning_zero.checkpoint.global_batch import keep_global_batch
-from lightning_zero.checkpoint.later import leaving_for_later
+from lightning_zero.checkpoint.later import has_no_memory, leaving_for_later
 from lightning_zero.checkpoint.resume import follow, leave_finished_epoch
 from lightning_zero.checkpoint.saving import Collecting, Saving, with_atomic_files
 from lightning_zero.comm.agree import Agreement, set_run_agreement, shared_agreement
@@ -338,6 +338,11 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self._shards:
             refuse_uninitialized(self.model)
         if self._shards and self.config.engine == "fsdp2":
+            if self.config.build == "whole" and on_meta(self.model):
+                on_host = self._run.loads_on_host(self.root_device)
+                give_birth(self.model, torch.device("cpu") if on_host else self.root_device)
+            if self.config.stage == 3 and (note := note_on_built(self.model, self.num_processes)):
+                rank_zero_info(note)
             all_but_parameters_to(self.model, self.root_device)
             return
         if on_meta(self.model):
@@ -357,10 +362,10 @@ class ZeroStrategy(Launched, DDPStrategy):
                 yield
             return
         if self.lightning_module is None and self.config.stage == 3:  # in Trainer.init_module, before any run
-            other = " or call init_module(empty_init=True)" if self.config.engine == "fsdp2" else ""
+            instead = "call init_module(empty_init=True)" if self.config.engine == "fsdp2" else "use configure_model"
             rank_zero_info(
                 "lightning_zero: trainer.init_module() builds the full module in every process, because the ranks do"
-                f" not exist yet; build it in configure_model{other}, so that no process holds the full module."
+                f" not exist yet; {instead}, so that no process holds the full module."
             )
         on_host = self._run.loads_on_host(self.root_device)
         with super().tensor_init_context(empty_init), torch.device("cpu") if on_host else nullcontext():
@@ -789,6 +794,17 @@ def all_but_parameters_to(module: nn.Module, device: torch.device) -> None:
     for each in module.modules():
         set_device(each, device)
     convert(module, lambda t: t if isinstance(t, nn.Parameter) or t.is_meta else t.to(device))
+
+
+def note_on_built(module: nn.Module, num_processes: int) -> str:
+    """A sentence for the user if the unsharded module in each of a host's processes takes most of its memory."""
+    built = sum(p.nbytes for p in module.parameters() if p.device.type == "cpu" and not has_no_memory(p))
+    if built * num_processes < available_host_bytes():
+        return ""
+    return (
+        f"lightning_zero: {num_processes} processes of this host have built the full module, {built / 2**30:.3g} GiB in"
+        " each, before it is sharded: build it under torch.device('meta'), so that no process holds the full module."
+    )
 
 
 def trainer_facts(trainer: Any) -> dict[str, Any]:

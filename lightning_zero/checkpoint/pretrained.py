@@ -2,8 +2,8 @@
 
 Each name in the files is mapped to a name in the module (by :class:`Names`, then by transformers' own conversion if the
 module is one of theirs). All names are compared before anything is written. An unsharded module is filled one tensor at
-a time; of a sharded one each rank reads only its rows; parameters on the meta device are read when the engine shards
-them (``later``).
+a time; of a sharded one each rank reads only its rows; parameters without memory are read when the engine shards them
+(``later``).
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _fill(targets: Mapping[str, Tensor], found: Mapping[str, Stored], in_run: bo
             if id(target) in done:  # a tied tensor under its second name: its value is already stored
                 continue
             done.add(id(target))
-            if not target.is_meta:
+            if not later.has_no_memory(target):
                 target.copy_(each.tensor)  # a sharded target copies a slice of the lazy tensor: only its rows are read
             elif in_run and isinstance(target, nn.Parameter):
                 later.leave(target, each.tensor)

@@ -3,6 +3,7 @@ another strategy object."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -13,13 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint import later
 from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.agree import READS, Agreement
 from lightning_zero.comm.shards import as_shard, gathered, local
-from lightning_zero.engines.base import OnWhole, unheard
 from lightning_zero.engines.optimizer_family import family, states
-from lightning_zero.engines.torch_functions import AS_THEY_ARE, tensors_in
-from lightning_zero.private.torch import DisableTorchFunction, DisableTorchFunctionSubclass
+from lightning_zero.engines.residency import needs_no_values
+from lightning_zero.engines.torch_functions import tensors_in
+from lightning_zero.private.torch import DisableTorchFunction, DisableTorchFunctionSubclass, set_data
 
 
 class AfterRun(Enum):
@@ -34,7 +36,7 @@ class AfterRun(Enum):
 class Sharded(Protocol):
     """Can unshard its module: an engine, or the shards that ``configure_model`` has built."""
 
-    def restore(self, whole: bool, *, on_whole: OnWhole = unheard) -> None:
+    def restore(self, whole: bool, *, when_touched: bool = False) -> None:
         """See :meth:`~lightning_zero.engines.base.Engine.restore`."""
 
 
@@ -65,15 +67,15 @@ def is_left_sharded(module: nn.Module) -> bool:
     return module in _LEFT_SHARDED
 
 
-def make_whole(module: nn.Module, on_whole: OnWhole = unheard) -> None:
-    """Unshards ``module`` if an earlier run has left it sharded (collective). ``on_whole`` is called with each of its
-    parameters in turn."""
+def make_whole(module: nn.Module, when_touched: bool = False) -> None:
+    """Unshards ``module`` if an earlier run has left it sharded (collective). With ``when_touched`` an engine that can
+    leaves each parameter sharded until user code touches it."""
     if module not in _LEFT_SHARDED:
         return
     _LEFT_SHARDED.discard(module)
     left: _Left = vars(module).pop(_KEY)
     assert left.shards is not None
-    left.shards.restore(True, on_whole=on_whole)
+    left.shards.restore(True, when_touched=when_touched)
 
 
 def make_owners_whole(module: nn.Module) -> None:
@@ -110,21 +112,23 @@ class LeftState(Tensor):
     """Optimizer state after the run: a shard until user code computes with it, copies it or pickles it. The tensor then
     becomes an ordinary full tensor in host memory on all ranks (collective)."""
 
-    shard: DTensor
+    @property
+    def shard(self) -> Any:
+        """The shard; of a parameter perhaps the tensor that a checkpoint has put in its place."""
+        return later.left(self)
 
     @staticmethod
     def of(shard: DTensor) -> LeftState:
         """Creates a tensor without memory, of the full shape of ``shard``."""
-        made: Any = torch.empty(shard.shape, dtype=shard.dtype, device="cpu")
-        made.untyped_storage().resize_(0)
-        made.shard = shard
+        made: Any = _without_memory(shard)
+        later.leave(made, shard)
         made.__class__ = LeftState
         return made  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with DisableTorchFunctionSubclass():
-            if func not in AS_THEY_ARE:
+            if not needs_no_values(func) and not _changes_nothing(func, args, kwargs or {}):
                 for value in tensors_in((*args, *(kwargs or {}).values())):
                     if isinstance(value, LeftState):
                         value.make_full()
@@ -134,16 +138,54 @@ class LeftState(Tensor):
         """Gathers the shards into a plain tensor (collective).
 
         Raises:
-            RuntimeError: If not all ranks read the state within :data:`READ_SECONDS`.
+            RuntimeError: If not all ranks read the tensor within :data:`READ_SECONDS`.
         """
         for agreement in _reads:
-            agreement.gather(None, "a read of a sharded state in optimizer.state, after the run")
+            agreement.gather(None, "a read of a parameter or optimizer state that a run has left sharded")
         with torch.no_grad(), DisableTorchFunction():
-            full = gathered(self.shard)
-            self.untyped_storage().resize_(full.nbytes)
-            self.copy_(full)
-        del self.shard
-        self.__class__ = Tensor  # type: ignore[assignment]
+            value = gathered(self.shard) if isinstance(self.shard, DTensor) else self.shard
+            later.become(self, torch.empty(self.shape, dtype=self.dtype, device="cpu").copy_(value))
+
+
+class LeftParameter(LeftState, nn.Parameter):
+    """Parameter that the previous run has left sharded, before the next run shards it again: see :class:`LeftState`."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.make_full()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.make_full()
+        return self.__reduce_ex__(protocol)
+
+
+def leave_parameter(p: nn.Parameter, shard: DTensor) -> None:
+    """Leaves ``p`` sharded until user code touches it. A parameter of a class of its own becomes full (collective)."""
+    if type(p) is nn.Parameter:
+        set_data(p, _without_memory(shard))
+        later.leave(p, shard)
+        p.__class__ = LeftParameter
+    else:
+        set_data(p, gathered(shard).cpu())
+
+
+def _without_memory(shard: DTensor) -> Tensor:
+    made = torch.empty(shard.shape, dtype=shard.dtype, device="cpu")
+    made.untyped_storage().resize_(0)
+    return made
+
+
+_CASTS = (Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.cpu)
+
+
+def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the call sets or returns the tensor itself, as in ``module.to(dtype)``."""
+    if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+        return args[0] is args[1]
+    if func not in _CASTS:
+        return False
+    one = torch.empty((), dtype=args[0].dtype, device="cpu")
+    return func(one, *args[1:], **kwargs) is one
 
 
 def begin_reads(agreement: Agreement) -> None:

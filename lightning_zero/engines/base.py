@@ -33,13 +33,6 @@ CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 """Values of a setting that each engine accepts. For modules that an engine refuses see ``docs/deepspeed.md``."""
 
-OnWhole = Callable[[nn.Parameter], object]
-"""Called with each parameter that has just become full."""
-
-
-def unheard(p: nn.Parameter) -> None:
-    """Ignores ``p``."""
-
 
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
@@ -352,7 +345,7 @@ class Engine(ABC):
         (collective)."""
 
     @abstractmethod
-    def restore(self, whole: bool, *, on_whole: OnWhole = unheard) -> None:
-        """Removes the engine from the module, whose parameters become full if ``whole``. Optimizer states are left as
-        :func:`~lightning_zero.engines.after_run.leave_states` does. ``on_whole`` is called with each parameter in
-        turn."""
+    def restore(self, whole: bool, *, when_touched: bool = False) -> None:
+        """Removes the engine from the module, whose parameters become full if ``whole``; with ``when_touched`` as soon
+        as user code touches them, on an engine that can leave them sharded until then. Optimizer states are left as
+        :func:`~lightning_zero.engines.after_run.leave_states` does."""

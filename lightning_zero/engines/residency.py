@@ -103,7 +103,8 @@ def budget_bytes(given: int | None, device: torch.device, agreement: Agreement |
 
 _METADATA = frozenset(
     "size dim ndimension numel nelement stride storage_offset is_contiguous is_inference get_device register_hook"
-    " retain_grad __len__ __hash__ is_same_size is_tensor is_storage _is_view has_names".split()
+    " retain_grad __len__ __hash__ is_same_size is_tensor is_storage _is_view has_names"
+    " _has_compatible_shallow_copy_type".split()
 )
 _SHAPES = frozenset("size dim ndimension numel nelement stride __len__ is_contiguous is_same_size".split())
 _OF_DTYPE = frozenset("element_size is_floating_point is_complex is_signed".split())
@@ -115,6 +116,7 @@ _GETTERS_OF_SHAPE = getters("shape ndim nbytes")
 _GETTERS_OF_LAYOUT = getters("dtype nbytes itemsize device")
 _GRAD, _DATA, _DEVICE = (getattr(Tensor, name) for name in ("grad", "data", "device"))
 _ASSIGN_GRAD = (_GRAD.__set__, _GRAD.__delete__)
+_OF_GRAD = (_GRAD.__get__, *_ASSIGN_GRAD)
 _SET_REQUIRES_GRAD = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
 BACKWARDS = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
 _OF_A_PARAMETER: frozenset[Any] = frozenset(
@@ -132,6 +134,7 @@ def needs_no_values(func: Any) -> bool:
         func in AS_THEY_ARE
         or func in _GETTERS_OF_LAYOUT
         or func in _SET_REQUIRES_GRAD
+        or func in _OF_GRAD
         or func.__name__ in _METADATA
         or func.__name__ in _OF_DTYPE
     )

@@ -156,17 +156,15 @@ with importing(TORCH):
     """The operator of ``Tensor.item()``."""
     INITIALIZERS = ("reset_parameters", "_reset_parameters")
     """Methods by which torch's modules initialize themselves; two modules have only the second name."""
-    GETTERS = (Tensor._backward_hooks.__get__, Tensor._version.__get__)  # type: ignore[attr-defined, union-attr]
-    """Attributes that autograd itself reads, in the form that a ``TorchFunctionMode`` receives."""
 
 __all__ = [
-    "GETTERS", "INITIALIZERS", "ITEM", "KEPT_WITHOUT_HOOKS", "TORCH", "BatchNorm", "DisableTorchFunction",
+    "INITIALIZERS", "ITEM", "KEPT_WITHOUT_HOOKS", "TORCH", "BatchNorm", "DisableTorchFunction",
     "DisableTorchFunctionSubclass", "Dynamo", "EnableTorchFunction", "FakeTensorMode", "Graph",
     "TorchDispatchMode", "abort_process_groups", "as_traced", "assigns_data", "at_end_of_backward",
     "backwards_inside", "base_of", "call_with_hooks", "compiled_call",
     "disabled_torch_function", "dynamo_error",
     "forget_meshes", "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward",
-    "in_fx_trace", "in_transform", "is_compiled", "is_in_graph", "is_traced", "local_tensor",
+    "in_fx_trace", "in_transform", "is_compiled", "is_traced", "local_tensor",
     "loss_scale", "module_tables", "never_a_frame", "outside_modes", "outside_transforms",
     "own_parameters", "pause_dynamo", "put_below", "pytree",
     "run_first", "saved_tensors", "schema_of",
@@ -204,11 +202,6 @@ def storage_behind(alive: StorageWeakRef) -> torch.UntypedStorage | None:
 def users_of(storage: Any) -> int:
     """Returns the number of tensors that use ``storage``; there is no public way to ask."""
     return torch._C._storage_Use_Count(storage._cdata) - 1  # the Python object `storage` itself counts as one
-
-
-def is_in_graph(tensor: Tensor) -> bool:
-    """Whether a graph of autograd, or other code in C++, holds ``tensor``."""
-    return tensor._use_count() > 1  # type: ignore[attr-defined,no-any-return]
 
 
 def is_in_graph_alone(reference: weakref.ref[Tensor]) -> bool:

@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_zero.private.torch import DisableTorchFunction
 from tests.helpers import zoo
-from tests.helpers.building import everything_closes
 from tests.helpers.ranks import outcome
 from tests.helpers.zoo import KINDS, Zoo, make_module, make_trainer
 
@@ -203,7 +202,7 @@ class LooksBefore(TwoLoaders):
             self.seen += [(hook, p.numel(), float(p.norm())) for p in self.parameters()]
 
     def setup(self, stage: str) -> None:
-        with DisableTorchFunction():  # looking makes whole
+        with DisableTorchFunction():  # looking gathers
             self.num_closed += sum(p.untyped_storage().nbytes() == 0 for p in self.parameters())
         self.look(f"setup {stage}")
         first = next(self.parameters())
@@ -213,38 +212,72 @@ class LooksBefore(TwoLoaders):
         self.look("configure_model")
 
 
-def _sharded_in_turn(strategy: Any, path: str, closes: bool) -> dict[str, Any]:
+def _sharded_in_turn(strategy: Any, path: str) -> dict[str, Any]:
     """Fit, fit on, and the other loops with an older checkpoint, on a module that each run leaves sharded."""
     torch.manual_seed(5)
     module = LooksBefore()
     given = strategy if strategy == "ddp" else {**strategy, "after_fit": "sharded"}
     loaders = [_loader(num_items=12), _loader(num_items=20)]
     seen: dict[str, Any] = {}
-    with everything_closes() if closes else nullcontext():
-        trainer = make_trainer(given, max_epochs=1)
-        trainer.fit(module, _loader(), loaders)
-        trainer.save_checkpoint(path)
-        trainer.fit_loop.max_epochs += 1
-        trainer.fit(module, _loader(), loaders)
-        seen["away"] = any(isinstance(p, DTensor) or p.numel() == 0 for p in module.parameters())
-        seen["tested"] = trainer.test(module, _loader(), verbose=False)
-        seen["validated"] = trainer.validate(module, loaders, ckpt_path=path, verbose=False)
-        seen["predicted"] = torch.cat(trainer.predict(module, _loader()))
-        with nullcontext() if strategy == "ddp" else trainer.strategy.full_parameters():
-            seen["weights"], seen["afterwards"] = _weights(module), float(module.loss(next(iter(_loader()))))
-        seen["before"], seen["closed"] = module.seen, module.num_closed > 0
+    trainer = make_trainer(given, max_epochs=1)
+    trainer.fit(module, _loader(), loaders)
+    trainer.save_checkpoint(path)
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(module, _loader(), loaders)
+    seen["away"] = any(isinstance(p, DTensor) or p.numel() == 0 for p in module.parameters())
+    seen["tested"] = trainer.test(module, _loader(), verbose=False)
+    seen["validated"] = trainer.validate(module, loaders, ckpt_path=path, verbose=False)
+    seen["predicted"] = torch.cat(trainer.predict(module, _loader()))
+    with nullcontext() if strategy == "ddp" else trainer.strategy.full_parameters():
+        seen["weights"], seen["afterwards"] = _weights(module), float(module.loss(next(iter(_loader()))))
+    seen["before"], seen["closed"] = module.seen, module.num_closed > 0
     return seen
 
 
 def test_each_run_goes_on_from_shards(ranks2, tmp_path: Path) -> None:
-    """Hooks before the set-up and checkpoints find an ordinary module, sharded again as it is."""
-    reference = ranks2(_sharded_in_turn, "ddp", str(tmp_path / "a.ckpt"), False)
-    results = ranks2(_sharded_in_turn, _strategy(3), str(tmp_path / "a.ckpt"), True)
+    """Hooks before the set-up and checkpoints find an ordinary module, sharded until they touch it."""
+    reference = ranks2(_sharded_in_turn, "ddp", str(tmp_path / "a.ckpt"))
+    results = ranks2(_sharded_in_turn, _strategy(3), str(tmp_path / "a.ckpt"))
     for result, expected in zip(results, reference, strict=True):
         assert result["away"]
         assert result["closed"]
         for key in expected.keys() - {"away", "closed"}:
             assert _close(result[key], expected[key]), key
+
+
+class CountsFull(TwoLoaders):
+    """Counts parameters that are full when the strategy's set-up converts the module, after a checkpoint was read."""
+
+    num_full = 0
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        with DisableTorchFunction():
+            self.num_full = sum(p.untyped_storage().nbytes() > 0 for p in self.parameters())
+        return self
+
+
+def _read_by_the_next_run(precision: str, path: str) -> Any:
+    """``(full parameters in the set-up, validation losses)`` of runs that follow a fit, with its shards or its file."""
+    torch.manual_seed(5)
+    module, seen = CountsFull(), []
+    trainer = make_trainer(_strategy(3, after_fit="sharded"), max_epochs=1, precision=precision)
+    trainer.fit(module, _loader())
+    trainer.save_checkpoint(path)
+    for given in (None, path):
+        losses = trainer.validate(module, _loader(), ckpt_path=given, verbose=False)
+        seen.append((module.num_full, losses))
+    return seen
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_no_rank_holds_a_full_module_that_a_run_left_sharded(precision, ranks2, tmp_path: Path) -> None:
+    """The next run shards it unit by unit: a full module may not fit into host memory."""
+    for (num_full, losses), (num_full_of_file, losses_of_file) in ranks2(
+        _read_by_the_next_run, precision, str(tmp_path / "a.ckpt")
+    ):
+        assert num_full == num_full_of_file == 0
+        assert losses == losses_of_file
 
 
 def _copies_of_shards() -> dict[str, Any]:

@@ -45,7 +45,7 @@ from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreem
 from lightning_zero.comm.barrier import Barrier
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
-from lightning_zero.engines.base import Engine, OnWhole, Root, refuse_late_hooks, unheard
+from lightning_zero.engines.base import Engine, Root, refuse_late_hooks
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.gradients import Gradients
 from lightning_zero.engines.deepspeed.optimizer_step import Joined, Managed, Pieces, parameters
@@ -434,7 +434,7 @@ class DeepSpeedEngine(Engine):
             account.optimizers(optimizers, self._store.known_state, params.odd)
         return account.state
 
-    def restore(self, whole: bool, *, on_whole: OnWhole = unheard) -> None:
+    def restore(self, whole: bool, *, when_touched: bool = False) -> None:
         self._graphs.end()
         self._end_transforms()
         self._settle_parameters()  # before masters are read
@@ -449,8 +449,6 @@ class DeepSpeedEngine(Engine):
             self._store.end()
             for place, p in held:
                 place.copy_(p)
-            for p in values:
-                on_whole(p)  # type: ignore[arg-type]
             self._agreement = None
 
     def _take_off(self, values: Mapping[Tensor, Tensor]) -> None:

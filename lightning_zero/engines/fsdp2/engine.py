@@ -71,7 +71,7 @@ from lightning_zero.comm.barrier import Barrier
 from lightning_zero.comm.shards import gathered, local, shard_like
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
-from lightning_zero.engines.base import Engine, OnWhole, undetached_state_dict, unheard
+from lightning_zero.engines.base import Engine, undetached_state_dict
 from lightning_zero.engines.compiled import CompiledUnits
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2 import whole as whole_state
@@ -169,7 +169,7 @@ class Fsdp2Engine(Engine):
     def _plan(self, module: nn.Module) -> ShardPlan:
         """Plan the shards and refuse what cannot be sharded; ``module`` stays unchanged."""
         refuse_script_modules(module)
-        with DisableTorchFunctionSubclass():  # inspecting memory must not open parameters that Build has closed
+        with DisableTorchFunctionSubclass():  # inspecting memory must not open what an earlier run left sharded
             refuse_held_views(module, self.device)
         self.module, self.mesh = module, make_mesh(self.config, self.device)
         plan = plan_shards(module, self.mesh, self.config, self.dtypes, self.device)
@@ -622,7 +622,7 @@ class Fsdp2Engine(Engine):
             place = partial(place_of, device=self.device, shards_on_host=self._on_host, in_files=in_files)
             return whole_state.model_state(self._sharded, self._identity, optimizers, place)
 
-    def restore(self, whole: bool, *, on_whole: OnWhole = unheard) -> None:
+    def restore(self, whole: bool, *, when_touched: bool = False) -> None:
         self._graphs.end()
         self._end_transforms()
         self._assigned.end()
@@ -638,8 +638,8 @@ class Fsdp2Engine(Engine):
                 self._left.undo()
             self._transport.await_readers()
             held = self._residency.held()
-            values = whole_state.gathered_for_good(self._groups)
-            self._identity.release(values, on_whole)
+            stay_sharded = set(self._identity.shards).difference(p for _, p in held) if when_touched else ()
+            self._identity.release(whole_state.gathered_for_good(self._groups), stay_sharded)
             for place, p in held:
                 place.copy_(p)
             self._copies.undo()

@@ -12,7 +12,7 @@ Modules keep their class, and are copied and pickled as ordinary ones (:mod:`~li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zero.comm.shards import gathered, local, rewrapped, shard_like
+from lightning_zero.engines.after_run import leave_parameter
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.private.torch import DisableTorchFunction, set_data
 
@@ -85,17 +86,20 @@ class Identity:
                     private.register(p, p.sharded_param)
         self._memory.clear()
 
-    def release(self, values: Callable[[DTensor], Tensor], on_whole: Callable[[nn.Parameter], object]) -> None:
-        """End the run: each parameter takes ``values(shard)`` as its memory; ``on_whole`` is called for each."""
+    def release(self, values: Callable[[DTensor], Tensor], stay_sharded: Collection[Tensor] = ()) -> None:
+        """End the run: each parameter takes ``values(shard)`` as its memory, but one in ``stay_sharded`` is gathered
+        when user code touches it."""
         self.own.clear()
         for original, p in self._params:
-            set_data(original, values(p.sharded_param))
             private.give_grad_dtype_back(p, original)
             original.requires_grad_(p.sharded_param.requires_grad)
             private.register(p, original)
             p.sharded_param.grad = None
-            private.drop_shard(p)
-            on_whole(original)
+            if original in stay_sharded:
+                leave_parameter(original, p.sharded_param)
+            else:
+                set_data(original, values(p.sharded_param))
+                private.drop_shard(p)
         self._end()
 
     def leave_sharded(self, root: nn.Module) -> None:
