@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-ORDER_BYTES = 16
-"""Message that announces a unit at stage 3 between CPU processes: four integers."""
-CHANGED_BYTES = 4
-"""Agreement on whether any rank has written to its shards since the last gather: one integer."""
 FEW_RANKS = 2
 """Up to this many ranks, each rank of an agreement sends its message to every other rank: half a round trip. More
 ranks use a tree, which takes half as long with 4 ranks (``benchmarks/agreements.py``)."""

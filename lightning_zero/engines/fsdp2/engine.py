@@ -52,7 +52,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 from functools import partial
 from itertools import chain
@@ -261,10 +261,9 @@ class Fsdp2Engine(Engine):
             self._transport.touches(key, self._phase is Phase.BACKWARD)
 
     def shards_change(self) -> None:
-        self._transport.user_writes()
+        self._transport.await_readers()
 
     def shards_have_changed(self) -> None:
-        self._transport.shards_changed()
         if self.device.type != "cpu":
             private.gather_after_this(self.root)
 
@@ -381,7 +380,7 @@ class Fsdp2Engine(Engine):
                 output = getattr(self.module, method)(*args, **kwargs)
             else:
                 with DisableTorchFunction():
-                    self._transport.forward_begins(wants_grad and self.keep_gathered)
+                    self._transport.forward_begins()
                 output = self.root(method, *args, **kwargs)
             self._close_windows()
             self._transport.forward_ends()
@@ -505,18 +504,10 @@ class Fsdp2Engine(Engine):
 
     @outside_graphs
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        try:
-            return self._step_of(optimizer).step(closure, **kwargs)
-        finally:
-            self._transport.shards_changed()  # a custom optimizer kernel may write without bumping tensor versions
+        return self._step_of(optimizer).step(closure, **kwargs)
 
-    @contextmanager
-    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        try:
-            with self._step_of(optimizer).stepping():
-                yield
-        finally:
-            self._transport.shards_changed()
+    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        return self._step_of(optimizer).stepping()
 
     @contextmanager
     def on_shards(self, optimizer: Optimizer) -> Iterator[None]:
