@@ -779,24 +779,28 @@ class Resharded(Tensor):
     """``None`` after the run."""
 
     @staticmethod
-    def close(full: Any, key: int, residency: Residency) -> None:
-        """Frees the memory of ``full`` unless other tensors use it, and changes its class."""
+    def close(full: Any, key: int, residency: Residency, frees: bool = True) -> None:
+        """Changes the class of ``full``. With ``frees``, frees its memory unless other tensors use it."""
         with DisableTorchFunction():
             storage = full.untyped_storage()
-            if users_of(storage) == 1 and storage.resizable():
+            if frees and users_of(storage) == 1 and storage.resizable():
                 storage.resize_(0)
         full.key, full.residency = key, residency
         full.__class__ = Resharded
 
     def open(self, value: Tensor) -> None:
-        """Becomes a plain tensor with ``value``. The attributes are removed, so that copies do not get them."""
+        """Becomes a plain tensor with ``value``."""
         with DisableTorchFunction():
             storage = self.untyped_storage()
             if not storage.nbytes():
                 storage.resize_(self.numel() * self.element_size())
-            vars(self).clear()
-            self.__class__ = Tensor  # type: ignore[assignment]
+            self.become_plain()
             self.copy_(value)
+
+    def become_plain(self) -> None:
+        """Becomes a plain tensor with the memory that it has, without attributes that copies would get."""
+        del self.key, self.residency
+        self.__class__ = Tensor  # type: ignore[assignment]
 
     @classmethod
     @never_a_frame
