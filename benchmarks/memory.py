@@ -251,12 +251,13 @@ units draw each rank's rows from that rank's random numbers, so seed all ranks a
 At stages 1 and 2 of `deepspeed`, and without sharding (`validate` at stages 1 and 2), the full module is materialized
 on every rank. At stage 3 `deepspeed` shards each layer as `configure_model` builds it and refuses meta tensors.
 
-When such a run ends, `after_fit="auto"` leaves the shards if the full module does not fit into host memory. The next
-run (`trainer.test(module, ckpt_path="best")`, another `fit`) takes them over unit by unit, or reads the checkpoint
-instead. Only parameters that `setup` or `configure_model` touch become full on every rank first. `deepspeed`, and
-`fsdp2` below stage 3, make all of them full for that. From `on_fit_end` on, which Lightning calls after the end,
-`copy.deepcopy` and `torch.save` copy a rank's shards; `with trainer.strategy.full_parameters():` has the whole module,
-and a forward without it is refused by name.
+When such a run ends, `after_fit="auto"` leaves the shards if the full module does not fit into host memory. A parameter
+then becomes full on every rank when user code touches it: in `setup` and `configure_model` of the next run, in a
+forward between runs, in `copy.deepcopy` or `torch.save`. All ranks must do that together, as a collective; a rank that
+reads alone gets an error after 30 seconds. What nobody touches stays sharded: the next `fsdp2` run at stage 3
+(`trainer.test(module, ckpt_path="best")`, another `fit`) shards it again unit by unit, or reads the checkpoint instead,
+and `trainer.save_checkpoint` sends shards. On `deepspeed` such a module is used inside `with
+trainer.strategy.full_parameters():`, and the next run makes all of it full first.
 
 {_marked("built", measured["built"])}
 

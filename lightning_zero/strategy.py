@@ -54,14 +54,15 @@ from lightning_zero.engines.advice import advice_on
 from lightning_zero.engines.after_run import (
     AfterRun,
     begin_reads,
+    has_left_parameters,
     has_left_states,
-    is_left_sharded,
     leave,
     left_shards,
-    make_owners_whole,
+    make_parameters_full,
+    make_whole,
     where_memory_allows,
 )
-from lightning_zero.engines.base import Engine, require
+from lightning_zero.engines.base import Engine, require, undetached_state_dict
 from lightning_zero.engines.birth import give_birth, on_meta
 from lightning_zero.engines.deepspeed.run import DeepSpeedRun
 from lightning_zero.engines.elementwise import note_on_full_steps
@@ -436,15 +437,11 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._take_over()
 
     def _take_over(self) -> None:
-        """Makes a module that an earlier run left sharded look ordinary to hooks, ``configure_model`` and a
-        checkpoint."""
-        module = self.lightning_module
-        if module is None:  # the environment is set up without a run
-            return
-        make_owners_whole(module)
-        if is_left_sharded(module):
+        """Makes a module that stayed in the engine of an earlier run an ordinary one (collective)."""
+        begin_reads(self.agreement)
+        if self.lightning_module is not None:  # else the environment is set up without a run
+            make_whole(self.lightning_module)
             self.engine = None
-            self._run.take_over(module)
 
     def teardown(self) -> None:
         # Saving ends first: it waits for an asynchronous save, whose error must not be lost.
@@ -499,7 +496,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         built = self._run.take_built()
         if built is not None:
             assert self.lightning_module is not None
-            leave(self.lightning_module, built, AfterRun.SHARDED)
+            leave(self.lightning_module, built)
 
     def _after_run(self) -> AfterRun:
         """Decides whether the module is unsharded after the run (collective).
@@ -524,14 +521,13 @@ class ZeroStrategy(Launched, DDPStrategy):
     def _end_engine(self, after: AfterRun) -> None:
         assert self.engine is not None
         assert self.lightning_module is not None
-        if after is AfterRun.WHOLE:
-            begin_reads(self.agreement)
         self.engine.restore(after is AfterRun.WHOLE)
-        leave(self.lightning_module, self.engine, after)
-        if after is AfterRun.WHOLE:
-            self.engine = None
-            if hasattr(self.precision_plugin, "engine"):
-                self.precision_plugin.engine = None
+        if after is AfterRun.SHARDED and self.engine.stays_after_run:
+            leave(self.lightning_module, self.engine)
+            return
+        self.engine = None
+        if hasattr(self.precision_plugin, "engine"):
+            self.precision_plugin.engine = None
 
     def on_train_start(self) -> None:
         if self.engine is not None:
@@ -647,16 +643,18 @@ class ZeroStrategy(Launched, DDPStrategy):
         Raises:
             RuntimeError: If not all ranks make this call within ``timeout_seconds``.
         """
-        if self.engine is None:
+        engine, module = self.engine, self.lightning_module
+        assert module is not None
+        if engine is None and not has_left_parameters(module):
             return super().lightning_module_state_dict()
         collecting = self._saving.collecting
         self._serve_reads()
         if not collecting.is_under_way:
             self.agreement.gather(None, "strategy.lightning_module_state_dict()")
-        state = self.engine.sharded_state_dict()
+        state = left_shards(undetached_state_dict(module)) if engine is None else engine.sharded_state_dict()
         if collecting is Collecting.SHARDS:
             return state
-        full: dict[str, Any] = self.engine.full(state, self._saving.on_rank_0())
+        full: dict[str, Any] = Engine.full(state, self._saving.on_rank_0())
         return full
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -714,6 +712,8 @@ class ZeroStrategy(Launched, DDPStrategy):
                 " and read its submodules inside."
             )
         if self.engine is None:
+            if self.lightning_module is not None:
+                make_parameters_full(self.lightning_module)
             yield
             return
         self._serve_reads()

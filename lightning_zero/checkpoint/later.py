@@ -42,7 +42,7 @@ def become(tensor: Any, value: Tensor) -> None:
     if not tensor.is_meta:  # an earlier run has left it sharded
         set_data(tensor, value)
         delattr(tensor, _ATTRIBUTE)
-        tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+        tensor.__class__ = tensor.ordinary
         return
     attributes = {k: v for k, v in vars(tensor).items() if k != _ATTRIBUTE}
     requires_grad = tensor.requires_grad

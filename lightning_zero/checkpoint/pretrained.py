@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_zero.checkpoint import later
 from lightning_zero.checkpoint.lazy import LazyTensor
@@ -104,11 +103,6 @@ def load_pretrained(
     where = agreement.gather(os.fspath(path))[0]
     stored = find(where, weights_only, agreement)
     targets = saved_tensors(module)
-    if run is None and any(isinstance(target, DTensor) for target in targets.values()):
-        raise ValueError(
-            f"{type(module).__name__} was left sharded by an earlier run, and no run is in progress: call"
-            " load_pretrained in a hook of the next run, or set after_fit='whole' for the earlier one."
-        )
 
     def matched() -> tuple[dict[str, Stored], LoadedKeys]:
         found, keys = _matched(module, targets, stored, Names(strip, add, rename))

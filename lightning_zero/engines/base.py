@@ -120,6 +120,9 @@ class Engine(ABC):
     whole_bytes: int
     """Bytes of the module's full parameters. Set by :meth:`shard`."""
 
+    stays_after_run = False
+    """Whether a module that stays sharded still needs this engine, until the engine's second :meth:`restore`."""
+
     peer_memory: PeerMemory | None = None
     """Connections between all ranks, for an engine that has its own between processes on CPUs."""
 
@@ -345,7 +348,7 @@ class Engine(ABC):
         (collective)."""
 
     @abstractmethod
-    def restore(self, whole: bool, *, when_touched: bool = False) -> None:
-        """Removes the engine from the module, whose parameters become full if ``whole``; with ``when_touched`` as soon
-        as user code touches them, on an engine that can leave them sharded until then. Optimizer states are left as
+    def restore(self, whole: bool) -> None:
+        """Ends the run. With ``whole`` parameters become full (collective). Otherwise they stay sharded, without
+        collectives: after an error other ranks may be gone. Optimizer states are left as
         :func:`~lightning_zero.engines.after_run.leave_states` does."""

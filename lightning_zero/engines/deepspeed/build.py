@@ -80,7 +80,7 @@ class Build:
             for p in filter(private.is_partitioned, self._residency.forget()):
                 private.empty(p)
 
-    def restore(self, whole: bool, *, when_touched: bool = False) -> None:
+    def restore(self, whole: bool) -> None:
         """Unshards the module, for a run that ended before its engine started (collective)."""
         if whole:
             with torch.no_grad(), DisableTorchFunction():

@@ -92,6 +92,8 @@ class DeepSpeedEngine(Engine):
     """Runs ZeRO on DeepSpeed: the plan is in this module's docstring, the contract in
     :class:`~lightning_zero.engines.base.Engine`."""
 
+    stays_after_run = True
+
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         super().__init__(config, device, dtypes)
         self._engine: Any = None  # DeepSpeed's, once attached
@@ -434,7 +436,7 @@ class DeepSpeedEngine(Engine):
             account.optimizers(optimizers, self._store.known_state, params.odd)
         return account.state
 
-    def restore(self, whole: bool, *, when_touched: bool = False) -> None:
+    def restore(self, whole: bool) -> None:
         self._graphs.end()
         self._end_transforms()
         self._settle_parameters()  # before masters are read

@@ -68,7 +68,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import broadcast_coalesced, run_agreement
 from lightning_zero.comm.barrier import Barrier
-from lightning_zero.comm.shards import gathered, local, shard_like
+from lightning_zero.comm.shards import local, shard_like
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
 from lightning_zero.engines.base import Engine, undetached_state_dict
@@ -112,7 +112,6 @@ from lightning_zero.engines.refusals import (
     refuse_transforms,
 )
 from lightning_zero.engines.residency import Guards, Memories, Mode, Residency, budget_bytes
-from lightning_zero.engines.state_dicts import WholeStateDicts
 from lightning_zero.engines.torch_functions import tensors_in
 from lightning_zero.private.torch import (
     DisableTorchFunction,
@@ -154,7 +153,6 @@ class Fsdp2Engine(Engine):
         self._steps: weakref.WeakKeyDictionary[Optimizer, ShardedStep] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
         self._compiled: CompiledUnits | None = None
-        self._left: WholeStateDicts | None = None  # set when the module stays sharded after the run
         self._is_accumulating = False  # current gradients wait for those of later micro-batches
 
     # -- sharding ------------------------------------------------------------------------------------------------
@@ -613,7 +611,7 @@ class Fsdp2Engine(Engine):
             place = partial(place_of, device=self.device, shards_on_host=self._on_host, in_files=in_files)
             return whole_state.model_state(self._sharded, self._identity, optimizers, place)
 
-    def restore(self, whole: bool, *, when_touched: bool = False) -> None:
+    def restore(self, whole: bool) -> None:
         self._graphs.end()
         self._end_transforms()
         self._assigned.end()
@@ -621,18 +619,14 @@ class Fsdp2Engine(Engine):
             self._residency.end_window()
             self._assigned.settle()
             self._drop_gathered()
-            if not whole:  # no collectives from here on: after an error other ranks may be gone
-                self._identity.leave_sharded(self.root)
-                self._left = WholeStateDicts(self.module, _gathered_shard)
-                return
-            if self._left is not None:
-                self._left.undo()
-            self._transport.await_readers()
-            held = self._residency.held()
-            stay_sharded = set(self._identity.shards).difference(p for _, p in held) if when_touched else ()
-            self._identity.release(whole_state.gathered_for_good(self._groups), stay_sharded)
-            for place, p in held:
-                place.copy_(p)
+            if whole:
+                self._transport.await_readers()
+                held = self._residency.held()
+                self._identity.release(whole_state.gathered_for_good(self._groups))
+                for place, p in held:
+                    place.copy_(p)
+            else:  # no collectives: after an error other ranks may be gone
+                self._identity.release(None)
             self._copies.undo()
             for handle in self._handles:
                 handle.remove()
@@ -641,14 +635,11 @@ class Fsdp2Engine(Engine):
             self._recomputed.undo()
             for unit in self._sharded.units:
                 private.undo(unit)
-            leave_states(self.optimizers or (), self.config.after_fit == "whole")
-            self._transport.close()
+            leave_states(self.optimizers or (), self.config.after_fit == "whole" and whole, to_host=whole)
+            if whole:
+                self._transport.close()
             if self._files is not None:
                 self._files.close()
-
-
-def _gathered_shard(p: Tensor, value: Tensor) -> Tensor | None:
-    return gathered(value) if isinstance(value, DTensor) else None
 
 
 def choose_transport(config: ZeroConfig, device: torch.device, mesh: DeviceMesh) -> Transport:

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement
-from lightning_zero.engines.after_run import make_whole
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.offload_path import folder_for_files
 from lightning_zero.engines.optimizer_step import fusible_groups
@@ -26,10 +25,6 @@ TENSORS_IN_FILES = 3
 
 class Fsdp2Run(EngineRun):
     """See :class:`~lightning_zero.engines.run.EngineRun`."""
-
-    def take_over(self, module: nn.Module) -> None:
-        """Leave a module of an earlier run sharded until user code touches it: full, it may not fit into a process."""
-        make_whole(module, when_touched=self.config.stage == 3)
 
     def loads_on_host(self, device: torch.device) -> bool:
         config = self.config
