@@ -474,10 +474,11 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._run.end()
             raise
         module = self.lightning_module
-        if module is not None and after is AfterRun.WHOLE:
+        if module is not None and self.engine is None:
             sync = layer_sync(self)
             self.model = sync.revert(module) if sync else module
-            module.cpu()
+            if after is AfterRun.WHOLE:
+                module.cpu()
         self._run.end()
         self._end_parts()
 

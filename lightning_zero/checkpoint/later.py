@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.private.torch import set_data
+from lightning_zero.private.torch import DisableTorchFunctionSubclass, set_data
 
 _ATTRIBUTE = "_lightning_zero_value"
 
@@ -34,6 +34,12 @@ def left(parameter: Tensor) -> Tensor | None:
 def has_no_memory(tensor: Tensor) -> bool:
     """Whether ``tensor`` is on the meta device, or an earlier run has left it sharded."""
     return tensor.is_meta or left(tensor) is not None
+
+
+def memory_for(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Allocates the memory that ``tensor`` lacks."""
+    with DisableTorchFunctionSubclass():  # user code that reads a sharded tensor would gather it
+        return torch.empty_like(tensor, device=device)
 
 
 def become(tensor: Any, value: Tensor) -> None:
@@ -74,5 +80,5 @@ class _Leaving(TorchFunctionMode):
         if isinstance(target, nn.Parameter):
             leave(target, value)
         else:  # a buffer is small, and code that replaces it (to change its dtype) must find its values
-            become(target, torch.empty_like(target, device="cpu").copy_(value))
+            become(target, memory_for(target, "cpu").copy_(value))
         return target

@@ -200,4 +200,4 @@ def _fill(targets: Mapping[str, Tensor], found: Mapping[str, Stored], in_run: bo
             elif in_run and isinstance(target, nn.Parameter):
                 later.leave(target, each.tensor)
             else:
-                later.become(target, torch.empty_like(target, device="cpu").copy_(each.tensor))
+                later.become(target, later.memory_for(target, "cpu").copy_(each.tensor))

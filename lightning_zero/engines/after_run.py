@@ -137,7 +137,7 @@ class LeftState(Tensor):
             agreement.gather(None, "a read of a parameter or optimizer state that a run has left sharded")
         with torch.no_grad(), DisableTorchFunction():
             value = gathered(self.shard) if isinstance(self.shard, DTensor) else self.shard
-            later.become(self, torch.empty(self.shape, dtype=self.dtype, device="cpu").copy_(value))
+            later.become(self, later.memory_for(self, "cpu").copy_(value))
 
 
 class _LeftParameter(LeftState):

@@ -36,7 +36,7 @@ from lightning_zero.checkpoint.store import together
 from lightning_zero.comm.agree import Agreement, run_agreement
 from lightning_zero.comm.shards import gathered
 from lightning_zero.private import transformers
-from lightning_zero.private.torch import INITIALIZERS, DisableTorchFunctionSubclass, module_tables
+from lightning_zero.private.torch import INITIALIZERS, module_tables
 
 _SHOWN = 12
 _BLANK = 0xA5
@@ -105,8 +105,7 @@ class Birth:
             for tensor in tensors:
                 if (value := later.left(tensor)) is not None:
                     value = gathered(value) if isinstance(value, DTensor) else value
-                    with DisableTorchFunctionSubclass():
-                        memory = torch.empty_like(tensor, device=self._home)
+                    memory = later.memory_for(tensor, self._home)
                     later.become(tensor, memory.copy_(value) if reads else memory)
         self._blank += [self._born[id(t)] for t in tensors if id(t) in self._born and _is_blank(t)]
 
@@ -148,7 +147,7 @@ class Birth:
         born = set()
         for name, tensor in _own_tensors(module).items():
             if tensor.is_meta and later.left(tensor) is None:
-                memory = torch.empty_like(tensor, device=self._home)
+                memory = later.memory_for(tensor, self._home)
                 _bytes_of(memory).fill_(_BLANK)
                 later.become(tensor, memory)
                 born.add(id(tensor))
