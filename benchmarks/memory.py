@@ -243,10 +243,10 @@ last unit from the second step on, and only under automatic optimization.)
 | stage 2 | Ψ | AΨ |
 | stage 3 | 2AΨ | AΨ |
 
-Stages 1 and 2 gather A times instead of once if a user hook runs between micro-batches, unless shards alias the
-gathered buffers. The plan also counts the broadcast of buffers, and bytes that ranks on one host read from each other's
-memory, but not agreements between ranks (a few KiB). An optimizer that is not element-wise (Adafactor, Muon, LAMB) also
-gathers its parameters, gradients and states.
+Stages 1 and 2 gather A times instead of once if a user hook runs between micro-batches. The plan also counts the
+broadcast of buffers, and bytes that ranks on one host read from each other's memory, but not agreements between ranks
+(a few KiB). An optimizer that is not element-wise (Adafactor, Muon, LAMB) also gathers its parameters, gradients and
+states.
 
 ## Offload
 
@@ -259,28 +259,10 @@ but the plan has no rows for them. [`offload.md`](offload.md) shows where each t
 
 ## Models that do not fit into one process
 
-At stage 3 a step needs 16Ψ/N bytes and the gathered units. A module that `__init__` builds is unsharded in the host
-memory of every rank until the engine shards it; `fsdp2` moves it to the accelerator one shard unit at a time. A module
-that `configure_model` builds is never unsharded: `fsdp2` shards its parameters as they are created.
-
-```python
-def configure_model(self):
-    if not hasattr(self, "model"):
-        self.model = GPT(...)  # or AutoModelForCausalLM.from_config(config)
-```
-
-Constructors run unchanged, on full tensors and with the random numbers of ordinary construction, so values are the
-same, bit for bit. When parameters that a module has registered take more than 64 MiB, the oldest of them are closed:
-each rank keeps its part of rank 0's bytes. Code that uses a closed parameter later (`self.apply(init)`, ties, copies of
-layers, `load_state_dict`, `from_pretrained`) opens it. A parameter stays full while something else holds its memory: a
-view, a graph, NumPy, any copy by `copy.deepcopy` until a module registers it (so the layers of `nn.TransformerEncoder`
-are full together for a moment), and all of them while a thread runs that `configure_model` has started. All ranks must
-run the same code there, as they do under DDP; where one builds or reads something that the others don't, all raise an
-error. A thread that uses a closed parameter is named in an error; one that runs since before must not touch the module.
-`build="whole"` builds the whole module on every rank instead, as stages 1 and 2 do, and so does `zero_auto`, which
-knows its stage only afterwards.
-
-On the meta device nothing is built twice, and parameters that a file fills are not initialized:
+At stage 3 a step needs 16Ψ/N bytes and the gathered units. On `fsdp2` a module that ordinary constructors build, in
+`__init__` or `configure_model`, is full in the host memory of every rank until the engine moves it to the accelerator
+and shards it, one unit at a time: 4Ψ bytes in fp32 for each rank of a host. (At stages 1 and 2 without offload
+`configure_model` builds on the accelerator, as under DDP.) A module on the meta device takes no memory before that:
 
 ```python
 def configure_model(self):
@@ -292,7 +274,8 @@ def configure_model(self):
 Outside the module, write `with trainer.init_module(empty_init=True): module = MyModule()`. (Without `empty_init=True`
 every process builds the full module, because the ranks do not exist yet; one line says so.) `fsdp2` then materializes,
 initializes and shards one unit after the other. Parameters of the root (usually the embedding and the head) stay
-unsharded until the end, as in each step. Values come from
+unsharded until the end, as in each step. `build="whole"` materializes the full module on every rank before sharding.
+Values come from
 
 1. `ckpt_path` or [`load_pretrained`](checkpoints.md#published-weights): rank 0 reads one tensor at a time and sends it
    to the others, and nothing is initialized;
@@ -310,12 +293,13 @@ units draw each rank's rows from that rank's random numbers, so seed all ranks a
 At stages 1 and 2 of `deepspeed`, and without sharding (`validate` at stages 1 and 2), the full module is materialized
 on every rank. At stage 3 `deepspeed` shards each layer as `configure_model` builds it and refuses meta tensors.
 
-When such a run ends, `after_fit="auto"` leaves the shards where the whole module does not fit into host memory. The
-next run (`trainer.test(module, ckpt_path="best")`, another `fit`) takes them over: parameters are gathered and closed
-again one after the other, and open where `setup`, `configure_model` or the checkpoint touch them. `deepspeed`, and
-`fsdp2` below stage 3, make the module whole for that. From `on_fit_end` on, which Lightning calls after the end,
-`copy.deepcopy` and `torch.save` copy a rank's shards; `with trainer.strategy.full_parameters():` has the whole module,
-and a forward without it is refused by name.
+When such a run ends, `after_fit="auto"` leaves the shards if the full module does not fit into host memory. A parameter
+then becomes full on every rank when user code touches it: in `setup` and `configure_model` of the next run, in a
+forward between runs, in `copy.deepcopy` or `torch.save`. All ranks must do that together, as a collective; a rank that
+reads alone gets an error after 30 seconds. What nobody touches stays sharded: the next `fsdp2` run at stage 3
+(`trainer.test(module, ckpt_path="best")`, another `fit`) shards it again unit by unit, or reads the checkpoint instead,
+and `trainer.save_checkpoint` sends shards. On `deepspeed` such a module is used inside `with
+trainer.strategy.full_parameters():`, and the next run makes all of it full first.
 
 {_marked("built", measured["built"])}
 
@@ -425,7 +409,7 @@ def life() -> str:
     """Peak memory in all phases of a run, in the process that needs the most."""
     rows = _life_rows()
     return f"""A GPT of 97 million parameters (372 MiB in fp32) under `zero3` with AdamW and micro-batches of one, in
-all phases of a run (`tests/helpers/lifetime.py`): built in `configure_model`, loaded from safetensors, trained, saved
+all phases of a run (`tests/helpers/lifetime.py`): made on the meta device, loaded from safetensors, trained, saved
 as one file, unsharded at the end. Peak resident memory of the process that needs the most, in MiB, without its memory
 after the run of a tiny module, which is imports.
 
@@ -464,23 +448,16 @@ def built() -> str:
 
     from tests.helpers import born
 
-    rows = []
-    for device, name in (("cpu", "in `configure_model`"), ("meta", "on the meta device")):
-        job = {"world_size": BUILT_RANKS, "device": device, "sizes": born.SEVEN_BILLION, "room_gib": ROOM_GIB}
-        command = [sys.executable, "-m", "tests.helpers.born", json.dumps(job)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        found = json.loads(done.stdout.splitlines()[-1])
-        cells = (f"{found[key] / 2**30:.2f}" for key in ("peak", "kept"))
-        rows.append((name, *cells))
-        print(f"measured: {name}", file=sys.stderr, flush=True)
-    billions, whole_gib = found["parameters"] / 4e9, found["parameters"] / 2**30
-    return f"""A Llama of {billions:.1f} billion parameters ({whole_gib:.1f} GiB in fp32) was built and sharded in
-one process, as rank 0 of {BUILT_RANKS} whose other ranks do not exist (`tests/helpers/born.py`), with a limit of
-{ROOM_GIB} GiB of address space (`RLIMIT_AS`). Resident memory in GiB, without imports:
-
-| built | peak | afterwards: the shards |
-|---|---|---|
-{_rows(rows)}
+    job = {"world_size": BUILT_RANKS, "sizes": born.SEVEN_BILLION, "room_gib": ROOM_GIB}
+    command = [sys.executable, "-m", "tests.helpers.born", json.dumps(job)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    found = json.loads(done.stdout.splitlines()[-1])
+    gib = {key: nbytes / 2**30 for key, nbytes in found.items()}
+    billions = found["parameters"] / 4e9
+    return f"""A Llama of {billions:.1f} billion parameters ({gib["parameters"]:.1f} GiB in fp32), built on the meta
+device, was materialized and sharded in one process, as rank 0 of {BUILT_RANKS} whose other ranks do not exist
+(`tests/helpers/born.py`), with a limit of {ROOM_GIB} GiB of address space (`RLIMIT_AS`). Resident memory without
+imports: {gib["peak"]:.2f} GiB at the peak, {gib["kept"]:.2f} GiB afterwards, which are the shards.
 
 {_versions()}"""
 

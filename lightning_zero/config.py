@@ -375,8 +375,8 @@ class ZeroConfig:
     """Broadcast rank 0's buffers before each training forward, as DDP does; under manual optimization only before the
     first one, as Lightning's DDP does."""
     build: BuildName = "auto"
-    """``"auto"`` shards layers at stage 3 while ``configure_model`` builds them, so that no rank holds the full module.
-    ``"whole"`` builds the full module on every rank first. ``deepspeed`` at stage 3 always shards while building."""
+    """Materializing a module on the meta device with ``fsdp2``: ``"auto"`` one unit after the other, each sharded at
+    once, so that no rank holds the full module; ``"whole"`` all of it on every rank before sharding."""
     hook_budget_bytes: int | None = None
     """Bytes of full parameters, gradients and optimizer states that user hooks may hold gathered at a time. Beyond them
     those that were gathered first are resharded. ``None`` is an eighth of the free memory of the device when a run
@@ -449,11 +449,6 @@ class ZeroConfig:
     def raw(self) -> RawConfig | None:
         """The content of ``deepspeed_config``; ``None`` if it is unset."""
         return self.deepspeed_config  # type: ignore[return-value]
-
-    @property
-    def builds_sharded(self) -> bool:
-        """Whether ``fsdp2`` shards layers while ``configure_model`` builds them."""
-        return self.engine == "fsdp2" and self.stage == 3 and self.build == "auto" and not self.auto
 
     @property
     def offloads_optimizer(self) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.global_batch import keep_global_batch
-from lightning_zero.checkpoint.later import leaving_for_later
+from lightning_zero.checkpoint.later import has_no_memory, leaving_for_later
 from lightning_zero.checkpoint.resume import follow, leave_finished_epoch
 from lightning_zero.checkpoint.saving import Collecting, Saving, with_atomic_files
 from lightning_zero.comm.agree import Agreement, set_run_agreement, shared_agreement
@@ -52,14 +52,15 @@ from lightning_zero.engines.advice import advice_on
 from lightning_zero.engines.after_run import (
     AfterRun,
     begin_reads,
+    has_left_parameters,
     has_left_states,
-    is_left_sharded,
     leave,
     left_shards,
-    make_owners_whole,
+    make_parameters_full,
+    make_whole,
     where_memory_allows,
 )
-from lightning_zero.engines.base import Engine, require
+from lightning_zero.engines.base import Engine, require, undetached_state_dict
 from lightning_zero.engines.birth import give_birth, on_meta
 from lightning_zero.engines.deepspeed.run import DeepSpeedRun
 from lightning_zero.engines.elementwise import note_on_full_steps
@@ -335,6 +336,11 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self._shards:
             refuse_uninitialized(self.model)
         if self._shards and self.config.engine == "fsdp2":
+            if self.config.build == "whole" and on_meta(self.model):
+                on_host = self._run.loads_on_host(self.root_device)
+                give_birth(self.model, torch.device("cpu") if on_host else self.root_device)
+            if self.config.stage == 3 and (note := note_on_built(self.model, self.num_processes)):
+                rank_zero_info(note)
             all_but_parameters_to(self.model, self.root_device)
             return
         if on_meta(self.model):
@@ -354,10 +360,10 @@ class ZeroStrategy(Launched, DDPStrategy):
                 yield
             return
         if self.lightning_module is None and self.config.stage == 3:  # in Trainer.init_module, before any run
-            other = " or call init_module(empty_init=True)" if self.config.engine == "fsdp2" else ""
+            instead = "call init_module(empty_init=True)" if self.config.engine == "fsdp2" else "use configure_model"
             rank_zero_info(
                 "lightning_zero: trainer.init_module() builds the full module in every process, because the ranks do"
-                f" not exist yet; build it in configure_model{other}, so that no process holds the full module."
+                f" not exist yet; {instead}, so that no process holds the full module."
             )
         on_host = self._run.loads_on_host(self.root_device)
         with super().tensor_init_context(empty_init), torch.device("cpu") if on_host else nullcontext():
@@ -428,15 +434,11 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._take_over()
 
     def _take_over(self) -> None:
-        """Makes a module that an earlier run left sharded look ordinary to hooks, ``configure_model`` and a
-        checkpoint."""
-        module = self.lightning_module
-        if module is None:  # the environment is set up without a run
-            return
-        make_owners_whole(module)
-        if is_left_sharded(module):
+        """Makes a module that stayed in the engine of an earlier run an ordinary one (collective)."""
+        begin_reads(self.agreement)
+        if self.lightning_module is not None:  # else the environment is set up without a run
+            make_whole(self.lightning_module)
             self.engine = None
-            self._run.take_over(module)
 
     def teardown(self) -> None:
         # Saving ends first: it waits for an asynchronous save, whose error must not be lost.
@@ -469,10 +471,11 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._run.end()
             raise
         module = self.lightning_module
-        if module is not None and after is AfterRun.WHOLE:
+        if module is not None and self.engine is None:
             sync = layer_sync(self)
             self.model = sync.revert(module) if sync else module
-            module.cpu()
+            if after is AfterRun.WHOLE:
+                module.cpu()
         self._run.end()
         self._end_parts()
 
@@ -491,7 +494,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         built = self._run.take_built()
         if built is not None:
             assert self.lightning_module is not None
-            leave(self.lightning_module, built, AfterRun.SHARDED)
+            leave(self.lightning_module, built)
 
     def _after_run(self) -> AfterRun:
         """Decides whether the module is unsharded after the run (collective).
@@ -516,14 +519,13 @@ class ZeroStrategy(Launched, DDPStrategy):
     def _end_engine(self, after: AfterRun) -> None:
         assert self.engine is not None
         assert self.lightning_module is not None
-        if after is AfterRun.WHOLE:
-            begin_reads(self.agreement)
         self.engine.restore(after is AfterRun.WHOLE)
-        leave(self.lightning_module, self.engine, after)
-        if after is AfterRun.WHOLE:
-            self.engine = None
-            if hasattr(self.precision_plugin, "engine"):
-                self.precision_plugin.engine = None
+        if after is AfterRun.SHARDED and self.engine.stays_after_run:
+            leave(self.lightning_module, self.engine)
+            return
+        self.engine = None
+        if hasattr(self.precision_plugin, "engine"):
+            self.precision_plugin.engine = None
 
     def on_train_start(self) -> None:
         if self.engine is not None:
@@ -639,16 +641,18 @@ class ZeroStrategy(Launched, DDPStrategy):
         Raises:
             RuntimeError: If not all ranks make this call within ``timeout_seconds``.
         """
-        if self.engine is None:
+        engine, module = self.engine, self.lightning_module
+        assert module is not None
+        if engine is None and not has_left_parameters(module):
             return super().lightning_module_state_dict()
         collecting = self._saving.collecting
         self._serve_reads()
         if not collecting.is_under_way:
             self.agreement.gather(None, "strategy.lightning_module_state_dict()")
-        state = self.engine.sharded_state_dict()
+        state = left_shards(undetached_state_dict(module)) if engine is None else engine.sharded_state_dict()
         if collecting is Collecting.SHARDS:
             return state
-        full: dict[str, Any] = self.engine.full(state, self._saving.on_rank_0())
+        full: dict[str, Any] = Engine.full(state, self._saving.on_rank_0())
         return full
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -704,6 +708,8 @@ class ZeroStrategy(Launched, DDPStrategy):
                 " and read its submodules inside."
             )
         if self.engine is None:
+            if self.lightning_module is not None:
+                make_parameters_full(self.lightning_module)
             yield
             return
         self._serve_reads()
@@ -784,6 +790,17 @@ def all_but_parameters_to(module: nn.Module, device: torch.device) -> None:
     for each in module.modules():
         set_device(each, device)
     convert(module, lambda t: t if isinstance(t, nn.Parameter) or t.is_meta else t.to(device))
+
+
+def note_on_built(module: nn.Module, num_processes: int) -> str:
+    """A sentence for the user if the unsharded module in each of a host's processes takes most of its memory."""
+    built = sum(p.nbytes for p in module.parameters() if p.device.type == "cpu" and not has_no_memory(p))
+    if built * num_processes < available_host_bytes():
+        return ""
+    return (
+        f"lightning_zero: {num_processes} processes of this host have built the full module, {built / 2**30:.3g} GiB in"
+        " each, before it is sharded: build it under torch.device('meta'), so that no process holds the full module."
+    )
 
 
 def trainer_facts(trainer: Any) -> dict[str, Any]:

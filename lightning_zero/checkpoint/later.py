@@ -1,4 +1,5 @@
-"""Stores values for parameters on the meta device, to be read when the parameters are materialized.
+"""Stores values for parameters without memory, to be read when the parameters are materialized: those on the meta
+device, and those that an earlier run has left sharded.
 
 The value is an attribute of the parameter itself, so it stays with the parameter if modules around it are replaced, and
 is freed with it.
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_zero.private.torch import DisableTorchFunctionSubclass, set_data
+
 _ATTRIBUTE = "_lightning_zero_value"
 
 
 def leave(parameter: Tensor, value: Tensor) -> None:
-    """Stores ``value`` as the future value of ``parameter``, which is on the meta device and has the same shape."""
+    """Stores ``value`` as the future value of ``parameter``, which has no memory and the same shape."""
     setattr(parameter, _ATTRIBUTE, value)
 
 
@@ -28,9 +31,25 @@ def left(parameter: Tensor) -> Tensor | None:
     return getattr(parameter, _ATTRIBUTE, None)
 
 
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is on the meta device, or an earlier run has left it sharded."""
+    return tensor.is_meta or left(tensor) is not None
+
+
+def memory_for(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Allocates the memory that ``tensor`` lacks."""
+    with DisableTorchFunctionSubclass():  # user code that reads a sharded tensor would gather it
+        return torch.empty_like(tensor, device=device)
+
+
 def become(tensor: Any, value: Tensor) -> None:
-    """Materializes ``tensor``, which is on the meta device, with the memory of ``value``. ``tensor`` stays the same
-    object, with the same attributes, for all code that holds it."""
+    """Materializes ``tensor``, which has no memory, with that of ``value``. ``tensor`` stays the same object, with the
+    same attributes, for all code that holds it."""
+    if not tensor.is_meta:  # an earlier run has left it sharded
+        set_data(tensor, value)
+        delattr(tensor, _ATTRIBUTE)
+        tensor.__class__ = tensor.ordinary
+        return
     attributes = {k: v for k, v in vars(tensor).items() if k != _ATTRIBUTE}
     requires_grad = tensor.requires_grad
     new: Any = nn.Parameter(value, requires_grad) if isinstance(tensor, nn.Parameter) else value
@@ -43,7 +62,7 @@ def become(tensor: Any, value: Tensor) -> None:
 
 @contextmanager
 def leaving_for_later() -> Iterator[None]:
-    """Lets ``load_state_dict`` store values for tensors on the meta device. Without this it warns and drops them."""
+    """Lets ``load_state_dict`` store values for tensors without memory. Without this it warns and drops them."""
     with warnings.catch_warnings(), _Leaving():
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint to a meta")
         yield
@@ -53,7 +72,7 @@ class _Leaving(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func is not Tensor.copy_ or not args[0].is_meta or args[1].is_meta:
+        if func is not Tensor.copy_ or not has_no_memory(args[0]) or args[1].is_meta:
             return func(*args, **(kwargs or {}))
         target, value = args[0], args[1]
         if value.shape != target.shape:
@@ -61,5 +80,5 @@ class _Leaving(TorchFunctionMode):
         if isinstance(target, nn.Parameter):
             leave(target, value)
         else:  # a buffer is small, and code that replaces it (to change its dtype) must find its values
-            become(target, torch.empty_like(target, device="cpu").copy_(value))
+            become(target, memory_for(target, "cpu").copy_(value))
         return target

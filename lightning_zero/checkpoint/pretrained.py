@@ -2,8 +2,8 @@
 
 Each name in the files is mapped to a name in the module (by :class:`Names`, then by transformers' own conversion if the
 module is one of theirs). All names are compared before anything is written. An unsharded module is filled one tensor at
-a time; of a sharded one each rank reads only its rows; parameters on the meta device are read when the engine shards
-them (``later``).
+a time; of a sharded one each rank reads only its rows; parameters without memory are read when the engine shards them
+(``later``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_zero.checkpoint import later
 from lightning_zero.checkpoint.lazy import LazyTensor
@@ -104,11 +103,6 @@ def load_pretrained(
     where = agreement.gather(os.fspath(path))[0]
     stored = find(where, weights_only, agreement)
     targets = saved_tensors(module)
-    if run is None and any(isinstance(target, DTensor) for target in targets.values()):
-        raise ValueError(
-            f"{type(module).__name__} was left sharded by an earlier run, and no run is in progress: call"
-            " load_pretrained in a hook of the next run, or set after_fit='whole' for the earlier one."
-        )
 
     def matched() -> tuple[dict[str, Stored], LoadedKeys]:
         found, keys = _matched(module, targets, stored, Names(strip, add, rename))
@@ -201,9 +195,9 @@ def _fill(targets: Mapping[str, Tensor], found: Mapping[str, Stored], in_run: bo
             if id(target) in done:  # a tied tensor under its second name: its value is already stored
                 continue
             done.add(id(target))
-            if not target.is_meta:
+            if not later.has_no_memory(target):
                 target.copy_(each.tensor)  # a sharded target copies a slice of the lazy tensor: only its rows are read
             elif in_run and isinstance(target, nn.Parameter):
                 later.leave(target, each.tensor)
             else:
-                later.become(target, torch.empty_like(target, device="cpu").copy_(each.tensor))
+                later.become(target, later.memory_for(target, "cpu").copy_(each.tensor))

@@ -187,12 +187,6 @@ def as_shard(part: Tensor, like: DTensor) -> DTensor:
     return _around(part, like)  # not from_local, which would move the part to the mesh's device
 
 
-def rewrapped(tensor: DTensor) -> DTensor:
-    """Returns a ``DTensor`` around the same shard, with storage offset 0. A wrapper made from a slice keeps the slice's
-    offset, and ``copy.deepcopy`` then treats it as memory that can be read (torch 2.13)."""
-    return _around(local(tensor), tensor)
-
-
 def _around(part: Tensor, like: DTensor) -> DTensor:
     with torch.no_grad(), DisableTorchFunction():
         sharded = torch.empty_like(like, dtype=part.dtype)

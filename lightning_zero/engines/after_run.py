@@ -3,8 +3,10 @@ another strategy object."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from enum import Enum, auto
+from functools import cache
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -13,13 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint import later
 from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.agree import READS, Agreement
 from lightning_zero.comm.shards import as_shard, gathered, local
-from lightning_zero.engines.base import OnWhole, unheard
 from lightning_zero.engines.optimizer_family import family, states
-from lightning_zero.engines.torch_functions import AS_THEY_ARE, tensors_in
-from lightning_zero.private.torch import DisableTorchFunction, DisableTorchFunctionSubclass
+from lightning_zero.engines.residency import needs_no_values
+from lightning_zero.engines.torch_functions import tensors_in
+from lightning_zero.private.torch import DisableTorchFunction, DisableTorchFunctionSubclass, set_data
 
 
 class AfterRun(Enum):
@@ -28,13 +31,13 @@ class AfterRun(Enum):
     WHOLE = auto()
     """Every rank holds full parameters in host memory."""
     SHARDED = auto()
-    """Every rank holds its shards. The next run unshards the module first."""
+    """Every rank holds its shards; user code that touches a parameter gathers it."""
 
 
 class Sharded(Protocol):
-    """Can unshard its module: an engine, or the shards that ``configure_model`` has built."""
+    """Can unshard its module: an engine that stays after its run, or the shards that ``configure_model`` has built."""
 
-    def restore(self, whole: bool, *, on_whole: OnWhole = unheard) -> None:
+    def restore(self, whole: bool) -> None:
         """See :meth:`~lightning_zero.engines.base.Engine.restore`."""
 
 
@@ -53,35 +56,22 @@ _KEY = "_lightning_zero_left"
 _LEFT_SHARDED: WeakSet[nn.Module] = WeakSet()
 
 
-def leave(module: nn.Module, shards: Sharded, after: AfterRun) -> None:
-    """Records the state of ``module`` for its next run."""
-    if after is not AfterRun.WHOLE:
-        vars(module)[_KEY] = _Left(shards)
-        _LEFT_SHARDED.add(module)
+def leave(module: nn.Module, shards: Sharded) -> None:
+    """Records that ``module`` is sharded, for its next run."""
+    vars(module)[_KEY] = _Left(shards)
+    _LEFT_SHARDED.add(module)
 
 
-def is_left_sharded(module: nn.Module) -> bool:
-    """Whether an earlier run has left ``module`` sharded."""
-    return module in _LEFT_SHARDED
-
-
-def make_whole(module: nn.Module, on_whole: OnWhole = unheard) -> None:
-    """Unshards ``module`` if an earlier run has left it sharded (collective). ``on_whole`` is called with each of its
-    parameters in turn."""
-    if module not in _LEFT_SHARDED:
-        return
-    _LEFT_SHARDED.discard(module)
-    left: _Left = vars(module).pop(_KEY)
-    assert left.shards is not None
-    left.shards.restore(True, on_whole=on_whole)
-
-
-def make_owners_whole(module: nn.Module) -> None:
-    """Unshards other modules that were left sharded and that share layers with ``module`` (collective)."""
+def make_whole(module: nn.Module) -> None:
+    """Unshards all modules that :func:`leave` has recorded and that share layers with ``module`` (collective)."""
     layers = set(module.modules())
-    for other in list(_LEFT_SHARDED):
-        if other is not module and not layers.isdisjoint(other.modules()):
-            make_whole(other)
+    for owner in list(_LEFT_SHARDED):
+        if layers.isdisjoint(owner.modules()):
+            continue
+        _LEFT_SHARDED.discard(owner)
+        left: _Left = vars(owner).pop(_KEY)
+        assert left.shards is not None
+        left.shards.restore(True)
 
 
 def where_memory_allows(module_bytes: int, num_processes: int, room_bytes: int) -> tuple[AfterRun, str]:
@@ -99,10 +89,10 @@ def where_memory_allows(module_bytes: int, num_processes: int, room_bytes: int) 
     )
 
 
-# -- states of optimizers ---------------------------------------------------------------------------------------------
+# -- tensors that stay sharded -----------------------------------------------------------------------------------------
 
 READ_SECONDS = 30.0
-"""Time that a read of a state waits for the other ranks."""
+"""Time that a read of such a tensor waits for the other ranks."""
 _reads: list[Agreement] = []
 
 
@@ -110,57 +100,118 @@ class LeftState(Tensor):
     """Optimizer state after the run: a shard until user code computes with it, copies it or pickles it. The tensor then
     becomes an ordinary full tensor in host memory on all ranks (collective)."""
 
-    shard: DTensor
+    ordinary: type[Tensor] = Tensor
+    """The class of the tensor once it is full."""
+
+    @property
+    def shard(self) -> Any:
+        """The shard; of a parameter perhaps the tensor that a checkpoint has put in its place."""
+        return later.left(self)
 
     @staticmethod
     def of(shard: DTensor) -> LeftState:
         """Creates a tensor without memory, of the full shape of ``shard``."""
-        made: Any = torch.empty(shard.shape, dtype=shard.dtype, device="cpu")
-        made.untyped_storage().resize_(0)
-        made.shard = shard
+        made: Any = _without_memory(shard)
+        later.leave(made, shard)
         made.__class__ = LeftState
         return made  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         with DisableTorchFunctionSubclass():
-            if func not in AS_THEY_ARE:
-                for value in tensors_in((*args, *(kwargs or {}).values())):
-                    if isinstance(value, LeftState):
-                        value.make_full()
-            return func(*args, **(kwargs or {}))
+            if needs_no_values(func) or _changes_nothing(func, args, kwargs):
+                return func(*args, **kwargs)
+        for value in tensors_in((*args, *kwargs.values())):
+            if isinstance(value, LeftState):
+                value.make_full()
+        return func(*args, **kwargs)
 
     def make_full(self) -> None:
         """Gathers the shards into a plain tensor (collective).
 
         Raises:
-            RuntimeError: If not all ranks read the state within :data:`READ_SECONDS`.
+            RuntimeError: If not all ranks read the tensor within :data:`READ_SECONDS`.
         """
         for agreement in _reads:
-            agreement.gather(None, "a read of a sharded state in optimizer.state, after the run")
+            agreement.gather(None, "a read of a parameter or optimizer state that a run has left sharded")
         with torch.no_grad(), DisableTorchFunction():
-            full = gathered(self.shard)
-            self.untyped_storage().resize_(full.nbytes)
-            self.copy_(full)
-        del self.shard
-        self.__class__ = Tensor  # type: ignore[assignment]
+            value = gathered(self.shard) if isinstance(self.shard, DTensor) else self.shard
+            later.become(self, later.memory_for(self, "cpu").copy_(value))
+
+
+class _LeftParameter(LeftState):
+    """Parameter after the run; a base class beside the parameter's own class."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.make_full()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.make_full()
+        return self.__reduce_ex__(protocol)
+
+
+@cache
+def _left(kind: Any) -> Any:
+    names = {"ordinary": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind)(kind.__name__, (_LeftParameter, kind), names)
+
+
+def leave_parameter(p: nn.Parameter, shard: DTensor) -> None:
+    """Frees the memory of ``p``, which stays sharded until user code touches it or the next run shards it."""
+    set_data(p, _without_memory(shard))
+    later.leave(p, shard.detach())
+    p.__class__ = _left(type(p))
+
+
+def has_left_parameters(module: nn.Module) -> bool:
+    """Whether an earlier run has left any parameter of ``module`` sharded."""
+    return any(isinstance(p, LeftState) for p in module.parameters())
+
+
+def make_parameters_full(module: nn.Module) -> None:
+    """Gathers all parameters of ``module`` that an earlier run has left sharded (collective)."""
+    for p in module.parameters():
+        if isinstance(p, LeftState):
+            p.make_full()
+
+
+def _without_memory(shard: DTensor) -> Tensor:
+    made = torch.empty(shard.shape, dtype=shard.dtype, device="cpu")
+    made.untyped_storage().resize_(0)
+    return made
+
+
+_CASTS = (Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.cpu)
+
+
+def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the call sets or returns the tensor itself, as in ``module.to(dtype)``."""
+    if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+        return args[0] is args[1]
+    if func not in _CASTS:
+        return False
+    one = torch.empty((), dtype=args[0].dtype, device="cpu")
+    return func(one, *args[1:], **kwargs) is one
 
 
 def begin_reads(agreement: Agreement) -> None:
-    """Has later reads of sharded states check that all ranks of ``agreement`` take part (collective)."""
+    """Has later reads of sharded tensors check that all ranks of ``agreement`` take part (collective)."""
     reads = agreement.with_kind(READS)
     reads.timeout_seconds = min(READ_SECONDS, agreement.timeout_seconds)
     _reads[:] = [reads]
 
 
-def leave_states(optimizers: Iterable[Optimizer], full: bool) -> None:
-    """Moves sharded states to host memory: as full tensors if ``full`` (collective), else as :class:`LeftState`, which
-    becomes full when user code touches it."""
+def leave_states(optimizers: Iterable[Optimizer], full: bool, to_host: bool = True) -> None:
+    """Turns sharded states into full tensors if ``full`` (collective), else into :class:`LeftState`, which becomes full
+    when user code touches it. With ``to_host`` all of them move to host memory."""
     for entry in _entries(optimizers):
         for key, value in entry.items():
             if isinstance(value, DTensor):
-                is_all = full or value.device_mesh.size() == 1
-                entry[key] = gathered(value).cpu() if is_all else LeftState.of(as_shard(local(value).cpu(), value))
+                is_all = full or (to_host and value.device_mesh.size() == 1)
+                shard = as_shard(local(value).cpu(), value) if to_host else value
+                entry[key] = gathered(value).cpu() if is_all else LeftState.of(shard)
 
 
 def has_left_states(optimizer: Optimizer) -> bool:

@@ -45,13 +45,6 @@ CAPABILITIES: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 """Values of a setting that each engine accepts. For modules that an engine refuses see ``docs/deepspeed.md``."""
 
-OnWhole = Callable[[nn.Parameter], object]
-"""Called with each parameter that has just become full."""
-
-
-def unheard(p: nn.Parameter) -> None:
-    """Ignores ``p``."""
-
 
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
@@ -138,6 +131,9 @@ class Engine(ABC):
     """The module whose call runs a step; holds the user's module. Set by :meth:`shard`."""
     whole_bytes: int
     """Bytes of the module's full parameters. Set by :meth:`shard`."""
+
+    stays_after_run = False
+    """Whether a module that stays sharded still needs this engine, until the engine's second :meth:`restore`."""
 
     peer_memory: PeerMemory | None = None
     """Connections between all ranks, for an engine that has its own between processes on CPUs."""
@@ -255,7 +251,6 @@ class Engine(ABC):
     def settle(self) -> None:
         """Completes the gradients, and stores what user code wrote to parameters (collective)."""
 
-    @abstractmethod
     def stepped(self, optimizer: Optimizer) -> None:
         """``optimizer`` has stepped, or has failed to."""
 
@@ -430,7 +425,7 @@ class Engine(ABC):
         self.end_window(together and self.hooks.anywhere)
 
     @abstractmethod
-    def restore(self, whole: bool, *, on_whole: OnWhole = unheard) -> None:
-        """Removes the engine from the module, whose parameters become full if ``whole``. Optimizer states are left as
-        :func:`~lightning_zero.engines.after_run.leave_states` does. ``on_whole`` is called with each parameter in
-        turn."""
+    def restore(self, whole: bool) -> None:
+        """Ends the run. With ``whole`` parameters become full (collective). Otherwise they stay sharded, without
+        collectives: after an error other ranks may be gone. Optimizer states are left as
+        :func:`~lightning_zero.engines.after_run.leave_states` does."""

@@ -103,7 +103,8 @@ def budget_bytes(given: int | None, device: torch.device, agreement: Agreement |
 
 _METADATA = frozenset(
     "size dim ndimension numel nelement stride storage_offset is_contiguous is_inference get_device register_hook"
-    " retain_grad __len__ __hash__ is_same_size is_tensor is_storage _is_view has_names".split()
+    " retain_grad __len__ __hash__ is_same_size is_tensor is_storage _is_view has_names"
+    " _has_compatible_shallow_copy_type".split()
 )
 _SHAPES = frozenset("size dim ndimension numel nelement stride __len__ is_contiguous is_same_size".split())
 _OF_DTYPE = frozenset("element_size is_floating_point is_complex is_signed".split())
@@ -115,6 +116,7 @@ _GETTERS_OF_SHAPE = getters("shape ndim nbytes")
 _GETTERS_OF_LAYOUT = getters("dtype nbytes itemsize device")
 _GRAD, _DATA, _DEVICE = (getattr(Tensor, name) for name in ("grad", "data", "device"))
 _ASSIGN_GRAD = (_GRAD.__set__, _GRAD.__delete__)
+_OF_GRAD = (_GRAD.__get__, *_ASSIGN_GRAD)
 _SET_REQUIRES_GRAD = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
 BACKWARDS = frozenset([Tensor.backward, torch.autograd.backward, torch.autograd.grad])
 _OF_A_PARAMETER: frozenset[Any] = frozenset(
@@ -132,6 +134,7 @@ def needs_no_values(func: Any) -> bool:
         func in AS_THEY_ARE
         or func in _GETTERS_OF_LAYOUT
         or func in _SET_REQUIRES_GRAD
+        or func in _OF_GRAD
         or func.__name__ in _METADATA
         or func.__name__ in _OF_DTYPE
     )
@@ -785,24 +788,28 @@ class Resharded(Tensor):
     """``None`` after the run."""
 
     @staticmethod
-    def close(full: Any, key: int, residency: Residency) -> None:
-        """Frees the memory of ``full`` unless other tensors use it, and changes its class."""
+    def close(full: Any, key: int, residency: Residency, frees: bool = True) -> None:
+        """Changes the class of ``full``. With ``frees``, frees its memory unless other tensors use it."""
         with DisableTorchFunction():
             storage = full.untyped_storage()
-            if users_of(storage) == 1 and storage.resizable():
+            if frees and users_of(storage) == 1 and storage.resizable():
                 storage.resize_(0)
         full.key, full.residency = key, residency
         full.__class__ = Resharded
 
     def open(self, value: Tensor) -> None:
-        """Becomes a plain tensor with ``value``. The attributes are removed, so that copies do not get them."""
+        """Becomes a plain tensor with ``value``."""
         with DisableTorchFunction():
             storage = self.untyped_storage()
             if not storage.nbytes():
                 storage.resize_(self.numel() * self.element_size())
-            vars(self).clear()
-            self.__class__ = Tensor  # type: ignore[assignment]
+            self.become_plain()
             self.copy_(value)
+
+    def become_plain(self) -> None:
+        """Becomes a plain tensor with the memory that it has, without attributes that copies would get."""
+        del self.key, self.residency
+        self.__class__ = Tensor  # type: ignore[assignment]
 
     @classmethod
     @never_a_frame

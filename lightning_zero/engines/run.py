@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.after_run import Sharded, make_whole
+from lightning_zero.engines.after_run import Sharded
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.precision import DtypePolicy
 
@@ -54,11 +54,6 @@ class EngineRun(ABC):
 
     def connect(self, module: Any) -> None:  # noqa: B027
         """Called before Lightning looks for the module's hooks."""
-
-    def take_over(self, module: Any) -> None:
-        """Called before any code reads ``module``, which an earlier run may have left sharded: unshards the module now,
-        or has it unsharded when it is touched (collective)."""
-        make_whole(module)
 
     def building(
         self, module: Any, trainer_facts: Mapping[str, Any], device: torch.device

@@ -349,8 +349,7 @@ def _num_gathers(layout: Layout, trace: Trace, rules: StepRules) -> Counter[int]
     """Index of each unit -> number of its gathers per optimizer step."""
     a = rules.micro_batches
     if rules.stage < 3:
-        stays = rules.keep_gathered or all(map(rules.aliases, layout.units))
-        return Counter(dict.fromkeys(range(len(layout.units)), 1 if stays else a))
+        return Counter(dict.fromkeys(range(len(layout.units)), 1 if rules.keep_gathered else a))
     stays_gathered = trace.returning[-1:] if rules.automatic else []
     gathers = Counter([layout.root, *trace.forwards, *trace.returning])
     gathers.subtract(stays_gathered)

@@ -22,7 +22,7 @@ from lightning_zero.engines.hooks import user_hooks
 from lightning_zero.host import available_host_bytes
 from lightning_zero.planner.choice import choose, smallest_group
 from lightning_zero.planner.memory import StepRules
-from lightning_zero.planner.rows import GIB, Plan
+from lightning_zero.planner.rows import GIB, Plan, gib
 from lightning_zero.planner.study import Study, precision_name, quiet
 from lightning_zero.planner.tracing import NotTraceable, shadow
 from lightning_zero.private.lightning import training_source
@@ -74,6 +74,12 @@ def plan(
     study = Study(module, batch, name, torch.device(device), config, max_steps)
     usable = None if device_memory_gib is None else device_memory_gib * GIB * (1 - headroom)
     on_cpu = study.target.type == "cpu"
+    built_bytes = on_host * sum(p.numel() * p.element_size() for p in module.parameters())
+    if host_memory_gib is not None and built_bytes > host_memory_gib * GIB:
+        study.notes.append(
+            f"before the run the ranks of a host hold {gib(built_bytes)} GiB of parameters, and it has"
+            f" {host_memory_gib:.3g} GiB: build the module under torch.device('meta')"
+        )
 
     def planned(size: int | None) -> Plan:
         shards = size or world_size

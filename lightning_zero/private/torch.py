@@ -84,7 +84,7 @@ TORCH = Library(
         ),
         Needed(
             "torch.nn:Module.__init__",
-            stores="_parameters _buffers _modules _non_persistent_buffers_set _state_dict_hooks",
+            stores="_parameters _buffers _modules _non_persistent_buffers_set",
         ),
         Needed("torch.autograd:_engine_run_backward", takes="t_outputs"),
         Needed("torch.autograd:backward", stores="_engine_run_backward"),
@@ -158,10 +158,10 @@ __all__ = [
     "backwards_inside", "base_of", "call_with_hooks", "compiled_call",
     "disabled_torch_function", "dynamo_error",
     "forget_meshes", "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward",
-    "in_fx_trace", "in_transform", "is_compiled", "is_in_graph", "is_traced", "local_tensor",
+    "in_fx_trace", "in_transform", "is_compiled", "is_traced", "local_tensor",
     "loss_scale", "module_tables", "never_a_frame", "outside_modes", "outside_transforms",
     "own_parameters", "pause_dynamo", "put_below", "pytree",
-    "run_first", "saved_tensors", "schema_of",
+    "saved_tensors", "schema_of",
     "set_compiled_call", "set_data", "set_found_inf",
     "set_local_tensor", "set_own_parameters", "set_torch_function", "storage_key",
     "torch_function_of", "translate_transformed", "uncompiled", "users_of", "version_of", "without_modes",
@@ -198,11 +198,6 @@ def users_of(storage: Any) -> int:
     return torch._C._storage_Use_Count(storage._cdata) - 1  # the Python object `storage` itself counts as one
 
 
-def is_in_graph(tensor: Tensor) -> bool:
-    """Whether a graph of autograd, or other code in C++, holds ``tensor``."""
-    return tensor._use_count() > 1  # type: ignore[attr-defined,no-any-return]
-
-
 def is_in_graph_alone(reference: weakref.ref[Tensor]) -> bool:
     """Whether only autograd, and no Python code, holds a tensor. While C++ holds a tensor, it also holds the tensor's
     Python object."""
@@ -231,12 +226,6 @@ def convert(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Replaces each tensor ``t`` by ``function(t)``, as ``module.to`` does. Modules may override ``_apply`` to convert
     tensors that are neither parameters nor buffers."""
     module._apply(function)
-
-
-def run_first(module: nn.Module, handle: Any) -> None:
-    """Lets the hook of ``handle``, registered on ``module.state_dict()``, run before user hooks."""
-    hooks: Any = module._state_dict_hooks  # an OrderedDict
-    hooks.move_to_end(handle.id, last=False)
 
 
 def torch_function_of(kind: Any) -> Any:

@@ -14,18 +14,18 @@ import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from lightning_zero.engines import after_run
 from lightning_zero.private.torch import DisableTorchFunction
 from tests.helpers import zoo
-from tests.helpers.building import everything_closes
 from tests.helpers.ranks import outcome
 from tests.helpers.zoo import KINDS, Zoo, make_module, make_trainer
 
@@ -203,7 +203,7 @@ class LooksBefore(TwoLoaders):
             self.seen += [(hook, p.numel(), float(p.norm())) for p in self.parameters()]
 
     def setup(self, stage: str) -> None:
-        with DisableTorchFunction():  # looking makes whole
+        with DisableTorchFunction():  # looking gathers
             self.num_closed += sum(p.untyped_storage().nbytes() == 0 for p in self.parameters())
         self.look(f"setup {stage}")
         first = next(self.parameters())
@@ -213,33 +213,33 @@ class LooksBefore(TwoLoaders):
         self.look("configure_model")
 
 
-def _sharded_in_turn(strategy: Any, path: str, closes: bool) -> dict[str, Any]:
+def _sharded_in_turn(strategy: Any, path: str) -> dict[str, Any]:
     """Fit, fit on, and the other loops with an older checkpoint, on a module that each run leaves sharded."""
     torch.manual_seed(5)
     module = LooksBefore()
     given = strategy if strategy == "ddp" else {**strategy, "after_fit": "sharded"}
     loaders = [_loader(num_items=12), _loader(num_items=20)]
     seen: dict[str, Any] = {}
-    with everything_closes() if closes else nullcontext():
-        trainer = make_trainer(given, max_epochs=1)
-        trainer.fit(module, _loader(), loaders)
-        trainer.save_checkpoint(path)
-        trainer.fit_loop.max_epochs += 1
-        trainer.fit(module, _loader(), loaders)
-        seen["away"] = any(isinstance(p, DTensor) or p.numel() == 0 for p in module.parameters())
-        seen["tested"] = trainer.test(module, _loader(), verbose=False)
-        seen["validated"] = trainer.validate(module, loaders, ckpt_path=path, verbose=False)
-        seen["predicted"] = torch.cat(trainer.predict(module, _loader()))
-        with nullcontext() if strategy == "ddp" else trainer.strategy.full_parameters():
-            seen["weights"], seen["afterwards"] = _weights(module), float(module.loss(next(iter(_loader()))))
-        seen["before"], seen["closed"] = module.seen, module.num_closed > 0
+    trainer = make_trainer(given, max_epochs=1)
+    trainer.fit(module, _loader(), loaders)
+    trainer.save_checkpoint(path)
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(module, _loader(), loaders)
+    with DisableTorchFunction():
+        seen["away"] = any(p.untyped_storage().nbytes() == 0 for p in module.parameters())
+    seen["tested"] = trainer.test(module, _loader(), verbose=False)
+    seen["validated"] = trainer.validate(module, loaders, ckpt_path=path, verbose=False)
+    seen["predicted"] = torch.cat(trainer.predict(module, _loader()))
+    with nullcontext() if strategy == "ddp" else trainer.strategy.full_parameters():
+        seen["weights"], seen["afterwards"] = _weights(module), float(module.loss(next(iter(_loader()))))
+    seen["before"], seen["closed"] = module.seen, module.num_closed > 0
     return seen
 
 
 def test_each_run_goes_on_from_shards(ranks2, tmp_path: Path) -> None:
-    """Hooks before the set-up and checkpoints find an ordinary module, sharded again as it is."""
-    reference = ranks2(_sharded_in_turn, "ddp", str(tmp_path / "a.ckpt"), False)
-    results = ranks2(_sharded_in_turn, _strategy(3), str(tmp_path / "a.ckpt"), True)
+    """Hooks before the set-up and checkpoints find an ordinary module, sharded until they touch it."""
+    reference = ranks2(_sharded_in_turn, "ddp", str(tmp_path / "a.ckpt"))
+    results = ranks2(_sharded_in_turn, _strategy(3), str(tmp_path / "a.ckpt"))
     for result, expected in zip(results, reference, strict=True):
         assert result["away"]
         assert result["closed"]
@@ -247,37 +247,70 @@ def test_each_run_goes_on_from_shards(ranks2, tmp_path: Path) -> None:
             assert _close(result[key], expected[key]), key
 
 
-def _copies_of_shards() -> dict[str, Any]:
-    module = make_module("adam")
-    trainer = make_trainer(_strategy(3, after_fit="sharded"), max_epochs=1, limit_val_batches=0)
+class CountsFull(TwoLoaders):
+    """Counts parameters that are full when the strategy's set-up converts the module, after a checkpoint was read."""
+
+    num_full = 0
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        with DisableTorchFunction():
+            self.num_full = sum(p.untyped_storage().nbytes() > 0 for p in self.parameters())
+        return self
+
+
+def _read_by_the_next_run(precision: str, path: str) -> Any:
+    """``(full parameters in the set-up, validation losses)`` of runs that follow a fit, with its shards or its file."""
+    torch.manual_seed(5)
+    module, seen = CountsFull(), []
+    trainer = make_trainer(_strategy(3, after_fit="sharded"), max_epochs=1, precision=precision)
     trainer.fit(module, _loader())
-    module.trainer = None
-    copied, saved = copy.deepcopy(module), io.BytesIO()
-    torch.save(module.state_dict(), saved)
-    pairs = list(zip(module.parameters(), copied.parameters(), strict=True))
-    batch = next(iter(_loader()))
-    seen = {
-        "same": all(torch.equal(p.to_local(), q.to_local()) and p is not q for p, q in pairs),
-        "same_grads": all(torch.equal(p.grad.to_local(), q.grad.to_local()) for p, q in pairs if p.grad is not None),
-        "has_grads": any(p.grad is not None for p, _ in pairs),
-        # On one rank alone, as any use between runs may be
-        "refused": [outcome(m.loss, batch) if int(os.environ["RANK"]) == 1 else "" for m in (module, copied)],
-    }
-    module.trainer = trainer
-    with trainer.strategy.full_parameters():
-        module.loss(batch)
+    trainer.save_checkpoint(path)
+    for given in (None, path):
+        losses = trainer.validate(module, _loader(), ckpt_path=given, verbose=False)
+        seen.append((module.num_full, losses))
     return seen
 
 
-def test_shards_that_a_run_left_are_copied_and_refuse_a_forward(ranks2) -> None:
-    results = ranks2(_copies_of_shards)
-    for seen in results:
-        assert seen["same"]
-        assert seen["same_grads"]
-        assert seen["has_grads"]
-    for refused in results[1]["refused"]:
-        assert "holds shards" in str(refused)
-        assert "after_fit='whole'" in str(refused)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_no_rank_holds_a_full_module_that_a_run_left_sharded(precision, ranks2, tmp_path: Path) -> None:
+    """The next run shards it unit by unit: a full module may not fit into host memory."""
+    for (num_full, losses), (num_full_of_file, losses_of_file) in ranks2(
+        _read_by_the_next_run, precision, str(tmp_path / "a.ckpt")
+    ):
+        assert num_full == num_full_of_file == 0
+        assert losses == losses_of_file
+
+
+def _after_a_sharded_run(strategy: Any, alone: bool) -> dict[str, Any]:
+    """Uses of a module between runs; ``alone``: what comes of a forward on rank 1 alone."""
+    module = make_module("adam")
+    with mock.patch.object(after_run, "READ_SECONDS", 2.0 if alone else after_run.READ_SECONDS):
+        make_trainer(strategy, max_epochs=1, limit_val_batches=0).fit(module, _loader())
+    module.trainer = None
+    batch = next(iter(_loader()))
+    if alone:
+        return {"refused": outcome(module.loss, batch) if int(os.environ["RANK"]) == 1 else None}
+    saved = io.BytesIO()
+    torch.save(module.net.head, saved)
+    copied, loaded = copy.deepcopy(module), torch.load(io.BytesIO(saved.getvalue()), weights_only=False)
+    return {
+        "types": [{type(p) for p in each.parameters()} for each in (copied, loaded)],
+        "weights": [_weights(each) for each in (copied, loaded)],
+        "losses": [each.loss(batch).item() for each in (module, copied)],
+    }
+
+
+def test_a_module_that_a_run_left_sharded_is_full_when_it_is_used(ranks2) -> None:
+    """Copied, pickled and run between two runs; a use on one rank alone must not wait for ever."""
+    strategy = _strategy(3, after_fit="sharded")
+    for found, expected in zip(
+        ranks2(_after_a_sharded_run, strategy, False), ranks2(_after_a_sharded_run, "ddp", False), strict=True
+    ):
+        assert _close(found, expected)
+    kind, text = ranks2(_after_a_sharded_run, strategy, True)[1]["refused"]
+    assert kind == "RuntimeError"
+    assert "a run has left sharded" in text
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -31,15 +31,6 @@ class Looks(zoo.Zoo):
         pass
 
 
-class Writes(Looks):
-    """It writes there, on one rank, so all gather again."""
-
-    def on_train_batch_end(self, *unused: Any) -> None:
-        if self.global_rank == 1:
-            with torch.no_grad():
-                next(self.parameters()).mul_(1.0)
-
-
 def _count(stage: int, kind: type[zoo.Zoo], precision: str) -> Counter[str]:
     torch.manual_seed(0)
     meter = TrafficMeter()
@@ -85,49 +76,13 @@ ONCE, EACH = STEPS * (BLOCKS + 1), STEPS * MICRO_BATCHES * (BLOCKS + 1)
         # a block is gathered for its forward and for its backward, the root and the last block once for both; which one
         # is the last, the first forward tells
         (3, zoo.Zoo, "32-true", STEPS * MICRO_BATCHES * 2 * BLOCKS + 1, EACH),
-        # a hook that looks at the module between micro-batches sees shards there, around which the copies stay
-        (2, Looks, "32-true", ONCE, EACH),
-        # and one that writes there opens one unit each time
-        (2, Writes, "32-true", EACH + STEPS * MICRO_BATCHES, EACH),
-        # shards in fp32 do not lie in copies in bf16, which go
-        (1, Looks, "bf16-mixed", EACH, ONCE),
+        # a hook between micro-batches may read the module, so its parameters are resharded there
+        (2, Looks, "bf16-mixed", EACH, EACH),
     ],
 )
 def test_collectives_per_stage(ranks2, stage, kind, precision, gathers, reductions):
     for calls in ranks2(_count, stage, kind, precision):
         assert (calls["all_gather"], calls["reduce_scatter"]) == (gathers, reductions)
-
-
-class _MeteredValidation(Callback):
-    def __init__(self, meter: TrafficMeter) -> None:
-        self.meter = meter
-
-    def on_validation_start(self, *unused: Any) -> None:
-        self.meter.install()
-
-    def on_validation_end(self, *unused: Any) -> None:
-        self.meter.remove()
-
-
-def _validated(stage: int, num_batches: int) -> int:
-    """Gathers of a validation between two steps."""
-    torch.manual_seed(0)
-    meter = TrafficMeter()
-    trainer = zoo.make_trainer(
-        {"stage": stage, "min_unit_numel": 1},
-        callbacks=[_MeteredValidation(meter)],
-        max_epochs=1,
-        num_sanity_val_steps=0,
-    )
-    batches = [DataLoader(zoo.RandomDataset(zoo.BATCH * 2 * n), batch_size=zoo.BATCH) for n in (1, num_batches)]
-    trainer.fit(zoo.Zoo(), *batches)
-    return meter.calls["all_gather"]
-
-
-@pytest.mark.parametrize(("stage", "gathers"), [(2, BLOCKS + 1), (3, 4 * (BLOCKS + 1))])
-def test_stages_1_and_2_gather_once_for_a_validation(ranks2, stage, gathers):
-    """Of four batches; at stage 3 they gather for each."""
-    assert ranks2(_validated, stage, 4) == [gathers] * 2
 
 
 class Even(zoo.Zoo):

@@ -5,6 +5,7 @@ Each read and write runs on every rank on a parameter of 5 x 3 elements in two u
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -49,6 +50,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "joint norm": lambda p: torch.stack([p.norm(), p.grad.norm()]).norm().item(),
     "foreach": lambda p: torch._foreach_norm([p.detach(), p.grad])[1].item(),
     "clone": lambda p: p.detach().clone().mul_(2),
+    "copy of the gradient": lambda p: copy.deepcopy(p.grad),
     "places": lambda p: _places(p),
     "array that nobody writes to": lambda p: p.detach().numpy().copy().sum().item(),
     "sent to all": lambda p: _sent_to_all(p),

@@ -1,6 +1,6 @@
 """One rank of a run whose other ranks are not there builds a Llama that no process here could hold.
 
-    python -m tests.helpers.born '{"world_size": 8, "device": "cpu", "sizes": {...}, "room_gib": 14}'
+    python -m tests.helpers.born '{"world_size": 8, "sizes": {...}, "room_gib": 14}'
 
 prints ``{"parameters": ..., "root": ..., "peak": ..., "kept": ...}``: bytes of the module and of its root unit, and
 those beyond the process's imports, at most and after sharding. Messages reach nobody and bring nothing; memory is what
@@ -39,14 +39,14 @@ TINY = {**SEVEN_BILLION, "hidden_size": 32, "num_hidden_layers": 1, "intermediat
 
 
 class Llama(L.LightningModule):
-    def __init__(self, sizes: dict[str, int], device: str) -> None:
+    def __init__(self, sizes: dict[str, int]) -> None:
         super().__init__()
-        self.sizes, self.device_name = sizes, device
+        self.sizes = sizes
 
     def configure_model(self) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        with torch.device(self.device_name):
+        with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **self.sizes))
 
     def training_step(self, batch: Any, index: int) -> Any:
@@ -56,16 +56,16 @@ class Llama(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
-def born(world_size: int, device: str, sizes: dict[str, int], room_gib: float) -> dict[str, float]:
+def born(world_size: int, sizes: dict[str, int], room_gib: float) -> dict[str, float]:
     return_freed_memory()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    _build(Llama(TINY, device))  # imports are there
+    _build(Llama(TINY))  # imports are there
     gc.collect()
     before = resident("VmRSS")
     space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (space + int(room_gib * 2**30),) * 2)
     forget_peak()
-    module = Llama(sizes, device)
+    module = Llama(sizes)
     engine = _build(module)  # holds the shards
     peak, kept = resident("VmHWM") - before, resident("VmRSS") - before
     root = sum(p.numel() for m in (module.model.model.embed_tokens, module.model.lm_head) for p in m.parameters())
@@ -78,8 +78,7 @@ def _build(module: Llama) -> Any:
     """What a run does up to its first step, but for the optimizer."""
     # torch's own collectives, and nothing to agree upon: what is not there can't be asked
     run = Fsdp2Run(ZeroConfig(stage=3, transport="torch", find_unused_parameters=False))
-    with run.building(module, {}, torch.device("cpu")):
-        module.configure_model()
+    module.configure_model()
     engine = run.make_engine(torch.device("cpu"), DtypePolicy())
     engine.shard(module)
     return engine

@@ -29,7 +29,8 @@ class Gpt(L.LightningModule):
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
             torch.manual_seed(3)
-            self.model = make_gpt(self.sizes)
+            with torch.device("meta"):
+                self.model = make_gpt(self.sizes)
 
     def on_fit_start(self) -> None:
         self.note("made")

@@ -11,7 +11,7 @@ transformers is told, so ``from_pretrained`` loads tensor by tensor into sharded
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.lazy import LazyTensor
-from lightning_zero.engines.base import OnWhole, unheard
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.store import BuiltStore
 from lightning_zero.engines.residency import Memories, Mode, Residency
@@ -82,13 +81,12 @@ class Build:
             for p in filter(private.is_partitioned, self._residency.forget()):
                 private.empty(p)
 
-    def restore(self, whole: bool, optimizers: Iterable[Any] = (), on_whole: OnWhole = unheard) -> None:
+    def restore(self, whole: bool) -> None:
         """Unshards the module, for a run that ended before its engine started (collective)."""
         if whole:
             with torch.no_grad(), DisableTorchFunction():
                 for p in self.module.parameters():
                     private.make_whole(p)
-                    on_whole(p)
 
 
 class _BuildMode(Mode):

@@ -44,7 +44,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement, shared_agreement
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
-from lightning_zero.engines.base import Engine, OnWhole, Root, refuse_late_hooks, unheard
+from lightning_zero.engines.base import Engine, Root, refuse_late_hooks
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.ds_config import RunFacts, ds_config
 from lightning_zero.engines.deepspeed.gradients import Gradients
@@ -86,6 +86,8 @@ class _Root(Root):
 class DeepSpeedEngine(Engine):
     """Runs ZeRO on DeepSpeed: the plan is in this module's docstring, the contract in
     :class:`~lightning_zero.engines.base.Engine`."""
+
+    stays_after_run = True
 
     def __init__(self, config: ZeroConfig, device: torch.device, dtypes: DtypePolicy) -> None:
         super().__init__(config, device, dtypes)
@@ -386,7 +388,7 @@ class DeepSpeedEngine(Engine):
         with torch.no_grad(), DisableTorchFunction():
             return model_state(self._params, optimizers, self._store.known_state, self.config, self.device)
 
-    def restore(self, whole: bool, *, on_whole: OnWhole = unheard) -> None:
+    def restore(self, whole: bool) -> None:
         self.end_residency()
         self._store_parameters()  # before masters are read
         _give_methods_back(self._optimizers)  # even if the module stays sharded
@@ -400,8 +402,6 @@ class DeepSpeedEngine(Engine):
             self._store.end()
             for place, p in held:
                 place.copy_(p)
-            for p in values:
-                on_whole(p)  # type: ignore[arg-type]
             self._agreement = None
 
     def _take_off(self, values: Mapping[Tensor, Tensor]) -> None:

@@ -44,13 +44,26 @@ _MEANS = (
 class _Read:
     """The full tensor that user code gets for a sharded gradient, while that gradient exists."""
 
-    def __init__(self, grad: DTensor, full: Any) -> None:
+    def __init__(self, grad: DTensor, key: int, residency: Residency) -> None:
         self.grad: DTensor | None = grad
-        self.full = full
+        self._key, self._residency = key, residency
+        with DisableTorchFunction():
+            self.full: Any = torch.empty(grad.shape, dtype=grad.dtype, device=mesh_device(grad))
+        self.close()
 
     @property
     def is_open(self) -> bool:
         return type(self.full) is Tensor
+
+    def close(self) -> None:
+        """Free the memory of the full tensor unless somebody else holds it."""
+        frees = not self.is_held  # on a line of its own: an argument `self.full` would count as a reference
+        Resharded.close(self.full, self._key, self._residency, frees)
+
+    def keep(self) -> None:
+        """Leave the full tensor to user code, with its present values."""
+        if not self.is_open:
+            self.full.become_plain()
 
     @property
     def is_held(self) -> bool:
@@ -108,10 +121,10 @@ class AssignedGradients:
             if not read.is_open and read.grad is known.sharded_param.grad:
                 self.residency.touch([read.full])
             del self._read[id(known.sharded_param)]
-            read.full.__class__ = Tensor
+            read.keep()
         elif read is not None:  # free this step's gradient before the next step's exists
             read.grad = None
-            _close(read)
+            read.close()
         with DisableTorchFunction():
             self.assign(known, value)
 
@@ -120,9 +133,10 @@ class AssignedGradients:
         for read in self._read.values():
             with DisableTorchFunction():
                 is_there = read.full.untyped_storage().nbytes() or not read.full.numel()
-                read.full.residency = None
             if is_there:
-                read.full.__class__ = Tensor
+                read.keep()
+            else:
+                read.full.residency = None
         self._read.clear()
 
     def noticed(self) -> None:
@@ -142,18 +156,13 @@ class AssignedGradients:
             self.residency.close(key)  # this gradient is not in the open window
         if read is not None and read.grad is not grad:
             if read.is_held:  # belongs to the previous gradient and keeps its values
-                read.full.__class__ = Tensor
+                read.keep()
                 read = None
             else:
                 read.grad = grad
-                _close(read)
+                read.close()
         if read is None:
-            with DisableTorchFunction():
-                full: Any = torch.empty(grad.shape, dtype=grad.dtype, device=mesh_device(grad))
-                full.untyped_storage().resize_(0)
-            full.key, full.residency = key, self.residency
-            full.__class__ = Resharded
-            read = self._read[id(known.sharded_param)] = _Read(grad, full)
+            read = self._read[id(known.sharded_param)] = _Read(grad, key, self.residency)
         return read.full
 
     def before_collective(self, tensors: Iterable[Any]) -> None:
@@ -180,12 +189,7 @@ class AssignedGradients:
     def open(self, group: private.Group, values: list[Tensor], key: int) -> None:
         """Fill the full gradients of ``group``; ``values`` are in the order of :meth:`sharded`."""
         for (p, grad), value in zip(self.sharded(group), values, strict=True):
-            full = self._full_of(p, grad, key)
-            storage = full.untyped_storage()
-            if not storage.nbytes():
-                storage.resize_(full.numel() * full.element_size())
-            full.__class__ = Tensor
-            full.copy_(value)
+            self._full_of(p, grad, key).open(value)
 
     def close(self, group: private.Group, memories: Memories, key: int) -> None:
         """Store each rank's rows of the full gradients in the sharded ones, and free the full ones."""
@@ -196,7 +200,7 @@ class AssignedGradients:
             store_rows(read.full, grad)
             if users_of(read.full.untyped_storage()) > 1:
                 memories.keep(key, slot, read.full)
-            _close(read)
+            read.close()
 
     # -- gradients that are assigned -----------------------------------------------------------------------------
 
@@ -264,12 +268,3 @@ class AssignedGradients:
         with torch.no_grad(), DisableTorchFunction():
             known.sharded_param.grad = grad = shard_like(value, known.sharded_param)
             self._own_rows[grad] = True
-
-
-def _close(read: _Read) -> None:
-    """Free the memory of the full gradient unless somebody else holds it."""
-    with DisableTorchFunction():
-        storage = read.full.untyped_storage()
-        if users_of(storage) == 1 and storage.resizable() and not read.is_held:
-            storage.resize_(0)
-    read.full.__class__ = Resharded

@@ -6,8 +6,7 @@ or free a copy before :meth:`Direct.await_readers` returns.
 
 [Stages 1 and 2] Every unit is gathered before a forward, so ranks may run different units. Before the backward they
 agree whether they did; if so, gradients are reduced at the end of the backward. Where shard and copy have the same
-dtype, *the shard aliases the gathered buffer*, which stays allocated; nothing is sent until a rank changes a shard
-(:class:`Copies`).
+dtype, *the shard aliases the gathered buffer*, which stays allocated.
 
 [Stage 3] A unit is gathered ahead if no other unit has ever run at that point (see ``order``).
 """
@@ -15,7 +14,6 @@ dtype, *the shard aliases the gathered buffer*, which stays allocated; nothing i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from enum import Enum, auto
 from itertools import chain, pairwise
 from typing import Any
 
@@ -37,20 +35,6 @@ LEAST_GROWTH_BYTES = 24 * 2**20
 """Gaps are returned when resident memory has grown in a backward by more than this, and by more than a 48th."""
 
 
-class Copies(Enum):
-    """Whether the gathered copies that shards alias are known to match the shards of all ranks.
-
-    All ranks are always in the same state. Change the state only where a collective call decides, or ranks hang.
-    """
-
-    UNKNOWN = auto()
-    """A rank may have changed a shard: before the next gather the ranks exchange one message of 4 bytes."""
-    OUTDATED = auto()
-    """All ranks step or have stepped: the next gather sends everything, without that message."""
-    CURRENT = auto()
-    """All ranks reported no change: this gather sends nothing. Lasts for one gather."""
-
-
 class Direct(Transport):
     """Transport between CPU processes of one host; see the module docstring."""
 
@@ -69,10 +53,7 @@ class Direct(Transport):
         self._resident = 0  # bytes, when this backward began or gaps were last returned
         self._unreduced: set[private.Group] = set()  # groups that this backward has not reduced yet
         self._has_stepped = False
-        self._aliases_all = False  # every shard aliases its gathered buffer, on every rank
         self._aliases_some = False
-        self._copies = Copies.UNKNOWN
-        self._marks_then: Any = None  # marks of all shards when the copies were last current; None: not known
         self._accumulators: dict[Tensor, Any] = {}  # shards -> autograd nodes that accumulate their gradients
 
     # -- set-up
@@ -94,7 +75,7 @@ class Direct(Transport):
             self.peer_memory = PeerMemory(self._agreement.group, self.config.timeout_seconds)
 
     def _needs_agreements(self) -> bool:
-        return super()._needs_agreements() or self.config.stage == 3 or self._aliases_all
+        return super()._needs_agreements() or self.config.stage == 3
 
     def _alias_shards(self) -> None:
         """Let shards alias the gathered copies where these are full for most of a step anyway. Call this before an
@@ -104,8 +85,7 @@ class Direct(Transport):
             return
         for group in self._groups:
             private.alias_shards(group)
-        aliased = [private.is_aliased(p) for group in self._groups for p in group.fsdp_params]
-        self._aliases_all, self._aliases_some = all(aliased), any(aliased)
+        self._aliases_some = any(private.is_aliased(p) for group in self._groups for p in group.fsdp_params)
 
     def close(self) -> None:
         host.map_from(host.MAPPED_FROM_BYTES)
@@ -118,8 +98,6 @@ class Direct(Transport):
 
     def _gather(self, outputs: list[direct.Parts], shards: list[Tensor], process_group: dist.ProcessGroup) -> dist.Work:
         """Gather ``shards`` into ``outputs``; used by :func:`private.gather_in_place`."""
-        if self._copies is Copies.CURRENT:
-            return direct.Begun(iter(()))
         work = direct.all_gather_each(outputs, shards, process_group, self._peer_memory)
         # If user code writes to a copy in a forward, it writes to the aliasing shard, which others may be reading.
         return direct.Begun((w.wait() for w in [work]), self.await_readers) if self._aliases_some else work
@@ -129,52 +107,24 @@ class Direct(Transport):
 
     # -- forward
 
-    def forward_begins(self, keeps_gathered: bool) -> None:
-        """Gather every unit, at stages 1 and 2.
-
-        Nothing is sent if the copies remain from the previous micro-batch or evaluated batch (the shards alias them)
-        and no rank has changed a shard since. The ranks ask each other about that, except directly after a step.
-        """
+    def forward_begins(self) -> None:
+        """Gather every unit, at stages 1 and 2."""
         if not self.gathers_up_front:
             return
-        looks = not keeps_gathered and self._aliases_all and self.agrees
-        known = self._copies is Copies.OUTDATED
-        self._copies = Copies.CURRENT if looks and not known and self.copies_are_current() else Copies.UNKNOWN
-        try:
-            # One gather is sent while the previous one arrives; more at once would need memory for their messages.
-            begun = (private.unshard(unit, async_op=True) for unit in self._units)
-            for unit, _ in pairwise(chain[Any](begun, [None])):  # pairwise has started the gather of both
-                private.wait_for_unshard(unit)
-        finally:
-            self._copies = Copies.UNKNOWN
-        if looks:
-            self._marks_then = self._marks()
-
-    def _marks(self) -> Any:
-        return [private.shard_marks(group) for group in self._groups]
-
-    def copies_are_current(self) -> bool:
-        """Whether the copies still match the shards on all ranks (collective)."""
-        changed = torch.tensor([self._marks_then != self._marks()], dtype=torch.int32, device="cpu")
-        self.agree(changed, dist.ReduceOp.MAX).wait()
-        return changed.tolist() == [0]  # on the CPU: no device waits
-
-    def shards_changed(self) -> None:
-        self._marks_then = None
+        # One gather is sent while the previous one arrives; more at once would need memory for their messages.
+        begun = (private.unshard(unit, async_op=True) for unit in self._units)
+        for unit, _ in pairwise(chain[Any](begun, [None])):  # pairwise has started the gather of both
+            private.wait_for_unshard(unit)
 
     def forward_uses(self, group: private.Group) -> None:
         """Gather all units in a fixed order at the first use: ranks may use the units in different orders."""
         if self.gathers_up_front and not private.is_gathered(group):
             with private.outside_transforms(), outside_inference_mode():
-                self.forward_begins(keeps_gathered=False)
+                self.forward_begins()
 
     def forward_ends(self) -> None:
         host.map_from(host.MAPPED_IN_STEPS_FROM_BYTES)
         super().forward_ends()
-
-    def user_writes(self) -> None:
-        self.shards_changed()
-        self.await_readers()
 
     # -- backward
 
@@ -222,4 +172,3 @@ class Direct(Transport):
         if step_is_due and not self._has_stepped:
             host.map_from(host.MAPPED_APART_FROM_BYTES)  # the optimizer is about to allocate its states
             self._has_stepped = True
-        self._copies = Copies.OUTDATED if step_is_due else Copies.UNKNOWN

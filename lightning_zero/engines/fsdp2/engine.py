@@ -67,10 +67,10 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import broadcast_coalesced
 from lightning_zero.comm.peer_memory import PeerMemory
-from lightning_zero.comm.shards import gathered, local, shard_like
+from lightning_zero.comm.shards import local, shard_like
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
-from lightning_zero.engines.base import Engine, OnWhole, undetached_state_dict, unheard
+from lightning_zero.engines.base import Engine, undetached_state_dict
 from lightning_zero.engines.compiled import CompiledUnits
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2 import whole as whole_state
@@ -110,7 +110,6 @@ from lightning_zero.engines.refusals import (
     refuse_transforms,
 )
 from lightning_zero.engines.residency import Memories
-from lightning_zero.engines.state_dicts import WholeStateDicts
 from lightning_zero.engines.torch_functions import tensors_in
 from lightning_zero.private.torch import (
     DisableTorchFunction,
@@ -150,7 +149,6 @@ class Fsdp2Engine(Engine):
         self._last = LastUnit()
         self._handles: list[Any] = []
         self._compiled: CompiledUnits | None = None
-        self._left: WholeStateDicts | None = None  # set when the module stays sharded after the run
         self._is_accumulating = False  # current gradients wait for those of later micro-batches
 
     # -- sharding ------------------------------------------------------------------------------------------------
@@ -165,7 +163,7 @@ class Fsdp2Engine(Engine):
     def _plan(self, module: nn.Module) -> ShardPlan:
         """Plan the shards and refuse what cannot be sharded; ``module`` stays unchanged."""
         refuse_script_modules(module)
-        with DisableTorchFunctionSubclass():  # inspecting memory must not open parameters that Build has closed
+        with DisableTorchFunctionSubclass():  # inspecting memory must not open what an earlier run left sharded
             refuse_held_views(module, self.device)
         self.module, self.mesh = module, make_mesh(self.config, self.device)
         plan = plan_shards(module, self.mesh, self.config, self.dtypes, self.device)
@@ -244,10 +242,9 @@ class Fsdp2Engine(Engine):
             self._transport.touches(key, self._phase is Phase.BACKWARD)
 
     def shards_change(self) -> None:
-        self._transport.user_writes()
+        self._transport.await_readers()
 
     def shards_have_changed(self) -> None:
-        self._transport.shards_changed()
         if self.device.type != "cpu":
             private.gather_after_this(self.root)
 
@@ -353,7 +350,7 @@ class Fsdp2Engine(Engine):
                 output = getattr(self.module, method)(*args, **kwargs)
             else:
                 with DisableTorchFunction():
-                    self._transport.forward_begins(wants_grad and self.keep_gathered)
+                    self._transport.forward_begins()
                 output = self.root(method, *args, **kwargs)
             self._close_windows()
             self._transport.forward_ends()
@@ -472,9 +469,6 @@ class Fsdp2Engine(Engine):
 
     # -- optimizer -----------------------------------------------------------------------------------------------
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        self._transport.shards_changed()  # a custom optimizer kernel may write without bumping tensor versions
-
     def settle(self) -> None:
         """Complete the gradients, and store in the shards everything that user code wrote to parameters."""
         self.end_window(self.hooks.before_step)
@@ -554,25 +548,21 @@ class Fsdp2Engine(Engine):
             place = partial(place_of, device=self.device, shards_on_host=self._on_host, in_files=in_files)
             return whole_state.model_state(self._sharded, self._identity, optimizers, place)
 
-    def restore(self, whole: bool, *, on_whole: OnWhole = unheard) -> None:
+    def restore(self, whole: bool) -> None:
         self.end_residency()
         self._assigned.end()
         with torch.no_grad(), DisableTorchFunction():
             self.residency.end_window()
             self._assigned.settle()
             self._drop_gathered()
-            if not whole:  # no collectives from here on: after an error other ranks may be gone
-                self._identity.leave_sharded(self.root)
-                self._left = WholeStateDicts(self.module, _gathered_shard)
-                return
-            if self._left is not None:
-                self._left.undo()
-            self._transport.await_readers()
-            held = self.residency.held()
-            values = whole_state.gathered_for_good(self._groups)
-            self._identity.release(values, on_whole)
-            for place, p in held:
-                place.copy_(p)
+            if whole:
+                self._transport.await_readers()
+                held = self.residency.held()
+                self._identity.release(whole_state.gathered_for_good(self._groups))
+                for place, p in held:
+                    place.copy_(p)
+            else:  # no collectives: after an error other ranks may be gone
+                self._identity.release(None)
             self._copies.undo()
             for handle in self._handles:
                 handle.remove()
@@ -581,14 +571,11 @@ class Fsdp2Engine(Engine):
             self._recomputed.undo()
             for unit in self._sharded.units:
                 private.undo(unit)
-            leave_states(self.optimizers or (), self.config.after_fit == "whole")
-            self._transport.close()
+            leave_states(self.optimizers or (), self.config.after_fit == "whole" and whole, to_host=whole)
+            if whole:
+                self._transport.close()
             if self._files is not None:
                 self._files.close()
-
-
-def _gathered_shard(p: Tensor, value: Tensor) -> Tensor | None:
-    return gathered(value) if isinstance(value, DTensor) else None
 
 
 def choose_transport(config: ZeroConfig, device: torch.device, mesh: DeviceMesh) -> Transport:

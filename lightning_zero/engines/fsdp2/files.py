@@ -55,7 +55,6 @@ class FileShards:
 
     def __init__(self, folder: str) -> None:
         self._file = PagedFile(folder)
-        self._groups: list[private.Group] = []
         self._units: dict[int, _Unit] = {}  # id of a group -> its regions
         self._unit_of: dict[int, _Unit] = {}  # id of a shard's local tensor
         self._shards: list[Tensor] = []  # keeps the tensors alive, so that their ids are not reused
@@ -69,7 +68,6 @@ class FileShards:
     def take(self, group: private.Group) -> None:
         """Move the shards of ``group`` into the file."""
         unit = self._units[id(group)] = _Unit()
-        self._groups.append(group)
 
         def move(shards: Sequence[Tensor]) -> list[Tensor]:
             return [moved.copy_(shard) for moved, shard in zip(self._room(unit, shards), shards, strict=True)]
@@ -150,11 +148,8 @@ class FileShards:
     # -- the end
 
     def close(self) -> None:
-        """Drop the shards; full parameters must already be elsewhere. States that stay sharded stay in the file, which
-        is deleted with the last of them."""
-        for group in self._groups:
-            for p in group.fsdp_params:
-                private.drop_shard(p)
+        """End the run. Parameters and states that stay sharded stay in the file, which is deleted with the last of
+        them."""
         self._shards.clear()
         self._slots.clear()
         self._file.close()

@@ -13,14 +13,14 @@ Modules keep their class, and are copied and pickled as ordinary ones (:mod:`~li
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_zero.comm.shards import gathered, local, rewrapped, shard_like
+from lightning_zero.comm.shards import gathered, local, shard_like
+from lightning_zero.engines.after_run import leave_parameter
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.private.torch import DisableTorchFunction, set_data
 
@@ -42,8 +42,6 @@ class Identity:
         """``id`` of each of the user's parameters -> the group in which it is gathered."""
         self._memory: list[Tensor] = []
         self._params: list[tuple[nn.Parameter, private.ShardedParam]] = []
-        self._handles: list[Any] = []
-        self._is_left = False
         for group in groups:
             for p in group.fsdp_params:
                 original = originals[p.sharded_param]
@@ -70,8 +68,6 @@ class Identity:
         self._memory = [original.data for original, _ in self._params]  # the group's memory, allocated or not
         for original, p in self._params:
             set_data(original, gathered(p.sharded_param))
-            if self._is_left:
-                private.register(p, original)
         self.own.clear()
         return {original: original for original, _ in self._params}
 
@@ -79,55 +75,27 @@ class Identity:
         """Give the parameters the memory of their group again."""
         self._know_all()
         with torch.no_grad(), DisableTorchFunction():
-            for (original, p), memory in zip(self._params, self._memory, strict=True):
+            for (original, _), memory in zip(self._params, self._memory, strict=True):
                 set_data(original, memory)
-                if self._is_left:
-                    private.register(p, p.sharded_param)
         self._memory.clear()
 
-    def release(self, values: Callable[[DTensor], Tensor], on_whole: Callable[[nn.Parameter], object]) -> None:
-        """End the run: each parameter takes ``values(shard)`` as its memory; ``on_whole`` is called for each."""
+    def release(self, values: Callable[[DTensor], Tensor] | None) -> None:
+        """End the run: each parameter takes ``values(shard)`` as its memory. Without ``values`` it stays sharded until
+        user code touches it."""
         self.own.clear()
         for original, p in self._params:
-            set_data(original, values(p.sharded_param))
             private.give_grad_dtype_back(p, original)
             original.requires_grad_(p.sharded_param.requires_grad)
             private.register(p, original)
             p.sharded_param.grad = None
-            private.drop_shard(p)
-            on_whole(original)
-        self._end()
-
-    def leave_sharded(self, root: nn.Module) -> None:
-        """End the run with values sharded, perhaps for the next run: register the shards instead of the parameters,
-        which nothing would gather any more."""
-        self._is_left = True
-        for _, p in self._params:
-            private.register(p, p.sharded_param)
-            if isinstance(grad := p.sharded_param.grad, DTensor):
-                p.sharded_param.grad = rewrapped(grad)
-        self._end()
-        for module in root.modules():
-            self._handles.append(module.register_forward_pre_hook(_refuse_shards, prepend=True))
-
-    def _end(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+            if values is None:
+                leave_parameter(original, p.sharded_param)
+            else:
+                set_data(original, values(p.sharded_param))
+                private.drop_shard(p)
 
     # -- optimizers ----------------------------------------------------------------------------------------------
 
     def held(self, optimizer: Optimizer) -> list[Tensor]:
         """Return the tensors that ``optimizer`` steps on: the shards instead of the user's parameters."""
         return [self.shards.get(p, p) for group in optimizer.param_groups for p in group["params"]]
-
-
-def _refuse_shards(module: nn.Module, args: Any) -> None:
-    """Refuse the forward of a sharded module before the hook of ``fully_shard`` gathers, which would hang if only some
-    ranks ran it."""
-    if any(isinstance(p, DTensor) for p in module.parameters()):
-        raise RuntimeError(
-            f"{type(module).__name__} holds shards: its run ended with an error, with after_fit='sharded', or with"
-            " 'auto' because the full module does not fit into host memory. Run it in a Trainer with a ZeroStrategy or"
-            " inside trainer.strategy.full_parameters(), or end that run with after_fit='whole'."
-        )

@@ -738,11 +738,6 @@ def is_aliased(p: ShardedParam) -> bool:
     return not data.numel() or any(place == copy.untyped_storage().data_ptr() != 0 for copy in p.all_gather_outputs)
 
 
-def shard_marks(group: Group) -> list[tuple[int, int]]:
-    """Return the memory address of each shard and the number of in-place writes to it."""
-    return [(p._sharded_param_data.data_ptr(), p._sharded_param_data._version) for p in group.fsdp_params]
-
-
 def gather_for_good(group: Group) -> dict[Tensor, Tensor]:
     """Gather the copies that shards alias (collective); return sharded parameters -> full values.
 

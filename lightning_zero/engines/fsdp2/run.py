@@ -1,12 +1,11 @@
-"""A run of ``fsdp2`` apart from its engine: building in ``configure_model``, and the disk of ``offload="nvme"``."""
+"""A run of ``fsdp2`` apart from its engine: where ``configure_model`` builds, and the disk of ``offload="nvme"``."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,17 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement
-from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.after_run import make_whole
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.offload_path import folder_for_files
 from lightning_zero.engines.optimizer_step import fusible_groups
 from lightning_zero.engines.precision import DtypePolicy
 from lightning_zero.engines.run import EngineRun, Place
-
-if TYPE_CHECKING:
-    from lightning_zero.engines.fsdp2.build import Build
-
 
 TENSORS_IN_FILES = 3
 """Number of tensors of a parameter's size in files, with Adam: the parameter and two states."""
@@ -33,50 +26,10 @@ TENSORS_IN_FILES = 3
 class Fsdp2Run(EngineRun):
     """See :class:`~lightning_zero.engines.run.EngineRun`."""
 
-    def __init__(self, config: ZeroConfig) -> None:
-        super().__init__(config)
-        self.builds_sharded = config.builds_sharded
-        self._build: Build | None = None
-        """Holds the parameters that are closed until the engine shards them."""
-
-    def take_over(self, module: nn.Module) -> None:
-        """Gather a module of an earlier run, closing parameters again: the full module may not fit into a process."""
-        if not self._closes_parameters:
-            super().take_over(module)
-            return
-        build = self._build_of(module)
-        with build.building():
-            make_whole(module, build.replaced)
-
-    @property
-    def _closes_parameters(self) -> bool:
-        return self.config.builds_sharded and dist.is_initialized() and dist.get_world_size() > 1
-
-    @contextmanager
-    def building(self, module: nn.Module, trainer_facts: Mapping[str, Any], device: torch.device) -> Iterator[None]:
-        """At stage 3, shard parameters as they are built inside (collective)."""
-        if not self._closes_parameters:
-            yield
-            return
-        with self._build_of(module).building():
-            yield
-
-    def _build_of(self, module: nn.Module) -> Build:
-        from lightning_zero.engines.fsdp2.build import Build
-
-        if self._build is None:
-            self._build = Build(module)
-        return self._build
-
-    def take_built(self) -> Build | None:
-        build, self._build = self._build, None
-        if build is None or not build.found:
-            return None
-        build.leave_aside()
-        return build
-
     def loads_on_host(self, device: torch.device) -> bool:
-        return self.config.offload.target != "none" and device.type != "cpu"
+        config = self.config
+        fits_on_device = config.stage < 3 and config.offload.target == "none" and not config.auto
+        return device.type != "cpu" and not fits_on_device
 
     def load(self) -> None:
         import lightning_zero.engines.fsdp2.engine  # noqa: F401
@@ -84,8 +37,6 @@ class Fsdp2Run(EngineRun):
     def make_engine(self, device: torch.device, dtypes: DtypePolicy) -> Engine:
         from lightning_zero.engines.fsdp2.engine import Fsdp2Engine  # imported with the first run, not with the package
 
-        if self._build is not None:
-            self._build.hand_over()
         return Fsdp2Engine(self.config, device, dtypes)
 
     def prepare(

@@ -135,7 +135,6 @@ def shard_units(plan: ShardPlan, transport: Transport, files: FileShards | None 
     module = plan.module
     sharded = Sharded(plan.units, module, Root(module))
     birth = Birth(module, plan.home, looking_whole)
-    birth.require_initializers()
     refuse_late_hooks(dict(module.named_parameters()))
     everything = set(module.parameters())
     for unit in plan.units.units:
@@ -198,7 +197,7 @@ def _plainly_named(module: nn.Module) -> Iterator[None]:
 def _start_from_rank_0(tensors: Sequence[Tensor], device: torch.device) -> None:
     """Broadcast rank 0's values, on ``device``. Call this unit by unit: an offloaded module need not fit there."""
     for tensor in tensors:
-        tensor.data = tensor.data.to(device)  # opens the tensor if Build has closed it
+        tensor.data = tensor.data.to(device)
     broadcast_coalesced(tensors)
 
 

@@ -90,8 +90,8 @@ class Transport:
         if self._order is not None:
             self._order.start_anew()
 
-    def forward_begins(self, keeps_gathered: bool) -> None:
-        """Called before a forward; with ``keeps_gathered`` units may still be gathered from the last micro-batch."""
+    def forward_begins(self) -> None:
+        """Called before a forward."""
 
     def forward_uses(self, group: private.Group) -> None:
         """Called before the unit of ``group`` is used without :meth:`forward_begins`: under manual optimization, or
@@ -136,11 +136,5 @@ class Transport:
 
     # -- writes
 
-    def user_writes(self) -> None:
-        """Called before user code writes to a sharded parameter."""
-
     def await_readers(self) -> None:
         """Wait until no other rank reads this rank's shards and copies: then they may be written to or freed."""
-
-    def shards_changed(self) -> None:
-        """Called when shards or copies may have changed without a change of a tensor's version."""

@@ -1,4 +1,4 @@
-"""Memory of a rank that builds a module of which it keeps a part."""
+"""Memory of a rank that materializes a module on the meta device, of which it keeps a part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_rank_holds_its_shards_and_the_root_unit():
     pytest.importorskip("transformers")
     sizes = {**born.SEVEN_BILLION, "hidden_size": 1024, "num_hidden_layers": 6, "vocab_size": 32000}
     sizes |= {"intermediate_size": 2752, "num_attention_heads": 8, "num_key_value_heads": 8}
-    job = json.dumps({"world_size": 8, "device": "cpu", "sizes": sizes, "room_gib": 4})
+    job = json.dumps({"world_size": 8, "sizes": sizes, "room_gib": 4})
     command = [sys.executable, "-m", "tests.helpers.born", job]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
