@@ -251,7 +251,7 @@ class Engine(ABC):
     def settle(self) -> None:
         """Completes the gradients, and stores what user code wrote to parameters (collective)."""
 
-    def stepped(self, optimizer: Optimizer) -> None:
+    def stepped(self, optimizer: Optimizer) -> None:  # noqa: B027  most engines have nothing to do
         """``optimizer`` has stepped, or has failed to."""
 
     def broadcast_buffers(self) -> None:
