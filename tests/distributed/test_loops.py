@@ -373,7 +373,7 @@ def _num_hooks(module: nn.Module) -> int:
     return sum(len(getattr(m, name)) for m in module.modules() for name in names)
 
 
-@pytest.mark.parametrize(("name", "stage"), [("odd_parameters_together", 3), ("tied_blocks", 1)])
+@pytest.mark.parametrize(("name", "stage"), [("odd_shapes_and_dtypes", 3), ("tied_blocks", 1)])
 def test_afterwards_the_module_is_ordinary_on_every_rank(name: str, stage: int, ranks2) -> None:
     results = ranks2(_ordinary_afterwards, _strategy(stage, after_fit="whole"), name)
     reference = ranks2(_ordinary_afterwards, "ddp", name)

@@ -28,7 +28,7 @@ KINDS = (
     "accumulation_with_leftovers",
     "gan",
     "muon_and_adamw",
-    "odd_parameters_together",
+    "odd_shapes_and_dtypes",
     "batch_norm",
     "penalty_over_parameters",
     "writes_in_hooks",

@@ -5,7 +5,7 @@ Registered in :data:`tests.helpers.zoo.KINDS`; patterns are those of public pack
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -64,7 +64,7 @@ class Terms:
 
 
 class WritingBlock(Block):
-    """Writes a term to what it is given for that."""
+    """Writes a term to what it is given for that, which has ``kind``."""
 
     WRITE: ClassVar[dict[str, Callable[[Any, Tensor], None]]] = {
         "list": lambda terms, term: terms.append(term),
@@ -72,18 +72,18 @@ class WritingBlock(Block):
         "dataclass": lambda terms, term: setattr(terms, "total", terms.total + term),
     }
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.router, self.write = nn.Linear(WIDTH, WIDTH), self.WRITE[how]
+        self.router, self.kind = nn.Linear(WIDTH, WIDTH), kind
 
     def forward(self, x: Tensor, terms: Any = None) -> Tensor:
         y = super().forward(x)
-        self.write(terms, self.router(y).square().mean())
+        self.WRITE[self.kind](terms, self.router(y).square().mean())
         return y
 
 
 class WrittenToArguments(Zoo):
-    """Blocks are handed something to which each adds its loss."""
+    """Each block is handed something of another kind, to which it adds its loss."""
 
     ARGUMENTS: ClassVar[dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]]] = {
         "list": (lambda x: [], lambda terms: terms),
@@ -92,16 +92,18 @@ class WrittenToArguments(Zoo):
     }
 
     def build(self) -> None:
-        self.net = Net(lambda: WritingBlock(self.options["how"]))
+        self.net = Net()
+        self.net.blocks = nn.ModuleList(map(WritingBlock, self.ARGUMENTS))
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
         x = self.net.stem(x)
-        make, losses_of = self.ARGUMENTS[self.options["how"]]
-        terms = make(x)
-        for block in self.net.blocks:
+        losses: list[Tensor] = []
+        for block, (make, losses_of) in zip(self.net.blocks, self.ARGUMENTS.values(), strict=True):
+            terms = make(x)
             x = block(x, terms)
-        return F.mse_loss(self.net.head(x), y) + 0.3 * sum(losses_of(terms))
+            losses += losses_of(terms)
+        return F.mse_loss(self.net.head(x), y) + 0.3 * sum(losses)
 
 
 class Features(Zoo):
@@ -149,14 +151,15 @@ class Wrapped(nn.Module):
 
 
 class WrappedNet(Net):
-    def __init__(self, how: str) -> None:
-        super().__init__(lambda: Wrapped(how))
-        self.take = Wrapped.GIVE[how][1]
+    def __init__(self, how: Sequence[str]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Wrapped, how))
+        self.take = [Wrapped.GIVE[each][1] for each in how]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        for block in self.blocks:
-            x = self.take(block(x))
+        for block, take in zip(self.blocks, self.take, strict=True):
+            x = take(block(x))
         return self.head(x)
 
 
@@ -207,7 +210,7 @@ class ChangesItsInput(Zoo):
 KINDS.update(
     {
         **{f"losses_of_blocks_{use}": Kind(module=_of(Auxiliary, use=use), reference=UNUSED) for use in Auxiliary.USE},
-        **{f"losses_in_a_{how}": Kind(module=_of(WrittenToArguments, how=how)) for how in WritingBlock.WRITE},
+        "losses_in_arguments": Kind(module=_of(WrittenToArguments)),
         **{
             f"losses_of_{name}_recomputed_blocks": Kind(
                 module=_of(Auxiliary, use="first"),
@@ -225,14 +228,14 @@ KINDS.update(
             )
             for name, frozen in {"hooks": False, "frozen_blocks": True}.items()
         },
-        **{
-            f"outputs_in_{how}": Kind(
-                module=_of(WrappedOutputs, how=how),
-                validates=True,
-                deepspeed_refuses={3: r"vars\(\) argument"} if how in ("generator", "set") else {},
-            )
-            for how in Wrapped.GIVE
-        },
+        "outputs_in_objects": Kind(
+            module=_of(WrappedOutputs, how=("object", "namespace", "distribution", "closure")), validates=True
+        ),
+        "outputs_in_iterables": Kind(
+            module=_of(WrappedOutputs, how=("generator", "set")),
+            validates=True,
+            deepspeed_refuses={3: r"vars\(\) argument"},
+        ),
         "local_losses": Kind(module=_of(LocalLosses, use="added"), reference=UNUSED),
         "inputs_changed_in_place": Kind(module=_of(ChangesItsInput), validates=True),
     }

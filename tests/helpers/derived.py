@@ -49,7 +49,7 @@ class ModulatedBlock(Block):
 
 
 class Modulated(Zoo):
-    """Blocks are given weights that are derived of the ``next`` block's, or of their own."""
+    """The first block is given a weight that is derived of its own, the others of each other's."""
 
     def build(self) -> None:
         self.net = Net(ModulatedBlock)
@@ -58,7 +58,7 @@ class Modulated(Zoo):
         blocks: Any = self.net.blocks
         x = self.net.stem(x)
         for number, block in enumerate(blocks):
-            x = block(x, torch.tanh(blocks[(number + self.options["next"]) % len(blocks)].up.weight))
+            x = block(x, torch.tanh(blocks[-number].up.weight))
         return self.net.head(x)
 
 
@@ -176,11 +176,9 @@ class FeaturesOfHook(Zoo):
 
 KINDS.update(
     {
-        "fast_weights_of_some": Kind(module=_of(FastWeights)),
-        "fast_weights_of_some_accumulating": Kind(module=_of(FastWeights), trainer={"accumulate_grad_batches": 2}),
+        "fast_weights_of_some": Kind(module=_of(FastWeights), trainer={"accumulate_grad_batches": 2}),
         "fast_weights_among_parameters": Kind(module=_of(InParameters)),
-        "modulated_by_own_weights": Kind(module=_of(Modulated, next=0)),
-        "modulated_by_others_weights": Kind(module=_of(Modulated, next=1)),
+        "modulated_by_weights": Kind(module=_of(Modulated)),
         "penalty_before_a_block_without": Kind(module=_of(PenaltyBefore), reference=UNUSED),
         "cached_weight_norm": Kind(module=_of(Cached, views=False, before=True)),
         "cached_views": Kind(module=_of(Cached, views=True, before=False)),

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -301,28 +302,33 @@ class HeldFromStep(Zoo):
     }
 
     def build(self) -> None:
-        super().build()
+        self.net = Net(num_blocks=len(self.TAKE))
         self.held: Any = {}
-        self.net.blocks[0].register_forward_hook(lambda block, args, output: self.take("up", block.up.weight))
+        for how, block in zip(self.TAKE, self.net.blocks, strict=True):
+            block.register_forward_hook(partial(self.take_up, how))
+        self.others = dict(zip(self.TAKE, (self.net.stem, self.net.head, self.net.blocks[0].down), strict=False))
 
-    def take(self, name: str, p: Tensor) -> None:
-        if name not in self.held and torch.is_grad_enabled():
+    def take_up(self, how: str, block: Any, args: Any, output: Any) -> None:
+        self.take(how, "up", block.up.weight)
+
+    def take(self, how: str, name: str, p: Tensor) -> None:
+        if f"{name} {how}" not in self.held and torch.is_grad_enabled():
             with torch.no_grad():
-                self.held[name] = self.TAKE[self.options["how"]](p)
+                self.held[f"{name} {how}"] = self.TAKE[how](p)
 
     def norms(self) -> Tensor:
         return sum((value.detach().norm() for value in self.held.values()), torch.zeros(()))
 
     def loss(self, batch: Any) -> Tensor:
-        self.take("head", self.net.head.weight)
-        if self.options.get("in_steps") and len(self.losses) % 3 == 2:
+        for how, layer in self.others.items():
+            self.take(how, "other", layer.weight)
+        if self.options["in_steps"] and len(self.losses) % 3 == 2:
             with torch.no_grad():
                 for value in self.held.values():
                     value.mul_(1.02)
         before = self.norms()
         loss = super().loss(batch) * (1 + 0.1 * before)
-        after = self.norms() if self.options["how"] != "no_grad" or len(self.losses) else before
-        return loss * (1 + 0.1 * after)
+        return loss * (1 + 0.1 * self.norms())
 
     def on_before_backward(self, loss: Tensor) -> None:
         self.extra[f"before backward {len(self.losses)}"] = self.norms()
@@ -341,7 +347,7 @@ class HeldFromStep(Zoo):
 
 
 class ViewsAfterTheirBlock(Zoo):
-    """A block keeps a view of its own weight, with gradients, and the loss has a penalty of it."""
+    """Each block keeps another view of its own weight, with gradients, and the loss has a penalty of them."""
 
     TAKE: ClassVar[dict[str, Callable[[Tensor], Tensor]]] = {
         "view": lambda p: p.view(-1),
@@ -351,14 +357,16 @@ class ViewsAfterTheirBlock(Zoo):
     }
 
     def build(self) -> None:
-        super().build()
-        self.net.blocks[0].register_forward_hook(self.keep)
+        self.net = Net(num_blocks=len(self.TAKE))
+        self.kept: dict[str, Tensor] = {}
+        for how, block in zip(self.TAKE, self.net.blocks, strict=True):
+            block.register_forward_hook(partial(self.keep, how))
 
-    def keep(self, block: Any, args: Any, output: Any) -> None:
-        self.kept = self.TAKE[self.options["how"]](block.up.weight)
+    def keep(self, how: str, block: Any, args: Any, output: Any) -> None:
+        self.kept[how] = self.TAKE[how](block.up.weight)
 
     def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) + 0.1 * self.kept.square().sum()  # from left to right
+        return super().loss(batch) + 0.1 * sum(kept.square().sum() for kept in self.kept.values())  # left to right
 
 
 class Compared(Zoo):
@@ -474,14 +482,14 @@ class Jacobian(Zoo):
 
 
 class Transforms(Zoo):
-    """``torch.func`` through units."""
+    """``torch.func`` through units: one transform in each step, in turn."""
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
-        how = self.options["how"]
-        if how == "vmap":
+        turn = len(self.losses) % 3
+        if turn == 0:
             return F.mse_loss(torch.func.vmap(self.net)(x), y)
-        if how == "grad":
+        if turn == 1:
             grads = torch.func.vmap(torch.func.grad(lambda v: self.net(v).sum()))(x)
             return super().loss(batch) + 0.1 * grads.square().mean()
         tangent = torch.func.jvp(self.net, (x,), (torch.ones_like(x),))[1]
@@ -492,37 +500,20 @@ class Sparse(Zoo):
     def build(self) -> None:
         self.embed = nn.Embedding(13, WIDTH, sparse=True)
         self.head = nn.Linear(WIDTH, 13)
-        self.automatic_optimization = not self.options.get("split")
 
     def loss(self, batch: Any) -> Tensor:
         tokens, following = batch
         return F.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), following.flatten())
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        if self.automatic_optimization:
-            return loss
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():
-            optimizer.step()
-        return None
-
     def configure_optimizers(self) -> Any:
-        if self.automatic_optimization:
-            return SGD(self.parameters(), lr=0.5)
-        return [torch.optim.SparseAdam(self.embed.parameters(), lr=1e-2), SGD(self.head.parameters(), lr=0.1)]
+        return SGD(self.parameters(), lr=0.5)
 
 
 class LoadedStates(Zoo):
-    """``optimizer.load_state_dict`` in ``configure_optimizers``, ``on_train_start`` and in mid-run."""
+    """``optimizer.load_state_dict`` in ``on_train_start`` and in mid-run."""
 
     def configure_optimizers(self) -> Any:
-        optimizer = Adam(self.parameters(), lr=1e-2, eps=1e-4)
-        if self.options["where"] == "configure_optimizers":
-            optimizer.load_state_dict(self.made(optimizer))
-        return optimizer
+        return Adam(self.parameters(), lr=1e-2, eps=1e-4)
 
     def made(self, optimizer: Optimizer) -> dict[str, Any]:
         state = copy.deepcopy(optimizer.state_dict())
@@ -532,15 +523,14 @@ class LoadedStates(Zoo):
         return state
 
     def on_train_start(self) -> None:
-        if self.options["where"] == "on_train_start":
-            optimizer = self.optimizers().optimizer
-            optimizer.load_state_dict(self.made(optimizer))
+        optimizer = self.optimizers().optimizer
+        optimizer.load_state_dict(self.made(optimizer))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers().optimizer
-        if self.options["where"] == "mid-run" and batch_idx == 1:
+        if batch_idx == 1:
             self.kept = copy.deepcopy(optimizer.state_dict())
-        if self.options["where"] == "mid-run" and batch_idx == 2:
+        if batch_idx == 2:
             optimizer.load_state_dict(self.kept)
 
 
@@ -889,12 +879,9 @@ HELD: dict[str, Kind] = {
     "stacked_module_state": Kind(module=_of(Stacked)),
     "saved_in_hooks": Kind(module=_of(Saves)),
     "state_dict_held": Kind(module=_of(HeldStateDict)),
-    **{
-        f"{how}_used_after_its_block": Kind(module=_of(ViewsAfterTheirBlock, how=how), validates=True)
-        for how in ViewsAfterTheirBlock.TAKE
-    },
-    **{f"{how}_held_from_step": Kind(module=_of(HeldFromStep, how=how)) for how in HeldFromStep.TAKE},
-    "data_held_and_written_in_steps": Kind(module=_of(HeldFromStep, how="data", in_steps=True)),
+    "views_used_after_their_block": Kind(module=_of(ViewsAfterTheirBlock), validates=True),
+    "views_held_from_step": Kind(module=_of(HeldFromStep, in_steps=False)),
+    "views_held_and_written_in_steps": Kind(module=_of(HeldFromStep, in_steps=True)),
     "compared_in_hooks": Kind(module=_of(Compared)),
     "reinitialized_in_hooks": Kind(module=_of(Reinitialized)),
     "pruned": Kind(module=_of(Pruned)),
@@ -904,17 +891,11 @@ HELD: dict[str, Kind] = {
     "maml": Kind(module=_of(Maml), reference=UNUSED),
     "penalty_first": Kind(module=_of(PenaltyFirst), reference=UNUSED),
     "jacobian": Kind(module=_of(Jacobian), reference=UNUSED),
-    **{
-        f"{name}_through_units": Kind(
-            module=_of(Transforms, how=how), reference=UNUSED, deepspeed_refuses={3: TRANSFORMS}, **TOO_OLD
-        )
-        for name, how in (("vmap", "vmap"), ("func_grad", "grad"), ("jvp", "jvp"))
-    },
+    "transforms_through_units": Kind(
+        module=_of(Transforms), reference=UNUSED, deepspeed_refuses={3: TRANSFORMS}, **TOO_OLD
+    ),
     "sparse_embedding": Kind(module=_of(Sparse), dataset=TokenDataset, refused=SPARSE),
-    "sparse_adam": Kind(module=_of(Sparse, split=True), dataset=TokenDataset, refused=SPARSE),
-    "states_loaded_at_first": Kind(module=_of(LoadedStates, where="configure_optimizers"), reason=ADAM),
-    "states_loaded_on_start": Kind(module=_of(LoadedStates, where="on_train_start"), reason=ADAM),
-    "states_loaded_in_mid_run": Kind(module=_of(LoadedStates, where="mid-run"), reason=ADAM),
+    "states_loaded_at_the_start_and_in_mid_run": Kind(module=_of(LoadedStates), reason=ADAM),
     "states_written": Kind(module=_of(StatesWritten)),
     "scripted": Kind(
         module=_of(Scripted),

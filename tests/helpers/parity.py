@@ -69,10 +69,11 @@ def cases(kinds: Iterable[str]) -> Iterator[Case]:
 
 @pytest.fixture(scope="module")
 def batches(ranks, request) -> Batches:
-    """Trains what the selected cases need, many kinds per job."""
+    """Trains what the selected cases need, and ``RUNS`` of their file, many kinds per job."""
     calls = [getattr(item, "callspec", None) for item in request.session.items if item.module is request.module]
     cases = [call.params["case"] for call in calls if call is not None and "case" in call.params]
-    return Batches(ranks, [run for case in cases for run in (case.run, *([] if case.refusal else [case.reference]))])
+    of_cases = [run for case in cases for run in (case.run, *([] if case.refusal else [case.reference]))]
+    return Batches(ranks, [*of_cases, *getattr(request.module, "RUNS", ())])
 
 
 def compare(case: Case, batches: Batches) -> None:

@@ -370,6 +370,8 @@ def _fork_on_request(fd: int) -> None:
         with contextlib.suppress(ImportError):
             for name in ("deepspeed.runtime.engine", "torch._inductor.compile_fx"):  # with its first run
                 import_module(name)
+    import_module("torch._decomp.decompositions_for_jvp")  # compiles them, with the first torch.func.jvp
+    import_module("tests.helpers.zoo")
     torch.set_num_threads(1)
     gc.freeze()  # the collection after each job need not walk through torch
     requests = socket.socket(fileno=fd)

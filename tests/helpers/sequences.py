@@ -37,8 +37,6 @@ class Sequences(Zoo):
         return None
 
 
-SEQUENCES = {"in_another_order": (2, 1, 0), "one_twice": (0, 1, 1, 2), "but_one": (0, 2)}
-
 KINDS.update(
     {
         f"odd_ranks_run_blocks_{name}{suffix}": Kind(
@@ -49,11 +47,12 @@ KINDS.update(
             unsupported_units={3: SAME_UNITS},
             unsupported_deepspeed={3: SAME_MODULES},
         )
-        for name, odd in SEQUENCES.items()
-        for suffix, options, trainer in (
-            ("", {}, {}),
-            ("_accumulating", {}, {"accumulate_grad_batches": 2}),
-            ("_by_hand", {"manual": True}, {}),
+        for name, odd, suffix, options, trainer in (
+            ("in_another_order", (2, 1, 0), "", {}, {}),
+            ("in_another_order", (2, 1, 0), "_accumulating", {}, {"accumulate_grad_batches": 2}),
+            ("in_another_order", (2, 1, 0), "_by_hand", {"manual": True}, {}),
+            ("one_twice", (0, 1, 1, 2), "", {}, {}),
+            ("but_one", (0, 2), "_by_hand", {"manual": True}, {}),
         )
     }
 )

@@ -248,19 +248,6 @@ class Linearizes(Zoo):
         self.look(batch[0])
 
 
-class NumpyInStep(Zoo):
-    """NumPy arrays of weights, in a step and in hooks."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        mean = float(self.net.blocks[0].up.weight.detach().cpu().numpy().mean())
-        loss = self.loss(batch) * (1 + 0.1 * mean)
-        self.extra[f"{batch_idx}"] = torch.tensor(self.net.blocks[1].up.weight.detach().numpy().sum())
-        return self.record(loss)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.extra[f"after {batch_idx}"] = torch.tensor(self.net.head.weight.data.numpy().max())
-
-
 class UnseenWrites(Zoo):
     """Writes by calls that name no parameter, or that no version counts, to weights, gradients and values of
     ``state_dict()``: in hooks, and inside a step before the forward and after it."""
@@ -405,8 +392,7 @@ KINDS.update(
             module=_of(Linearizes, in_step=False), deepspeed_refuses={3: "call torch.func.jvp"}
         ),
         **{f"written_{how}": Kind(module=_of(UnseenWrites, how=how)) for how in UnseenWrites.HOW},
-        "read_and_written_now_and_then": Kind(module=_of(NowAndThen, bias=False), validates=True),
-        "accumulates_read_and_written_now_and_then": Kind(
+        "read_and_written_now_and_then": Kind(
             module=_of(NowAndThen, bias=False), trainer={"accumulate_grad_batches": 2}, validates=True
         ),
         "linear_bias_written_before_backward": Kind(
@@ -415,6 +401,5 @@ KINDS.update(
         "gradients_through_data": Kind(module=_of(GradientsThroughData)),
         "own_backward_in_step": Kind(module=_of(OwnBackwardInStep)),
         "views_held_over_steps": Kind(module=_of(ViewsHeldOverSteps)),
-        "numpy_of_weights": Kind(module=_of(NumpyInStep)),
     }
 )

@@ -30,7 +30,7 @@ def test_states_and_traffic(ranks, kind, world_size):
 
 
 def test_states_and_traffic_with_offload(ranks2):
-    results = ranks2(account.observe_kind, "odd_parameters_together", STAGES, "cpu")
+    results = ranks2(account.observe_kind, "odd_shapes_and_dtypes", STAGES, "cpu")
     for of_ranks in zip(*results, strict=True):
         _agree(of_ranks)
         for each in of_ranks:
