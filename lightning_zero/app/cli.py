@@ -352,9 +352,11 @@ def _call(trainer: Any, command: str, module: Any, data: Any, ckpt_path: str | N
     from lightning.pytorch import LightningDataModule
 
     function: Callable[..., Any] = getattr(trainer, command)
+    # Lightning refuses it for ranks that are spawned or forked, which return no predictions
+    options = {"return_predictions": True} if command == "predict" else {}
     if data is None or isinstance(data, LightningDataModule):
-        return function(module, datamodule=data, ckpt_path=ckpt_path)
-    return function(module, data, ckpt_path=ckpt_path)
+        return function(module, datamodule=data, ckpt_path=ckpt_path, **options)
+    return function(module, data, ckpt_path=ckpt_path, **options)
 
 
 def _put_checkpoints_in(run_folder: Path, trainer: Any) -> None:

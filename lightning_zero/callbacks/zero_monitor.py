@@ -20,15 +20,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_zero.callbacks.model_state_report import of_every_rank, state_of_run
 from lightning_zero.comm.meter import TrafficMeter
 from lightning_zero.engines.model_state import KINDS as STATES
+from lightning_zero.engines.model_state import ModelState, plain_state
 from lightning_zero.planner import Plan, Planner
 from lightning_zero.private.lightning import comm_hook
 from lightning_zero.private.torch import pytree
@@ -244,7 +245,7 @@ class ZeroMonitor(Callback):
             for kind, value in sorted(counter.items()):
                 mine[f"{label} per step: {kind} bytes"] = value / steps
         mine |= self._rates(self._totals)
-        self.rows = of_every_rank(mine)
+        self.rows = _of_every_rank(mine)
         rank_zero_only(print)(f"\n{self.table(trainer)}", flush=True)
 
     def table(self, trainer: Trainer | None = None) -> str:
@@ -279,6 +280,12 @@ class ZeroMonitor(Callback):
         if not self._on_host:  # RSS also holds the interpreter and every library
             found["memory peak bytes"] = row.peak_with(config is not None and config.activation_checkpointing.is_on)
         return found | {f"sent per step: {kind} bytes": value for kind, value in row.sent.items()}
+
+
+def state_of_run(trainer: Trainer, module: LightningModule) -> ModelState:
+    """Returns this rank's current model state, counted by its engine if it has one."""
+    engine = getattr(trainer.strategy, "engine", None)
+    return plain_state(module, trainer.optimizers) if engine is None else engine.model_state(trainer.optimizers)
 
 
 def _planner_for(trainer: Trainer, module: LightningModule) -> Planner | None:
@@ -318,6 +325,14 @@ def _memory_peak(device: torch.device) -> int:
 
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return rss if sys.platform == "darwin" else rss * 1024
+
+
+def _of_every_rank(mine: dict[str, float]) -> list[dict[str, float]]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return [mine]
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, mine)
+    return rows
 
 
 def _cell(name: str, value: float | None) -> str:

@@ -6,8 +6,8 @@
 - *popen*: all ranks of a machine but its first execute the program again. Under Hydra they do not parse the command
   line, which may contain a sweep. They get the config of the job that rank 0 runs. A
   :mod:`~lightning_zero.launch.supervisor` process watches them and rank 0.
-- *spawn*, *fork*: all ranks are children of this process, which gets weights and metrics back. This is for
-  programs that cannot be executed again: a notebook, pytest, ``python -c``.
+- *spawn*, *fork*: all ranks are children of this process, which gets weights and metrics back. This is for programs
+  that cannot be executed again: a notebook, pytest, ``python -c``.
 
 :mod:`~lightning_zero.launch.session` holds the ranks of *popen*. :mod:`~lightning_zero.launch.failure` handles runs
 that raise.

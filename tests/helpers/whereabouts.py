@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
-from lightning_zero.callbacks.model_state_report import state_of_run
+from lightning_zero.callbacks.zero_monitor import state_of_run
 from lightning_zero.engines.model_state import KINDS, ModelState
 from tests.helpers import account, zoo
 
