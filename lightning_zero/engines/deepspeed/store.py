@@ -399,6 +399,9 @@ class DeepSpeedStore(BuiltStore):
         if aliases and self._stage3 and Phase.BACKWARD not in self._under_way:
             for p in params:
                 self._taken.setdefault(self._own[id(p)], []).extend(map(weakref.ref, tensors_in((result,))))
+        if first is None and self._stage3:  # a compiled graph, whose backward computes with the parameters themselves
+            for p in params:
+                self.bring(p)
 
     def before_empty(self, p: Tensor) -> None:
         super().before_empty(p)
