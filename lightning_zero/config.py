@@ -18,6 +18,7 @@ EngineName = Literal["fsdp2", "deepspeed"]
 OffloadTarget = Literal["none", "cpu", "nvme"]
 CheckpointForm = Literal["file", "sharded", "sharded-async"]
 AfterFit = Literal["auto", "whole", "sharded"]
+Uneven = Literal["error", "shortest"]
 TransportName = Literal["auto", "direct", "torch"]
 StartMethod = Literal["auto", "popen", "spawn", "fork"]
 CompileTarget = Literal["none", "units"]
@@ -28,6 +29,7 @@ ENGINES: tuple[str, ...] = get_args(EngineName)
 OFFLOAD_TARGETS: tuple[str, ...] = get_args(OffloadTarget)
 CHECKPOINTS: tuple[str, ...] = get_args(CheckpointForm)
 AFTER_FIT: tuple[str, ...] = get_args(AfterFit)
+UNEVEN: tuple[str, ...] = get_args(Uneven)
 TRANSPORTS: tuple[str, ...] = get_args(TransportName)
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
 COMPILE_TARGETS: tuple[str, ...] = get_args(CompileTarget)
@@ -377,6 +379,10 @@ class ZeroConfig:
     build: BuildName = "auto"
     """Materializing a module on the meta device with ``fsdp2``: ``"auto"`` one unit after the other, each sharded at
     once, so that no rank holds the full module; ``"whole"`` all of it on every rank before sharding."""
+    uneven: Uneven = "error"
+    """Behaviour if the ranks' training dataloaders differ in length. ``"error"`` ends the run on all ranks when
+    the first dataloader is exhausted. ``"shortest"`` ends each epoch there, like DDP with dataloaders cut to that
+    length."""
     hook_budget_bytes: int | None = None
     """Bytes of full parameters, gradients and optimizer states that user hooks may hold gathered at a time. Beyond them
     those that were gathered first are resharded. ``None`` is an eighth of the free memory of the device when a run
@@ -430,6 +436,7 @@ class ZeroConfig:
         _one_of("transport", self.transport, TRANSPORTS)
         _boolean("broadcast_buffers", self.broadcast_buffers)
         _one_of("build", self.build, BUILDS)
+        _one_of("uneven", self.uneven, UNEVEN)
         _count_or_none("hook_budget_bytes", self.hook_budget_bytes, least=0)
         _one_of("after_fit", self.after_fit, AFTER_FIT)
         _one_of("checkpoint", self.checkpoint, CHECKPOINTS)

@@ -46,6 +46,7 @@ from lightning_zero.config import (
     Stage,
     StartMethod,
     TransportName,
+    Uneven,
     ZeroConfig,
 )
 from lightning_zero.engines.advice import advice_on
@@ -136,6 +137,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         elementwise_optimizers: Sequence[str] | None = None,
         broadcast_buffers: bool = True,
         build: BuildName = "auto",
+        uneven: Uneven = "error",
         hook_budget_bytes: int | None = None,
         after_fit: AfterFit = "auto",
         checkpoint: CheckpointForm = "file",
@@ -280,7 +282,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._run.end_view()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        sync_steps(trainer, self)
+        sync_steps(trainer, self, self.config.uneven)
         self._failed = False
         self._resolve_stage(trainer)
         if self._in_groups_that_fit:

@@ -21,6 +21,7 @@ import sys
 import threading
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,20 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_zero.comm.agree import STEP_SYNC, Agreement, run_agreement, shared_agreement
+from lightning_zero.config import Uneven
 from lightning_zero.launch import restart
 from lightning_zero.launch.failure import AgreedInterrupt, saves_on_exception
 from lightning_zero.launch.session import tell_supervisor
+from lightning_zero.launch.shortest import cut
 from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
 from lightning_zero.launch.waiting import Watch
 from lightning_zero.private.lightning import (
     HandlersCompose,
     answer_signals_by,
+    change_training_loader,
     timeout_of,
     without_sigterm_broadcast,
 )
@@ -46,11 +51,14 @@ from lightning_zero.private.torch import DisableTorchFunction
 _PLACES = {
     1: "begins training batch {}",
     2: "begins a validation after {} training batches",
-    3: "ends its validation after {} training batches",
-    4: "ends its epoch after {} training batches",
-    5: "ends its training after {} steps",
+    3: "fetches a batch after {} training batches",
+    4: "ends its validation after {} training batches",
+    5: "ends its epoch after {} training batches",
+    6: "ends its training after {} steps",
 }
 _SHIFT = 40
+_RAN_DRY = 1 << 8
+"""Flag for an exhausted loader in a message; above all signal numbers, so that it wins the maximum."""
 
 
 class StepSync(Callback):
@@ -180,16 +188,30 @@ class StepSync(Callback):
             engine.end_window()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        self._say(3, trainer.fit_loop.epoch_loop.batch_idx + 1)
-        self.hear()
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._say(4, trainer.fit_loop.epoch_loop.batch_idx + 1)
         self.hear()
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._say(5, trainer.global_step)
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._say(5, trainer.fit_loop.epoch_loop.batch_idx + 1)
         self.hear()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._say(6, trainer.global_step)
+        self.hear()
+
+    # -- training loaders that differ in length ------------------------------------------------------------------
+
+    def shortest(self, trainer: Any, length: float) -> float:
+        """Returns the smallest ``length`` of all ranks' training loaders (collective)."""
+        self._begin(trainer)
+        assert self._agreement is not None
+        self._end_window()
+        return min(self._agreement.gather(length, "the lengths of the training loaders"))
+
+    def any_ran_dry(self, this: bool) -> bool:
+        """Returns whether any rank's training loader is exhausted; ``this`` is this rank's answer (collective)."""
+        self._say(3, self._loop.batch_idx + 1, _RAN_DRY * this)
+        return self.hear()
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -198,10 +220,10 @@ class StepSync(Callback):
         if (engine := getattr(self._strategy, "engine", None)) is not None:
             engine.end_window(engine.hooks.anywhere)
 
-    def _say(self, place: int, index: int) -> None:
+    def _say(self, place: int, index: int, dry: int = 0) -> None:
         if self._loop is None:
             return
-        asked = self._signal or 0
+        asked = dry or self._signal or 0  # a signal that dry hides here is sent again with the next message
         if self._agreement is None:
             self._agreed = max(self._agreed, asked)
             return
@@ -213,21 +235,24 @@ class StepSync(Callback):
             work = self._agreement.all_reduce(message, dist.ReduceOp.MAX, STEP_SYNC, self._peer_memory)
         self._pending = (work, message, here)
 
-    def hear(self) -> None:
-        """Completes the message under way, if any.
+    def hear(self) -> bool:
+        """Completes the message under way, if any; returns whether any rank's training loader is exhausted.
 
         Raises:
             ValueError: On all ranks, if their places differ.
         """
         if self._pending is None:
-            return
+            return False
         (work, message, here), self._pending = self._pending, None
         with DisableTorchFunction():
             work.wait()
             furthest, nearest, asked = message.tolist()  # on the host: this does not wait for the device
         if furthest != -nearest:
             self._refuse(here)
+        if asked >= _RAN_DRY:
+            return True
         self._agreed = max(self._agreed, asked)
+        return False
 
     def _refuse(self, here: int) -> None:
         assert self._agreement is not None
@@ -238,9 +263,10 @@ class StepSync(Callback):
             f"rank {', '.join(map(str, ranks))} {_PLACES[place >> _SHIFT].format(place & ((1 << _SHIFT) - 1))}"
             for place, ranks in sorted(places.items())
         )
-        validates = any(place >> _SHIFT == 3 for place in places)
+        validates = any(place >> _SHIFT == 4 for place in places)
         limit = "trainer.limit_val_batches" if validates else "trainer.limit_train_batches"
-        if any(place >> _SHIFT == 5 for place in places):
+        end = "" if validates else ", or end with the shortest (the strategy's uneven='shortest')"
+        if any(place >> _SHIFT == 6 for place in places):
             cause = (
                 "The cause is a callback that only some ranks have, or a stop that each rank decides alone: give all"
                 " ranks the same callbacks and settings, and log the values that they watch with sync_dist=True."
@@ -248,7 +274,7 @@ class StepSync(Callback):
         else:
             cause = (
                 "The cause is a dataloader that has fewer batches on some ranks: give all ranks the same number (a"
-                f" DistributedSampler, drop_last=True, or {limit})."
+                f" DistributedSampler, drop_last=True, or {limit}){end}."
             )
         raise ValueError(f"the ranks have diverged: {said}. {cause}")
 
@@ -293,8 +319,19 @@ def _in_fork() -> None:
 os.register_at_fork(after_in_child=_in_fork)
 
 
-def sync_steps(trainer: Any, strategy: Any) -> StepSync:
-    """Adds a :class:`StepSync` to ``trainer``, in front of all other callbacks."""
+def sync_steps(trainer: Any, strategy: Any, uneven: Uneven = "error") -> StepSync:
+    """Adds a :class:`StepSync` to ``trainer``, in front of all other callbacks.
+
+    Raises:
+        ValueError: On all ranks, if ``uneven="shortest"`` and the module's step fetches its batches itself.
+    """
+    ends_with_shortest = uneven == "shortest" and trainer.world_size > 1
+    step = trainer.lightning_module.training_step
+    if ends_with_shortest and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+        raise ValueError(
+            "uneven='shortest' with training_step(self, dataloader_iter): a step that fetches its batches itself would"
+            " find the end of the epoch in its middle. Take the batch as an argument, or use uneven='error'."
+        )
     for old in [callback for callback in trainer.callbacks if isinstance(callback, StepSync)]:
         old.teardown(trainer, None, "")  # Lightning does not call teardown after a run that raised
     trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, StepSync)]
@@ -304,6 +341,8 @@ def sync_steps(trainer: Any, strategy: Any) -> StepSync:
     answer_signals_by(trainer, watching.on_signal)
     if trainer.world_size > 1:
         watching.undo.callback(Watch().close)
+    if ends_with_shortest:
+        watching.undo.callback(change_training_loader(trainer, partial(cut, trainer=trainer, sync=watching)))
     return watching
 
 

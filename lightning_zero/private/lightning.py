@@ -39,6 +39,8 @@ LIGHTNING = Library(
         Needed(f"{_LOOPS}.fit_loop:_FitLoop.__init__", stores="_data_source _combined_loader _data_fetcher"),
         Needed(f"{_LOOPS}.fit_loop:_FitLoop.setup_data", stores="_data_source _combined_loader"),
         Needed(f"{_CONNECTORS}.data_connector:_DataLoaderSource.__init__", takes="self, instance, name"),
+        Needed(f"{_CONNECTORS}.data_connector:_DataLoaderSource.dataloader", takes="self"),
+        Needed(f"{_CONNECTORS}.data_connector:_request_dataloader", takes="data_source", stores="dataloader"),
         Needed(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop._broadcast_sigterm_tensor", takes="self"),
         Needed(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop.advance", takes="self, data_fetcher"),
         Needed(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop.reset", takes="self"),
@@ -132,6 +134,7 @@ __all__ = [
     "after_closure",
     "answer_signals_by",
     "backend_of",
+    "change_training_loader",
     "checkpoint_connector",
     "choose_port_again",
     "combined_loader",
@@ -180,6 +183,18 @@ def training_source(trainer: Any) -> Any:
     """Returns the source of the training loader: a LightningModule, a DataModule, or the loader itself. Public names
     give it only after the loop's set-up, which comes after the strategy's."""
     return trainer.fit_loop._data_source.instance
+
+
+def change_training_loader(trainer: Any, change: Callable[[Any], Any]) -> Callable[[], None]:
+    """Lets the training loop use ``change(loader)`` of the user's loader; returns a function that undoes this."""
+    source = trainer.fit_loop._data_source
+    given = source.dataloader
+    source.dataloader = lambda: change(given())
+
+    def undo() -> None:
+        vars(source).pop("dataloader", None)
+
+    return undo
 
 
 def without_sigterm_broadcast(loop: Any) -> Callable[[], None]:

@@ -1,5 +1,5 @@
 """Loops whose length differs by rank. Those without gradients end as under DDP: ranks that have finished serve the
-others."""
+others. Training ends with the shortest if that was asked for, as under DDP with loaders cut to that length."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR, LinearLR
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torchmetrics import MeanMetric
 
 import lightning_zero
-from tests.helpers import zoo
+from tests.helpers import moves, zoo
+from tests.helpers.ranks import outcome
 
 
 class Batches(IterableDataset[Tensor]):
@@ -229,3 +231,137 @@ def test_networks_beside_the_state_dict_are_whole_in_checkpoints(
         ranks2(_networks_in_checkpoints, each, str(tmp_path / str(i))) for i, each in enumerate((settings, "ddp"))
     )
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+class Trains(Evaluates):
+    """Schedulers of both intervals, one of which counts the steps to come, and hooks in which rank 0 alone reads."""
+
+    def build(self) -> None:
+        super().build()
+        self.epochs: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 0:
+            self.norms.append(self.net.stem.weight.norm().item())
+
+    def on_train_epoch_end(self) -> None:
+        rates = [group["lr"] for group in self.optimizers().param_groups]
+        self.epochs += [self.global_step, self.trainer.callback_metrics["loss"].item(), *rates]
+        if self.global_rank == 0:
+            self.norms.append(self.net.head.weight.norm().item())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        steps = int(min(self.trainer.estimated_stepping_batches, 9))
+        return [optimizer], [{"scheduler": LinearLR(optimizer, total_iters=steps), "interval": "step"},
+                             ExponentialLR(optimizer, 0.9)]  # fmt: skip
+
+
+class Picks(Sampler[int]):
+    """Two items for each batch that the rank has by ``counts``, others in each epoch."""
+
+    def __init__(self, counts: tuple[int, ...]) -> None:
+        self.counts, self.epoch = counts, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 2 * self.counts[dist.get_rank()]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.epoch + dist.get_rank(), len(self) + self.epoch + dist.get_rank()))
+
+
+def _loader(kind: str, counts: tuple[int, ...]) -> Any:
+    if kind.startswith("iterable"):
+        return DataLoader(Batches(counts), batch_size=None)
+    items = torch.randn(20, zoo.WIDTH, generator=torch.Generator().manual_seed(3))
+    if kind == "sampler":
+        return DataLoader(items, batch_size=2, sampler=Picks(counts))
+    batches = [[i + dist.get_rank(), i + 9] for i in range(counts[dist.get_rank()])]
+    return {"a": DataLoader(items, batch_sampler=batches), "b": DataLoader(items, batch_size=2)}
+
+
+class OfTwo(Trains):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch["a"] + batch["b"], batch_idx)
+
+
+KINDS: dict[str, tuple[type[Trains], dict[str, Any]]] = {
+    "iterable": (Trains, {"val_check_interval": 2}),
+    "iterable with a limit": (Trains, {"limit_train_batches": 4, "accumulate_grad_batches": 1}),
+    "sampler": (Trains, {"val_check_interval": 0.67}),
+    "sampler with a limit": (Trains, {"limit_train_batches": 0.75}),
+    "batch sampler": (OfTwo, {}),
+}
+
+
+def _trainings(strategy: Any, counts: tuple[int, ...]) -> dict[str, Any]:
+    return {kind: _trained(strategy, kind, counts) for kind in KINDS}
+
+
+def _trained(strategy: Any, kind: str, counts: tuple[int, ...], save: str = "", resume: str | None = None) -> Any:
+    torch.manual_seed(5)
+    made, options = KINDS[kind]
+    module, even = made(), DataLoader(Batches((2,) * len(counts)), batch_size=None)
+    callbacks = [moves._SaveAt(4, save)] if save else []
+    trainer = zoo.make_trainer(
+        strategy, callbacks=callbacks, use_distributed_sampler=False, num_sanity_val_steps=1,
+        **{"accumulate_grad_batches": 1 if save or resume else 2, **options},
+    )  # fmt: skip
+    loader = _loader(kind.removesuffix(" with a limit"), counts)
+    trainer.fit(module, CombinedLoader(loader, "min_size") if isinstance(loader, dict) else loader, even,
+                ckpt_path=resume)  # fmt: skip
+    return {
+        "losses": module.losses,
+        "norms": module.norms,
+        "epochs": module.epochs,
+        "batches": [trainer.num_training_batches, trainer.fit_loop.total_batch_idx, trainer.val_check_batch],
+        "weights": torch.cat([p.detach().flatten() for p in module.parameters()]).tolist(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "counts"), [(STAGE_3, (3, 6, 5)), ({"stage": 1, "engine": "deepspeed"}, (5, 3))], ids=str
+)
+def test_training_ends_with_the_shortest(ranks: Any, settings: dict[str, Any], counts: tuple[int, ...]) -> None:
+    found = ranks(_trainings, {"uneven": "shortest", **settings}, counts, world_size=len(counts))
+    expected = ranks(_trainings, "ddp", (min(counts),) * len(counts), world_size=len(counts))
+    for result, of_ddp in zip(found, expected, strict=True):
+        for kind in KINDS:
+            for key, value in of_ddp[kind].items():  # sums of three ranks in another order
+                assert result[kind][key] == pytest.approx(value, rel=1e-4, abs=1e-6), (kind, key)
+
+
+def _fetches_itself() -> str:
+    class Fetches(zoo.Zoo):
+        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+            raise AssertionError("the run is refused before its first step")
+
+    trainer = zoo.make_trainer({**STAGE_3, "uneven": "shortest"}, max_steps=1)
+    return outcome(trainer.fit, Fetches(), DataLoader(zoo.RandomDataset(), zoo.BATCH))[1]
+
+
+def test_a_step_that_fetches_its_batches_is_refused_by_name(ranks2: Any) -> None:
+    for text in ranks2(_fetches_itself):
+        assert "uneven='shortest' with training_step(self, dataloader_iter)" in text
+
+
+def test_a_run_goes_on_in_mid_epoch(ranks2: Any, tmp_path: Path) -> None:
+    """Its reference is the run that was not interrupted."""
+    settings, path = {**STAGE_3, "uneven": "shortest"}, str(tmp_path / "x.ckpt")
+    straight = ranks2(_trained, settings, "sampler", (5, 3), path)
+    resumed = ranks2(_trained, settings, "sampler", (5, 3), "", path)
+    for whole, rest in zip(straight, resumed, strict=True):
+        assert rest["losses"] == pytest.approx(whole["losses"][4:])
+        assert rest["weights"] == pytest.approx(whole["weights"])
+        assert rest["batches"][:2] == whole["batches"][:2] == [3, 5]

@@ -50,12 +50,12 @@ FAULTS = {
     "stop-0": Fault("rank 0 stops answering (SIGSTOP)", 0, ("rank 0 (process", "is stopped"), hangs=True),
     "stop-1": Fault("rank 1 stops answering (SIGSTOP)", 1, ("rank 1 (process", "is stopped"), hangs=True),
     "dry-0": Fault(
-        "data loader of rank 0 ends early",
+        'data loader of rank 0 runs dry early, `uneven="error"`',
         0,
         ("rank 0 ends its epoch after 3 training batches",),
     ),
     "dry-1": Fault(
-        "data loader of rank 1 ends early",
+        'data loader of rank 1 runs dry early, `uneven="error"`',
         1,
         ("rank 1 ends its epoch after 3 training batches",),
     ),
@@ -63,6 +63,7 @@ FAULTS = {
     **{
         f"uneven-{name}": Fault(f"uneven {text}", 0, (f"rank 0 has done {name}",), breaks=False)
         for name, text in (
+            ("shortest", '`fit`: 3 and 20 batches, `uneven="shortest"`'),
             ("validate", "validation in `fit`: 1 and 3 batches"),
             ("test", "`test`: 1 and 3 batches"),
             ("predict", "`predict`: 1 and 3 batches"),
@@ -167,7 +168,7 @@ def _main(name: str) -> None:
             self.net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 
         def train_dataloader(self) -> Any:
-            dry = name.startswith("dry") and self.global_rank == fault.rank
+            dry = name.startswith(("dry", "uneven-shortest")) and self.global_rank == fault.rank
             batches = 3 if dry else 10_000 if name == "interrupt" else 20
             return DataLoader(torch.ones(4 * batches, 8), batch_size=4, num_workers=1)
 
@@ -202,6 +203,7 @@ def _main(name: str) -> None:
         stage=3,
         timeout_seconds=HANG_SECONDS if fault.hangs else 600.0,
         units=["Linear"],
+        uneven="shortest" if name == "uneven-shortest" else "error",
     )
     module, loop = Module(), name.partition("-")[2]
     trainer = L.Trainer(

@@ -106,6 +106,7 @@ def test_defaults() -> None:
         ({"find_unused_parameters": 1}, ["find_unused_parameters=1", "True or False"]),
         ({"build": "sharded"}, ["build='sharded'", "'auto'", "'whole'"]),
         ({"after_fit": "keep"}, ["after_fit='keep'", "'whole'", "'sharded'"]),
+        ({"uneven": "join"}, ["uneven='join'", "'error'", "'shortest'"]),
         ({"process_group_backend": 1}, ["process_group_backend=1", "'gloo'"]),
         ({"device_memory_gib": 0}, ["device_memory_gib=0", "GiB above 0"]),
         ({"timeout_seconds": 0}, ["timeout_seconds=0", "above 0"]),
