@@ -7,6 +7,7 @@ use them directly. The same holds for ``os._exit`` and ``sys._getframe``, which 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -483,12 +484,11 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calling ``module`` runs compiled code, by any way of compiling it."""
+    """Whether calling ``module``, or a function that it holds, runs compiled code, by any way of compiling it."""
     from torch._dynamo import OptimizedModule
 
-    own = vars(module)
     # Check for this attribute: a module's compiled call may also be one of ours that recomputes.
-    calls = (compiled_call(module), *(own.get(name) for name in ("forward", "training_step")))
+    calls = (compiled_call(module), *filter(inspect.isroutine, vars(module).values()))
     return isinstance(module, OptimizedModule) or any(hasattr(call, "_torchdynamo_orig_callable") for call in calls)
 
 

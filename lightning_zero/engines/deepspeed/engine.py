@@ -443,13 +443,13 @@ def _give_methods_back(optimizers: Iterable[Optimizer]) -> None:
 
 
 def _refuse_compiled(module: nn.Module) -> None:
-    """Raises ``ValueError`` for a compiled module at stage 3.
+    """Raises ``ValueError`` for compiled code of a module at stage 3.
 
     DeepSpeed's hooks break the graph before each submodule, and parameters change their shape from use to use."""
     for name, each in module.named_modules():
         if is_compiled(each):
             raise ValueError(
-                f"engine='deepspeed' at stage 3: module {name or type(each).__name__!r} is compiled, but DeepSpeed"
-                " gathers before each submodule, which breaks the graph there: use engine='fsdp2' or stage=2, or"
-                " leave the module uncompiled."
+                f"engine='deepspeed' at stage 3: module {name or type(each).__name__!r} is compiled, or holds a"
+                " compiled function, but DeepSpeed gathers before each submodule, which breaks the graph there: use"
+                " engine='fsdp2' or stage=2, or leave out torch.compile."
             )
