@@ -237,7 +237,7 @@ class Linearizes(Zoo):
     """``torch.func.linearize``, which records operators, in a step or a hook."""
 
     def look(self, x: Tensor) -> None:
-        self.extra["along"] = linearize(self.net, x[0])[1](torch.ones(x[0].shape))
+        self.extra["along"] = linearize(self.net, x[0])[1](torch.ones(x[0].shape)).detach()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.options["in_step"]:
