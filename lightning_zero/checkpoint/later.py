@@ -1,8 +1,8 @@
 """Stores values for parameters without memory, to be read when the parameters are materialized: those on the meta
 device, and those that an earlier run has left sharded.
 
-The value is an attribute of the parameter itself, so it stays with the parameter if modules around it are replaced, and
-is freed with it.
+A value belongs to the parameter object, so it stays with the parameter if modules around it are replaced, and is freed
+with it. It is not an attribute, because user code copies attributes to other parameters.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.private.torch import DisableTorchFunctionSubclass, set_data
 
-_ATTRIBUTE = "_lightning_zero_value"
+_values: Any = WeakIdKeyDictionary()
 
 
 def leave(parameter: Tensor, value: Tensor) -> None:
     """Stores ``value`` as the future value of ``parameter``, which has no memory and the same shape."""
-    setattr(parameter, _ATTRIBUTE, value)
+    _values[parameter] = value
 
 
 def left(parameter: Tensor) -> Tensor | None:
     """The value that :func:`leave` stored, or ``None``."""
-    return getattr(parameter, _ATTRIBUTE, None)
+    found: Tensor | None = _values.get(parameter)
+    return found
 
 
 def has_no_memory(tensor: Tensor) -> bool:
@@ -45,12 +47,12 @@ def memory_for(tensor: Tensor, device: torch.device | str) -> Tensor:
 def become(tensor: Any, value: Tensor) -> None:
     """Materializes ``tensor``, which has no memory, with that of ``value``. ``tensor`` stays the same object, with the
     same attributes, for all code that holds it."""
+    _values.pop(tensor, None)
     if not tensor.is_meta:  # an earlier run has left it sharded
         set_data(tensor, value)
-        delattr(tensor, _ATTRIBUTE)
         tensor.__class__ = tensor.ordinary
         return
-    attributes = {k: v for k, v in vars(tensor).items() if k != _ATTRIBUTE}
+    attributes = dict(vars(tensor))
     requires_grad = tensor.requires_grad
     new: Any = nn.Parameter(value, requires_grad) if isinstance(tensor, nn.Parameter) else value
     if type(new) is not type(tensor):

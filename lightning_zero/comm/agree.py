@@ -163,7 +163,7 @@ class Agreement:
             content = pickle.dumps((call, failure, value))  # outside the try: an error here is the caller's
             try:
                 with self._calling(call):
-                    gathered = tree.gather(content, self.channel.group, self._tag(self._kind))
+                    gathered = tree.gather(content, self.channel.group, self._tag(self._kind), self.timeout_seconds)
             except RuntimeError as lost:
                 raise (error or lost) from lost
             everyones = [pickle.loads(each) for each in gathered]

@@ -21,6 +21,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Collection, Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -110,7 +111,12 @@ def withdraw_waiting() -> None:
 
 @torch.no_grad()
 def all_reduce(
-    message: Tensor, op: Any, group: dist.ProcessGroup, tag: int, peers: Peers | None = None
+    message: Tensor,
+    op: Any,
+    group: dist.ProcessGroup,
+    tag: int,
+    peers: Peers | None = None,
+    timeout: timedelta | None = None,
 ) -> Iterator[None]:
     """Reduces ``message`` (in host memory) over the ranks in place; ``op`` is a sum or a maximum.
 
@@ -118,13 +124,13 @@ def all_reduce(
     through their own connections, all other ranks through gloo.
 
     Raises:
-        LostRankError: If another rank does not join within the time-out of ``group``, or has ended.
+        LostRankError: If another rank does not join within ``timeout``, by default that of ``group``, or has ended.
     """
     rank, below = group.rank(), children(group.rank(), group.size())
     edges = [*below, *([parent(rank)] if rank else [])]
     near = peers.ranks if peers is not None else ()
     # Post all receives first: gloo starts a peer's send only when its receiver is there.
-    arriving = {peer: _Arriving(message, peer, group, tag) for peer in edges if peer not in near}
+    arriving = {peer: _Arriving(message, peer, group, tag, timeout) for peer in edges if peer not in near}
     sent: list[tuple[int, Any]] = []
 
     def recv(peer: int) -> Tensor:
@@ -164,14 +170,15 @@ def all_reduce(
 class _Arriving:
     """A posted receive from ``peer`` of a message with the size of ``like``."""
 
-    def __init__(self, like: Tensor, peer: int, group: dist.ProcessGroup, tag: int) -> None:
+    def __init__(self, like: Tensor, peer: int, group: dist.ProcessGroup, tag: int, timeout: timedelta | None) -> None:
         self._message, self._named = torch.empty_like(like), partial(_naming, group, peer)
+        self._wait_arguments = () if timeout is None else (timeout,)
         with self._named():
             self._work: Any = dist.irecv(self._message, group=group, group_src=peer, tag=tag)
 
     def wait(self) -> Tensor:
         with self._named():
-            self._work.wait()
+            self._work.wait(*self._wait_arguments)
         return self._message
 
 
@@ -183,20 +190,21 @@ def _naming(group: dist.ProcessGroup, peer: int) -> Iterator[None]:
         raise LostRankError(group, peer) from error
 
 
-def gather(value: bytes, group: dist.ProcessGroup, tag: int) -> list[bytes]:
+def gather(value: bytes, group: dist.ProcessGroup, tag: int, timeout_seconds: float | None = None) -> list[bytes]:
     """Returns every rank's ``value``, by rank. It is a sum of one row per rank, so values should be small.
 
     Raises:
         LostRankError: As :func:`all_reduce`.
     """
     rank, ranks = group.rank(), group.size()
+    timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     sizes = torch.zeros(ranks, dtype=torch.int64, device="cpu")  # 1D
     sizes[rank] = len(value)
-    for _ in all_reduce(sizes, dist.ReduceOp.SUM, group, tag):
+    for _ in all_reduce(sizes, dist.ReduceOp.SUM, group, tag, timeout=timeout):
         pass
     nbytes = sizes.tolist()
     rows = torch.zeros(ranks, max(nbytes), dtype=torch.uint8, device="cpu")  # (ranks, largest size), padded
     rows[rank, : len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-    for _ in all_reduce(rows, dist.ReduceOp.SUM, group, tag):
+    for _ in all_reduce(rows, dist.ReduceOp.SUM, group, tag, timeout=timeout):
         pass
     return [bytes(row[:size].numpy()) for row, size in zip(rows, nbytes, strict=True)]

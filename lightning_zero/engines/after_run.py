@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from functools import cache
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,9 @@ def where_memory_allows(module_bytes: int, num_processes: int, room_bytes: int) 
 
 READ_SECONDS = 30.0
 """Time that a read of such a tensor waits for the other ranks."""
-_reads: list[Agreement] = []
+_reads: WeakKeyDictionary[Agreement, Agreement] = WeakKeyDictionary()
+"""Agreement of the last run -> agreement on such reads. Only the process group keeps the first, whose threads must end
+with the group."""
 
 
 class LeftState(Tensor):
@@ -133,7 +135,7 @@ class LeftState(Tensor):
         Raises:
             RuntimeError: If not all ranks read the tensor within :data:`READ_SECONDS`.
         """
-        for agreement in _reads:
+        for agreement in list(_reads.values()):
             agreement.gather(None, "a read of a parameter or optimizer state that a run has left sharded")
         with torch.no_grad(), DisableTorchFunction():
             value = gathered(self.shard) if isinstance(self.shard, DTensor) else self.shard
@@ -200,7 +202,8 @@ def begin_reads(agreement: Agreement) -> None:
     """Has later reads of sharded tensors check that all ranks of ``agreement`` take part (collective)."""
     reads = agreement.with_kind(READS)
     reads.timeout_seconds = min(READ_SECONDS, agreement.timeout_seconds)
-    _reads[:] = [reads]
+    _reads.clear()
+    _reads[agreement] = reads
 
 
 def leave_states(optimizers: Iterable[Optimizer], full: bool, to_host: bool = True) -> None:
