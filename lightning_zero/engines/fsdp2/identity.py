@@ -92,7 +92,7 @@ class Identity:
                 leave_parameter(original, p.sharded_param)
             else:
                 set_data(original, values(p.sharded_param))
-                private.drop_shard(p)
+            private.drop_shard(p)  # or the memory stays until garbage collection finds the engine
 
     # -- optimizers ----------------------------------------------------------------------------------------------
 

@@ -721,7 +721,7 @@ def move_shards(group: Group, move: Callable[[list[Tensor]], list[Tensor]]) -> l
 
 
 def drop_shard(p: ShardedParam) -> None:
-    """Free the shard's memory, after its values were copied elsewhere for good; shape and dtype stay."""
+    """Release the shard's memory, which another tensor holds or which nobody needs; shape and dtype stay."""
     shard = p.sharded_param._local_tensor
     p._sharded_param_data = p._sharded_param_data.new_empty(0)
     set_data(shard, shard.new_empty(1).expand(shard.shape) if shard.numel() else shard.new_empty(shard.shape))
