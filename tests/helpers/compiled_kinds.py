@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.helpers import zoo
-from tests.helpers.zoo import KINDS, Kind, Manual, Zoo, _of
+from tests.helpers.zoo import KINDS, Kind, Manual, Zoo, _of, longer
 
 BACKEND = "aot_eager"
 
@@ -130,7 +130,7 @@ KINDS.update(
             )
             for how in ("own", "around", "inside")
         },
-        "compiled_and_accumulation": _compiled(CompiledBlocks, trainer={"accumulate_grad_batches": 2}),
+        "compiled_and_accumulation": _compiled(CompiledBlocks, trainer={"accumulate_grad_batches": 2}, dataset=longer),
         "compiled_late": _compiled(CompiledLate, options={"half": False}),
         **{
             f"compiled_{name}by_setting": Kind(

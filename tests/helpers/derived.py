@@ -14,7 +14,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
-from tests.helpers.zoo import KINDS, UNUSED, Block, Kind, Net, Zoo, _of
+from tests.helpers.zoo import KINDS, UNUSED, Block, Kind, Net, Zoo, _of, longer
 
 
 class FastWeights(Zoo):
@@ -176,7 +176,7 @@ class FeaturesOfHook(Zoo):
 
 KINDS.update(
     {
-        "fast_weights_of_some": Kind(module=_of(FastWeights), trainer={"accumulate_grad_batches": 2}),
+        "fast_weights_of_some": Kind(module=_of(FastWeights), trainer={"accumulate_grad_batches": 2}, dataset=longer),
         "fast_weights_among_parameters": Kind(module=_of(InParameters)),
         "modulated_by_weights": Kind(module=_of(Modulated)),
         "penalty_before_a_block_without": Kind(module=_of(PenaltyBefore), reference=UNUSED),

@@ -22,7 +22,21 @@ from torch.optim import SGD, Adam, Optimizer
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.engines.fsdp2.private import KNOWS_TRANSFORMS
-from tests.helpers.zoo import ADAM, KINDS, UNUSED, WIDTH, Block, Kind, Manual, Net, TokenDataset, Zoo, _of, whole
+from tests.helpers.zoo import (
+    ADAM,
+    KINDS,
+    UNUSED,
+    WIDTH,
+    Block,
+    Kind,
+    Manual,
+    Net,
+    TokenDataset,
+    Zoo,
+    _of,
+    longer,
+    whole,
+)
 
 
 class BestWeights(Zoo):
@@ -865,7 +879,7 @@ def _pruning(**options: Any) -> Any:
 
 
 HELD: dict[str, Kind] = {
-    "best_weights_by_hand": Kind(module=_of(BestWeights)),
+    "best_weights_by_hand": Kind(module=_of(BestWeights), dataset=longer),
     "attributes_on_parameters": Kind(module=_of(Marked)),
     "parameter_of_a_class": Kind(module=_of(Spheres)),
     "optimizer_made_in_init": Kind(module=_of(MadeEarly)),
@@ -874,7 +888,7 @@ HELD: dict[str, Kind] = {
     "average_held": Kind(module=_of(HeldAverage)),
     "layerdrop": Kind(module=_of(LayerDrop), reference=UNUSED),
     "types_of_layers": Kind(module=_of(ByType)),
-    "deepcopy_in_hooks": Kind(module=_of(Copies)),
+    "deepcopy_in_hooks": Kind(module=_of(Copies), dataset=longer),
     "averaged_model": Kind(module=_of(Averaged)),
     "stacked_module_state": Kind(module=_of(Stacked)),
     "saved_in_hooks": Kind(module=_of(Saves)),
@@ -883,7 +897,7 @@ HELD: dict[str, Kind] = {
     "views_held_from_step": Kind(module=_of(HeldFromStep, in_steps=False)),
     "views_held_and_written_in_steps": Kind(module=_of(HeldFromStep, in_steps=True)),
     "compared_in_hooks": Kind(module=_of(Compared)),
-    "reinitialized_in_hooks": Kind(module=_of(Reinitialized)),
+    "reinitialized_in_hooks": Kind(module=_of(Reinitialized), dataset=longer),
     "pruned": Kind(module=_of(Pruned)),
     "hook_registered_late": Kind(module=_of(LateHook)),
     "grad_of_parameters": Kind(module=_of(AutogradGrad), reference=UNUSED),
@@ -895,8 +909,8 @@ HELD: dict[str, Kind] = {
         module=_of(Transforms), reference=UNUSED, deepspeed_refuses={3: TRANSFORMS}, **TOO_OLD
     ),
     "sparse_embedding": Kind(module=_of(Sparse), dataset=TokenDataset, refused=SPARSE),
-    "states_loaded_at_the_start_and_in_mid_run": Kind(module=_of(LoadedStates), reason=ADAM),
-    "states_written": Kind(module=_of(StatesWritten)),
+    "states_loaded_at_the_start_and_in_mid_run": Kind(module=_of(LoadedStates), dataset=longer, reason=ADAM),
+    "states_written": Kind(module=_of(StatesWritten), dataset=longer),
     "scripted": Kind(
         module=_of(Scripted),
         refused=r"'net\.blocks\.1' is a torch\.jit module .*script or trace it after the run",

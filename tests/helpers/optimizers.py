@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers import zoo
 from tests.helpers.held import OnSphere
-from tests.helpers.zoo import ADAM, BATCH, SUM_ORDER, Kind, Manual, RandomDataset, Zoo, make_trainer
+from tests.helpers.zoo import ADAM, BATCH, SUM_ORDER, Kind, Manual, RandomDataset, Zoo, longer, make_trainer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Not element-wise, though a trial of a few steps on small tensors with default settings would say so
@@ -492,7 +492,10 @@ KINDS: dict[str, Kind] = {
     # states given by users
     "states_loaded_in_configure_optimizers": Kind(module=_make(_warm), reason=ADAM),
     "states_loaded_in_hooks": Kind(
-        module=_with(lambda p: Adam(p, lr=1e-2, eps=1e-4)), callbacks=lambda: [LoadsStates()], reason=ADAM
+        module=_with(lambda p: Adam(p, lr=1e-2, eps=1e-4)),
+        callbacks=lambda: [LoadsStates()],
+        dataset=longer,
+        reason=ADAM,
     ),
     "schedule_free": Kind(module=_with(ScheduleFree), callbacks=lambda: [Evaluates()], validates=True),
 }

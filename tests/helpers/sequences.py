@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.helpers.zoo import ADAM, KINDS, SAME_MODULES, SAME_UNITS, UNUSED, Kind, Zoo, _odd_rank, _of
+from tests.helpers.zoo import ADAM, KINDS, SAME_MODULES, SAME_UNITS, UNUSED, Kind, Zoo, _odd_rank, _of, longer
 
 EVERY = (0, 1, 2)
 
@@ -42,6 +42,7 @@ KINDS.update(
         f"odd_ranks_run_blocks_{name}{suffix}": Kind(
             module=_of(Sequences, odd=odd, **options),
             trainer=trainer,
+            **({"dataset": longer} if trainer else {}),
             reference=UNUSED,
             reason=ADAM,
             unsupported_units={3: SAME_UNITS},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lightning_zero.planner import GIB, Plan
 from tests.helpers import account
 
 
+@cache
 def _plan(shard_size: Any, device_memory_gib: float | None = None, **more: Any) -> Plan:
     settings: dict[str, Any] = {"world_size": 8, "ranks_per_host": 2, "headroom": 0.0, **more}
     config = ZeroConfig(stage=3, min_unit_numel=1, shard_size=shard_size)
