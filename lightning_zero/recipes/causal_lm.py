@@ -11,19 +11,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 
-def fetch(name: str) -> bool:
-    """Downloads the tokenizer ``name`` unless it is on disk; returns whether it is available. Call it on one
-    process."""
-    from transformers import AutoTokenizer  # optional: pip install lightning-zero[examples]
-
-    try:
-        AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        rank_zero_info(f"tokenizer {name!r} cannot be fetched ({type(error).__name__}); training a byte-pair one.")
-        return False
-    return True
-
-
 class CausalLM(LightningModule):
     """``AutoModelForCausalLM`` trained with AdamW.
 
