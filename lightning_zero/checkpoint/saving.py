@@ -7,9 +7,8 @@ methods except :meth:`Saving.remove` are collective.
 from __future__ import annotations
 
 import copy
-import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
@@ -24,7 +23,7 @@ from lightning_zero.checkpoint.resume import Resume, collect
 from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
 from lightning_zero.comm.agree import IN_BACKGROUND, Agreement
 from lightning_zero.private.lightning import TUNERS_FILES, checkpoint_connector
-from lightning_zero.private.torch import DisableTorchFunction
+from lightning_zero.private.torch import DisableTorchFunction, pytree
 
 
 class Collecting(Enum):
@@ -61,7 +60,6 @@ class Saving:
         self._end_reads: Callable[[], None] = _nothing
         self._agreement: Agreement | None = None
         self._loaded: Loaded | None = None
-        self._resumed: Resume | None = None
         self._continues = False
         self._background: BackgroundSaver | None = None
 
@@ -124,16 +122,14 @@ class Saving:
         state = type(self)(self._form).__dict__
         return state if self._agreement is None else {**state, "_agreement": Agreement(alone=True)}
 
-    def on_rank_0(self) -> tuple[Agreement, Collected] | None:
-        """Returns agreement and memory for collecting one file; ``None`` if every rank gets full tensors."""
-        return None if self._memory is None else (self.agreement, self._memory)
+    @property
+    def memory_on_rank_0(self) -> Collected | None:
+        """The memory for one file while it is collected; ``None`` if every rank gets full tensors."""
+        return self._memory
 
     def end(self, run_failed: bool) -> None:
         """Waits for background saves. A failed one raises, or only warns if the run has failed already."""
         self._forget_loaded()
-        if self._resumed is not None:
-            self._resumed.close()
-            self._resumed = None
         if self._background is not None:
             background, self._background = self._background, None
             try:
@@ -226,8 +222,7 @@ class Saving:
         After a tuner's trial steps, loaders and random states are not restored, as under DDP."""
         if self._loaded is not None:
             if self._continues:
-                self._resumed = Resume(self._loaded.content, self.agreement)
-                self._resumed.apply(trainer)
+                Resume(self._loaded.content, self.agreement).apply(trainer)
             self._forget_loaded()
 
     def _forget_loaded(self) -> None:
@@ -242,19 +237,8 @@ def _nothing() -> None:
 
 def _apart(value: Any) -> Any:
     """Copies a checkpoint's ``value`` if it holds modules or parameters, such as a network in the hyperparameters."""
-    return copy.deepcopy(value) if _holds_parameters(value) else value
-
-
-def _holds_parameters(value: Any) -> bool:
-    if isinstance(value, nn.Module):
-        return True
-    if isinstance(value, Mapping):
-        return any(map(_holds_parameters, value.values()))
-    if isinstance(value, (list, tuple, set)):
-        return any(map(_holds_parameters, value))
-    if isinstance(value, functools.partial):
-        return any(map(_holds_parameters, (*value.args, *value.keywords.values())))
-    return isinstance(value, nn.Parameter)
+    holds = any(isinstance(leaf, (nn.Module, nn.Parameter)) for leaf in pytree.tree_leaves(value))
+    return copy.deepcopy(value) if holds else value
 
 
 class _Dump:
