@@ -76,7 +76,7 @@ class CompileConfig:
     """``"units"`` compiles the forward of every shard unit except the root, in place; equal blocks share graphs."""
     backend: str | None = None
     """A name from ``torch.compiler.list_backends()``; ``None`` is torch's default, ``"inductor"``."""
-    mode: str | None = None
+    mode: Literal["default", "max-autotune-no-cudagraphs"] | None = None
     """inductor's ``"default"`` or ``"max-autotune-no-cudagraphs"``; ``None`` is its default. Its other modes record
     CUDA graphs, which need each parameter at the same address in every step."""
     dynamic: bool | None = None
@@ -86,18 +86,11 @@ class CompileConfig:
 
     def __post_init__(self) -> None:
         _check_types(self, "compile.")
-        if self.mode in ("reduce-overhead", "max-autotune"):
+        if self.mode is not None and self.backend not in (None, "inductor"):
             raise ValueError(
-                f"compile.mode={self.mode!r}: its CUDA graphs need each parameter at the same address in every step,"
-                " and each gather uses different memory; use 'max-autotune-no-cudagraphs'."
+                f"compile.mode={self.mode!r} with compile.backend={self.backend!r}: only inductor has modes; leave one"
+                " of them unset."
             )
-        if self.mode is not None:
-            _one_of("compile.mode", self.mode, COMPILE_MODES)
-            if self.backend not in (None, "inductor"):
-                raise ValueError(
-                    f"compile.mode={self.mode!r} with compile.backend={self.backend!r}: only inductor has modes; leave"
-                    " one of them unset."
-                )
         _require_target(self, "compile")
 
 
@@ -129,9 +122,6 @@ class ActivationCheckpointingConfig:
         """The setting as a user writes it: ``activation_checkpointing='full'``."""
         what = repr(self.target) if self.units is None else repr(list(self.units))
         return f"activation_checkpointing={what}"
-
-
-COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 
 
 @dataclass(frozen=True, kw_only=True)

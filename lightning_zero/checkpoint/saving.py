@@ -7,6 +7,7 @@ methods except :meth:`Saving.remove` are collective.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable
 from enum import Enum, auto
@@ -93,11 +94,12 @@ class Saving:
             end_reads: Called after rank 0 alone may have read parameters.
         """
         self._barrier, self._end_reads = barrier, end_reads
-        checkpoint_connector(trainer).dump_checkpoint = _Dump(self, trainer)
+        checkpoint_connector(trainer).dump_checkpoint = functools.partial(self.collect, trainer)
 
-    def collect(self, trainer: Any, weights_only: bool | None) -> dict[str, Any]:
+    def collect(self, trainer: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Collects a checkpoint as Lightning does; each rank gets its part according to the strategy's form."""
         connector = checkpoint_connector(trainer)
+        trainer.lightning_module.trainer = trainer  # copies of modules leave it out
         self._barrier()
         self.agreement.gather(None, "trainer.save_checkpoint()")
         self.collecting = Collecting.FOR_RANK_0 if self._form == "file" else Collecting.SHARDS
@@ -239,22 +241,6 @@ def _apart(value: Any) -> Any:
     """Copies a checkpoint's ``value`` if it holds modules or parameters, such as a network in the hyperparameters."""
     holds = any(isinstance(leaf, (nn.Module, nn.Parameter)) for leaf in pytree.tree_leaves(value))
     return copy.deepcopy(value) if holds else value
-
-
-class _Dump:
-    """Replaces a connector's ``dump_checkpoint``. A class, not a function, so that a copied Trainer's collects for the
-    copy."""
-
-    def __init__(self, saving: Saving, trainer: Any) -> None:
-        self._saving, self._trainer = saving, trainer
-
-    def __call__(self, weights_only: bool | None = None) -> dict[str, Any]:
-        module = self._trainer.lightning_module
-        try:
-            assert module.trainer
-        except RuntimeError:  # copies of modules leave their trainer out
-            module.trainer = self._trainer
-        return self._saving.collect(self._trainer, weights_only)
 
 
 def _write_file(checkpoint: dict[str, Any], path: str, trainer: Any, storage_options: Any) -> None:
