@@ -548,8 +548,7 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
-        collecting_failed = self._saving.collecting is Collecting.FAILED
-        note = advice_on(str(exception), collecting_failed, self.config.engine)
+        note = advice_on(str(exception), self.config.engine)
         if note and hasattr(exception, "add_note"):
             exception.add_note(note)
 
@@ -647,7 +646,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             return super().lightning_module_state_dict()
         collecting = self._saving.collecting
         self._serve_reads()
-        if not collecting.is_under_way:
+        if collecting is Collecting.NOTHING:
             self.agreement.gather(None, "strategy.lightning_module_state_dict()")
         state = left_shards(undetached_state_dict(module)) if engine is None else engine.sharded_state_dict()
         if collecting is Collecting.SHARDS:
@@ -662,7 +661,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             return super().optimizer_state(optimizer)
         collecting = self._saving.collecting
         self._serve_reads()
-        if not collecting.is_under_way:
+        if collecting is Collecting.NOTHING:
             self.agreement.gather(None, "strategy.optimizer_state()")
         engine = self.engine
         state = left_shards(optimizer.state_dict()) if engine is None else engine.sharded_optimizer_state(optimizer)

@@ -37,13 +37,6 @@ class Collecting(Enum):
     rank."""
     SHARDS = auto()
     """For a directory: every rank gets its own shards, and nothing is gathered."""
-    FAILED = auto()
-    """As ``NOTHING``. The last collection raised, perhaps because a hook read values on a rank that has only shapes."""
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether Lightning is collecting a checkpoint."""
-        return self in (Collecting.FOR_RANK_0, Collecting.SHARDS)
 
 
 class Saving:
@@ -111,12 +104,16 @@ class Saving:
             if self.agreement.rank == 0:  # before end_reads: copying parameters may need the other ranks' rows
                 checkpoint = {key: _apart(value) for key, value in checkpoint.items()}
             self._end_reads()
-        except BaseException:
-            self.collecting = Collecting.FAILED
+        except Exception as error:
+            if "meta" in str(error) and hasattr(error, "add_note"):
+                error.add_note(
+                    "While a checkpoint is collected, only rank 0 has the tensors' values and the other ranks have"
+                    " their shapes: read values under `if self.trainer.is_global_zero`."
+                )
             raise
         finally:
             self._memory = None
-        self.collecting = Collecting.NOTHING
+            self.collecting = Collecting.NOTHING
         return checkpoint
 
     def __getstate__(self) -> dict[str, Any]:

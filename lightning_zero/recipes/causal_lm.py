@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 
@@ -16,8 +15,7 @@ class CausalLM(LightningModule):
 
     Args:
         name: Model type for a config (``"gpt2"``), or name or path of a pretrained model.
-        pretrained: Use ``from_pretrained(name)`` if the hub or the disk has the model. Otherwise, and by default, the
-            weights are random.
+        pretrained: Use ``from_pretrained(name)``, from the hub or the disk, instead of random weights.
         learning_rate: Learning rate of AdamW.
         config: Overrides for the model's config, such as ``n_layer`` or ``vocab_size``.
     """
@@ -40,13 +38,10 @@ class CausalLM(LightningModule):
                 " pip install 'lightning-zero[examples]' (or pip install transformers tokenizers)."
             ) from error
         overrides = dict(config or {})
-        self.model: Any = None
+        self.model: Any
         if pretrained:
-            try:
-                self.model = AutoModelForCausalLM.from_pretrained(name, **overrides)
-            except OSError as error:  # either way the architecture is the same, so ranks may differ
-                rank_zero_info(f"{name!r} cannot be fetched ({type(error).__name__}): starting from random weights.")
-        if self.model is None:
+            self.model = AutoModelForCausalLM.from_pretrained(name, **overrides)
+        else:
             self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **overrides))
         self.model.train()  # from_pretrained leaves it in eval mode
 
