@@ -582,7 +582,8 @@ def _admitted(name: str, hint: Any, value: Any) -> tuple[bool, list[str]]:
         least = _LEAST.get(name, 1)
         return is_number and isinstance(value, int) and value >= least, [f"a whole {number}, {least} or more"]
     if hint is float:
-        return is_number and (value > 0 or value == _LEAST.get(name)), [f"a {number} above 0"]
+        limit = f"of {_LEAST[name]} or more" if name in _LEAST else "above 0"
+        return is_number and (value > 0 or value == _LEAST.get(name)), [f"a {number} {limit}"]
     return True, []
 
 
