@@ -305,23 +305,7 @@ def _instantiate(node: Any, where: str) -> Any:
         # A class that is not found or called wrongly is an error in the config: one message. Any other error inside a
         # constructor keeps its traceback.
         inside = error.__cause__
-        if inside is None or isinstance(inside, (ImportError, TypeError, ValueError)):
-            cause = _import_error(error)
-            message = f"{where}: {_without_key(error)}"
-            if cause is None or str(cause) in message:
-                raise ConfigError(message) from error
-            raise ConfigError(f"{message}\n{type(cause).__name__}: {cause}") from cause
-        raise
-
-
-def _import_error(error: BaseException) -> BaseException | None:
-    """The innermost import error in the chain behind Hydra's ``Error locating target``, which does not mention it."""
-    chain = [error]
-    while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(inner)
-    return next((e for e in reversed(chain) if isinstance(e, ImportError)), None)
-
-
-def _without_key(error: Exception) -> str:
-    text = str(error).replace(", set env var HYDRA_FULL_ERROR=1 to see chained exception.", ":")
-    return "\n".join(line for line in text.splitlines() if not line.startswith("full_key:"))
+        if inside is not None and not isinstance(inside, (ImportError, TypeError, ValueError)):
+            raise
+        # Hydra's own text does not say why a target cannot be imported.
+        raise ConfigError(f"{where}: {inside if isinstance(inside, ImportError) else error}") from inside
