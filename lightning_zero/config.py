@@ -7,11 +7,13 @@ the setting, the value found and the repair.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Stage = Literal[1, 2, 3]
 EngineName = Literal["fsdp2", "deepspeed"]
@@ -23,17 +25,10 @@ TransportName = Literal["auto", "direct", "torch"]
 StartMethod = Literal["auto", "popen", "spawn", "fork"]
 CompileTarget = Literal["none", "units"]
 BuildName = Literal["auto", "whole"]
+CheckpointingTarget = Literal["none", "full", "selective"]
 
 STAGES: tuple[int, ...] = get_args(Stage)
-ENGINES: tuple[str, ...] = get_args(EngineName)
 OFFLOAD_TARGETS: tuple[str, ...] = get_args(OffloadTarget)
-CHECKPOINTS: tuple[str, ...] = get_args(CheckpointForm)
-AFTER_FIT: tuple[str, ...] = get_args(AfterFit)
-UNEVEN: tuple[str, ...] = get_args(Uneven)
-TRANSPORTS: tuple[str, ...] = get_args(TransportName)
-START_METHODS: tuple[str, ...] = get_args(StartMethod)
-COMPILE_TARGETS: tuple[str, ...] = get_args(CompileTarget)
-BUILDS: tuple[str, ...] = get_args(BuildName)
 
 _Section = TypeVar("_Section", "OffloadConfig", "CompileConfig", "ActivationCheckpointingConfig", "DeepSpeedConfig")
 _Targeted = TypeVar("_Targeted", "OffloadConfig", "CompileConfig", "ActivationCheckpointingConfig")
@@ -61,23 +56,14 @@ class OffloadConfig:
     """cpu, engine ``deepspeed``, stage 3: fraction of the optimizer states to offload, in (0, 1]; ``None`` is 1."""
 
     def __post_init__(self) -> None:
-        _one_of("offload.target", self.target, (*OFFLOAD_TARGETS, None))
-        for name in ("optimizer", "parameters", "pin_memory"):
-            _boolean_or_none(f"offload.{name}", getattr(self, name))
-        if self.path is not None and not (isinstance(self.path, str) and self.path):
-            raise ValueError(f"offload.path={self.path!r}: use the name of a folder, or None.")
-        ratio = self.ratio
-        if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1):
-            raise ValueError(f"offload.ratio={ratio!r}: use a fraction above 0 and up to 1, or None.")
-        for name in _given(self):
-            if name != "target" and self.target == "none":
-                raise ValueError(
-                    f"offload.{name}={getattr(self, name)!r} with offload.target='none': use 'cpu' or 'nvme'."
-                )
+        _check_types(self, "offload.")
+        if self.ratio is not None and self.ratio > 1:
+            raise ValueError(f"offload.ratio={self.ratio!r}: use a fraction up to 1, or None.")
+        _require_target(self, "offload")
         if self.target == "cpu" and self.path is not None:
             raise ValueError(f"offload.path={self.path!r} with offload.target='cpu': it is for 'nvme'.")
         if self.target == "nvme" and self.ratio is not None:
-            raise ValueError(f"offload.ratio={ratio!r} with offload.target='nvme': partial offload is for 'cpu'.")
+            raise ValueError(f"offload.ratio={self.ratio!r} with offload.target='nvme': partial offload is for 'cpu'.")
         if self.target != "none" and self.optimizer is False and self.parameters is False:
             raise ValueError("offload.optimizer=False with offload.parameters=False: use offload.target='none'.")
 
@@ -90,7 +76,7 @@ class CompileConfig:
     """``"units"`` compiles the forward of every shard unit except the root, in place; equal blocks share graphs."""
     backend: str | None = None
     """A name from ``torch.compiler.list_backends()``; ``None`` is torch's default, ``"inductor"``."""
-    mode: str | None = None
+    mode: Literal["default", "max-autotune-no-cudagraphs"] | None = None
     """inductor's ``"default"`` or ``"max-autotune-no-cudagraphs"``; ``None`` is its default. Its other modes record
     CUDA graphs, which need each parameter at the same address in every step."""
     dynamic: bool | None = None
@@ -99,34 +85,13 @@ class CompileConfig:
     """Treat a unit that needs more than one graph as one that cannot be compiled."""
 
     def __post_init__(self) -> None:
-        _one_of("compile.target", self.target, COMPILE_TARGETS)
-        for name in ("backend", "mode"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, str) and value):
-                raise ValueError(f"compile.{name}={value!r}: use a name, or None.")
-        if self.mode in ("reduce-overhead", "max-autotune"):
+        _check_types(self, "compile.")
+        if self.mode is not None and self.backend not in (None, "inductor"):
             raise ValueError(
-                f"compile.mode={self.mode!r}: its CUDA graphs need each parameter at the same address in every step,"
-                " and each gather uses different memory; use 'max-autotune-no-cudagraphs'."
+                f"compile.mode={self.mode!r} with compile.backend={self.backend!r}: only inductor has modes; leave one"
+                " of them unset."
             )
-        if self.mode is not None:
-            _one_of("compile.mode", self.mode, COMPILE_MODES)
-            if self.backend not in (None, "inductor"):
-                raise ValueError(
-                    f"compile.mode={self.mode!r} with compile.backend={self.backend!r}: only inductor has modes; leave"
-                    " one of them unset."
-                )
-        _boolean_or_none("compile.dynamic", self.dynamic)
-        _boolean("compile.fullgraph", self.fullgraph)
-        for name in _given(self):
-            if name != "target" and self.target == "none":
-                raise ValueError(
-                    f"compile.{name}={getattr(self, name)!r} with compile.target='none': use compile.target='units'."
-                )
-
-
-CheckpointingTarget = Literal["none", "full", "selective"]
-CHECKPOINTING_TARGETS: tuple[str, ...] = get_args(CheckpointingTarget)
+        _require_target(self, "compile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,17 +107,11 @@ class ActivationCheckpointingConfig:
     """Store the kept inputs in host memory until the backward."""
 
     def __post_init__(self) -> None:
-        _one_of("activation_checkpointing.target", self.target, CHECKPOINTING_TARGETS)
+        _check_types(self, "activation_checkpointing.")
         object.__setattr__(self, "units", _as_names("activation_checkpointing.units", self.units))
         if self.units is not None and not self.units:
             raise ValueError("activation_checkpointing.units=[]: name modules, or use activation_checkpointing='none'.")
-        _boolean("activation_checkpointing.offload", self.offload)
-        for name in _given(self):
-            if name != "target" and self.target == "none":
-                raise ValueError(
-                    f"activation_checkpointing.{name}={getattr(self, name)!r} with"
-                    " activation_checkpointing.target='none': use target='full' or 'selective'."
-                )
+        _require_target(self, "activation_checkpointing")
 
     @property
     def is_on(self) -> bool:
@@ -163,9 +122,6 @@ class ActivationCheckpointingConfig:
         """The setting as a user writes it: ``activation_checkpointing='full'``."""
         what = repr(self.target) if self.units is None else repr(list(self.units))
         return f"activation_checkpointing={what}"
-
-
-COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,18 +169,9 @@ class DeepSpeedConfig:
     """Stage 3, ZeRO++: reduce gradients as int4 between hosts; no effect on one host; needs CUDA."""
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name == "communication_dtype":
-                if value is not None:
-                    _one_of("deepspeed.communication_dtype", value, ("fp32", "bf16", "fp16"))
-            elif f.name.endswith("_numel") or f.name == "hpz_partition_size":
-                _count_or_none(f"deepspeed.{f.name}", value, least=int(f.name not in _MAY_BE_ZERO))
-            else:
-                _boolean_or_none(f"deepspeed.{f.name}", value)
+        _check_types(self, "deepspeed.")
 
 
-_MAY_BE_ZERO = ("prefetch_numel", "persistence_numel", "max_live_numel", "max_reuse_distance_numel")
 _ONLY_AT: dict[str, tuple[int, ...]] = {
     "allgather_bucket_numel": (1, 2),
     "round_robin_gradients": (1, 2),
@@ -410,47 +357,18 @@ class ZeroConfig:
     terminal without Hydra. Only popen uses it."""
 
     def __post_init__(self) -> None:
-        _one_of("engine", self.engine, ENGINES)
-        _boolean("auto", self.auto)
         self._resolve_file()
-        if isinstance(self.stage, bool) or not isinstance(self.stage, int):
-            raise ValueError(f"stage={self.stage!r}: the ZeRO stage is a whole number; use 1, 2 or 3.")
-        _one_of("stage", self.stage, STAGES)
         object.__setattr__(self, "deepspeed", _as_deepspeed(self.deepspeed))
-        object.__setattr__(self, "compile", _as_compile(self.compile))
+        object.__setattr__(self, "compile", _by_target(CompileConfig, "compile", self.compile))
         object.__setattr__(self, "activation_checkpointing", _as_checkpointing(self.activation_checkpointing))
+        _check_types(self)
         if self.engine == "fsdp2":
             self._check_fsdp2()
         else:
             self._check_deepspeed()
         object.__setattr__(self, "units", _as_names("units", self.units))
-        if isinstance(self.min_unit_numel, bool) or not isinstance(self.min_unit_numel, int) or self.min_unit_numel < 0:
-            raise ValueError(f"min_unit_numel={self.min_unit_numel!r}: use a number of elements, 0 or more.")
-        size = self.shard_size
-        if size not in (None, "auto") and (isinstance(size, bool) or not isinstance(size, int) or size < 2):
-            raise ValueError(f"shard_size={size!r}: use a number of ranks, 2 or more, 'auto', or None for all of them.")
         declared = _as_names("elementwise_optimizers", self.elementwise_optimizers, "class names")
         object.__setattr__(self, "elementwise_optimizers", declared or ())
-        _boolean("find_unused_parameters", self.find_unused_parameters)
-        _boolean("keep_global_batch", self.keep_global_batch)
-        _one_of("transport", self.transport, TRANSPORTS)
-        _boolean("broadcast_buffers", self.broadcast_buffers)
-        _one_of("build", self.build, BUILDS)
-        _one_of("uneven", self.uneven, UNEVEN)
-        _count_or_none("hook_budget_bytes", self.hook_budget_bytes, least=0)
-        _one_of("after_fit", self.after_fit, AFTER_FIT)
-        _one_of("checkpoint", self.checkpoint, CHECKPOINTS)
-        if self.process_group_backend is not None and not isinstance(self.process_group_backend, str):
-            raise ValueError(
-                f"process_group_backend={self.process_group_backend!r}: use a name such as 'gloo' or 'nccl', or None."
-            )
-        _one_of("start_method", self.start_method, START_METHODS)
-        if self.rank_logs is not None and not isinstance(self.rank_logs, str):
-            raise ValueError(f"rank_logs={self.rank_logs!r}: use the name of a folder, or None.")
-        timeout = self.timeout_seconds
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-            raise ValueError(f"timeout_seconds={timeout!r}: use a number of seconds above 0.")
-        _gib_or_none("device_memory_gib", self.device_memory_gib)
 
     @property
     def raw(self) -> RawConfig | None:
@@ -479,7 +397,7 @@ class ZeroConfig:
         given = self.deepspeed_config
         raw = given if given is None or isinstance(given, RawConfig) else RawConfig.read(_file_or_mapping(given))
         object.__setattr__(self, "deepspeed_config", raw)
-        offload = None if self.offload is None else _as_offload(self.offload)
+        offload = None if self.offload is None else _by_target(OffloadConfig, "offload", self.offload)
         if raw is not None:
             if self.engine != "deepspeed":
                 raise ValueError(
@@ -614,33 +532,98 @@ class PlanConfig:
     """File for the plan as JSON; ``"-"`` prints it instead of the table."""
 
     def __post_init__(self) -> None:
-        _gib_or_none("plan.device_memory_gib", self.device_memory_gib)
-        _gib_or_none("plan.host_memory_gib", self.host_memory_gib)
-        if isinstance(self.headroom, bool) or not isinstance(self.headroom, (int, float)) or not 0 <= self.headroom < 1:
-            raise ValueError(f"plan.headroom={self.headroom!r}: use a fraction, 0 or more and below 1.")
+        _check_types(self, "plan.")
+        if self.headroom >= 1:
+            raise ValueError(f"plan.headroom={self.headroom!r}: use a fraction below 1.")
 
 
-def _gib_or_none(name: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0):
-        raise ValueError(f"{name}={value!r}: use a number of GiB above 0, or None.")
+# -- the types of values ---------------------------------------------------------------------------------------------
+
+_LEAST = {
+    **dict.fromkeys(("min_unit_numel", "hook_budget_bytes", "headroom"), 0),
+    **dict.fromkeys(("prefetch_numel", "persistence_numel", "max_live_numel", "max_reuse_distance_numel"), 0),
+    "shard_size": 2,
+}
+"""Setting -> its smallest value, where that is not 1 for a whole number and above 0 for any other number."""
+_UNITS = {"gib": "GiB", "seconds": "seconds", "numel": "elements", "bytes": "bytes"}
+"""Last word of a setting's name -> what its value counts."""
+_hints: Any = functools.cache(get_type_hints)
 
 
-def _as_offload(value: Any) -> OffloadConfig:
-    return _by_target(OffloadConfig, "offload", value, OFFLOAD_TARGETS)
+def _check_types(config: Any, where: str = "") -> None:
+    """Raises ``ValueError`` unless each value of ``config`` has the declared type of its field, and is not too small.
+
+    Only literals, switches, numbers and names are compared; values of other types have checks of their own.
+    """
+    for name, hint in _hints(type(config)).items():
+        value = getattr(config, name)
+        members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        checks = [_admitted(name, member, value) for member in members]
+        if any(fits for fits, _ in checks):
+            continue
+        choices = [choice for member in members for choice in get_args(member)]
+        raise ValueError(_not_one_of(where + name, value, [text for _, texts in checks for text in texts], choices))
+
+
+def _admitted(name: str, hint: Any, value: Any) -> tuple[bool, list[str]]:
+    """Returns whether a type without alternatives admits ``value`` for the setting, and which values it admits."""
+    unit = _UNITS.get(name.rpartition("_")[2])
+    number = f"number of {unit}" if unit else "number"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if get_origin(hint) is Literal:
+        return any(value == v and type(value) is type(v) for v in get_args(hint)), [repr(v) for v in get_args(hint)]
+    if hint is type(None):
+        return value is None, ["None"]
+    if hint is bool:
+        return isinstance(value, bool), ["True", "False"]
+    if hint is str:
+        return isinstance(value, str) and bool(value), ["a name"]
+    if hint is int:
+        least = _LEAST.get(name, 1)
+        return is_number and isinstance(value, int) and value >= least, [f"a whole {number}, {least} or more"]
+    if hint is float:
+        limit = f"of {_LEAST[name]} or more" if name in _LEAST else "above 0"
+        return is_number and (value > 0 or value == _LEAST.get(name)), [f"a {number} {limit}"]
+    return True, []
+
+
+def _not_one_of(name: str, value: Any, texts: Sequence[str], choices: Sequence[Any]) -> str:
+    hint = closest(value, choices) if isinstance(value, str) and any(isinstance(c, str) for c in choices) else ""
+    return f"{name}={value!r}: use {', '.join(texts[:-1])}{' or ' if texts[1:] else ''}{texts[-1]}.{hint}"
+
+
+def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    if value not in allowed:
+        raise ValueError(_not_one_of(name, value, [repr(each) for each in allowed], allowed))
+
+
+def _require_target(config: Any, where: str) -> None:
+    """Raises ``ValueError`` if a section whose target is ``"none"`` has other settings."""
+    for name in _given(config):
+        if name != "target" and config.target == "none":
+            others = " or ".join(repr(target) for target in _targets(type(config)) if target != "none")
+            raise ValueError(
+                f"{where}.{name}={getattr(config, name)!r} with {where}.target='none': use {where}.target={others}."
+            )
+
+
+def _targets(section: type) -> tuple[str, ...]:
+    hint = _hints(section)["target"]
+    return get_args(hint) if get_origin(hint) is Literal else get_args(get_args(hint)[0])  # of OffloadConfig or None
+
+
+# -- sections --------------------------------------------------------------------------------------------------------
 
 
 def _as_checkpointing(value: Any) -> ActivationCheckpointingConfig:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ActivationCheckpointingConfig(target="full", units=_as_names("activation_checkpointing", value))
-    return _by_target(ActivationCheckpointingConfig, "activation_checkpointing", value, CHECKPOINTING_TARGETS)
+    return _by_target(ActivationCheckpointingConfig, "activation_checkpointing", value)
 
 
-def _as_compile(value: Any) -> CompileConfig:
-    return _by_target(CompileConfig, "compile", value, COMPILE_TARGETS)
-
-
-def _by_target(cls: type[_Targeted], name: str, value: Any, targets: tuple[str, ...]) -> _Targeted:
+def _by_target(cls: type[_Targeted], name: str, value: Any) -> _Targeted:
     """Makes a section from an instance, from its ``target`` alone, or from a mapping of its fields."""
+    targets = _targets(cls)
     if isinstance(value, cls):
         return value
     if isinstance(value, str):
@@ -649,12 +632,8 @@ def _by_target(cls: type[_Targeted], name: str, value: Any, targets: tuple[str, 
     if isinstance(value, Mapping):
         return _section(cls, name, value)
     raise ValueError(
-        f"{name}={value!r}: use one of {', '.join(map(repr, targets))}, {_article(cls.__name__)} or a mapping."
+        f"{name}={value!r}: use one of {', '.join(map(repr, targets))}, an instance of {cls.__name__} or a mapping."
     )
-
-
-def _article(noun: str) -> str:
-    return f"{'an' if noun[0] in 'AEIOU' else 'a'} {noun}"
 
 
 def _as_deepspeed(value: Any) -> DeepSpeedConfig:
@@ -699,21 +678,12 @@ def _file_or_mapping(value: Any) -> str | os.PathLike[str] | Mapping[str, Any]:
 
 
 def _parse(text: str, path: str) -> Any:
-    """Parses JSON, or Hjson (JSON with comments) if its parser is installed; DeepSpeed reads both."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
-        try:
-            import hjson  # a dependency of deepspeed
-        except ImportError:
-            hjson = None
-        try:
-            if hjson is not None:
-                return _json(hjson.loads(text, object_pairs_hook=_unique), path)
-        except hjson.HjsonDecodeError:
-            pass
         raise ValueError(
-            f"deepspeed_config={path!r} is not valid JSON: {error.msg} in line {error.lineno}, column {error.colno}."
+            f"deepspeed_config={path!r} is not valid JSON: {error.msg} in line {error.lineno}, column {error.colno};"
+            " remove comments and commas before a closing bracket."
         ) from None
 
 
@@ -748,27 +718,6 @@ def _as_names(name: str, value: Any, of: str = "class names or name patterns") -
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(v, str) and v for v in value):
         raise ValueError(f"{name}={value!r}: use a list of {of}, or None.")
     return tuple(value)
-
-
-def _boolean(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: use True or False.")
-
-
-def _boolean_or_none(name: str, value: Any) -> None:
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: use True, False or None.")
-
-
-def _count_or_none(name: str, value: Any, least: int = 1) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ValueError(f"{name}={value!r}: use a whole number, {least} or more, or None.")
-
-
-def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    if value not in allowed:
-        hint = closest(value, allowed) if isinstance(value, str) else ""
-        raise ValueError(f"{name}={value!r}: use one of {', '.join(map(repr, allowed))}.{hint}")
 
 
 def closest(word: str, known: Sequence[Any]) -> str:

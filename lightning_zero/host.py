@@ -27,20 +27,6 @@ def available_host_bytes() -> int:
     return min([_kernel_available_bytes(), *cgroup_bytes_left()])
 
 
-def own_room_bytes() -> int | None:
-    """Bytes of address space left to this process under its own limit (``ulimit -v``); ``None`` without a limit."""
-    try:
-        import resource
-
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if limit == resource.RLIM_INFINITY:
-            return None
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        return max(0, limit - pages * os.sysconf("SC_PAGE_SIZE"))
-    except (ImportError, OSError, ValueError, IndexError):
-        return None
-
-
 def _kernel_available_bytes() -> int:
     try:
         with open("/proc/meminfo") as lines:

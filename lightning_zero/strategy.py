@@ -76,7 +76,6 @@ from lightning_zero.host import (
     MAPPED_IN_STEPS_FROM_BYTES,
     available_host_bytes,
     map_from,
-    own_room_bytes,
     return_freed_memory,
 )
 from lightning_zero.launch.launcher import SAME_DEVICES, Launched
@@ -510,9 +509,8 @@ class ZeroStrategy(Launched, DDPStrategy):
             return AfterRun.WHOLE if self.config.after_fit == "whole" else AfterRun.SHARDED
         # The agreement has a CPU group of its own; the run's process group may have no CPU backend.
         room = int(0.8 * available_host_bytes()) // self.num_processes
-        own = own_room_bytes()
         # The smallest of all ranks counts, so that all decide alike: to unshard is collective.
-        room = min(self.agreement.gather(room if own is None else min(room, own), "the end of a run"))
+        room = min(self.agreement.gather(room, "the end of a run"))
         after, note = where_memory_allows(self.engine.whole_bytes, self.num_processes, room)
         if note:
             rank_zero_info(note)
@@ -550,8 +548,7 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
-        collecting_failed = self._saving.collecting is Collecting.FAILED
-        note = advice_on(str(exception), collecting_failed, self.config.engine)
+        note = advice_on(str(exception), self.config.engine)
         if note and hasattr(exception, "add_note"):
             exception.add_note(note)
 
@@ -649,12 +646,12 @@ class ZeroStrategy(Launched, DDPStrategy):
             return super().lightning_module_state_dict()
         collecting = self._saving.collecting
         self._serve_reads()
-        if not collecting.is_under_way:
+        if collecting is Collecting.NOTHING:
             self.agreement.gather(None, "strategy.lightning_module_state_dict()")
         state = left_shards(undetached_state_dict(module)) if engine is None else engine.sharded_state_dict()
         if collecting is Collecting.SHARDS:
             return state
-        full: dict[str, Any] = Engine.full(state, self._saving.on_rank_0())
+        full: dict[str, Any] = Engine.full(state, self._saving.memory_on_rank_0)
         return full
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -664,13 +661,13 @@ class ZeroStrategy(Launched, DDPStrategy):
             return super().optimizer_state(optimizer)
         collecting = self._saving.collecting
         self._serve_reads()
-        if not collecting.is_under_way:
+        if collecting is Collecting.NOTHING:
             self.agreement.gather(None, "strategy.optimizer_state()")
         engine = self.engine
         state = left_shards(optimizer.state_dict()) if engine is None else engine.sharded_optimizer_state(optimizer)
         if collecting is Collecting.SHARDS:
             return state
-        full: dict[str, Any] = Engine.full(state, self._saving.on_rank_0())
+        full: dict[str, Any] = Engine.full(state, self._saving.memory_on_rank_0)
         return full
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains Hugging Face GPT-2 under ZeRO stage 2. If the hub is reachable, add model.pretrained=true data.hf_tokenizer=gpt2.
+# Trains Hugging Face GPT-2 from random weights under ZeRO stage 2.
 # On a CPU, add +model.config.n_layer=2 +model.config.n_embd=64 +model.config.n_head=2 data.vocab_size=1024
 set -euo pipefail
 exec lightning-zero fit experiment=gpt2_zero2 "$@"

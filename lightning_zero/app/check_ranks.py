@@ -281,20 +281,21 @@ def compare_with_plan(job: Job) -> None:
 
 
 def _beside(monitor: ZeroMonitor, trainer: Trainer, left: int) -> dict[str, Any]:
-    row: dict[str, float] = monitor.rows[trainer.global_rank]
-    kinds = ("parameters", "gradients", "optimizer")
-    measured = {kind: row[f"{kind} bytes"] for kind in kinds}
-    measured["sent per step"] = sum(value for key, value in row.items() if key.startswith("sent per step"))
-    if trainer.strategy.root_device.type == "cuda":  # resident host memory includes the interpreter and libraries
-        measured["peak"] = row["memory peak bytes"] - left
-    if monitor.plan is None or monitor.plan.notes:
-        why = "there is no plan" if monitor.plan is None else "; ".join(monitor.plan.notes)
-        return {"measured": measured, "why": why}
-    strategy: Any = trainer.strategy
-    offload = {"none": "", "cpu": "_offload", "nvme": "_nvme"}[strategy.config.offload.target]
-    planned = monitor.plan.row(f"zero{strategy.config.stage}{offload}")
-    plan = {kind: getattr(planned, kind) for kind in kinds} | {"sent per step": planned.sent_total}
-    return {"measured": measured, "planned": plan | {"peak": planned.peak}}
+    if monitor.plan is not None and monitor.plan.notes:
+        return {"why": "; ".join(monitor.plan.notes)}
+    planned = monitor.planned(trainer)
+    if not planned:
+        return {"why": "there is no plan"}
+    measured = _figures(monitor.rows[trainer.global_rank])
+    return {"measured": measured | {"peak": measured["peak"] - left}, "planned": _figures(planned)}
+
+
+def _figures(row: Mapping[str, float]) -> dict[str, float]:
+    """Returns bytes by kind, the traffic as one sum. A plan for CPUs has no peak: resident memory includes the
+    interpreter and libraries."""
+    found = {kind: row[f"{kind} bytes"] for kind in ("parameters", "gradients", "optimizer")}
+    found["sent per step"] = sum(value for key, value in row.items() if key.startswith("sent per step"))
+    return found | ({"peak": row["memory peak bytes"]} if "memory peak bytes" in row else {})
 
 
 def time_in_turn(job: Job) -> None:

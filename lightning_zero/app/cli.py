@@ -300,17 +300,17 @@ def submit(cfg: Any, run_folder: Path) -> None:
     job = make_slurm_job(cfg)
     make_strategy(**cfg.strategy)  # finds mistakes now, not after hours in a queue
     given = [item for item in HydraConfig.get().overrides.task if not item.lstrip("+~").startswith("launcher")]
-    fixed = {"trainer.devices": job.devices, "trainer.num_nodes": job.nodes}
+    of_launcher = {
+        "trainer.devices": "launcher.gpus_per_node" if job.gpus_per_node else "launcher.tasks_per_node",
+        "trainer.num_nodes": "launcher.nodes",
+    }
     for item in given:
         name, _, value = item.lstrip("+").partition("=")
-        if name in fixed and value != str(fixed[name]):
-            raise ConfigError(
-                f"{item}: the job has {name}={fixed[name]}; remove it and write {_launchers(name, value, job)}."
-            )
+        if name in of_launcher:
+            raise ConfigError(f"{item}: the launcher sets {name}; remove it and write {of_launcher[name]}={value}.")
     if job.gpus_per_node and not any(item.startswith("trainer=") for item in given):
         given.append("trainer=gpu")
-    given = [item for item in given if item.lstrip("+").partition("=")[0] not in fixed]
-    given += [f"{name}={value}" for name, value in fixed.items()]
+    given += [f"trainer.devices={job.devices}", f"trainer.num_nodes={job.nodes}"]
     given.append(f"hydra.run.dir='{run_folder}'")
     start = Path(HydraConfig.get().runtime.cwd)
     command = [sys.executable, "-m", "lightning_zero", "fit", *_hydra_flags(sys.argv[1:]), *given]
@@ -327,14 +327,6 @@ def submit(cfg: Any, run_folder: Path) -> None:
     if done.returncode:
         raise ConfigError(f"sbatch refused {path}: {done.stderr.strip()}")
     print(done.stdout.strip(), flush=True)
-
-
-def _launchers(name: str, value: str, job: Any) -> str:
-    """The launcher's setting that corresponds to one of the Trainer."""
-    if name == "trainer.num_nodes":
-        return f"launcher.nodes={value}"
-    on_gpus = f"launcher.gpus_per_node={value}"
-    return on_gpus if job.gpus_per_node else f"launcher.tasks_per_node={value} (on GPUs {on_gpus})"
 
 
 def _hydra_flags(arguments: list[str]) -> list[str]:

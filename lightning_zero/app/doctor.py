@@ -25,7 +25,7 @@ PACKAGES = ("lightning-zero", "torch", "lightning", "deepspeed", "hydra-core", "
 SMALL_SHARED_MEMORY_GIB = 1.0
 """Dataloader workers and NCCL pass tensors through shared memory; containers get 64 MiB by default."""
 
-_RANK = """
+_JOIN = """
 import sys, torch, torch.distributed as dist
 from datetime import timedelta
 backend, store, rank, seconds = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
@@ -34,21 +34,20 @@ if device.type == "cuda":
     torch.cuda.set_device(device)
 limit = timedelta(seconds=seconds)
 dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+"""
+"""Begin of the program of one of two ranks."""
+
+_RANK = f"""{_JOIN}
 value = torch.full((1024,), rank + 1.0, device=device)
 dist.all_reduce(value)
 assert value.eq(3.0).all().item(), value
 print("works", flush=True)
 dist.destroy_process_group()
 """
-"""Program of one of two ranks: all-reduces 1 and 2."""
+"""All-reduces 1 and 2."""
 
-_READER = """
-import sys, torch.distributed as dist
-from datetime import timedelta
+_READER = f"""{_JOIN}
 from lightning_zero.comm.peer_memory import PeerMemory
-_, store, rank, seconds = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
-limit = timedelta(seconds=seconds)
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
 memory = PeerMemory(dist.group.WORLD, seconds)
 may = bool(memory.ranks)
 memory.close()
@@ -57,7 +56,7 @@ print("works" if may else forbidden, flush=True)
 dist.destroy_process_group()  # at interpreter exit it may end in std::terminate
 sys.exit(not may)
 """
-"""Program of one of two ranks: reads the other's memory, as CPU ranks do to exchange shards."""
+"""Reads the other's memory, as CPU ranks do to exchange shards."""
 
 Section = dict[str, str]
 
@@ -106,7 +105,7 @@ def run(timeout_seconds: float, as_json: bool) -> int:
 
 
 def versions() -> Section:
-    """Of Python, the system, packages and compilers."""
+    """Of Python, the system and packages; the path of the compiler."""
     made = {"python": f"{platform.python_version()} ({sys.executable})", "system": platform.platform()}
     for package in PACKAGES:
         try:
@@ -114,21 +113,9 @@ def versions() -> Section:
         except metadata.PackageNotFoundError:
             made[package] = "no: not installed"
     made["torch built for"] = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
-    for tool, flag in ((os.environ.get("CXX", "c++"), "--version"), ("ninja", "--version"), ("nvcc", "--version")):
-        made[tool] = _first_line(tool, flag)
+    compiler = os.environ.get("CXX", "c++")
+    made[f"{compiler} (torch.compile)"] = shutil.which(compiler) or "no: not found"
     return made
-
-
-def _first_line(tool: str, flag: str) -> str:
-    path = shutil.which(tool)
-    if path is None:
-        return "no: not found"
-    try:
-        done = subprocess.run([path, flag], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"no: {error}"
-    lines = (done.stdout or done.stderr).splitlines()
-    return next((line for line in lines if "release" in line), next(iter(lines), "no: it prints nothing"))
 
 
 def hardware() -> Section:

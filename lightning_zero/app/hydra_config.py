@@ -9,12 +9,11 @@ functions ``make_*`` return plain objects; no ``DictConfig`` gets past them.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import types
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -48,29 +47,12 @@ class ConfigError(CompactHydraException, ValueError):
 
 
 def plain_type(hint: Any) -> Any:
-    """The nearest type that OmegaConf can check: it supports neither ``Literal`` nor ``Union[str, dataclass]``.
-
-    A ``Literal`` becomes the types of its values, a union with a dataclass becomes the schema of that dataclass, and a
-    sequence becomes a list. Any other union (with a ``Logger``, say) becomes ``Any``; the receiver checks the value.
-    """
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return schema_of(hint)
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return Union[tuple(dict.fromkeys(type(value) for value in args))]  # noqa: UP007  (built at run time)
-    if origin in (Union, types.UnionType):
-        members = list(dict.fromkeys(m for a in args for m in _members(plain_type(a))))
-        if some := [m for m in members if dataclasses.is_dataclass(m)]:
-            return some[0]
-        checkable = Any not in members and (len(set(members) - {type(None)}) == 1 or set(members) <= _PRIMITIVE)
-        return Union[tuple(members)] if checkable else Any  # noqa: UP007
-    if origin is not None and isinstance(origin, type) and issubclass(origin, Sequence):
-        return list[plain_type(args[0])]  # type: ignore[misc]
-    return hint if hint in _PRIMITIVE else Any
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    """The type that OmegaConf checks: plain types and their unions, the schema of a dataclass, and ``Any`` for all
+    others, such as ``Literal`` or a union with a ``Logger``, whose values the receiver checks."""
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if sections := [each for each in members if isinstance(each, type) and dataclasses.is_dataclass(each)]:
+        return schema_of(sections[0])
+    return Union[tuple(members)] if _PRIMITIVE.issuperset(members) else Any  # noqa: UP007  (built at run time)
 
 
 @functools.cache
@@ -170,15 +152,6 @@ def register_configs() -> None:
         store.store(name=f"_{name}_schema", node=schema, provider="lightning_zero")
 
 
-def _settings(schema: type) -> list[str]:
-    return [f.name for f in dataclasses.fields(schema) if f.name != "_target_"]
-
-
-def _repair(where: str, name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {where}.{close[0]}?" if close else f"known: {', '.join(known)}."
-
-
 # -- the way out -----------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +164,7 @@ def make_strategy(**settings: Any) -> DDPStrategy | str:
     settings = to_plain(settings)
     settings.pop("_target_", None)
     if "stage" not in settings:
-        return _lightning_strategy(str(_checked(LightningStrategy, settings, "strategy")["name"]))
+        return _lightning_strategy(str(settings.get("name", "ddp")))
     return make_zero_strategy(make_zero_config(settings))
 
 
@@ -207,9 +180,8 @@ def make_zero_config(settings: Mapping[str, Any] | DictConfig) -> ZeroConfig:
     """A validated :class:`ZeroConfig` from the ``strategy`` group."""
     values = to_plain(settings)
     values.pop("_target_", None)
-    checked = _checked(schema_of(ZeroConfig), values, "strategy")
     try:
-        config = ZeroConfig.from_kwargs(**checked)
+        config = ZeroConfig.from_kwargs(**values)
         if config.raw is not None:
             check_keys(config.raw)
     except ValueError as error:
@@ -220,8 +192,8 @@ def make_zero_config(settings: Mapping[str, Any] | DictConfig) -> ZeroConfig:
 def make_plan_config(cfg: DictConfig) -> PlanConfig:
     """A validated :class:`PlanConfig` from the node ``plan``."""
     try:
-        return PlanConfig(**_checked(schema_of(PlanConfig), to_plain(cfg.get("plan") or {}), "plan"))
-    except ValueError as error:
+        return PlanConfig(**to_plain(cfg.get("plan") or {}))
+    except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
 
 
@@ -233,9 +205,8 @@ def make_trainer(cfg: DictConfig, **more: Any) -> Trainer:
             two map names to ``_target_`` nodes. With an empty ``logger``, ``trainer.logger`` counts.
         more: Values for arguments of the Trainer that the config leaves at ``None``.
     """
-    arguments = _checked(trainer_schema(), to_plain(cfg.trainer), "trainer")
-    arguments.pop("_target_")
-    arguments = {key: _instantiate(value, f"trainer.{key}") for key, value in arguments.items()}
+    given = to_plain(cfg.trainer) or {}
+    arguments = {key: _instantiate(value, f"trainer.{key}") for key, value in given.items() if key != "_target_"}
     for key, value in more.items():
         if arguments.get(key) is None:
             arguments[key] = value
@@ -306,8 +277,8 @@ def make_slurm_job(cfg: DictConfig) -> SlurmJob:
     check_launcher(cfg, "slurm")
     settings = {key: value for key, value in to_plain(cfg.launcher).items() if key != "name"}
     try:
-        return SlurmJob(**_checked(schema_of(SlurmJob), settings, "launcher"))
-    except ValueError as error:
+        return SlurmJob(**settings)
+    except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
 
 
@@ -323,18 +294,6 @@ def to_plain(node: Any) -> Any:
     return node
 
 
-def _checked(schema: type, settings: dict[str, Any], where: str) -> dict[str, Any]:
-    known = _settings(schema)
-    for name, value in settings.items():
-        if name not in known and name != "_target_":
-            raise ConfigError(f"{where}.{name}={value!r} is not a setting; {_repair(where, name, known)}")
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), settings)
-        return OmegaConf.to_container(merged, resolve=True)  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
 def _instantiate(node: Any, where: str) -> Any:
     if isinstance(node, list):
         return [_instantiate(item, where) for item in node]
@@ -346,23 +305,7 @@ def _instantiate(node: Any, where: str) -> Any:
         # A class that is not found or called wrongly is an error in the config: one message. Any other error inside a
         # constructor keeps its traceback.
         inside = error.__cause__
-        if inside is None or isinstance(inside, (ImportError, TypeError, ValueError)):
-            cause = _import_error(error)
-            message = f"{where}: {_without_key(error)}"
-            if cause is None or str(cause) in message:
-                raise ConfigError(message) from error
-            raise ConfigError(f"{message}\n{type(cause).__name__}: {cause}") from cause
-        raise
-
-
-def _import_error(error: BaseException) -> BaseException | None:
-    """The innermost import error in the chain behind Hydra's ``Error locating target``, which does not mention it."""
-    chain = [error]
-    while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(inner)
-    return next((e for e in reversed(chain) if isinstance(e, ImportError)), None)
-
-
-def _without_key(error: Exception) -> str:
-    text = str(error).replace(", set env var HYDRA_FULL_ERROR=1 to see chained exception.", ":")
-    return "\n".join(line for line in text.splitlines() if not line.startswith("full_key:"))
+        if inside is not None and not isinstance(inside, (ImportError, TypeError, ValueError)):
+            raise
+        # Hydra's own text does not say why a target cannot be imported.
+        raise ConfigError(f"{where}: {inside if isinstance(inside, ImportError) else error}") from inside

@@ -70,9 +70,6 @@ def num_devices(value: Any, device: str) -> int:
         return max(torch.cuda.device_count(), 1) if device == "cuda" else 1
     if text.isdigit() and int(text):
         return int(text)
-    parts = [part for part in text.split(",") if part.strip()]
-    if len(parts) > 1 or text.endswith(","):
-        return len(parts)
     raise ConfigError(f"trainer.devices={value!r}: use a number of devices, a list of them or 'auto'.")
 
 

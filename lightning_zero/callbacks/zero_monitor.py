@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
-from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -45,11 +44,8 @@ class _Window:
     waited: float
     """The meter's seconds at the begin."""
     sent: Counter[str]
-    received: Counter[str]
     """The meter's bytes at the begin."""
     samples: int = 0
-    tokens: int = 0
-    micro_batches: int = 0
 
 
 class ZeroMonitor(Callback):
@@ -57,17 +53,18 @@ class ZeroMonitor(Callback):
 
     Args:
         every_n_steps: Steps between logged averages; ``None`` is the Trainer's ``log_every_n_steps``.
-        predict: Make the plan, whose trace also counts the FLOPs; takes about a second, once.
-        peak_flops: Peak FLOP/s of one device, for MFU; ``None`` looks it up by the device's name.
+        predict: Make the plan; takes about a second, once.
+
+    Lightning's ``ThroughputMonitor`` logs tokens per second, FLOP/s and MFU.
 
     The first window is not counted, because it includes warm-up and the creation of optimizer states. After the run
     ``rows`` has one mapping per rank with all measurements, and ``plan`` has the prediction.
     """
 
-    def __init__(self, every_n_steps: int | None = None, predict: bool = True, peak_flops: float | None = None) -> None:
+    def __init__(self, every_n_steps: int | None = None, predict: bool = True) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps!r}: use 1 or more, or None.")
-        self.every_n_steps, self.predict, self.peak_flops = every_n_steps, predict, peak_flops
+        self.every_n_steps, self.predict = every_n_steps, predict
         self.plan: Plan | None = None
         self.rows: list[dict[str, float]] = []
         self.meter = TrafficMeter()
@@ -101,7 +98,6 @@ class ZeroMonitor(Callback):
             self._ddp, self._ddp_bytes = model, _bytes_reduced(model)
         self.meter.install()
         self._sent: Counter[str] = Counter()
-        self._received: Counter[str] = Counter()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._end()
@@ -125,15 +121,11 @@ class ZeroMonitor(Callback):
         if self._planner is not None:
             self._make_plan(batch)
         window = self._window or self._open()
-        samples, tokens = _sizes(batch)
-        window.samples += samples
-        window.tokens += tokens
-        window.micro_batches += 1
+        window.samples += _num_samples(batch)
         self._counts_state = self._num_windows == 1 or self._num_windows % self._interval(trainer) == 0
 
     def _open(self) -> _Window:
-        meter = self.meter
-        self._window = _Window(time.perf_counter(), meter.seconds, Counter(meter.sent), Counter(meter.received))
+        self._window = _Window(time.perf_counter(), self.meter.seconds, Counter(self.meter.sent))
         return self._window
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -163,7 +155,7 @@ class ZeroMonitor(Callback):
 
     def _close(self, window: _Window) -> None:
         if self._num_windows == 1:  # drop the first: warm-up, and waits for ranks that were slow to plan
-            for counted in (self._recent, self._totals, self._sent, self._received):
+            for counted in (self._recent, self._totals, self._sent):
                 counted.clear()
         self._num_windows += 1
         found: dict[str, float] = {
@@ -171,17 +163,11 @@ class ZeroMonitor(Callback):
             "communication": self.meter.seconds - window.waited,
             "steps": 1,
             "samples": window.samples,
-            "tokens": window.tokens,
-            "micro_batches": window.micro_batches,
         }
         for sums in (self._recent, self._totals):
             sums.update(found)  # type: ignore[arg-type]
-        for moved, now, begin in (
-            (self._sent, self.meter.sent, window.sent),
-            (self._received, self.meter.received, window.received),
-        ):
-            for kind, value in now.items():
-                moved[kind] += value - begin[kind]
+        for kind, value in self.meter.sent.items():
+            self._sent[kind] += value - window.sent[kind]
 
     def _interval(self, trainer: Trainer) -> int:
         return self.every_n_steps or int(getattr(trainer, "log_every_n_steps", 0)) or 50
@@ -196,13 +182,6 @@ class ZeroMonitor(Callback):
         if self._on_host:
             found["communication_seconds"] = sums["communication"] / steps
         found["samples_per_second"] = sums["samples"] / seconds
-        if sums["tokens"]:
-            found["tokens_per_second"] = sums["tokens"] / seconds
-        flops = self.plan.flops_per_micro_batch if self.plan is not None else 0.0
-        if flops:
-            found["tflops_per_second"] = flops * sums["micro_batches"] / seconds / 1e12
-            if self.peak_flops:
-                found["mfu"] = found["tflops_per_second"] * 1e12 / self.peak_flops
         return found
 
     def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -227,13 +206,6 @@ class ZeroMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._global_step = trainer.global_step  # not 0 when a run is resumed
-        if self.peak_flops is None and trainer.strategy.root_device.type == "cuda":
-            mixed = {"bf16": torch.bfloat16, "16": torch.float16}
-            dtype = next((d for name, d in mixed.items() if str(trainer.precision).startswith(name)), torch.float32)
-            try:
-                self.peak_flops = float(get_available_flops(trainer.strategy.root_device, dtype) or 0) or None
-            except Exception as error:  # an unknown chip must not end the run
-                rank_zero_warn(f"ZeroMonitor: peak_flops is not known, {type(error).__name__}: {error}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end()  # the ranks' exchange of rows is part of no step
@@ -241,16 +213,14 @@ class ZeroMonitor(Callback):
         mine: dict[str, float] = {f"{kind} bytes": float(self._state[kind]) for kind in STATES}
         mine |= {f"of these on {place} bytes": float(held) for place, held in self._elsewhere.items() if held}
         mine["memory peak bytes"] = float(_memory_peak(trainer.strategy.root_device))
-        for label, counter in (("sent", self._sent), ("received", self._received)):
-            for kind, value in sorted(counter.items()):
-                mine[f"{label} per step: {kind} bytes"] = value / steps
+        mine |= {f"sent per step: {kind} bytes": value / steps for kind, value in sorted(self._sent.items())}
         mine |= self._rates(self._totals)
         self.rows = _of_every_rank(mine)
         rank_zero_only(print)(f"\n{self.table(trainer)}", flush=True)
 
     def table(self, trainer: Trainer | None = None) -> str:
         """Formats the measurements per rank, with the plan's prediction if it covers the run's stage."""
-        planned = self._planned(trainer)
+        planned = self.planned(trainer)
         names = list(dict.fromkeys(name for row in self.rows for name in row))
         head = ["ZeroMonitor", *(["plan"] if planned else []), *(f"rank {i}" for i in range(len(self.rows)))]
         lines = [head]
@@ -266,7 +236,8 @@ class ZeroMonitor(Callback):
         text.insert(1, "-" * len(text[0]))
         return "\n".join(text)
 
-    def _planned(self, trainer: Trainer | None) -> dict[str, float]:
+    def planned(self, trainer: Trainer | None) -> dict[str, float]:
+        """The plan's figures for the run, under the names of ``rows``; empty if the plan does not cover the run."""
         if self.plan is None or trainer is None:
             return {}
         config = getattr(trainer.strategy, "config", None)
@@ -307,14 +278,10 @@ def _bytes_reduced(model: DistributedDataParallel) -> int:
     return sum(p.numel() * p.element_size() for p in reduced)
 
 
-def _sizes(batch: Any) -> tuple[int, int]:
-    """``(samples, tokens)``: the first dimension of the first tensor, and its number of elements if it holds token
-    ids."""
-    for t in pytree.tree_leaves(batch):
-        if isinstance(t, Tensor) and t.dim():
-            ids = t.dim() == 2 and not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
-            return int(t.shape[0]), int(t.numel()) if ids else 0
-    return 0, 0
+def _num_samples(batch: Any) -> int:
+    """Size of the first dimension of the batch's first tensor."""
+    sizes = (int(t.shape[0]) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim())
+    return next(sizes, 0)
 
 
 def _memory_peak(device: torch.device) -> int:

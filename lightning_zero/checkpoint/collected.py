@@ -18,10 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_zero.errors import CheckpointError
-from lightning_zero.host import available_host_bytes, own_room_bytes
-
-GIB = 1 << 30
+from lightning_zero.host import available_host_bytes
 
 
 class Collected:
@@ -34,17 +31,6 @@ class Collected:
     def __init__(self, folders: Sequence[str | None]) -> None:
         self._folder = next((f for f in folders if f is not None and Path(f).is_dir()), tempfile.gettempdir())
         self._left: int | None = None  # bytes of plain memory; found on first use, which only rank 0 has
-
-    def why_not(self, nbytes: int) -> CheckpointError | None:
-        """Returns the error if ``nbytes`` exceed a limit of this process's address space, else ``None``. Such a limit
-        includes pages of files."""
-        room = own_room_bytes()
-        if room is None or nbytes <= room:
-            return None
-        return CheckpointError(
-            f"checkpoint='file' collects {nbytes / GIB:.2f} GiB on rank 0, whose address space may grow by only"
-            f" {room / GIB:.2f} GiB (ulimit -v): raise the limit, or use checkpoint='sharded', which collects nothing."
-        )
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocates as ``torch.empty`` does, on the CPU or in pages of a file."""

@@ -85,16 +85,17 @@ def _load(source: str, weights_only: bool | None, agreement: Agreement) -> Loade
 def _write(
     loaded: Loaded, target: str, form: str, agreement: Agreement, prefix: str | None, config: str | None
 ) -> None:
-    if form == "sharded":
-        directory.write(loaded.content, target, agreement)
-        return
-    if form == "file":
-        file.write(layout.map_tensors(_on_disk(target), loaded.content), target)
-    else:
+    if form == "safetensors":
         weights = without_prefix(dict(loaded.content["state_dict"]), prefix)
         _write_safetensors(layout.map_tensors(_on_disk(target), weights), target)
-    if form == "safetensors" and not target.endswith(".safetensors"):
-        _write_config(loaded.content, Path(target), config)
+        if not target.endswith(".safetensors"):
+            _write_config(loaded.content, Path(target), config)
+        return
+    content = layout.map_tensors(_on_disk(target), loaded.content)
+    if form == "file":
+        file.write(content, target)
+    else:
+        directory.write(content, target, agreement)
 
 
 def _on_disk(target: str) -> Callable[[layout.Path, Tensor], Tensor]:

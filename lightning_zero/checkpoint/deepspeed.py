@@ -33,8 +33,6 @@ _OWN_KEYS = frozenset(
     " mp_world_size ds_config ds_version universal_checkpoint_info autotp_config".split()
 )
 """Keys that DeepSpeed itself puts into a model file; all other keys are the caller's."""
-_LIGHTNINGS_PREFIX = "_forward_module."
-"""Prefix of every name if the strategy of Lightning 2.0 or older wrapped the module."""
 
 
 def find(path: str) -> tuple[Path, str] | None:
@@ -93,7 +91,7 @@ def _read(folder: Path, tag: str) -> dict[str, Any]:
         weights = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag)
     weights = _complete(dict(weights), model["module"])
     content = {key: value for key, value in model.items() if key not in _OWN_KEYS}
-    content["state_dict"] = _renamed(weights)
+    content["state_dict"] = weights
     content.setdefault("epoch", 0)
     content.setdefault("global_step", int(model.get("global_steps", 0)))
     content.setdefault("pytorch-lightning_version", metadata.version("lightning"))
@@ -127,11 +125,6 @@ def _model_file(folder: Path) -> Path:
 
 def _load(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-
-
-def _renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    wrapped = all(name.startswith(_LIGHTNINGS_PREFIX) for name in state)
-    return {name.removeprefix(_LIGHTNINGS_PREFIX) if wrapped else name: tensor for name, tensor in state.items()}
 
 
 @contextlib.contextmanager

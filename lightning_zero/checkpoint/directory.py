@@ -142,7 +142,7 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path, rank: int) -> tuple[
     # No copy ahead: the writer would use the current stream, which in a background thread is the first device's.
     writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)  # file names begin with the rank
-    planner = _Materializing()
+    planner = DefaultSavePlanner()
     planner.set_up_planner(tensors, writer.storage_meta(), is_coordinator=rank == 0)
     plan = writer.prepare_local_plan(planner.create_local_plan())
     return plan, writer.write_data(planner.finish_plan(plan), planner).wait()
@@ -279,7 +279,7 @@ class Index:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             self._pieces = {key: [Piece(*piece) for piece in pieces] for key, pieces in found.items()}
-            self._require_whole_files()
+            self._require_files()
         except (ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{path} is damaged, or lightning_zero did not write it ({error}): use another checkpoint."
@@ -331,19 +331,10 @@ class Index:
             stream.seek(piece.start)
             return io.BytesIO(stream.read(piece.nbytes))
 
-    def _require_whole_files(self) -> None:
-        ends: dict[str, int] = {}
-        for piece in (piece for pieces in self._pieces.values() for piece in pieces):
-            ends[piece.file] = max(ends.get(piece.file, 0), piece.start + piece.nbytes)
-        for name, end in ends.items():
-            path = self.folder / name
-            if os.path.basename(name) != name or not path.is_file():
-                raise CheckpointError(f"{path} is missing: the checkpoint is damaged, use another one.")
-            if path.stat().st_size < end:
-                raise CheckpointError(
-                    f"{path} is truncated: {end} bytes were written, {path.stat().st_size} are left; use another"
-                    " checkpoint."
-                )
+    def _require_files(self) -> None:
+        for name in {piece.file for pieces in self._pieces.values() for piece in pieces}:
+            if os.path.basename(name) != name or not (self.folder / name).is_file():
+                raise CheckpointError(f"{self.folder / name} is missing: the checkpoint is damaged, use another one.")
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
         """Compares every ``parts``-th stored piece, beginning with number ``part``, with its checksum."""
@@ -357,11 +348,3 @@ class Index:
                 raise CheckpointError(
                     f"{self.folder / piece.file} is damaged at tensor {key!r} ({broken}): use another checkpoint."
                 )
-
-
-class _Materializing(DefaultSavePlanner):
-    """Also writes lazy tensors, so that a checkpoint that was read can be written again."""
-
-    def resolve_data(self, write_item: Any) -> Any:
-        data = super().resolve_data(write_item)
-        return data.materialize() if isinstance(data, LazyTensor) else data

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import pickle
 import shutil
 import socket
-import stat
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,33 +76,24 @@ def naming(path: str) -> Iterator[None]:
         if isinstance(cause, RuntimeError) and "inline_container" not in str(cause):
             raise
         raise CheckpointError(
-            f"{path} could not be written ({cause}). Its earlier content is untouched. {repair(path, cause)}"
+            f"{path} could not be written ({cause}). Its earlier content is untouched. {repair(path)}"
         ) from error
 
 
-def repair(path: str, cause: BaseException | None) -> str:
-    """Returns advice for a ``cause`` that kept ``path`` from being written."""
+def repair(path: str) -> str:
+    """Returns advice for a ``path`` that could not be written."""
     fs, target = fsspec.core.url_to_fs(path)
     if not isinstance(fs, LocalFileSystem):
         return "The storage refused it: check its free space and its permissions, or choose another dirpath."
+    folder = next(str(parent) for parent in Path(target).absolute().parents if os.path.exists(parent))
     try:
-        folder = Path(target).parent
-        while not folder.exists():
-            folder = folder.parent
-        if not folder.is_dir():
-            return f"{folder} is not a folder: {_ELSEWHERE}."
-        if isinstance(cause, OSError) and cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            return (
-                f"On {socket.gethostname()} the folder {folder} ({stat.filemode(folder.stat().st_mode)}) is read-only"
-                f" for user {os.geteuid()}: change its permissions, or {_ELSEWHERE}."
-            )
-        free = shutil.disk_usage(folder).free
-        return f"{free / 2**20:.0f} MiB are free at {folder}: free space or choose another dirpath."
+        free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB are free"
     except OSError as error:  # do not raise: making a message must not fail on one rank alone
-        return f"Its free space is unknown ({error}): choose another dirpath."
-
-
-_ELSEWHERE = "choose another dirpath or Trainer(default_root_dir=...)"
+        free = f"The free space is unknown ({error})"
+    return (
+        f"{free} at {folder} on {socket.gethostname()}: free space, change the permissions of user {os.geteuid()}, or"
+        " choose another dirpath or Trainer(default_root_dir=...)."
+    )
 
 
 def unfinished(name: str) -> str:

@@ -61,18 +61,6 @@ def map_tensors(fn: Callable[[Path, Tensor], Any], value: Any, path: Path = ()) 
     return value
 
 
-def full_bytes(value: Any) -> int:
-    """Bytes of the tensors inside ``value``: a shard counts as the full tensor, each object counts once."""
-    sizes: dict[int, int] = {}
-
-    def count(path: Path, tensor: Tensor) -> Tensor:
-        sizes[id(tensor)] = tensor.numel() * tensor.element_size()
-        return tensor
-
-    map_tensors(count, value)
-    return sum(sizes.values())
-
-
 def _with_items(mapping: dict[Any, Any], changed: dict[Any, Any]) -> dict[Any, Any]:
     new = copy.copy(mapping)
     if hasattr(mapping, "__dict__"):  # OrderedDict's copy loses _metadata, the versions that load_state_dict reads

@@ -16,20 +16,21 @@ of ranks is unchanged, random states are set just before the next batch is fetch
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
 import numpy
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.checkpoint.layout import ACCUMULATION, EXTRA
 from lightning_zero.checkpoint.store import together
 from lightning_zero.comm.agree import Agreement
-from lightning_zero.private.lightning import combined_loader, data_fetcher, set_restarting, without_warning_on_reset
+from lightning_zero.private.lightning import combined_loader, data_fetcher, set_restarting
 
 # -- random states ---------------------------------------------------------------------------------------------------
 
@@ -60,19 +61,6 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
         getattr(torch, device.type).set_rng_state(state["device"], device)
 
 
-@contextmanager
-def _drawing_from(state: dict[str, Any] | None) -> Iterator[None]:
-    if state is None:
-        yield
-        return
-    before = rng_state()
-    set_rng_state(state)
-    try:
-        yield
-    finally:
-        set_rng_state(before)
-
-
 # -- loaders ---------------------------------------------------------------------------------------------------------
 
 
@@ -89,7 +77,9 @@ class _Order:
         num_done, self.num_done = self.num_done, 0
         again, self.resume_from = self.resume_from, None
         self.drawn_from = again or rng_state()
-        with _drawing_from(again if num_done else None):
+        with isolate_rng(include_cuda=False) if again and num_done else nullcontext():
+            if again and num_done:
+                set_rng_state(again)
             batches = iter(self._sampler)
             for _ in islice(batches, num_done):
                 pass
@@ -156,7 +146,6 @@ class Resume:
         self._mine = ranks[agreement.rank] if self._same else (ranks[0] if ranks else {})
         kept_by_lightning = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         self._loader_states = self._mine.get("loaders") or kept_by_lightning.get("combined_loader", [])
-        self._undo: Callable[[], None] | None = None
 
     def apply(self, trainer: Any) -> None:
         """Restores loaders and random states. Call it before the first batch is fetched."""
@@ -188,17 +177,10 @@ class Resume:
             if order is not None:
                 order.num_done = num_done % _cycle(trainer, i, loader)
                 order.resume_from = drawn[i] if len(drawn) == len(orders) else None
-        rank_zero_info(f"Resuming in mid-epoch: the training data continue after batch {num_done}.")
-        if all(order or _is_stateful(loader) for loader, order in zip(loaders, orders, strict=True)):
-            # Lightning would warn that this loader cannot be resumed.
-            message = "You're resuming from a checkpoint that ended before the epoch"
-            self._undo = without_warning_on_reset(trainer.fit_loop.epoch_loop, message)
-
-    def close(self) -> None:
-        """Undoes the changes to the trainer, also if the run failed before they took effect."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
+        rank_zero_info(
+            f"Resuming in mid-epoch: map-style loaders continue after batch {num_done}, although Lightning warns that"
+            " they cannot be resumed."
+        )
 
 
 def leave_finished_epoch(fit_loop: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
@@ -24,7 +24,7 @@ from lightning_zero.checkpoint.resume import Resume, collect
 from lightning_zero.checkpoint.store import BackgroundSaver, Loaded, is_directory, load, remove, together
 from lightning_zero.comm.agree import IN_BACKGROUND, Agreement
 from lightning_zero.private.lightning import TUNERS_FILES, checkpoint_connector
-from lightning_zero.private.torch import DisableTorchFunction
+from lightning_zero.private.torch import DisableTorchFunction, pytree
 
 
 class Collecting(Enum):
@@ -37,13 +37,6 @@ class Collecting(Enum):
     rank."""
     SHARDS = auto()
     """For a directory: every rank gets its own shards, and nothing is gathered."""
-    FAILED = auto()
-    """As ``NOTHING``. The last collection raised, perhaps because a hook read values on a rank that has only shapes."""
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether Lightning is collecting a checkpoint."""
-        return self in (Collecting.FOR_RANK_0, Collecting.SHARDS)
 
 
 class Saving:
@@ -61,7 +54,6 @@ class Saving:
         self._end_reads: Callable[[], None] = _nothing
         self._agreement: Agreement | None = None
         self._loaded: Loaded | None = None
-        self._resumed: Resume | None = None
         self._continues = False
         self._background: BackgroundSaver | None = None
 
@@ -95,11 +87,12 @@ class Saving:
             end_reads: Called after rank 0 alone may have read parameters.
         """
         self._barrier, self._end_reads = barrier, end_reads
-        checkpoint_connector(trainer).dump_checkpoint = _Dump(self, trainer)
+        checkpoint_connector(trainer).dump_checkpoint = functools.partial(self.collect, trainer)
 
-    def collect(self, trainer: Any, weights_only: bool | None) -> dict[str, Any]:
+    def collect(self, trainer: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Collects a checkpoint as Lightning does; each rank gets its part according to the strategy's form."""
         connector = checkpoint_connector(trainer)
+        trainer.lightning_module.trainer = trainer  # copies of modules leave it out
         self._barrier()
         self.agreement.gather(None, "trainer.save_checkpoint()")
         self.collecting = Collecting.FOR_RANK_0 if self._form == "file" else Collecting.SHARDS
@@ -111,12 +104,16 @@ class Saving:
             if self.agreement.rank == 0:  # before end_reads: copying parameters may need the other ranks' rows
                 checkpoint = {key: _apart(value) for key, value in checkpoint.items()}
             self._end_reads()
-        except BaseException:
-            self.collecting = Collecting.FAILED
+        except Exception as error:
+            if "meta" in str(error) and hasattr(error, "add_note"):
+                error.add_note(
+                    "While a checkpoint is collected, only rank 0 has the tensors' values and the other ranks have"
+                    " their shapes: read values under `if self.trainer.is_global_zero`."
+                )
             raise
         finally:
             self._memory = None
-        self.collecting = Collecting.NOTHING
+            self.collecting = Collecting.NOTHING
         return checkpoint
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,16 +121,14 @@ class Saving:
         state = type(self)(self._form).__dict__
         return state if self._agreement is None else {**state, "_agreement": Agreement(alone=True)}
 
-    def on_rank_0(self) -> tuple[Agreement, Collected] | None:
-        """Returns agreement and memory for collecting one file; ``None`` if every rank gets full tensors."""
-        return None if self._memory is None else (self.agreement, self._memory)
+    @property
+    def memory_on_rank_0(self) -> Collected | None:
+        """The memory for one file while it is collected; ``None`` if every rank gets full tensors."""
+        return self._memory
 
     def end(self, run_failed: bool) -> None:
         """Waits for background saves. A failed one raises, or only warns if the run has failed already."""
         self._forget_loaded()
-        if self._resumed is not None:
-            self._resumed.close()
-            self._resumed = None
         if self._background is not None:
             background, self._background = self._background, None
             try:
@@ -226,8 +221,7 @@ class Saving:
         After a tuner's trial steps, loaders and random states are not restored, as under DDP."""
         if self._loaded is not None:
             if self._continues:
-                self._resumed = Resume(self._loaded.content, self.agreement)
-                self._resumed.apply(trainer)
+                Resume(self._loaded.content, self.agreement).apply(trainer)
             self._forget_loaded()
 
     def _forget_loaded(self) -> None:
@@ -242,35 +236,8 @@ def _nothing() -> None:
 
 def _apart(value: Any) -> Any:
     """Copies a checkpoint's ``value`` if it holds modules or parameters, such as a network in the hyperparameters."""
-    return copy.deepcopy(value) if _holds_parameters(value) else value
-
-
-def _holds_parameters(value: Any) -> bool:
-    if isinstance(value, nn.Module):
-        return True
-    if isinstance(value, Mapping):
-        return any(map(_holds_parameters, value.values()))
-    if isinstance(value, (list, tuple, set)):
-        return any(map(_holds_parameters, value))
-    if isinstance(value, functools.partial):
-        return any(map(_holds_parameters, (*value.args, *value.keywords.values())))
-    return isinstance(value, nn.Parameter)
-
-
-class _Dump:
-    """Replaces a connector's ``dump_checkpoint``. A class, not a function, so that a copied Trainer's collects for the
-    copy."""
-
-    def __init__(self, saving: Saving, trainer: Any) -> None:
-        self._saving, self._trainer = saving, trainer
-
-    def __call__(self, weights_only: bool | None = None) -> dict[str, Any]:
-        module = self._trainer.lightning_module
-        try:
-            assert module.trainer
-        except RuntimeError:  # copies of modules leave their trainer out
-            module.trainer = self._trainer
-        return self._saving.collect(self._trainer, weights_only)
+    holds = any(isinstance(leaf, (nn.Module, nn.Parameter)) for leaf in pytree.tree_leaves(value))
+    return copy.deepcopy(value) if holds else value
 
 
 def _write_file(checkpoint: dict[str, Any], path: str, trainer: Any, storage_options: Any) -> None:

@@ -5,19 +5,13 @@ from __future__ import annotations
 from lightning_zero.engines.torch_functions import BROADCAST_IS_SEEN
 
 
-def advice_on(text: str, collecting_failed: bool, engine: str) -> str:
+def advice_on(text: str, engine: str) -> str:
     """Returns advice for the user on an error with this ``text``, or an empty string.
 
     Args:
         text: The error message.
-        collecting_failed: Whether the error was raised while a checkpoint was collected.
         engine: The run's engine.
     """
-    if collecting_failed and "meta" in text:
-        return (
-            "While a checkpoint is collected, only rank 0 has the tensors' values and the other ranks have their"
-            " shapes: read values under `if self.trainer.is_global_zero`."
-        )
     if engine == "deepspeed" and "out of bounds for storage of size 0" in text:
         return (
             "A parameter was read where DeepSpeed's stage 3 has not gathered it, as in the backward of a custom"

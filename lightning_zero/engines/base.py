@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.collected import Collected
-from lightning_zero.checkpoint.layout import full_bytes, map_tensors, placeholder
-from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreement
+from lightning_zero.checkpoint.layout import map_tensors, placeholder
+from lightning_zero.comm.agree import broadcast_coalesced, run_agreement
 from lightning_zero.comm.barrier import Barrier
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.comm.shards import gathered, gathered_on_rank_0
@@ -310,15 +310,11 @@ class Engine(ABC):
         """Returns ``state``, an ``optimizer.state_dict()`` as user code sees it, with this rank's shards."""
 
     @staticmethod
-    def full(state: Any, on_rank_0: tuple[Agreement, Collected] | None = None) -> Any:
+    def full(state: Any, on_rank_0: Collected | None = None) -> Any:
         """Returns ``state``, the result of one of the two methods above, with full tensors on the CPU. Tensors are
         gathered one at a time.
 
-        With ``on_rank_0`` (an agreement of all ranks and the memory to collect in) only rank 0 gets values. The other
-        ranks get meta tensors.
-
-        Raises:
-            CheckpointError: On all ranks, before anything is sent, if rank 0 has not enough memory.
+        With ``on_rank_0``, the memory to collect in, only rank 0 gets values. The other ranks get meta tensors.
         """
         done: dict[int, Tensor] = {}
 
@@ -330,13 +326,10 @@ class Engine(ABC):
         def on_cpu(tensor: Tensor) -> Tensor:
             if on_rank_0 is None:
                 return gathered(tensor).cpu()
-            value = gathered_on_rank_0(tensor, on_rank_0[1].empty)
+            value = gathered_on_rank_0(tensor, on_rank_0.empty)
             return placeholder(tensor) if value is None else value.cpu()
 
         with torch.no_grad(), DisableTorchFunction():
-            if on_rank_0 is not None:
-                agreement, memory = on_rank_0
-                agreement.gather(None, error=memory.why_not(full_bytes(state)) if agreement.rank == 0 else None)
             return map_tensors(one, state)
 
     @contextmanager

@@ -129,8 +129,6 @@ class Trace:
     """Units except the root in the order of their forwards; a unit that ran twice is listed twice."""
     returning: list[int] = field(default_factory=list)
     """The elements of ``forwards`` that have a backward."""
-    flops: float = 0.0
-    """FLOPs of forward and backward; a multiply-add counts as two."""
     host_bytes: float = 0.0
     """Bytes of saved inputs in host memory (``activation_checkpointing.offload``)."""
 

@@ -85,7 +85,6 @@ class Plan:
     """Kind of device of the plan, such as ``"cuda"``."""
     device_bytes: float | None
     usable_bytes: float | None
-    flops_per_micro_batch: float
     rows: Sequence[Row]
     choice: str | None
     """Name of the recommended row; ``None`` if none fits."""

@@ -114,7 +114,6 @@ def plan(
             device=study.target.type,
             device_bytes=None if device_memory_gib is None else device_memory_gib * GIB,
             usable_bytes=usable,
-            flops_per_micro_batch=study.plain.flops,
             rows=rows,
             choice=choice,
             checkpointing=checkpointing,

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.config import ActivationCheckpointingConfig
 from lightning_zero.engines.recompute import Recomputed
@@ -93,11 +92,11 @@ def fake(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts FLOPs and the bytes of all live storages that were allocated under it, without those of ``known``."""
+    """Counts the bytes of all live storages that were allocated under it, without those of ``known``."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
-        self.live = self.peak = self.flops = 0.0
+        self.live = self.peak = 0.0
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,8 +109,6 @@ class LiveBytes(TorchDispatchMode):
         if func is _INDEX:
             args = args[0], [each for index in args[1] for each in _all_selected(index)], *args[2:]
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in flop_registry:
-            self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
         if "all" in str(func.overloadpacket):  # all, _is_all_true
             out.of_all = True
         for tensor in pytree.tree_leaves(out):
@@ -176,7 +173,6 @@ def trace(
             raise NotTraceable("no parameter received a gradient")
     except Exception as error:  # user code under fake tensors can raise anything
         raise NotTraceable(_first_line(error)) from error
-    watch.made.flops = live.flops
     return watch.made
 
 

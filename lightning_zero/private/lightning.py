@@ -6,9 +6,7 @@ between two of their public methods are private.
 
 from __future__ import annotations
 
-import re
 import tempfile
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
@@ -155,7 +153,6 @@ __all__ = [
     "training_source",
     "unwrapped",
     "without_sigterm_broadcast",
-    "without_warning_on_reset",
 ]  # fmt: skip
 
 
@@ -204,25 +201,6 @@ def without_sigterm_broadcast(loop: Any) -> Callable[[], None]:
     def undo() -> None:
         vars(loop).pop("_broadcast_sigterm_tensor", None)
 
-    return undo
-
-
-def without_warning_on_reset(loop: Any, message: str) -> Callable[[], None]:
-    """Suppresses warnings that begin with ``message`` during the epoch loop's next reset, and at no other time.
-
-    Returns a function that undoes this earlier.
-    """
-
-    def undo() -> None:
-        vars(loop).pop("reset", None)
-
-    def reset() -> None:
-        undo()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=re.escape(message))
-            loop.reset()
-
-    loop.reset = reset
     return undo
 
 

@@ -7,21 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-
-
-def fetch(name: str) -> bool:
-    """Downloads the tokenizer ``name`` unless it is on disk; returns whether it is available. Call it on one
-    process."""
-    from transformers import AutoTokenizer  # optional: pip install lightning-zero[examples]
-
-    try:
-        AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        rank_zero_info(f"tokenizer {name!r} cannot be fetched ({type(error).__name__}); training a byte-pair one.")
-        return False
-    return True
 
 
 class CausalLM(LightningModule):
@@ -29,8 +15,7 @@ class CausalLM(LightningModule):
 
     Args:
         name: Model type for a config (``"gpt2"``), or name or path of a pretrained model.
-        pretrained: Use ``from_pretrained(name)`` if the hub or the disk has the model. Otherwise, and by default, the
-            weights are random.
+        pretrained: Use ``from_pretrained(name)``, from the hub or the disk, instead of random weights.
         learning_rate: Learning rate of AdamW.
         config: Overrides for the model's config, such as ``n_layer`` or ``vocab_size``.
     """
@@ -53,13 +38,10 @@ class CausalLM(LightningModule):
                 " pip install 'lightning-zero[examples]' (or pip install transformers tokenizers)."
             ) from error
         overrides = dict(config or {})
-        self.model: Any = None
+        self.model: Any
         if pretrained:
-            try:
-                self.model = AutoModelForCausalLM.from_pretrained(name, **overrides)
-            except OSError as error:  # either way the architecture is the same, so ranks may differ
-                rank_zero_info(f"{name!r} cannot be fetched ({type(error).__name__}): starting from random weights.")
-        if self.model is None:
+            self.model = AutoModelForCausalLM.from_pretrained(name, **overrides)
+        else:
             self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **overrides))
         self.model.train()  # from_pretrained leaves it in eval mode
 

@@ -1,13 +1,10 @@
-"""English text from Python's documentation topics, and a byte-pair tokenizer trained on it."""
+"""English text from Python's documentation topics, and a tokenizer of its frequent words."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter, defaultdict
-from itertools import pairwise
+from collections import Counter
 from pydoc_data.topics import topics
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -17,79 +14,29 @@ from torch.utils.data import DataLoader, Dataset
 _WORDS = re.compile(r" ?\w+|\s+(?=\s\w)|\s+| ?[^\w\s]+")
 
 
-class BytePairTokenizer:
-    """Byte-level BPE (Sennrich et al. 2016) in plain Python: ids 0-255 are bytes, each later id is a merged pair."""
+class WordTokenizer:
+    """Ids 0-255 are bytes, each later id is a frequent word; other words are spelled in bytes."""
 
-    def __init__(self, merges: list[tuple[int, int]]) -> None:
-        self.merges = merges
-        self._rank = {pair: 256 + i for i, pair in enumerate(merges)}
-        self._bytes = [bytes([i]) for i in range(256)]
-        for a, b in merges:
-            self._bytes.append(self._bytes[a] + self._bytes[b])
-        self._words: dict[str, list[int]] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        return 256 + len(self.merges)
+    def __init__(self, words: list[str]) -> None:
+        self._bytes = [bytes([i]) for i in range(256)] + [word.encode() for word in words]
+        self._ids = {word: 256 + i for i, word in enumerate(words)}
 
     @classmethod
-    def train(cls, text: str, vocab_size: int) -> BytePairTokenizer:
-        """Merges the most frequent pair until there are ``vocab_size`` ids. Ties go to the smaller ids, so that all
-        processes get the same tokenizer."""
+    def train(cls, text: str, vocab_size: int) -> WordTokenizer:
+        """Takes the most frequent words of ``text``. Ties go to the earlier word, so that all processes get the same
+        tokenizer."""
         if vocab_size < 256:
             raise ValueError(f"vocab_size={vocab_size}: use 256 (plain bytes) or more.")
-        counts = Counter(_WORDS.findall(text))
-        words = [list(word.encode()) for word in counts]
-        weights = list(counts.values())
-        pairs: Counter[tuple[int, int]] = Counter()
-        where: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # pair -> the words that may hold it
-        for i, ids in enumerate(words):
-            for pair in pairwise(ids):
-                pairs[pair] += weights[i]
-                where[pair].add(i)
-        merges: list[tuple[int, int]] = []
-        while len(merges) < vocab_size - 256 and pairs:
-            best = max(pairs, key=lambda pair: (pairs[pair], -pair[0], -pair[1]))
-            new_id = 256 + len(merges)
-            merges.append(best)
-            for i in where.pop(best):
-                before, words[i] = words[i], _merge(words[i], best, new_id)
-                for pair in pairwise(before):
-                    pairs[pair] -= weights[i]
-                for pair in pairwise(words[i]):
-                    pairs[pair] += weights[i]
-                    where[pair].add(i)
-            del pairs[best]
-        return cls(merges)
+        return cls([word for word, _ in Counter(_WORDS.findall(text)).most_common(vocab_size - 256)])
 
     def encode(self, text: str) -> list[int]:
         return [i for word in _WORDS.findall(text) for i in self._encode_word(word)]
 
+    def _encode_word(self, word: str) -> list[int]:
+        return [self._ids[word]] if word in self._ids else list(word.encode())
+
     def decode(self, ids: list[int]) -> str:
         return b"".join(self._bytes[i] for i in ids).decode(errors="replace")
-
-    def _encode_word(self, word: str) -> list[int]:
-        if word not in self._words:
-            ids = list(word.encode())
-            while len(ids) > 1:
-                first = min(pairwise(ids), key=lambda pair: self._rank.get(pair, math.inf))
-                if first not in self._rank:
-                    break
-                ids = _merge(ids, first, self._rank[first])
-            self._words[word] = ids
-        return self._words[word]
-
-
-def _merge(ids: list[int], pair: tuple[int, int], new_id: int) -> list[int]:
-    merged, i = [], 0
-    while i < len(ids):
-        if i + 1 < len(ids) and (ids[i], ids[i + 1]) == pair:
-            merged.append(new_id)
-            i += 2
-        else:
-            merged.append(ids[i])
-            i += 1
-    return merged
 
 
 class Blocks(Dataset[Tensor]):
@@ -132,8 +79,7 @@ class PythonTopics(LightningDataModule):
     Args:
         block_size: Tokens per sample.
         batch_size: Samples per process and micro-batch.
-        vocab_size: Vocabulary of the byte-pair tokenizer, 256 or more; ``hf_tokenizer`` has its own.
-        hf_tokenizer: Name of a Hugging Face tokenizer, used if it is on disk or can be fetched.
+        vocab_size: Number of token ids: 256 bytes, and frequent words.
         max_characters: Use only the beginning of the text, for quick checks.
     """
 
@@ -142,39 +88,21 @@ class PythonTopics(LightningDataModule):
         block_size: int = 128,
         batch_size: int = 16,
         vocab_size: int = 1024,
-        hf_tokenizer: str | None = None,
         max_characters: int | None = None,
     ) -> None:
         super().__init__()
         self.block_size, self.batch_size, self.vocab_size = block_size, batch_size, vocab_size
-        self.hf_tokenizer = hf_tokenizer
         self.max_characters = max_characters
-        self.tokenizer: Any = None
+        self.tokenizer: WordTokenizer | None = None
         self.train_tokens = self.held_out_tokens = torch.empty(0, dtype=torch.long)
-
-    def prepare_data(self) -> None:
-        if self.hf_tokenizer is not None:
-            from lightning_zero.recipes.causal_lm import fetch
-
-            fetch(self.hf_tokenizer)
 
     def setup(self, stage: str) -> None:
         if self.tokenizer is not None:
             return
         train, held_out = (text[: self.max_characters] for text in split_topics())
-        self.tokenizer = self._hf() or BytePairTokenizer.train(train, self.vocab_size)
+        self.tokenizer = WordTokenizer.train(train, self.vocab_size)
         self.train_tokens = torch.tensor(self.tokenizer.encode(train))
         self.held_out_tokens = torch.tensor(self.tokenizer.encode(held_out))
-
-    def _hf(self) -> Any:
-        if self.hf_tokenizer is None:
-            return None
-        from transformers import AutoTokenizer
-
-        try:
-            return AutoTokenizer.from_pretrained(self.hf_tokenizer, local_files_only=True)
-        except (OSError, ValueError):  # no hub: all processes see the same disk, so they decide alike
-            return None
 
     def unigram_perplexity(self) -> float:
         """Perplexity of the held-out text under a model of token frequencies in the training text (with add-one

@@ -358,7 +358,7 @@ DAMAGED_FOLDERS = {
     "later format": "has format 99",
     "earlier format": "convert it into one file with the version that wrote it",
     "no shard": "__1_0.distcp is missing",
-    "short shard": "__1_0.distcp is truncated",
+    "short shard": "is damaged at tensor",
     "flipped": "is damaged at tensor",
     "changed index": "index.json is damaged (its checksum differs)",
     "no rest": "rest.pt is missing",

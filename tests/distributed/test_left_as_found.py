@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,8 +24,6 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.launch.launcher import destroy_process_group
 from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
 from tests.helpers.ranks import outcome
-
-LATE = "You're resuming from a checkpoint that ended before the epoch"
 
 
 class Module(L.LightningModule):
@@ -92,27 +89,6 @@ def test_ranks_that_part_leave_their_group_before_memory_is_freed(ranks2: Any) -
         assert seen
         assert not any(seen)
         assert "this script cannot start another run" in then
-
-
-# -- warnings --------------------------------------------------------------------------------------------------------
-
-
-def _resume_in_mid_epoch(folder: str) -> tuple[bool, list[str], bool]:
-    saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    _trainer(ZeroStrategy(), enable_checkpointing=True, callbacks=[saves], max_steps=3).fit(Module(), _data())
-    before = list(warnings.filters)
-    with warnings.catch_warnings(record=True) as seen:
-        inside = list(warnings.filters)
-        trainer = _trainer(ZeroStrategy())
-        trainer.fit(Module(), _data(), ckpt_path=os.path.join(folder, "step=3.ckpt"))
-        same = list(warnings.filters) == inside
-    said = [str(each.message) for each in seen if str(each.message).startswith(LATE)]
-    return same and list(warnings.filters) == before, said, "reset" in vars(trainer.fit_loop.epoch_loop)
-
-
-def test_a_resumed_run_leaves_the_warning_filters(ranks1: Any, tmp_path: Path) -> None:
-    (found,) = ranks1(_resume_in_mid_epoch, str(tmp_path))
-    assert found == (True, [], False)
 
 
 # -- SLURM -----------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"stage": 4}, ["stage=4", "1, 2, 3"]),
+        ({"stage": 4}, ["stage=4", "1, 2 or 3"]),
         ({"stage": "3"}, ["stage='3'", "1, 2 or 3"]),
         ({"engine": "fsdp"}, ["engine='fsdp'", "Did you mean 'fsdp2'"]),
         ({"offload": "disk"}, ["offload='disk'", "'none'", "'cpu'", "'nvme'"]),
@@ -52,7 +52,7 @@ def test_defaults() -> None:
             {"activation_checkpointing": "selective", "engine": "deepspeed"},
             ["activation_checkpointing='selective'", "use 'full'"],
         ),
-        ({"compile": "blocks"}, ["compile='blocks'", "'none', 'units'"]),
+        ({"compile": "blocks"}, ["compile='blocks'", "'none' or 'units'"]),
         ({"compile": True}, ["compile=True", "'units'", "CompileConfig"]),
         ({"compile": {"target": "units", "moed": "default"}}, ["compile.moed='default'", "Did you mean 'mode'"]),
         ({"compile": "units", "engine": "deepspeed"}, ["compile='units'", "at stage 3", "stage=2, or engine='fsdp2'"]),
@@ -107,7 +107,7 @@ def test_defaults() -> None:
         ({"build": "sharded"}, ["build='sharded'", "'auto'", "'whole'"]),
         ({"after_fit": "keep"}, ["after_fit='keep'", "'whole'", "'sharded'"]),
         ({"uneven": "join"}, ["uneven='join'", "'error'", "'shortest'"]),
-        ({"process_group_backend": 1}, ["process_group_backend=1", "'gloo'"]),
+        ({"process_group_backend": 1}, ["process_group_backend=1", "a name or None"]),
         ({"device_memory_gib": 0}, ["device_memory_gib=0", "GiB above 0"]),
         ({"timeout_seconds": 0}, ["timeout_seconds=0", "above 0"]),
         ({"timeout_seconds": float("nan")}, ["timeout_seconds=nan"]),
@@ -133,10 +133,14 @@ def test_refusals_name_setting_value_and_repair(settings: dict[str, Any], parts:
         (OffloadConfig, {"target": "cpu", "optimizer": False, "parameters": False}, ["offload.target='none'"]),
         (OffloadConfig, {"target": "cpu", "optimizer": 1}, ["offload.optimizer=1", "True, False or None"]),
         (CompileConfig, {"backend": "eager"}, ["compile.backend='eager'", "compile.target='units'"]),
-        (CompileConfig, {"target": "units", "backend": 3}, ["compile.backend=3", "a name, or None"]),
+        (CompileConfig, {"target": "units", "backend": 3}, ["compile.backend=3", "a name or None"]),
         (CompileConfig, {"target": "units", "mode": "fast"}, ["compile.mode='fast'", "'max-autotune-no-cudagraphs'"]),
         (CompileConfig, {"target": "units", "mode": "max-autotune"}, ["mode='max-autotune'", "-no-cudagraphs'"]),
-        (CompileConfig, {"target": "units", "mode": "reduce-overhead"}, ["CUDA graphs", "-no-cudagraphs'"]),
+        (
+            CompileConfig,
+            {"target": "units", "mode": "reduce-overhead"},
+            ["compile.mode='reduce-overhead'", "-no-cudagraphs'"],
+        ),
         (
             CompileConfig,
             {"target": "units", "mode": "default", "backend": "eager"},
@@ -235,13 +239,6 @@ def test_a_file_that_is_no_json_says_where(tmp_path: Any) -> None:
     path.write_text("[1]")
     with pytest.raises(ValueError, match=r"holds list: use a JSON object"):
         RawConfig.read(str(path))
-
-
-def test_a_file_may_hold_comments_where_deepspeed_is_installed(tmp_path: Any) -> None:
-    pytest.importorskip("hjson")
-    path = tmp_path / "commented.json"
-    path.write_text('{"zero_optimization": {"stage": 1}, // gradients fit\n}')
-    assert RawConfig.read(str(path)).stage == 1
 
 
 def test_unknown_setting_names_the_closest() -> None:
