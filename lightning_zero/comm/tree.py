@@ -18,8 +18,6 @@ rounds of one tag must begin in the same order on all ranks.
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Collection, Iterator
 from datetime import timedelta
 from functools import partial
@@ -59,54 +57,11 @@ class Peers(Protocol):
 
 
 class LostRankError(RuntimeError):
-    """A rank does not answer: the one that this rank waited for, or the one that that rank is waiting for itself."""
+    """The rank that this rank waited for has ended, or did not respond: it may wait for another rank itself."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
-        self.rank = missing(dist.get_global_rank(group, rank))
-        super().__init__(f"rank {self.rank} has ended or did not respond in time: see its last output")
-
-
-_WAITING = "lightning_zero/waited_for"
-_PATIENCE_SECONDS = 1.5
-"""Time for a rank to report whom it waited for. All ranks give up at about the same time, or at once if a peer has
-closed its connections."""
-
-
-def missing(rank: int) -> int:
-    """Finds the rank that all others wait for, after this rank waited for ``rank`` in vain; both are global ranks.
-
-    A rank that gives up writes to the process group's store whom it waited for. This function follows these entries: a
-    rank that others wait for, and that has written nothing, is missing.
-    """
-    found, world = [rank], dist.group.WORLD
-    if world is None or world.size() == 2:  # there is no third rank to follow
-        return rank
-
-    def follow() -> None:
-        with contextlib.suppress(Exception):  # the store may have ended with the rank that hosts it
-            store = world.get_group_store()
-            store.set(f"{_WAITING}/{dist.get_rank()}", str(rank))
-            until = time.monotonic() + _PATIENCE_SECONDS
-            while time.monotonic() < until:
-                if not store.check([f"{_WAITING}/{found[-1]}"]):
-                    time.sleep(0.05)
-                elif (other := int(store.get(f"{_WAITING}/{found[-1]}"))) in found:
-                    return
-                else:
-                    found.append(other)
-
-    # On a thread, because a store in a stopped process never answers.
-    following = threading.Thread(target=follow, daemon=True, name="missing rank")
-    with contextlib.suppress(RuntimeError):  # no memory for its stack
-        following.start()
-        following.join(_PATIENCE_SECONDS + 1)
-    return found[-1]
-
-
-def withdraw_waiting() -> None:
-    """Deletes what this rank wrote in :func:`missing`, before ranks begin again."""
-    if dist.group.WORLD is not None:
-        dist.group.WORLD.get_group_store().delete_key(f"{_WAITING}/{dist.get_rank()}")
+        self.rank = dist.get_global_rank(group, rank)
+        super().__init__(f"rank {self.rank} has ended, or did not respond in time: see its last output")
 
 
 @torch.no_grad()
