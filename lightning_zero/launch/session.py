@@ -157,8 +157,7 @@ class Session:
         answer = self._last_words((seconds or supervisor.SECONDS[supervisor.State.FINISHING]) + _ANSWER_SECONDS)
         if not answer:
             self._supervisor.kill()
-        if not answer.get("insists"):
-            self._supervisor.wait()
+        self._supervisor.wait()
         for stream in (self._supervisor.stdin, self._supervisor.stdout):
             with contextlib.suppress(OSError):
                 stream.close()  # type: ignore[union-attr]
