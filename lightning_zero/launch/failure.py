@@ -28,10 +28,10 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_zero.launch import rendezvous, tracebacks
+from lightning_zero.private.lightning import set_on_instance
 
 WAIT_SECONDS = 4.0
 """Seconds for which a rank that has raised waits for the others to raise as well."""
@@ -106,10 +106,8 @@ def judge(error: BaseException, strategy: Any, trainer: Any, is_over: Callable[[
 
 def ask_the_others(error: BaseException, alike: str, strategy: Any, size: int, is_over: Callable[[], bool]) -> Verdict:
     environment, rank = strategy.cluster_environment, strategy.global_rank
-    address, port = environment.main_address, environment.main_port
     try:
-        words = rendezvous.words(address, port, rank)
-        store = dist.PrefixStore(f"raised/{rendezvous.count('raised', address, port)}", words)
+        store = rendezvous.words(environment.main_address, environment.main_port, rank)
         said = partial(write, error)
         return compare(store, rank, size, tracebacks.summary(error), alike, is_over, said)
     except (RuntimeError, TimeoutError) as lost:  # rank 0 has ended, and with it the store
@@ -219,7 +217,7 @@ def saves_on_exception(trainer: Any) -> list[Any]:
     return [c for c in callbacks if getattr(c, "save_on_exception", True)]
 
 
-_skipped: list[tuple[Any, str]] = []
+_skipped: list[Callable[[], None]] = []
 
 
 def skip_saves(trainer: Any, why: str, tells: bool = True) -> None:
@@ -236,15 +234,13 @@ def skip_saves(trainer: Any, why: str, tells: bool = True) -> None:
 
     # The callbacks too, because their code after the save relies on the checkpoint
     for owner, name in ((trainer, "save_checkpoint"), *((c, "on_exception") for c in saves_on_exception(trainer))):
-        setattr(owner, name, skip)
-        _skipped.append((owner, name))
+        _skipped.append(set_on_instance(owner, name, skip))
 
 
 def save_again() -> None:
     """Undoes :func:`skip_saves`, because a new run begins."""
     while _skipped:
-        owner, name = _skipped.pop()
-        vars(owner).pop(name, None)
+        _skipped.pop()()
 
 
 # -- the terminal ------------------------------------------------------------------------------------------------------

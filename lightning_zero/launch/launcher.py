@@ -133,7 +133,6 @@ class PopenLauncher(SubprocessScriptLauncher):
 
     def _find_ranks(self) -> None:
         """Starts the other ranks of this machine unless they exist."""
-        global _has_run
         if current() is not None:
             tell_supervisor("run begins")
         elif self._starts_ranks:
@@ -141,10 +140,10 @@ class PopenLauncher(SubprocessScriptLauncher):
             start_session(
                 *(self.cluster_environment, self.num_processes, self.num_nodes, self._log_folder, program_arguments)
             )
-        elif failure.ERROR_FILE in os.environ and not _has_run:
-            _drop_process_group()
+        elif failure.ERROR_FILE in os.environ:
+            if dist.is_initialized() and dist.get_world_size() == 1:
+                _drop_process_group()
             failure.note_scratch()
-        _has_run |= self.num_processes > 1
         set_num_threads_if_needed(num_processes=self.num_processes)
         atexit.unregister(destroy_process_group)
         atexit.register(destroy_process_group)
@@ -206,10 +205,6 @@ class PopenLauncher(SubprocessScriptLauncher):
         """Does nothing: the supervisor ends the other ranks, and signals of this rank are not forwarded to them."""
 
 
-_has_run = False
-"""Whether this process has been a rank of an earlier run."""
-
-
 def _continued(function: Callable[..., Any], args: Any, kwargs: Any, trainer: Any) -> tuple[Any, Any]:
     """Adds the newest checkpoint to the arguments of a fit that its batch system has started again."""
     if trainer is None or trainer.state.fn != TrainerFn.FITTING:
@@ -261,7 +256,7 @@ def destroy_process_group() -> None:
 
 
 def _drop_process_group() -> None:
-    """Ends the process group that a failed run, or a run on one device, has left. A process can have only one."""
+    """Ends the process group that a failed run, or code before the run, has left. A process can have only one."""
     if dist.is_initialized() and dist.is_nccl_available() and "nccl" in dist.get_backend_config():
         abort_process_groups()  # destroying the group would wait for queued collectives
     destroy_process_group()
