@@ -246,40 +246,38 @@ def save_again() -> None:
 # -- the terminal ------------------------------------------------------------------------------------------------------
 
 
-class Reporter:
-    """Replaces ``sys.excepthook`` for uncaught errors of a run.
+def report_errors() -> None:
+    """Replaces ``sys.excepthook`` for uncaught errors of a run that :func:`note` has marked.
 
     Rank 0 shows its traceback, or one line if another rank's error, which the supervisor has shown, caused it. Other
     ranks write their traceback into their log, and nothing on the terminal.
     """
+    if getattr(sys.excepthook, "func", None) is not _show:
+        sys.excepthook = partial(_show, sys.excepthook)
 
-    def __init__(self) -> None:
-        self._before = sys.excepthook
-        self._errors: list[tuple[BaseException, str, bool]] = []
-        sys.excepthook = self._show
 
-    def note(self, error: BaseException, headline: str, is_effect: bool) -> None:
-        """Records that a run has raised ``error``.
+def note(error: BaseException, headline: str, is_effect: bool = False) -> None:
+    """Marks ``error``, which a run has raised. A list of errors would keep the tensors of their frames in memory.
 
-        Args:
-            error: The exception of this rank.
-            headline: Names the rank, and says why it failed.
-            is_effect: Whether an error of another rank, which has been shown, caused this one.
-        """
-        self._errors.append((error, headline, is_effect))
+    Args:
+        error: The exception of this rank.
+        headline: Names the rank, and says why it failed.
+        is_effect: Whether an error of another rank, which has been shown, caused this one.
+    """
+    vars(error)["lightning_zero"] = headline, is_effect
 
-    def _show(self, kind: type[BaseException], error: BaseException, tb: Any) -> None:
-        found = next((noted for noted in self._errors if noted[0] is error), None)
-        log = os.environ.get(RANK_LOG)
-        if found is None or isinstance(error, KeyboardInterrupt):
-            self._before(kind, error, tb)
-        elif log is not None:  # another rank than 0
-            sys.stderr.write(tracebacks.whole(error) if log else "")
-        elif found[2]:
-            sys.stderr.write(f"lightning_zero: {found[1]} ({tracebacks.summary(error)[:200]})\n")
-        else:
-            sys.stderr.write(f"lightning_zero: {found[1]}\n{tracebacks.whole(error)}")
-        sys.stderr.flush()
+
+def _show(otherwise: Callable[..., Any], kind: type[BaseException], error: BaseException, tb: Any) -> None:
+    marked, log = vars(error).get("lightning_zero"), os.environ.get(RANK_LOG)
+    if marked is None or isinstance(error, KeyboardInterrupt):
+        otherwise(kind, error, tb)
+    elif log is not None:  # another rank than 0
+        sys.stderr.write(tracebacks.whole(error) if log else "")
+    else:
+        headline, is_effect = marked
+        text = f" ({tracebacks.summary(error)[:200]})\n" if is_effect else f"\n{tracebacks.whole(error)}"
+        sys.stderr.write(f"lightning_zero: {headline}{text}")
+    sys.stderr.flush()
 
 
 def tell(text: str) -> None:

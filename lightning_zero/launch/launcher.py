@@ -89,7 +89,6 @@ def choose_start_method(method: str, num_processes: int) -> str:
 
 refusal: tuple[str | None, str] | None = None
 """The Hydra job (``None`` outside of Hydra), and the reason why its ranks cannot make another run."""
-_reporter: failure.Reporter | None = None
 
 
 class PopenLauncher(SubprocessScriptLauncher):
@@ -108,14 +107,13 @@ class PopenLauncher(SubprocessScriptLauncher):
         _end_session_of_an_earlier_job()
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        global _reporter
         _end_session_of_an_earlier_job()
         _refuse_after_failure()
         check_world(self.cluster_environment, self.num_processes, self.num_nodes)
         args, kwargs = _continued(function, args, kwargs, trainer)
         failure.save_again()
-        if _reporter is None and (failure.ERROR_FILE in os.environ or self._starts_ranks):
-            _reporter = failure.Reporter()
+        if failure.ERROR_FILE in os.environ or self._starts_ranks:
+            failure.report_errors()
         try:
             self._find_ranks()
             return function(*args, **kwargs)
@@ -159,7 +157,7 @@ class PopenLauncher(SubprocessScriptLauncher):
             return
         session = current()
         if self._starts_ranks and session is None:  # no rank was started, so there is none to end or to ask
-            _note(error, "the run did not begin")
+            failure.note(error, "the run did not begin")
             return
         if session is not None:
             session.log(tracebacks.whole(error))
@@ -167,7 +165,8 @@ class PopenLauncher(SubprocessScriptLauncher):
         verdict = failure.judge(error, self._strategy, trainer, is_over)
         if verdict.alike:
             tell_supervisor("all raised")
-            _note(error, "all ranks failed alike, rank 0 with" if self.num_processes > 1 else "the run failed with")
+            headline = "all ranks failed alike, rank 0 with" if self.num_processes > 1 else "the run failed with"
+            failure.note(error, headline)
             return
         refusal = hydra_output_dir(), f"{tracebacks.summary(error)}, {verdict.why}"
         if trainer is not None:
@@ -184,7 +183,7 @@ class PopenLauncher(SubprocessScriptLauncher):
         session = current()
         if session is None:
             failure.end_soon()
-            _note(error, "this rank failed with")
+            failure.note(error, "this rank failed with")
             return
         is_interrupt = isinstance(error, KeyboardInterrupt)
         found = end_session("interrupted" if is_interrupt else "failed").get("failed")
@@ -194,10 +193,10 @@ class PopenLauncher(SubprocessScriptLauncher):
         elif verdict.first is not None and verdict.first != first:  # a rank of another machine
             cause, is_shown = f"rank {verdict.first} failed: {verdict.what}", False
         else:
-            _note(error, f"rank {first} failed with")
+            failure.note(error, f"rank {first} failed with")
             return
         refusal = hydra_output_dir(), cause
-        _note(error, f"rank {first} has ended because of that", is_effect=is_shown)
+        failure.note(error, f"rank {first} has ended because of that", is_effect=is_shown)
         if hasattr(error, "add_note"):
             error.add_note(f"lightning_zero: {cause} before this.")
 
@@ -235,13 +234,8 @@ def _refuse_after_failure() -> None:
             f"this script cannot start another run after one that failed on some ranks only ({refusal[1]}): the ranks"
             " have diverged. Repair the cause and start the script again."
         )
-        _note(error, "this run did not begin")
+        failure.note(error, "this run did not begin")
         raise error
-
-
-def _note(error: BaseException, headline: str, is_effect: bool = False) -> None:
-    if _reporter is not None:
-        _reporter.note(error, headline, is_effect)
 
 
 def destroy_process_group() -> None:
