@@ -234,16 +234,9 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def _get_process_group_backend(self) -> str:
         # Agreements run on the CPUs' backend, so that no step waits for the device.
-        default = "gloo" if self.root_device.type == "cpu" else f"cpu:gloo,{super()._get_process_group_backend()}"
-        if self.root_device.type == "cuda":
-            default = "cpu:gloo,cuda:nccl"
+        device = self.root_device.type
+        default = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
         backend = self.config.process_group_backend or default
-        unknown = {part.split(":")[-1] for part in backend.split(",")} - set(dist.Backend.backend_list)
-        if unknown:
-            raise ValueError(
-                f"process_group_backend={backend!r}: torch.distributed has {', '.join(dist.Backend.backend_list)};"
-                f" use one of them, or None for {default!r}."
-            )
         if self._steps_on_host and "cpu" not in dist.BackendConfig(dist.Backend(backend)).get_device_backend_map():
             raise ValueError(
                 f"process_group_backend={backend!r} with offload={self.config.offload.target!r}: gradients are in host"
