@@ -72,7 +72,7 @@ _RENAMED = (
 
 
 class TrafficMeter:
-    """Counts every collective of this process by kind, while it is installed.
+    """Counts the collectives of this process by kind, while it is installed; not those inside operators of ``DTensor``.
 
     A collective that calls another one counts once. The numbers only grow, so take differences.
     """
