@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -31,20 +30,17 @@ NAMES["zero_auto"] = {"auto": True, "engine": "fsdp2"}
 """Registered name -> fields of ``ZeroConfig``."""
 
 _LIGHTNING = "lightning.pytorch"
-_REGISTRIES = {f"{_LIGHTNING}.strategies": "lightning.fabric", "pytorch_lightning.strategies": "lightning_fabric"}
-"""Lightning's module with the Trainer's registry -> the Fabric package of the same distribution."""
+_REGISTRIES = (f"{_LIGHTNING}.strategies", "pytorch_lightning.strategies")
+"""Lightning's modules with the Trainer's registry, in both of its distributions."""
 
 
 def register_strategies(trainers: str = f"{_LIGHTNING}.strategies") -> None:
     """Registers every name, which imports Lightning; idempotent.
 
-    Fabric gets the names too, so that it can refuse them with a hint to use the Trainer.
-
     Args:
         trainers: The module with the Trainer's registry.
     """
     registry = import_module(trainers).StrategyRegistry
-    fabrics = import_module(f"{_REGISTRIES[trainers]}.strategies").STRATEGY_REGISTRY
     for name, settings in NAMES.items():
         registry.register(
             name,
@@ -53,8 +49,6 @@ def register_strategies(trainers: str = f"{_LIGHTNING}.strategies") -> None:
             override=True,
             **settings,
         )
-        fabrics.register(name, partial(_refuse_fabric, name), description="of the Trainer alone", override=True)
-    registry.available_strategies = lambda: _KnownNames(registry)
 
 
 def register_when_imported() -> None:
@@ -89,21 +83,6 @@ class _RegisterAfterImport(MetaPathFinder):
         return spec
 
 
-class _KnownNames(list[str]):
-    """The list in which the Trainer looks up a name; suggests our names for an unknown one, as Lightning's own error
-    does not."""
-
-    def __contains__(self, name: object) -> bool:
-        if list.__contains__(self, name):
-            return True
-        if isinstance(name, str) and (close := get_close_matches(name, NAMES, n=1, cutoff=0.75)):
-            raise ValueError(
-                f"strategy={name!r} is not known: did you mean {close[0]!r}? lightning_zero has"
-                f" {', '.join(map(repr, NAMES))}."
-            )
-        return False
-
-
 @cache
 def _maker(trainers: str, name: str) -> Callable[..., Any]:
     def make(**settings: Any) -> Any:
@@ -128,11 +107,4 @@ def _check_is_ours(trainers: str, name: str) -> None:
     raise ValueError(
         f"pytorch_lightning.Trainer(strategy={name!r}): lightning {lightning} and pytorch_lightning {twin} are both"
         f" imported, and a Trainer of one cannot run strategies of the other. {repair}"
-    )
-
-
-def _refuse_fabric(name: str) -> Any:
-    raise ValueError(
-        f"Fabric(strategy={name!r}): lightning_zero's strategies need a Trainer; Fabric cannot run them. Use"
-        f" lightning.Trainer(strategy={name!r}), or for Fabric one of Lightning's strategies, such as 'fsdp'."
     )

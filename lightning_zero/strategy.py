@@ -8,8 +8,8 @@ This module overrides only what differs.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -183,10 +183,10 @@ class ZeroStrategy(Launched, DDPStrategy):
         )
         self.engine: Engine | None = None
         """The engine that shards the module; ``None`` outside a run."""
-        self._view: AbstractContextManager[Any] | None = None
         self._in_groups_that_fit = config.shard_size == "auto"
         self._failed = False  # whether this run raised; then other ranks may be anywhere, so no collectives
-        self._inference_mode = InferenceMode()
+        self._undo = ExitStack()
+        """Undoes what lasts for one run: the view of the engine, and changes to the Trainer's loops."""
         self._agreement: Agreement | None = None
         self._saving = Saving(config.checkpoint)
         self._run: EngineRun = (DeepSpeedRun if config.engine == "deepspeed" else Fsdp2Run)(config)
@@ -233,16 +233,9 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def _get_process_group_backend(self) -> str:
         # Agreements run on the CPUs' backend, so that no step waits for the device.
-        default = "gloo" if self.root_device.type == "cpu" else f"cpu:gloo,{super()._get_process_group_backend()}"
-        if self.root_device.type == "cuda":
-            default = "cpu:gloo,cuda:nccl"
+        device = self.root_device.type
+        default = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
         backend = self.config.process_group_backend or default
-        unknown = {part.split(":")[-1] for part in backend.split(",")} - set(dist.Backend.backend_list)
-        if unknown:
-            raise ValueError(
-                f"process_group_backend={backend!r}: torch.distributed has {', '.join(dist.Backend.backend_list)};"
-                f" use one of them, or None for {default!r}."
-            )
         if self._steps_on_host and "cpu" not in dist.BackendConfig(dist.Backend(backend)).get_device_backend_map():
             raise ValueError(
                 f"process_group_backend={backend!r} with offload={self.config.offload.target!r}: gradients are in host"
@@ -308,8 +301,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.setup_precision_plugin()
         self._saving.follow(trainer, self._serve_reads, self._end_reads)
         if self.engine is not None:  # after configure_optimizers, so that states created there are sharded as well
-            self._view = self.engine.view()
-            self._view.__enter__()
+            self._undo.enter_context(self.engine.view())
 
     def _make_optimizers(self, trainer: Any) -> None:
         with self._run.whole_for_optimizers(self.engine) if self.engine is not None else nullcontext():
@@ -411,7 +403,10 @@ class ZeroStrategy(Launched, DDPStrategy):
         if hasattr(plugin, "engine"):
             plugin.engine = engine
         self._place_scale()
-        self._inference_mode.switch_off(trainer)
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            # A sharded module that ran under inference mode cannot be trained. Lightning handles this for FSDP only.
+            self._undo.callback(setattr, loop, "inference_mode", loop.inference_mode)
+            loop.inference_mode = False
         if self.world_size == 1:
             rank_zero_info(f"ZeRO stage {self.config.stage} on one process: nothing is sharded, no memory is saved.")
 
@@ -451,10 +446,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             map_from(MAPPED_IN_STEPS_FROM_BYTES)
 
     def _end_run(self) -> None:
-        self._inference_mode.restore()
-        if self._view is not None:
-            self._view.__exit__(None, None, None)
-            self._view = None
+        self._undo.close()
         if self.engine is None:
             self._leave_built()
             self._run.end()
@@ -644,27 +636,30 @@ class ZeroStrategy(Launched, DDPStrategy):
         assert module is not None
         if engine is None and not has_left_parameters(module):
             return super().lightning_module_state_dict()
-        collecting = self._saving.collecting
-        self._serve_reads()
-        if collecting is Collecting.NOTHING:
-            self.agreement.gather(None, "strategy.lightning_module_state_dict()")
-        state = left_shards(undetached_state_dict(module)) if engine is None else engine.sharded_state_dict()
-        if collecting is Collecting.SHARDS:
-            return state
-        full: dict[str, Any] = Engine.full(state, self._saving.memory_on_rank_0)
-        return full
+        return self._collected(
+            "strategy.lightning_module_state_dict()",
+            lambda: left_shards(undetached_state_dict(module)) if engine is None else engine.sharded_state_dict(),
+        )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` with full tensors, as under DDP (collective)."""
-        optimizer = unwrapped(optimizer)
-        if self.engine is None and not has_left_states(optimizer):
+        optimizer, engine = unwrapped(optimizer), self.engine
+        if engine is None and not has_left_states(optimizer):
             return super().optimizer_state(optimizer)
+        return self._collected(
+            "strategy.optimizer_state()",
+            lambda: (
+                left_shards(optimizer.state_dict()) if engine is None else engine.sharded_optimizer_state(optimizer)
+            ),
+        )
+
+    def _collected(self, call: str, of_shards: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Returns the state ``of_shards`` with full tensors (collective), but as it is for a sharded checkpoint."""
         collecting = self._saving.collecting
         self._serve_reads()
         if collecting is Collecting.NOTHING:
-            self.agreement.gather(None, "strategy.optimizer_state()")
-        engine = self.engine
-        state = left_shards(optimizer.state_dict()) if engine is None else engine.sharded_optimizer_state(optimizer)
+            self.agreement.gather(None, call)
+        state = of_shards()
         if collecting is Collecting.SHARDS:
             return state
         full: dict[str, Any] = Engine.full(state, self._saving.memory_on_rank_0)
@@ -748,30 +743,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.config.keep_global_batch and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             keep_global_batch(content, trainer, self.world_size)
         return content
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Does nothing: ``lightning_zero.registry`` registers the names, not Lightning's scan of its strategies."""
-
-
-class InferenceMode:
-    """Switches inference mode off: a sharded module that ran under it cannot be trained afterwards. Lightning handles
-    this for FSDP only."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[Any, bool]] = []
-
-    def switch_off(self, trainer: Any) -> None:
-        """Makes the trainer's loops run under ``no_grad`` instead, until :meth:`restore`."""
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            self._before.append((loop, loop.inference_mode))
-            loop.inference_mode = False
-
-    def restore(self) -> None:
-        """Gives the loops the Trainer's own setting back."""
-        for loop, inference_mode in self._before:
-            loop.inference_mode = inference_mode
-        self._before.clear()
 
 
 def check_libraries(engine: str) -> None:

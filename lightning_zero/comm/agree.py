@@ -77,73 +77,51 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-class Channel:
-    """The gloo group that carries all agreements, separate from the engines' messages. The constructor is collective.
-
-    All agreements share it: its connections follow a tree, so each rank has few (:mod:`~lightning_zero.comm.tree`).
-    Messages that may be in flight at the same time, on one thread or on several, differ in their tags. Do not run
-    gloo's own collectives on this group: they match calls by counting them, and some connect rank 0 to every rank.
-
-    Attributes:
-        lost: A call on this rank has failed or was interrupted. gloo's connections do not recover from that.
-    """
-
-    def __init__(self, timeout_seconds: float) -> None:
-        self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        self.lost = False
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Marks the channel as lost if the block, in which messages are in flight, raises."""
-        try:
-            yield
-        except BaseException:
-            self.lost = True
-            raise
-
-
 class Agreement:
-    """Agreements of all ranks on a :class:`Channel`.
+    """Agreements of all ranks over one gloo group, the channel, which carries none of the engines' messages.
 
     The constructor and every method are collective. With one rank :meth:`gather` and :meth:`raise_if_any_failed` return
     at once.
 
+    All agreements share the channel: its connections follow a tree, so each rank has few
+    (:mod:`~lightning_zero.comm.tree`). Messages that may be in flight at the same time, on one thread or on several,
+    differ in their tags. Do not run gloo's own collectives on this group: they match calls by counting them, and some
+    connect rank 0 to every rank. After a call that has failed every further one fails: gloo closes the connection.
+
     Args:
         timeout_seconds: How long a call waits for the other ranks before it raises.
         alone: Agree with this process only, even inside a process group.
-        channel: The channel to use; ``None`` makes one.
+        group: The channel to use; ``None`` makes one.
         run: Number of the run on this channel. It is part of the tags, so messages that an earlier run has left in
             flight never match those of this run.
         kind: Kind of the messages, below :data:`KINDS`. Agreements that may be in flight together need different kinds.
+
+    Attributes:
+        group: The channel's process group; ``None`` with one rank.
     """
 
     def __init__(
         self,
         timeout_seconds: float = 1800.0,
         alone: bool = False,
-        channel: Channel | None = None,
+        group: dist.ProcessGroup | None = None,
         run: int = 0,
         kind: int = 0,
     ) -> None:
         self.timeout_seconds = timeout_seconds
         several = not alone and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        self.channel = (channel or Channel(timeout_seconds)) if several else None
+        self.group = (group or _channel(timeout_seconds)) if several else None
         self.run, self._kind = run, kind
         self._latest: dict[int, dist.Work] = {}  # by kind
         # Connect now: a rank that later makes a call alone would wait for its connection first, and fail late.
         self.gather(None, "the strategy's set-up")
 
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The channel's process group; ``None`` with one rank."""
-        return None if self.channel is None else self.channel.group
-
     def with_kind(self, kind: int) -> Agreement:
         """An agreement of another ``kind`` on the same channel, for another thread."""
-        if self.channel is None:
+        if self.group is None:
             return Agreement(self.timeout_seconds, alone=True)
-        return Agreement(self.timeout_seconds, channel=self.channel, run=self.run, kind=kind)
+        return Agreement(self.timeout_seconds, group=self.group, run=self.run, kind=kind)
 
     def gather(
         self, value: Any, call: str = "a checkpoint's agreement", error: BaseException | None = None
@@ -157,15 +135,14 @@ class Agreement:
                 ranks make different calls.
         """
         everyones = [(call, None, value)]
-        if self.channel is not None:
+        if self.group is not None:
             # Send a number and a text, not the exception: if it could not be pickled, its rank alone would fail here.
             failure = None if error is None else (_repeatable(error), str(error))
             content = pickle.dumps((call, failure, value))  # outside the try: an error here is the caller's
             try:
-                with self._calling(call):
-                    gathered = tree.gather(content, self.channel.group, self._tag(self._kind), self.timeout_seconds)
-            except RuntimeError as lost:
-                raise (error or lost) from lost
+                gathered = tree.gather(content, self.group, self._tag(self._kind))
+            except Exception as lost:  # gloo raises RuntimeError, or DistBackendError if the peer has ended
+                raise (error or self._not_made_by_all(call, lost)) from lost
             everyones = [pickle.loads(each) for each in gathered]
         if error is not None:
             raise error
@@ -193,39 +170,32 @@ class Agreement:
         The result is there after the returned work was waited for. Earlier calls of the same ``kind`` are then
         complete as well.
         """
-        assert self.channel is not None
-        with self.channel.in_use():
-            work = direct.all_reduce(message, op, self.channel.group, peer_memory, self._tag(kind))
+        assert self.group is not None
+        work = direct.all_reduce(message, op, self.group, peer_memory, self._tag(kind))
         self._latest[kind] = direct.Begun(self._completed(self._latest.get(kind), work))
         return self._latest[kind]
 
     def _completed(self, before: dist.Work | None, work: dist.Work) -> Iterator[None]:
-        assert self.channel is not None
-        with self.channel.in_use():
-            if before is not None:  # a rank forwards messages while it waits, so all ranks must wait in the same order
-                before.wait()
-            work.wait()
+        if before is not None:  # a rank forwards messages while it waits, so all ranks must wait in the same order
+            before.wait()
+        work.wait()
         yield
 
     def _tag(self, kind: int) -> int:
         """The tag of this run's messages of ``kind``."""
         return tree.FIRST_TAG + KINDS + self.run * KINDS + kind
 
-    @contextmanager
-    def _calling(self, call: str) -> Iterator[None]:
-        """Names ``call`` in the error if its messages fail."""
-        assert self.channel is not None
-        try:
-            if self.channel.lost:
-                raise RuntimeError("an earlier call has failed")
-            with self.channel.in_use():
-                yield
-        except Exception as error:  # gloo raises RuntimeError, or DistBackendError if the peer has ended
-            raise RuntimeError(
-                f"{call} on rank {self.rank}: not all ranks made this call within timeout_seconds="
-                f"{self.timeout_seconds:g} ({error}). It is collective: make it on every rank,"
-                " outside of `if trainer.is_global_zero` and @rank_zero_only."
-            ) from error
+    def _not_made_by_all(self, call: str, error: Exception) -> RuntimeError:
+        return RuntimeError(
+            f"{call} on rank {self.rank}: not all ranks made this call within timeout_seconds="
+            f"{self.timeout_seconds:g} ({error}). It is collective: make it on every rank,"
+            " outside of `if trainer.is_global_zero` and @rank_zero_only."
+        )
+
+
+def _channel(timeout_seconds: float) -> dist.ProcessGroup:
+    group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+    return group
 
 
 KINDS = 8
@@ -251,9 +221,7 @@ def shared_agreement(timeout_seconds: float) -> Agreement:
 
     All runs with this ``timeout_seconds`` share one channel. A gloo group holds three threads and its sockets until the
     process group ends, and a strategy cannot close its own at the end of a run, because a trainer saves after ``fit``
-    as well. The channel is replaced if a call on it has failed on any rank. A rank that was elsewhere at that time does
-    not know of the failure, so the ranks ask each other through the store. Do not decide this by garbage collection:
-    it runs at different times on different ranks.
+    as well.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Agreement(timeout_seconds)
@@ -262,12 +230,7 @@ def shared_agreement(timeout_seconds: float) -> Agreement:
     shared = _shared.setdefault(world, _Shared())
     shared.asked += 1
     before = shared.agreements.get(timeout_seconds)
-    channel = before.channel if before is not None else None
-    if channel is not None and channel.lost:
-        tree.withdraw_waiting()
-    if channel is not None and _any_lost(world, channel.lost, shared.asked, timeout_seconds):
-        channel = None
-    made = Agreement(timeout_seconds, channel=channel or Channel(timeout_seconds), run=shared.asked)
+    made = Agreement(timeout_seconds, group=None if before is None else before.group, run=shared.asked)
     shared.agreements[timeout_seconds] = made
     return made
 
@@ -275,29 +238,6 @@ def shared_agreement(timeout_seconds: float) -> Agreement:
 def forget_shared() -> None:
     """Forgets all shared channels. Call it when the process group has ended: their threads and sockets end with it."""
     _shared.clear()
-
-
-def _any_lost(world: dist.ProcessGroup, lost: bool, asked: int, timeout_seconds: float) -> bool:
-    """Returns whether ``lost`` is true on any rank (collective). It uses the store of the process group, because a lost
-    channel cannot carry the question.
-
-    Raises:
-        RuntimeError: If a rank does not make the call within ``timeout_seconds``.
-    """
-    store, name = world.get_group_store(), f"lightning_zero/channel_{asked}"
-    if lost:
-        store.add(f"{name}/lost", 1)
-    # The last rank to arrive publishes the result: every rank whose channel is lost has reported that before.
-    if store.add(f"{name}/here", 1) == dist.get_world_size():
-        store.set(f"{name}/all", "lost" if store.add(f"{name}/lost", 0) else "all well")
-    try:
-        store.wait([f"{name}/all"], timedelta(seconds=timeout_seconds))
-    except Exception as error:  # DistStoreError
-        raise RuntimeError(
-            f"the strategy's set-up on rank {dist.get_rank()}: not all ranks made this call within timeout_seconds="
-            f"{timeout_seconds:g}, or one has ended: begin each run on every rank."
-        ) from error
-    return bool(store.get(f"{name}/all") == b"lost")
 
 
 _of_run: list[Agreement] = []

@@ -10,9 +10,8 @@ round.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -86,24 +85,10 @@ class Barrier:
             with DisableTorchFunction():
                 self._agreement.all_reduce(ends, dist.ReduceOp.MAX, READS, self._peer_memory).wait()
         except RuntimeError as error:
-            hook = hook_above()
             raise RuntimeError(
-                f"{what()}{f' in {hook}' if hook else ''} on rank {self._agreement.rank}: not all ranks made this call"
-                f" or answered it within timeout_seconds={self._agreement.timeout_seconds:g}. They are in other calls,"
-                f" or have ended ({error}). Make the call on every rank."
+                f"{what()} on rank {self._agreement.rank}: not all ranks made this call or answered it within"
+                f" timeout_seconds={self._agreement.timeout_seconds:g}. They are in other calls, or have ended"
+                f" ({error}). Make the call on every rank."
             ) from error
         high, low = ends.tolist()  # a tensor in host memory, so this does not synchronize with a device
         return Served(high - 1, high == -low)
-
-
-def hook_above() -> str | None:
-    """Name of the user hook that is running, with its class if that is known; ``None`` outside hooks."""
-    frame: Any = sys._getframe(1)
-    found = None
-    while frame is not None:
-        name, module = frame.f_code.co_name, frame.f_globals.get("__name__", "")
-        if name.startswith("on_") and not module.startswith(("lightning.", "lightning_zero.", "pytorch_lightning.")):
-            owner = frame.f_locals.get("self")
-            found = f"{type(owner).__name__}.{name}" if owner is not None else name
-        frame = frame.f_back
-    return found

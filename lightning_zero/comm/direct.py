@@ -82,10 +82,8 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.
         work = dist.all_gather_into_tensor(output, shard, group=group, async_op=True)
         assert work is not None
         return work
-    parts = output.chunk(group.size())
-    _place(parts[group.rank()], shard)
-    work = _read([(parts, shard)], _FULL, peer_memory)
-    return Begun((each.wait() for each in [work]), peer_memory.await_readers)
+    pairs = [(output.chunk(group.size()), shard)]
+    return Begun(_exchange(pairs, _FULL, group.rank(), peer_memory), peer_memory.await_readers)
 
 
 @torch.no_grad()
@@ -98,20 +96,16 @@ def all_gather_each(
     ``shards`` in place: do not write to them before ``peer_memory.await_readers()``, not even after the wait.
     """
     pairs = [(parts, shard) for parts, shard in zip(outputs, shards, strict=True) if shard.numel()]
+    return Begun(_exchange(pairs, _GATHER, group.rank(), peer_memory))
+
+
+def _exchange(pairs: Sequence[tuple[Parts, Tensor]], kind: int, rank: int, peer_memory: PeerMemory) -> Iterator[None]:
+    """Copies this rank's shards into their parts and offers them; the iterator reads those of every peer."""
     for parts, shard in pairs:
-        _place(parts[group.rank()], shard)
-    return _read(pairs, _GATHER, peer_memory)
-
-
-def _place(part: Tensor, shard: Tensor) -> None:
-    if part.data_ptr() != shard.data_ptr():
-        part.copy_(shard)
-
-
-def _read(pairs: Sequence[tuple[Parts, Tensor]], kind: int, peer_memory: PeerMemory) -> dist.Work:
-    """Offers this rank's shards; the wait reads the shards of every peer into their parts."""
+        if parts[rank].data_ptr() != shard.data_ptr():
+            parts[rank].copy_(shard)
     if not pairs or not peer_memory.ranks:
-        return Begun(iter(()))
+        return iter(())
     offer = peer_memory.offer(kind, [mine for _, mine in pairs])
 
     def rest() -> Iterator[None]:
@@ -121,7 +115,7 @@ def _read(pairs: Sequence[tuple[Parts, Tensor]], kind: int, peer_memory: PeerMem
             peer_memory.done(offer, source)
             yield
 
-    return Begun(rest())
+    return rest()
 
 
 @torch.no_grad()

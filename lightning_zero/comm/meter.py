@@ -1,4 +1,4 @@
-"""Counts traffic: calls, bytes and waiting time of every collective that Python starts.
+"""Counts traffic: calls, bytes and waiting time of the collectives that Python starts through ``torch.distributed``.
 
 The tables below list how many bytes each function moves; all code that counts traffic uses them. The bytes sent and
 received are those of :func:`lightning_zero.comm.costs.wire_bytes`. Rings and direct exchanges send exactly that many;
@@ -19,13 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_zero.comm import direct
 from lightning_zero.comm.costs import wire_bytes
 from lightning_zero.errors import MovedError
 from lightning_zero.private.torch import TESTED
-from lightning_zero.private.torch import functional_collectives as functional
 
 # (arguments by name, number of ranks) -> bytes of the full tensor
 Size = Callable[[dict[str, Any], int], float]
@@ -56,17 +54,7 @@ _EAGER: dict[str, tuple[str, tuple[str, ...], Size]] = {
         ("output", "input", "output_split_sizes", "input_split_sizes", "group"),
         _of("input"),
     ),
-    "all_to_all": ("all_to_all", ("output_tensor_list", "input_tensor_list", "group"), _of("input_tensor_list")),
-    "batch_isend_irecv": ("exchange", ("p2p_op_list",), lambda call, n: 0.0),
 }
-_FUNCTIONAL: dict[str, tuple[str, tuple[str, ...], Size]] = {
-    "all_gather_tensor": ("all_gather", ("self", "gather_dim", "group"), _of("self", per_rank=True)),
-    "all_gather_single": ("all_gather", ("self", "gather_dim", "group"), _of("self", per_rank=True)),
-    "reduce_scatter_tensor": ("reduce_scatter", ("self", "reduceOp", "scatter_dim", "group"), _of("self")),
-    "reduce_scatter_single": ("reduce_scatter", ("self", "reduceOp", "scatter_dim", "group"), _of("self")),
-    "all_reduce": ("all_reduce", ("self", "reduceOp", "group"), _of("self")),
-}
-"""Functions that ``DTensor`` calls."""
 _DIRECT: dict[str, tuple[str, tuple[str, ...], Size]] = {
     "all_gather": ("all_gather", ("output", "shard", "group"), _of("output")),
     "all_gather_each": ("all_gather", ("outputs", "shards", "group"), _of("outputs")),
@@ -77,14 +65,14 @@ _DIRECT: dict[str, tuple[str, tuple[str, ...], Size]] = {
 _ALIASES = {"output_tensor": "output", "input_tensor": "input"}
 """Keywords that torch renamed, old name -> new name. Calls may use either."""
 _RENAMED = (
-    ("all_gather_single", "all_gather_into_tensor", "all_gather_tensor"),
+    ("all_gather_single", "all_gather_into_tensor"),
     ("reduce_scatter_single", "reduce_scatter_tensor"),
 )
 """Functions that torch renamed, keeping the old names for some releases. Of each line at least one must exist."""
 
 
 class TrafficMeter:
-    """Counts every collective of this process by kind, while it is installed.
+    """Counts the collectives of this process by kind, while it is installed; not those inside operators of ``DTensor``.
 
     A collective that calls another one counts once. The numbers only grow, so take differences.
     """
@@ -107,11 +95,8 @@ class TrafficMeter:
         for module in (dist, c10d):
             for name, (kind, parameters, size) in _EAGER.items():
                 self._replace(module, name, kind, parameters, size)
-        for name, (kind, parameters, size) in _FUNCTIONAL.items():
-            self._replace(functional, name, kind, parameters, size)
         for name, (kind, parameters, size) in _DIRECT.items():
             self._replace(direct, name, kind, parameters, size)
-        self._replace(functional, "wait_tensor", "wait", (), lambda call, n: 0.0)
         self._replace(direct.Begun, "wait", "wait", (), lambda call, n: 0.0)
 
     def remove(self) -> None:
@@ -160,12 +145,9 @@ class TrafficMeter:
     def _count(self, kind: str, call: dict[str, Any], size: Size) -> None:
         if kind == "wait":
             return
-        if kind == "exchange":
-            self._count_exchange(call["p2p_op_list"])
-            return
         for old, new in _ALIASES.items():
             call = {**call, new: call.get(old, call.get(new)), old: call.get(new, call.get(old))}
-        n = dist.get_world_size(_group_of(call.get("group")))
+        n = dist.get_world_size(call.get("group"))
         self.calls[kind] += 1
         if n <= 1:
             return
@@ -178,29 +160,14 @@ class TrafficMeter:
         self.sent[kind] += moved  # type: ignore[assignment]
         self.received[kind] += moved  # type: ignore[assignment]
 
-    def _count_exchange(self, operations: Iterable[Any]) -> None:
-        self.calls["exchange"] += 1
-        for each in operations:
-            direction = self.sent if "send" in each.op.__name__ else self.received
-            direction["exchange"] += _nbytes(each.tensor)  # type: ignore[assignment]
-
 
 def _check_names() -> None:
     """Raises if torch has neither name of a function: the sums would silently lack its traffic."""
-    for module, table in ((dist, _EAGER), (c10d, _EAGER), (functional, {**_FUNCTIONAL, "wait_tensor": None})):
-        for name in table:
+    for module in (dist, c10d):
+        for name in _EAGER:
             names = next((pair for pair in _RENAMED if name in pair), (name,))
             if not any(hasattr(module, each) for each in names):
                 raise MovedError(
                     f"{module.__name__} has no {' and no '.join(names)} in torch {torch.__version__} (tested with"
                     f" torch{TESTED}), so traffic cannot be counted: use 'torch{TESTED}', or leave ZeroMonitor out."
                 )
-
-
-def _group_of(given: Any) -> dist.ProcessGroup | None:
-    """The process group of a collective's ``group`` argument; ``DTensor`` passes a mesh and one of its axes."""
-    if isinstance(given, DeviceMesh):
-        return given.get_group()
-    if isinstance(given, tuple) and given and isinstance(given[0], DeviceMesh):
-        return given[0].get_group(*given[1:])
-    return given if isinstance(given, dist.ProcessGroup) else None

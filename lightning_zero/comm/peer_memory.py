@@ -221,7 +221,7 @@ class PeerMemory:
                 raise self._lost(rank, os.strerror(ctypes.get_errno()))
 
     def _lost(self, rank: int, reason: object) -> RuntimeError:
-        who = f"rank {tree.missing(dist.get_global_rank(self._group, rank))}"
+        who = f"rank {dist.get_global_rank(self._group, rank)}"
         if isinstance(reason, BlockingIOError):  # how the kernel reports a socket's time-out
             return RuntimeError(
                 f"{who} did not respond within timeout_seconds={self._timeout_seconds:g}. Either it hangs (see its last"

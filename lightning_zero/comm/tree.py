@@ -18,11 +18,7 @@ rounds of one tag must begin in the same order on all ranks.
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Collection, Iterator
-from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -58,65 +54,9 @@ class Peers(Protocol):
     def recv(self, rank: int, kind: int, nbytes: int) -> bytes: ...
 
 
-class LostRankError(RuntimeError):
-    """A rank does not answer: the one that this rank waited for, or the one that that rank is waiting for itself."""
-
-    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
-        self.rank = missing(dist.get_global_rank(group, rank))
-        super().__init__(f"rank {self.rank} has ended or did not respond in time: see its last output")
-
-
-_WAITING = "lightning_zero/waited_for"
-_PATIENCE_SECONDS = 1.5
-"""Time for a rank to report whom it waited for. All ranks give up at about the same time, or at once if a peer has
-closed its connections."""
-
-
-def missing(rank: int) -> int:
-    """Finds the rank that all others wait for, after this rank waited for ``rank`` in vain; both are global ranks.
-
-    A rank that gives up writes to the process group's store whom it waited for. This function follows these entries: a
-    rank that others wait for, and that has written nothing, is missing.
-    """
-    found, world = [rank], dist.group.WORLD
-    if world is None or world.size() == 2:  # there is no third rank to follow
-        return rank
-
-    def follow() -> None:
-        with contextlib.suppress(Exception):  # the store may have ended with the rank that hosts it
-            store = world.get_group_store()
-            store.set(f"{_WAITING}/{dist.get_rank()}", str(rank))
-            until = time.monotonic() + _PATIENCE_SECONDS
-            while time.monotonic() < until:
-                if not store.check([f"{_WAITING}/{found[-1]}"]):
-                    time.sleep(0.05)
-                elif (other := int(store.get(f"{_WAITING}/{found[-1]}"))) in found:
-                    return
-                else:
-                    found.append(other)
-
-    # On a thread, because a store in a stopped process never answers.
-    following = threading.Thread(target=follow, daemon=True, name="missing rank")
-    with contextlib.suppress(RuntimeError):  # no memory for its stack
-        following.start()
-        following.join(_PATIENCE_SECONDS + 1)
-    return found[-1]
-
-
-def withdraw_waiting() -> None:
-    """Deletes what this rank wrote in :func:`missing`, before ranks begin again."""
-    if dist.group.WORLD is not None:
-        dist.group.WORLD.get_group_store().delete_key(f"{_WAITING}/{dist.get_rank()}")
-
-
 @torch.no_grad()
 def all_reduce(
-    message: Tensor,
-    op: Any,
-    group: dist.ProcessGroup,
-    tag: int,
-    peers: Peers | None = None,
-    timeout: timedelta | None = None,
+    message: Tensor, op: Any, group: dist.ProcessGroup, tag: int, peers: Peers | None = None
 ) -> Iterator[None]:
     """Reduces ``message`` (in host memory) over the ranks in place; ``op`` is a sum or a maximum.
 
@@ -124,21 +64,29 @@ def all_reduce(
     through their own connections, all other ranks through gloo.
 
     Raises:
-        LostRankError: If another rank does not join within ``timeout``, by default that of ``group``, or has ended.
+        RuntimeError: If another rank does not join within the timeout of ``group``, or has ended.
     """
     rank, below = group.rank(), children(group.rank(), group.size())
     edges = [*below, *([parent(rank)] if rank else [])]
     near = peers.ranks if peers is not None else ()
     # Post all receives first: gloo starts a peer's send only when its receiver is there.
-    arriving = {peer: _Arriving(message, peer, group, tag, timeout) for peer in edges if peer not in near}
+    arriving: dict[int, tuple[Tensor, Any]] = {}
+    for peer in edges:
+        if peer not in near:
+            content = torch.empty_like(message)
+            with _naming(group, peer):
+                arriving[peer] = content, dist.irecv(content, group=group, group_src=peer, tag=tag)
     sent: list[tuple[int, Any]] = []
 
     def recv(peer: int) -> Tensor:
         if peer in arriving:
-            return arriving[peer].wait()
+            content, work = arriving[peer]
+            with _naming(group, peer):
+                work.wait()
+            return content
         assert peers is not None
-        content = bytearray(peers.recv(peer, tag, message.nbytes))
-        return torch.frombuffer(content, dtype=message.dtype) if content else message.new_empty(0)
+        received = bytearray(peers.recv(peer, tag, message.nbytes))
+        return torch.frombuffer(received, dtype=message.dtype) if received else message.new_empty(0)
 
     def send(peer: int) -> None:
         if peer in arriving:
@@ -167,44 +115,30 @@ def all_reduce(
             work.wait()
 
 
-class _Arriving:
-    """A posted receive from ``peer`` of a message with the size of ``like``."""
-
-    def __init__(self, like: Tensor, peer: int, group: dist.ProcessGroup, tag: int, timeout: timedelta | None) -> None:
-        self._message, self._named = torch.empty_like(like), partial(_naming, group, peer)
-        self._wait_arguments = () if timeout is None else (timeout,)
-        with self._named():
-            self._work: Any = dist.irecv(self._message, group=group, group_src=peer, tag=tag)
-
-    def wait(self) -> Tensor:
-        with self._named():
-            self._work.wait(*self._wait_arguments)
-        return self._message
-
-
 @contextlib.contextmanager
 def _naming(group: dist.ProcessGroup, peer: int) -> Iterator[None]:
+    """Names ``peer``, for which this rank waits, in an error. It may wait for another rank itself."""
     try:
         yield
     except RuntimeError as error:  # also DistBackendError, if the peer has closed its connections
-        raise LostRankError(group, peer) from error
+        rank = dist.get_global_rank(group, peer)
+        raise RuntimeError(f"rank {rank} has ended, or did not respond in time: see its last output") from error
 
 
-def gather(value: bytes, group: dist.ProcessGroup, tag: int, timeout_seconds: float | None = None) -> list[bytes]:
+def gather(value: bytes, group: dist.ProcessGroup, tag: int) -> list[bytes]:
     """Returns every rank's ``value``, by rank. It is a sum of one row per rank, so values should be small.
 
     Raises:
-        LostRankError: As :func:`all_reduce`.
+        RuntimeError: As :func:`all_reduce`.
     """
     rank, ranks = group.rank(), group.size()
-    timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     sizes = torch.zeros(ranks, dtype=torch.int64, device="cpu")  # 1D
     sizes[rank] = len(value)
-    for _ in all_reduce(sizes, dist.ReduceOp.SUM, group, tag, timeout=timeout):
+    for _ in all_reduce(sizes, dist.ReduceOp.SUM, group, tag):
         pass
     nbytes = sizes.tolist()
     rows = torch.zeros(ranks, max(nbytes), dtype=torch.uint8, device="cpu")  # (ranks, largest size), padded
     rows[rank, : len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-    for _ in all_reduce(rows, dist.ReduceOp.SUM, group, tag, timeout=timeout):
+    for _ in all_reduce(rows, dist.ReduceOp.SUM, group, tag):
         pass
     return [bytes(row[:size].numpy()) for row, size in zip(rows, nbytes, strict=True)]

@@ -25,26 +25,21 @@ def check_world(environment: Any, devices: int, num_nodes: int) -> None:
                 " start the ranks with torchrun."
             )
         return
-    if isinstance(environment, SLURMEnvironment):
-        found, per_node = _tasks_of_slurm()
-        who, options = "srun", f"--ntasks-per-node={devices} --nodes={num_nodes}"
-    elif isinstance(environment, TorchElasticEnvironment):
-        found, per_node = environment.world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", devices))
-        who, options = "torchrun", f"--nproc-per-node={devices} --nnodes={num_nodes}"
-    elif type(environment) is LightningEnvironment:
-        _check_variables(wanted, devices, environment)
-        return
-    elif isinstance(environment, LightningEnvironment):
+    if isinstance(environment, LightningEnvironment):
+        if type(environment) is LightningEnvironment:
+            _check_variables(wanted, devices, environment)
         return  # a subclass such as Ray's asks its own program, whose workers know neither devices nor num_nodes
+    if isinstance(environment, SLURMEnvironment):
+        who, (found, per_node) = "srun", _tasks_of_slurm()
     else:
-        found = environment.world_size()
-        per_node = devices if found % devices == 0 else found
-        who, options = type(environment).__name__, f"of {wanted} ranks"
+        is_torchrun, found = isinstance(environment, TorchElasticEnvironment), environment.world_size()
+        who = "torchrun" if is_torchrun else type(environment).__name__
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", devices if found % devices == 0 else found))
     if found != wanted or per_node != devices:
         raise ValueError(
             f"{who} started {found} ranks, {per_node} on this host, but the Trainer has devices={devices} and"
-            f" num_nodes={num_nodes}: use devices={per_node} and num_nodes={max(found // per_node, 1)}, or {who}"
-            f" {options}."
+            f" num_nodes={num_nodes}: use devices={per_node} and num_nodes={max(found // per_node, 1)}, or have"
+            f" {who} start {wanted} ranks, {devices} on each host."
         )
 
 

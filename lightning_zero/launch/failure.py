@@ -28,10 +28,10 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_zero.launch import rendezvous, tracebacks
+from lightning_zero.private.lightning import set_on_instance
 
 WAIT_SECONDS = 4.0
 """Seconds for which a rank that has raised waits for the others to raise as well."""
@@ -106,10 +106,8 @@ def judge(error: BaseException, strategy: Any, trainer: Any, is_over: Callable[[
 
 def ask_the_others(error: BaseException, alike: str, strategy: Any, size: int, is_over: Callable[[], bool]) -> Verdict:
     environment, rank = strategy.cluster_environment, strategy.global_rank
-    address, port = environment.main_address, environment.main_port
     try:
-        words = rendezvous.words(address, port, rank)
-        store = dist.PrefixStore(f"raised/{rendezvous.count('raised', address, port)}", words)
+        store = rendezvous.words(environment.main_address, environment.main_port, rank)
         said = partial(write, error)
         return compare(store, rank, size, tracebacks.summary(error), alike, is_over, said)
     except (RuntimeError, TimeoutError) as lost:  # rank 0 has ended, and with it the store
@@ -219,7 +217,7 @@ def saves_on_exception(trainer: Any) -> list[Any]:
     return [c for c in callbacks if getattr(c, "save_on_exception", True)]
 
 
-_skipped: list[tuple[Any, str]] = []
+_skipped: list[Callable[[], None]] = []
 
 
 def skip_saves(trainer: Any, why: str, tells: bool = True) -> None:
@@ -236,54 +234,50 @@ def skip_saves(trainer: Any, why: str, tells: bool = True) -> None:
 
     # The callbacks too, because their code after the save relies on the checkpoint
     for owner, name in ((trainer, "save_checkpoint"), *((c, "on_exception") for c in saves_on_exception(trainer))):
-        setattr(owner, name, skip)
-        _skipped.append((owner, name))
+        _skipped.append(set_on_instance(owner, name, skip))
 
 
 def save_again() -> None:
     """Undoes :func:`skip_saves`, because a new run begins."""
     while _skipped:
-        owner, name = _skipped.pop()
-        vars(owner).pop(name, None)
+        _skipped.pop()()
 
 
 # -- the terminal ------------------------------------------------------------------------------------------------------
 
 
-class Reporter:
-    """Replaces ``sys.excepthook`` for uncaught errors of a run.
+def report_errors() -> None:
+    """Replaces ``sys.excepthook`` for uncaught errors of a run that :func:`note` has marked.
 
     Rank 0 shows its traceback, or one line if another rank's error, which the supervisor has shown, caused it. Other
     ranks write their traceback into their log, and nothing on the terminal.
     """
+    if getattr(sys.excepthook, "func", None) is not _show:
+        sys.excepthook = partial(_show, sys.excepthook)
 
-    def __init__(self) -> None:
-        self._before = sys.excepthook
-        self._errors: list[tuple[BaseException, str, bool]] = []
-        sys.excepthook = self._show
 
-    def note(self, error: BaseException, headline: str, is_effect: bool) -> None:
-        """Records that a run has raised ``error``.
+def note(error: BaseException, headline: str, is_effect: bool = False) -> None:
+    """Marks ``error``, which a run has raised. A list of errors would keep the tensors of their frames in memory.
 
-        Args:
-            error: The exception of this rank.
-            headline: Names the rank, and says why it failed.
-            is_effect: Whether an error of another rank, which has been shown, caused this one.
-        """
-        self._errors.append((error, headline, is_effect))
+    Args:
+        error: The exception of this rank.
+        headline: Names the rank, and says why it failed.
+        is_effect: Whether an error of another rank, which has been shown, caused this one.
+    """
+    vars(error)["lightning_zero"] = headline, is_effect
 
-    def _show(self, kind: type[BaseException], error: BaseException, tb: Any) -> None:
-        found = next((noted for noted in self._errors if noted[0] is error), None)
-        log = os.environ.get(RANK_LOG)
-        if found is None or isinstance(error, KeyboardInterrupt):
-            self._before(kind, error, tb)
-        elif log is not None:  # another rank than 0
-            sys.stderr.write(tracebacks.whole(error) if log else "")
-        elif found[2]:
-            sys.stderr.write(f"lightning_zero: {found[1]} ({tracebacks.summary(error)[:200]})\n")
-        else:
-            sys.stderr.write(f"lightning_zero: {found[1]}\n{tracebacks.whole(error)}")
-        sys.stderr.flush()
+
+def _show(otherwise: Callable[..., Any], kind: type[BaseException], error: BaseException, tb: Any) -> None:
+    marked, log = vars(error).get("lightning_zero"), os.environ.get(RANK_LOG)
+    if marked is None or isinstance(error, KeyboardInterrupt):
+        otherwise(kind, error, tb)
+    elif log is not None:  # another rank than 0
+        sys.stderr.write(tracebacks.whole(error) if log else "")
+    else:
+        headline, is_effect = marked
+        text = f" ({tracebacks.summary(error)[:200]})\n" if is_effect else f"\n{tracebacks.whole(error)}"
+        sys.stderr.write(f"lightning_zero: {headline}{text}")
+    sys.stderr.flush()
 
 
 def tell(text: str) -> None:

@@ -89,7 +89,6 @@ def choose_start_method(method: str, num_processes: int) -> str:
 
 refusal: tuple[str | None, str] | None = None
 """The Hydra job (``None`` outside of Hydra), and the reason why its ranks cannot make another run."""
-_reporter: failure.Reporter | None = None
 
 
 class PopenLauncher(SubprocessScriptLauncher):
@@ -108,14 +107,13 @@ class PopenLauncher(SubprocessScriptLauncher):
         _end_session_of_an_earlier_job()
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        global _reporter
         _end_session_of_an_earlier_job()
         _refuse_after_failure()
         check_world(self.cluster_environment, self.num_processes, self.num_nodes)
         args, kwargs = _continued(function, args, kwargs, trainer)
         failure.save_again()
-        if _reporter is None and (failure.ERROR_FILE in os.environ or self._starts_ranks):
-            _reporter = failure.Reporter()
+        if failure.ERROR_FILE in os.environ or self._starts_ranks:
+            failure.report_errors()
         try:
             self._find_ranks()
             return function(*args, **kwargs)
@@ -133,7 +131,6 @@ class PopenLauncher(SubprocessScriptLauncher):
 
     def _find_ranks(self) -> None:
         """Starts the other ranks of this machine unless they exist."""
-        global _has_run
         if current() is not None:
             tell_supervisor("run begins")
         elif self._starts_ranks:
@@ -141,10 +138,10 @@ class PopenLauncher(SubprocessScriptLauncher):
             start_session(
                 *(self.cluster_environment, self.num_processes, self.num_nodes, self._log_folder, program_arguments)
             )
-        elif failure.ERROR_FILE in os.environ and not _has_run:
-            _drop_process_group()
+        elif failure.ERROR_FILE in os.environ:
+            if dist.is_initialized() and dist.get_world_size() == 1:
+                _drop_process_group()
             failure.note_scratch()
-        _has_run |= self.num_processes > 1
         set_num_threads_if_needed(num_processes=self.num_processes)
         atexit.unregister(destroy_process_group)
         atexit.register(destroy_process_group)
@@ -160,7 +157,7 @@ class PopenLauncher(SubprocessScriptLauncher):
             return
         session = current()
         if self._starts_ranks and session is None:  # no rank was started, so there is none to end or to ask
-            _note(error, "the run did not begin")
+            failure.note(error, "the run did not begin")
             return
         if session is not None:
             session.log(tracebacks.whole(error))
@@ -168,7 +165,8 @@ class PopenLauncher(SubprocessScriptLauncher):
         verdict = failure.judge(error, self._strategy, trainer, is_over)
         if verdict.alike:
             tell_supervisor("all raised")
-            _note(error, "all ranks failed alike, rank 0 with" if self.num_processes > 1 else "the run failed with")
+            headline = "all ranks failed alike, rank 0 with" if self.num_processes > 1 else "the run failed with"
+            failure.note(error, headline)
             return
         refusal = hydra_output_dir(), f"{tracebacks.summary(error)}, {verdict.why}"
         if trainer is not None:
@@ -185,7 +183,7 @@ class PopenLauncher(SubprocessScriptLauncher):
         session = current()
         if session is None:
             failure.end_soon()
-            _note(error, "this rank failed with")
+            failure.note(error, "this rank failed with")
             return
         is_interrupt = isinstance(error, KeyboardInterrupt)
         found = end_session("interrupted" if is_interrupt else "failed").get("failed")
@@ -195,19 +193,15 @@ class PopenLauncher(SubprocessScriptLauncher):
         elif verdict.first is not None and verdict.first != first:  # a rank of another machine
             cause, is_shown = f"rank {verdict.first} failed: {verdict.what}", False
         else:
-            _note(error, f"rank {first} failed with")
+            failure.note(error, f"rank {first} failed with")
             return
         refusal = hydra_output_dir(), cause
-        _note(error, f"rank {first} has ended because of that", is_effect=is_shown)
+        failure.note(error, f"rank {first} has ended because of that", is_effect=is_shown)
         if hasattr(error, "add_note"):
             error.add_note(f"lightning_zero: {cause} before this.")
 
     def kill(self, signum: int) -> None:
         """Does nothing: the supervisor ends the other ranks, and signals of this rank are not forwarded to them."""
-
-
-_has_run = False
-"""Whether this process has been a rank of an earlier run."""
 
 
 def _continued(function: Callable[..., Any], args: Any, kwargs: Any, trainer: Any) -> tuple[Any, Any]:
@@ -240,13 +234,8 @@ def _refuse_after_failure() -> None:
             f"this script cannot start another run after one that failed on some ranks only ({refusal[1]}): the ranks"
             " have diverged. Repair the cause and start the script again."
         )
-        _note(error, "this run did not begin")
+        failure.note(error, "this run did not begin")
         raise error
-
-
-def _note(error: BaseException, headline: str, is_effect: bool = False) -> None:
-    if _reporter is not None:
-        _reporter.note(error, headline, is_effect)
 
 
 def destroy_process_group() -> None:
@@ -261,7 +250,7 @@ def destroy_process_group() -> None:
 
 
 def _drop_process_group() -> None:
-    """Ends the process group that a failed run, or a run on one device, has left. A process can have only one."""
+    """Ends the process group that a failed run, or code before the run, has left. A process can have only one."""
     if dist.is_initialized() and dist.is_nccl_available() and "nccl" in dist.get_backend_config():
         abort_process_groups()  # destroying the group would wait for queued collectives
     destroy_process_group()

@@ -12,8 +12,8 @@ import os
 import sys
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -40,17 +40,20 @@ class RankLost(RuntimeError):
     """Another rank ended before the run began; the supervisor has shown why."""
 
 
-_stores: dict[tuple[str, int], Any] = {}
-"""Address and port -> the store that this process serves or is connected to."""
-_rounds: dict[tuple[str, int], str] = {}
-"""Address and port -> the latest round of this process there."""
-_counts: Counter[tuple[str, str, int]] = Counter()
+@dataclass
+class _Connection:
+    """The store that this process serves or is connected to."""
+
+    address: str
+    port: int
+    store: Any
+    round: str = "lightning_zero"
+    """The latest round of this process there."""
+    failures: int = 0
+    """How often this process has asked for :func:`words`."""
 
 
-def count(what: str, address: str, port: int) -> int:
-    """Counts the occurrences of ``what`` at a store. Ranks that make the same calls get the same number."""
-    _counts[what, address, port] += 1
-    return _counts[what, address, port]
+_connection: _Connection | None = None
 
 
 def serve(address: str, port: int = 0) -> int:
@@ -60,22 +63,23 @@ def serve(address: str, port: int = 0) -> int:
         address: Name of this host.
         port: 0 chooses a free port. No other program can take it before the ranks connect.
     """
+    global _connection
     store = _open(address, port, serves=True, seconds=start_seconds())
-    _stores[address, store.port] = store
-    return int(store.port)
+    _connection = _Connection(address, int(store.port), store)
+    return _connection.port
 
 
 def forget() -> None:
-    """Forgets all stores and counts, because the ranks of a session have ended."""
-    _stores.clear()
-    _rounds.clear()
-    _counts.clear()
+    """Forgets the store, because the ranks of a session have ended."""
+    global _connection
+    _connection = None
 
 
 def words(address: str, port: int, rank: int) -> Any:
-    """Returns the store under a prefix for messages outside of the process group; connects to it if necessary."""
-    of_round = _rounds.get((address, port), "lightning_zero")
-    return dist.PrefixStore(f"{of_round}/words", _store(address, port, rank, _WORD_SECONDS))
+    """Returns a store for messages about one failure; connects if necessary. Ranks that ask equally often share it."""
+    found = _connect(address, port, rank, _WORD_SECONDS)
+    found.failures += 1
+    return dist.PrefixStore(f"{found.round}/failure{found.failures}", found.store)
 
 
 def meet(
@@ -96,7 +100,8 @@ def meet(
     """
     limit = start_seconds()
     began = time.monotonic()
-    base = _store(address, port, rank, limit)
+    found = _connect(address, port, rank, limit)
+    base = found.store
     base.set_timeout(timedelta(seconds=limit))  # a connection for messages has a shorter timeout
     meeting = _Round(base, rank, size)
     next_word = PATIENCE_SECONDS
@@ -119,7 +124,7 @@ def meet(
                 print(f"lightning_zero: {text}; it keeps waiting, {limit:.0f} s in total.", file=sys.stderr, flush=True)
             next_word *= 2
         time.sleep(max(_POLL_SECONDS, size / _ASKED_PER_SECOND))
-    _rounds[address, port] = meeting.name
+    found.round = meeting.name
     return dist.PrefixStore(meeting.name, base)
 
 
@@ -162,12 +167,12 @@ class _Round:
         return f"{self.name}/here/{rank}"
 
 
-def _store(address: str, port: int, rank: int, seconds: float) -> Any:
-    if (address, port) not in _stores:
-        forget()  # counts of an earlier run: its port may be used again, by new ranks that count from zero
+def _connect(address: str, port: int, rank: int, seconds: float) -> _Connection:
+    global _connection
+    if _connection is None or (_connection.address, _connection.port) != (address, port):
         serves = rank == 0 and not is_kept_by_agent()
-        _stores[address, port] = _open(address, port, serves, seconds)
-    return _stores[address, port]
+        _connection = _Connection(address, port, _open(address, port, serves, seconds))
+    return _connection
 
 
 def is_kept_by_agent() -> bool:

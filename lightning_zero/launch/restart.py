@@ -52,16 +52,15 @@ def _parent() -> str:
 
 
 def _file() -> Path | None:
-    name = run_name()
-    return None if name is None else _start_folder() / FOLDER / f"{name}.json"
+    name, job = run_name(), hydra_folders()
+    start = Path.cwd() if job is None else Path(job.cwd)  # Hydra may have changed the working folder since
+    return None if name is None else start / FOLDER / f"{name}.json"
 
 
-def _start_folder() -> Path:
-    """Returns the folder in which the run was started. Hydra may have changed the working folder since."""
+def hydra_folders() -> Any:
+    """Returns the folders of the running Hydra job, or ``None``. Does not import Hydra."""
     module = sys.modules.get("hydra.core.hydra_config")
-    if module is not None and module.HydraConfig.initialized():
-        return Path(module.HydraConfig.get().runtime.cwd)
-    return Path.cwd()
+    return module.HydraConfig.get().runtime if module is not None and module.HydraConfig.initialized() else None
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

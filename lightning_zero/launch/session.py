@@ -25,6 +25,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_zero.launch import rendezvous, supervisor
 from lightning_zero.launch.failure import ERROR_FILE, RANK_LOG, scratch_file
+from lightning_zero.launch.restart import hydra_folders
 from lightning_zero.private.lightning import set_main_port
 
 GRACE_SECONDS = {"failed": 3.0, "preempted": 20.0, "interrupted": 0.3}
@@ -157,8 +158,7 @@ class Session:
         answer = self._last_words((seconds or supervisor.SECONDS[supervisor.State.FINISHING]) + _ANSWER_SECONDS)
         if not answer:
             self._supervisor.kill()
-        if not answer.get("insists"):
-            self._supervisor.wait()
+        self._supervisor.wait()
         for stream in (self._supervisor.stdin, self._supervisor.stdout):
             with contextlib.suppress(OSError):
                 stream.close()  # type: ignore[union-attr]
@@ -251,8 +251,6 @@ def _program(folder: Path, words: list[str]) -> tuple[list[str], dict[str, str]]
 
 
 def hydra_output_dir() -> str | None:
-    """Returns the folder of the running Hydra job, or ``None``. Does not import Hydra."""
-    module = sys.modules.get("hydra.core.hydra_config")
-    if module is None or not module.HydraConfig.initialized():
-        return None
-    return str(module.HydraConfig.get().runtime.output_dir)
+    """Returns the folder of the running Hydra job, or ``None``."""
+    job = hydra_folders()
+    return None if job is None else str(job.output_dir)

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
@@ -34,15 +35,15 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_zero.comm.agree import STEP_SYNC, Agreement, run_agreement, shared_agreement
 from lightning_zero.config import Uneven
 from lightning_zero.launch import restart
-from lightning_zero.launch.failure import AgreedInterrupt, saves_on_exception
+from lightning_zero.launch.failure import AgreedInterrupt, saves_on_exception, tell
 from lightning_zero.launch.session import tell_supervisor
 from lightning_zero.launch.shortest import cut
 from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
 from lightning_zero.launch.waiting import Watch
 from lightning_zero.private.lightning import (
-    HandlersCompose,
     answer_signals_by,
     change_training_loader,
+    set_on_instance,
     timeout_of,
     without_sigterm_broadcast,
 )
@@ -79,7 +80,8 @@ class StepSync(Callback):
         self._loop: Any = None
         self.undo = ExitStack()
         """Undoes the changes to the Trainer and its parts."""
-        self._handlers: dict[int, Any] = {}
+        self._users_sigterm = callable(signal.getsignal(signal.SIGTERM))
+        """Whether the user has a handler of SIGTERM. Lightning calls it after ours."""
         self._interrupted = False
         self._saves = False
         self._begun = False
@@ -105,8 +107,7 @@ class StepSync(Callback):
             self._end_if_agreed(trainer)
             advance(data_fetcher)
 
-        loop.advance = watched
-        self.undo.callback(vars(loop).pop, "advance", None)
+        self.undo.callback(set_on_instance(loop, "advance", watched))
         self.undo.callback(without_sigterm_broadcast(loop))
         if trainer.world_size > 1:
             # Messages of a separate kind: ranks at different places would confuse them with the engine's messages.
@@ -114,13 +115,16 @@ class StepSync(Callback):
             self._agreement = run_agreement() or shared_agreement(limit)
             self._peer_memory = getattr(getattr(self._strategy, "engine", None), "peer_memory", None)
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, *([signal.SIGUSR1] if _slurm_job() else [])):
-                self._handlers[number] = signal.getsignal(number)
-                signal.signal(number, self.on_signal)
+            if _slurm_job() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:  # Lightning has not registered it
+                self._handle(signal.SIGUSR1, self.on_signal)
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                self._handlers[signal.SIGINT] = signal.default_int_handler
                 self._saves = bool(saves_on_exception(trainer))
-                signal.signal(signal.SIGINT, self._on_interrupt)
+                self._handle(signal.SIGINT, self._on_interrupt)
+
+    def _handle(self, number: int, handler: Callable[[int, Any], None]) -> None:
+        """Registers ``handler`` until the run ends, unless other code replaces it before."""
+        before = signal.signal(number, handler)
+        self.undo.callback(lambda: signal.getsignal(number) == handler and signal.signal(number, before))
 
     def _on_interrupt(self, number: int, frame: Any) -> None:
         """Handles Ctrl-C."""
@@ -133,19 +137,13 @@ class StepSync(Callback):
         raise KeyboardInterrupt
 
     def on_signal(self, number: int, frame: Any) -> None:
-        own = _users_own(self._handlers.get(number)) or _users_own(signal.getsignal(number))
-        if number == signal.SIGTERM and not self._begun and not own:
+        """Handles SIGTERM and SIGUSR1."""
+        if number == signal.SIGTERM and not self._begun and not self._users_sigterm:
             signal.signal(number, signal.SIG_DFL)  # nothing to save yet, and the first step may take minutes to come
             os.kill(os.getpid(), number)
         self._signal = max(self._signal or 0, number)
-        for handler in _users_own(self._handlers.get(number)):
-            handler(number, frame)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        for number, handler in self._handlers.items():
-            if signal.getsignal(number) in (self.on_signal, self._on_interrupt):
-                signal.signal(number, handler)
-        self._handlers.clear()
         self.undo.close()
         self._loop = self._agreement = self._peer_memory = self._pending = None
 
@@ -295,11 +293,11 @@ class StepSync(Callback):
         if number == signal.SIGINT:
             raise AgreedInterrupt
         requeue = number != signal.SIGTERM
-        rank_zero_only(_tell)(f"{number.name} received: ending after step {trainer.global_step}")
+        rank_zero_only(tell)(f"{number.name} received: ending after step {trainer.global_step}")
         if trainer.checkpoint_callbacks or _slurm_job():
             path = _checkpoint_folder(trainer) / restart.PREEMPTED
             trainer.save_checkpoint(path)
-            rank_zero_only(_tell)(f"checkpoint of step {trainer.global_step}: {path}")
+            rank_zero_only(tell)(f"checkpoint of step {trainer.global_step}: {path}")
         if requeue and trainer.is_global_zero:
             _requeue()
         sys.exit(PREEMPTED_EXIT_CODE)
@@ -346,12 +344,6 @@ def sync_steps(trainer: Any, strategy: Any, uneven: Uneven = "error") -> StepSyn
     return watching
 
 
-def _users_own(handler: Any) -> list[Any]:
-    """Returns the handlers in ``handler`` that are not Lightning's."""
-    handlers = handler.signal_handlers if isinstance(handler, HandlersCompose) else [handler]
-    return [h for h in handlers if callable(h) and "lightning" not in (getattr(h, "__module__", "") or "")]
-
-
 def _checkpoint_folder(trainer: Any) -> Path:
     callback = trainer.checkpoint_callback
     folder = getattr(callback, "dirpath", None) or os.path.join(trainer.default_root_dir, "checkpoints")
@@ -369,8 +361,4 @@ def _requeue() -> None:
         return
     done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
     outcome = "requeued" if done.returncode == 0 else f"could not be requeued: {done.stderr.strip()}"
-    _tell(f"SLURM job {job} {outcome}")
-
-
-def _tell(text: str) -> None:
-    print(f"lightning_zero: {text}", flush=True)
+    tell(f"SLURM job {job} {outcome}")

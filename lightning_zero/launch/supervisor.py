@@ -13,10 +13,8 @@ stopped cannot do so, but the supervisor notices. Only :meth:`Supervisor._report
     rank 0 sends      lines of JSON: a plan, then ``{"do": event, "seconds": ...}`` with an event of the table. End of
                       file means that rank 0 has ended. ``"all raised"`` changes no state: it says that all ranks have
                       raised one error, which rank 0 shows
-    supervisor sends  lines of JSON: ``{"started": [pid, ...]}``, ``{"lost": rank}`` for each rank that ended in an
-                      error, last ``{"ended": {rank: code}, "failed": {...} or None, "late": [rank, ...],
-                      "insists": bool}``. A supervisor that insists waits for the end of rank 0, and kills it if
-                      necessary, so rank 0 must not wait for that supervisor
+    supervisor sends  lines of JSON: ``{"lost": rank}`` for each rank that ended in an error, last ``{"ended":
+                      {rank: code}, "failed": {...} or None, "late": [rank, ...]}``
 
 The plan: ``ranks`` (for each ``rank``, ``command``, ``env``, the paths ``log``, ``error``, ``scratch``), ``rank0`` (its
 number), ``cwd``, ``folder`` (the session's, removed at the end), ``scratch`` (rank 0's, removed if it was killed),
@@ -53,7 +51,7 @@ class State(enum.Enum):
 
     STARTING = "before the first step: Ctrl-C loses no training"
     RUNNING = "steps run"
-    PRESSED = "rank 0 was asked to end by Ctrl-C, and must end now"
+    PRESSED = "rank 0 was asked to end by Ctrl-C, and must react now"
     FAILED = "another rank has failed, and rank 0 must notice"
     FINISHING = "rank 0 has finished, and the other ranks finish as well"
     ENDING = "rank 0 has failed or was asked to end: the other ranks get a moment to end by themselves"
@@ -101,7 +99,6 @@ class Supervisor:
         self.failure: dict[str, Any] | None = None
         """The rank that failed first."""
         self._deadline = float("inf")
-        self._pressed_until = 0.0
         self._presses = 0
         self._late: list[int] = []
         self._all_raised = False
@@ -123,7 +120,6 @@ class Supervisor:
             )
             if spec["log"]:
                 out.close()
-        _send({"started": [process.pid for process in self.ranks.values()]})
 
     def watch(self) -> None:
         """Follows :data:`TABLE` until the run is over, then ends the remaining processes."""
@@ -137,7 +133,9 @@ class Supervisor:
         for line in self.lines.read():
             request: dict[str, Any] = json.loads(line) if line else {"do": "rank 0 gone"}
             self._all_raised = request["do"] == "all raised" or (self._all_raised and request["do"] != "run begins")
-            if request["do"] == "run begins":  # without its file, a rank that ended in the last run counts as failed
+            if request["do"] == "run begins":
+                self._presses = 0
+                # Without its file, a rank that ended in the last run counts as failed
                 for spec in self.plan["ranks"]:
                     with contextlib.suppress(OSError):
                         os.unlink(spec["error"])
@@ -182,14 +180,12 @@ class Supervisor:
                 self.state = following
                 seconds = SECONDS.get(following) if seconds is None else seconds
                 self._deadline = float("inf") if seconds is None else time.monotonic() + seconds
-                if following is State.PRESSED:
-                    self._pressed_until = self._deadline
                 self._report(report)
                 return
 
     def _report(self, what: str) -> None:
         """Prints the cause of the new state for the user."""
-        if what == "rank 0 gone" and not self._pressed_until and len(self.codes) < len(self.ranks):
+        if what == "rank 0 gone" and not self._presses and len(self.codes) < len(self.ranks):
             _tell(f"{self._rank0()} has ended unexpectedly, as if it {KILLED}: ending the other ranks.")
         elif what == "rank 0 killed":
             self._kill_rank0()
@@ -217,7 +213,7 @@ class Supervisor:
 
     def _kill_rank0(self) -> None:
         if os.getppid() == self.rank0:
-            why = "was asked to end, but did not" if self._pressed_until else "did not react to that"
+            why = "was asked to end, but did not" if self._presses else "did not react to that"
             _tell(f"{self._rank0()} {STOPPED if _is_stopped(self.rank0) else why}: ending it.")
             os.kill(self.rank0, signal.SIGKILL)
             self._has_killed_rank0 = True
@@ -232,12 +228,7 @@ class Supervisor:
             with contextlib.suppress(OSError), open(spec["scratch"], encoding="utf-8") as path:
                 shutil.rmtree(path.read(), ignore_errors=True)
         shutil.rmtree(self.plan["folder"], ignore_errors=True)
-        insists = time.monotonic() < self._pressed_until
-        _send({"ended": self.codes, "failed": self.failure, "late": self._late, "insists": insists})
-        while os.getppid() == self.rank0 and time.monotonic() < self._pressed_until:
-            time.sleep(POLL_SECONDS)
-        if self._pressed_until:
-            self._kill_rank0()
+        _send({"ended": self.codes, "failed": self.failure, "late": self._late})
         if self._has_killed_rank0 or os.getppid() != self.rank0:
             shutil.rmtree(self.plan["scratch"], ignore_errors=True)
 

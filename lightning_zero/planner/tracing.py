@@ -22,7 +22,7 @@ from lightning_zero.config import ActivationCheckpointingConfig
 from lightning_zero.engines.recompute import Recomputed
 from lightning_zero.engines.units import UnitPlan
 from lightning_zero.planner.memory import Moment, Trace
-from lightning_zero.private.lightning import pretend_device, trainer_of
+from lightning_zero.private.lightning import set_device, trainer_of
 from lightning_zero.private.torch import ITEM, TorchDispatchMode, in_backward, pytree
 
 _INDEX = torch.ops.aten.index.Tensor
@@ -64,7 +64,7 @@ def shadow(
     except Exception as error:  # a user's attribute can raise anything
         raise NotTraceable(f"{type(module).__name__} cannot be copied: {_first_line(error)}") from error
     for m in copied.modules():
-        pretend_device(m, device)
+        set_device(m, device)
     return copied
 
 

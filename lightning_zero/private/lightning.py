@@ -44,7 +44,6 @@ LIGHTNING = Library(
         Needed(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop.reset", takes="self"),
         Needed(f"{_LOOPS}.training_epoch_loop:_TrainingEpochLoop.run", stores="reset"),
         # the trainer's connectors
-        Needed(f"{_CONNECTORS}.signal_connector:_HandlersCompose.__init__", stores="signal_handlers"),
         Needed(f"{_CONNECTORS}.signal_connector:_SignalConnector._sigterm_notifier_fn", takes="self, signum, _"),
         Needed(f"{_CONNECTORS}.signal_connector:_SignalConnector._slurm_sigusr_handler_fn", takes="self, signum, _"),
         Needed(f"{_CONNECTORS}.checkpoint_connector:_CheckpointConnector.dump_checkpoint", takes="self, weights_only"),
@@ -118,42 +117,25 @@ with importing(LIGHTNING):
     from lightning.pytorch.strategies.launchers.subprocess_script import (
         _SubprocessScriptLauncher as SubprocessScriptLauncher,  # Lightning recognizes a launcher by this class
     )
-    from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose as HandlersCompose
 
 __all__ = [
-    "LIGHTNING",
-    "TORCHMETRICS",
-    "TUNERS_FILES",
     "GlobalStateSnapshot",
-    "HandlersCompose",
     "MockOptimizer",
-    "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
-    "after_closure",
-    "answer_signals_by",
-    "backend_of",
-    "change_training_loader",
-    "checkpoint_connector",
-    "choose_port_again",
-    "combined_loader",
-    "comm_hook",
-    "data_fetcher",
-    "forget_optimizers",
-    "given_checkpoint_io",
-    "layer_sync",
-    "pretend_device",
-    "set_device",
-    "set_launcher",
     "set_num_threads_if_needed",
-    "set_restarting",
-    "start_method",
     "sync_module_states",
-    "timeout_of",
-    "trainer_of",
-    "training_source",
-    "unwrapped",
-    "without_sigterm_broadcast",
-]  # fmt: skip
+]
+"""Names that Lightning has with an underscore."""
+
+
+def set_on_instance(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Sets an attribute that hides the one of the class; returns a function that removes it."""
+    setattr(owner, name, value)
+
+    def undo() -> None:
+        vars(owner).pop(name, None)
+
+    return undo
 
 
 # -- loops -----------------------------------------------------------------------------------------------------------
@@ -186,22 +168,12 @@ def change_training_loader(trainer: Any, change: Callable[[Any], Any]) -> Callab
     """Lets the training loop use ``change(loader)`` of the user's loader; returns a function that undoes this."""
     source = trainer.fit_loop._data_source
     given = source.dataloader
-    source.dataloader = lambda: change(given())
-
-    def undo() -> None:
-        vars(source).pop("dataloader", None)
-
-    return undo
+    return set_on_instance(source, "dataloader", lambda: change(given()))
 
 
 def without_sigterm_broadcast(loop: Any) -> Callable[[], None]:
     """Skips the broadcast before each batch, which waits for the device; returns a function that undoes this."""
-    loop._broadcast_sigterm_tensor = lambda: None
-
-    def undo() -> None:
-        vars(loop).pop("_broadcast_sigterm_tensor", None)
-
-    return undo
+    return set_on_instance(loop, "_broadcast_sigterm_tensor", lambda: None)
 
 
 def checkpoint_connector(trainer: Any) -> Any:
@@ -262,8 +234,10 @@ def set_main_port(environment: LightningEnvironment, port: int) -> None:
 
 
 def answer_signals_by(trainer: Any, handler: Callable[[int, Any], None]) -> None:
-    """Replaces Lightning's handlers of SIGTERM and of SLURM's signal before the time limit, which run collectives
-    the handler, even before training begins."""
+    """Replaces Lightning's handlers of SIGTERM and of SLURM's signal before the time limit, which run collectives.
+
+    Lightning registers ``handler`` before training begins, together with a user's own, and restores the earlier ones.
+    """
     trainer._signal_connector._sigterm_notifier_fn = handler
     trainer._signal_connector._slurm_sigusr_handler_fn = handler
 
@@ -333,12 +307,7 @@ def trainer_of(module: nn.Module) -> Any:
 
 
 def set_device(module: nn.Module, device: torch.device) -> None:
-    """Sets ``module.device``, on which steps are computed. The property has no setter, and ``to`` moves tensors."""
-    if isinstance(module, _DeviceDtypeModuleMixin):
-        module._device = device
-
-
-def pretend_device(module: nn.Module, device: torch.device) -> None:
-    """Does the same as :func:`set_device`, and also for metrics, whose ``to`` moves their states."""
+    """Sets ``module.device``, on which steps are computed, or that of a metric. The property has no setter, and ``to``
+    moves tensors."""
     if isinstance(module, (_DeviceDtypeModuleMixin, Metric)):
         module._device = device

@@ -113,7 +113,6 @@ TORCH = Library(
         Needed("torch:UntypedStorage._cdata"),
         Needed("torch.distributed.tensor:DTensor.to_local", stores="_local_tensor"),
         Needed("torch.distributed.tensor.debug:_clear_sharding_prop_cache", takes=""),
-        Needed("torch.distributed._functional_collectives:wait_tensor", takes="tensor"),
         Needed("torch._subclasses.fake_tensor:FakeTensorMode", takes="*allow_non_fake_inputs"),
         Needed("torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__", takes="self, func, types"),
         Needed("torch.utils._python_dispatch:_disable_current_modes", takes=""),
@@ -127,7 +126,7 @@ TORCH = Library(
 with importing(TORCH):
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as without_transforms
     from torch._subclasses.fake_tensor import FakeTensorMode  # no public path
-    from torch.distributed import _functional_collectives as functional_collectives  # what DTensor calls, to be counted
+    from torch.distributed import _functional_collectives as functional_collectives  # what DTensor calls
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_meshes
     from torch.utils import _pytree as pytree  # torch's own functions for nested arguments; no public path yet
     from torch.utils._python_dispatch import TorchDispatchMode  # no public path; torch's documentation uses this one
@@ -153,21 +152,10 @@ with importing(TORCH):
     """Methods by which torch's modules initialize themselves; two modules have only the second name."""
 
 __all__ = [
-    "INITIALIZERS", "ITEM", "KEPT_WITHOUT_HOOKS", "TORCH", "DisableTorchFunction",
-    "DisableTorchFunctionSubclass", "Dynamo", "EnableTorchFunction", "FakeTensorMode", "Graph",
-    "TorchDispatchMode", "abort_process_groups", "as_traced", "assigns_data",
-    "backwards_inside", "base_of", "call_with_hooks", "compiled_call",
-    "disabled_torch_function", "dynamo_error",
-    "forget_meshes", "found_inf", "functional_collectives", "has_accumulation_hooks", "has_compiled", "in_backward",
-    "in_fx_trace", "in_transform", "is_compiled", "is_traced", "local_tensor",
-    "loss_scale", "module_tables", "never_a_frame", "outside_modes", "outside_transforms",
-    "own_parameters", "pause_dynamo", "put_below", "pytree",
-    "saved_tensors", "schema_of",
-    "set_compiled_call", "set_data", "set_found_inf",
-    "set_local_tensor", "set_own_parameters", "set_torch_function", "storage_key",
-    "torch_function_of", "translate_transformed", "uncompiled", "users_of", "version_of", "without_modes",
-    "without_transforms", "wrapper_subclass",
+    "FakeTensorMode", "TorchDispatchMode", "forget_meshes", "functional_collectives", "outside_modes", "pytree",
+    "without_transforms",
 ]  # fmt: skip
+"""Names that come from private modules."""
 
 KEPT_WITHOUT_HOOKS: dict[str, Any] = {"respect_saved_tensors_hooks": False} if VERSION >= (2, 14) else {}
 """Keeps the tensors that selective recomputation saves away from saved-tensor hooks. Every version does so by default,

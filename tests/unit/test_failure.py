@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,3 +65,16 @@ def test_a_store_that_never_answers_does_not_keep_a_rank(monkeypatch):
     strategy = SimpleNamespace(num_processes=2, num_nodes=1, global_rank=1)
     assert failure.judge(LookupError("x"), strategy, None, lambda: False).why == "rank 0 does not answer"
     held.set()
+
+
+def test_an_error_that_was_noted_does_not_outlive_the_script_that_caught_it():
+    """Its frames hold the tensors of the step: after out-of-memory, the next fit needs their memory."""
+
+    class OwnError(Exception):
+        pass
+
+    error = OwnError()
+    failure.note(error, "the run failed with")
+    alive = weakref.ref(error)
+    del error
+    assert alive() is None

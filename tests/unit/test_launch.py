@@ -26,7 +26,12 @@ QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpoi
     ("variables", "devices", "nodes", "message"),
     [
         ({"SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_STEP_ID": "0"}, 4, 2, None),
-        ({"SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_STEP_ID": "0"}, 8, 2, "or srun --ntasks-per-node=8"),
+        (
+            {"SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_STEP_ID": "0"},
+            8,
+            2,
+            "start 16 ranks, 8 on each host",
+        ),
         ({"SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_STEP_ID": "0"}, 8, 1, "8 ranks, 4 on this host"),
         ({"SLURM_NTASKS": "8", "SLURM_NNODES": "2"}, 4, 2, "put srun in front"),
     ],

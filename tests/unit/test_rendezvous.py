@@ -102,17 +102,17 @@ def test_a_rank_that_has_ended_is_not_waited_for():
     rendezvous.forget()
 
 
-def test_what_was_counted_at_a_port_is_forgotten_with_its_store():
-    """A port that comes again may bring ranks that have never been there: they would wait for each other for ever."""
+def test_failures_are_counted_again_at_another_store():
+    """It may bring ranks that have never been at the first one: they would wait for each other for ever."""
     rendezvous.forget()
-    first = rendezvous.serve("127.0.0.1")
-    rendezvous.meet("127.0.0.1", first, 0, 1, "devices=1, num_nodes=1")
-    assert [rendezvous.count("raised", "127.0.0.1", first) for _ in range(2)] == [1, 2]
+    address, first = "127.0.0.1", rendezvous.serve("127.0.0.1")
+    rendezvous.words(address, first, 0).set("of the first failure", "1")
+    assert not rendezvous.words(address, first, 0).check(["of the first failure"])
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind((address, 0))
         second = free.getsockname()[1]
-    rendezvous.meet("127.0.0.1", second, 0, 1, "devices=1, num_nodes=1")
-    assert rendezvous.count("raised", "127.0.0.1", first) == 1
+    assert not rendezvous.words(address, second, 0).check(["of the first failure"])
+    assert rendezvous.words(address, first, 0) is not None  # this process serves the first one again
     rendezvous.forget()
 
 
