@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_zero.comm import tree
 from lightning_zero.comm.agree import (
@@ -140,6 +141,26 @@ def _broadcast_of_a_large_tensor() -> int:
 def test_a_large_tensor_is_broadcast_without_copies(ranks2):
     for more in ranks2(_broadcast_of_a_large_tensor):
         assert more < 2**24 * 4 / 2
+
+
+def _broadcast_of_all_kinds() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    shapes = [(), (3,), (2, 5), (0, 4)]
+    dtypes = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.int16, torch.complex64]
+    tensors = [torch.full(shape, rank + 1).to(dtype) for shape in shapes for dtype in dtypes]
+    tensors += [torch.full((4, 3), rank + 1.0).T, nn.Parameter(torch.full((2,), rank + 1.0))]
+    expected = [torch.ones_like(t) for t in tensors]
+    versions = [t._version for t in tensors]
+    broadcast_coalesced(tensors)
+    for tensor, one, version in zip(tensors, expected, versions, strict=True):
+        assert torch.equal(tensor, one)
+        assert (tensor._version > version) == (rank > 0 and tensor.numel() > 0)
+    assert tensors[-2].stride() == (1, 3)
+
+
+def test_tensors_of_all_dtypes_and_layouts_get_rank_0s_values(ranks2):
+    ranks2(_broadcast_of_all_kinds)
 
 
 class _Batches:
