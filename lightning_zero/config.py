@@ -342,8 +342,9 @@ class ZeroConfig:
     units: Sequence[str] | None = None
     """Modules that become shard units, by class name or name pattern (``"blocks.*"``). The parameters of a unit are
     gathered together. ``None`` takes repeated blocks: classes in ``_no_split_modules`` of Hugging Face models, and
-    children of ``ModuleList`` and ``Sequential`` without public methods besides ``forward``. All other parameters are
-    the root unit, which is gathered for the whole step. An empty list makes the entire module one unit."""
+    children of ``ModuleList`` and ``Sequential`` without public methods besides ``forward``; and embeddings and linear
+    layers of 16 M elements or more outside of blocks. All other parameters are the root unit, which is gathered for the
+    whole step. An empty list makes the entire module one unit."""
     min_unit_numel: int = 100_000
     """An automatically chosen unit with fewer elements than this is merged into the unit around it."""
     compile: CompileConfig = field(default_factory=CompileConfig)
