@@ -20,6 +20,8 @@ CheckpointForm = Literal["file", "sharded", "sharded-async"]
 AfterFit = Literal["auto", "whole", "sharded"]
 Uneven = Literal["error", "shortest"]
 TransportName = Literal["auto", "direct", "torch"]
+ReduceDtype = Literal["fp32", "bf16", "fp16"]
+CommBuffers = Literal["torch", "process_group", "symmetric"]
 StartMethod = Literal["auto", "popen", "spawn", "fork"]
 CompileTarget = Literal["none", "units"]
 BuildName = Literal["auto", "whole"]
@@ -31,6 +33,8 @@ CHECKPOINTS: tuple[str, ...] = get_args(CheckpointForm)
 AFTER_FIT: tuple[str, ...] = get_args(AfterFit)
 UNEVEN: tuple[str, ...] = get_args(Uneven)
 TRANSPORTS: tuple[str, ...] = get_args(TransportName)
+REDUCE_DTYPES: tuple[str, ...] = get_args(ReduceDtype)
+COMM_BUFFERS: tuple[str, ...] = get_args(CommBuffers)
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
 COMPILE_TARGETS: tuple[str, ...] = get_args(CompileTarget)
 BUILDS: tuple[str, ...] = get_args(BuildName)
@@ -370,6 +374,13 @@ class ZeroConfig:
     ``fully_shard``. ``"direct"``, for CPU processes of one host, reads exactly the bytes needed from the other ranks'
     memory, which is faster and stores less. ``"auto"`` is direct where all ranks that share shards can do so (Linux),
     and torch elsewhere."""
+    reduce_dtype: ReduceDtype | None = None
+    """The dtype in which ``fsdp2`` accumulates and reduces gradients: ``"fp32"``, ``"bf16"`` or ``"fp16"``. ``None`` is
+    fp32 under mixed precision, and otherwise the dtype of the parameters."""
+    comm_buffers: CommBuffers = "torch"
+    """Allocator of the buffers of NCCL's collectives with ``fsdp2``: ``"torch"`` is the caching allocator,
+    ``"process_group"`` is NCCL's own, for reductions in the network (SHARP), and ``"symmetric"`` is symmetric memory,
+    for gathers by copy engines on NVLink."""
     elementwise_optimizers: Sequence[str] | None = None
     """Class names of third-party optimizers, such as ``["Lion"]``, that update each element from that element's values
     and gradients alone. They step on shards, like PyTorch's element-wise optimizers. All others step on full tensors
@@ -435,6 +446,8 @@ class ZeroConfig:
         _boolean("find_unused_parameters", self.find_unused_parameters)
         _boolean("keep_global_batch", self.keep_global_batch)
         _one_of("transport", self.transport, TRANSPORTS)
+        _one_of("reduce_dtype", self.reduce_dtype, (*REDUCE_DTYPES, None))
+        _one_of("comm_buffers", self.comm_buffers, COMM_BUFFERS)
         _boolean("broadcast_buffers", self.broadcast_buffers)
         _one_of("build", self.build, BUILDS)
         _one_of("uneven", self.uneven, UNEVEN)
@@ -567,6 +580,14 @@ class ZeroConfig:
             raise ValueError(
                 f"transport={self.transport!r} with engine='deepspeed': DeepSpeed has its own; leave it unset, or"
                 " use engine='fsdp2'."
+            )
+        if self.reduce_dtype is not None:
+            raise ValueError(
+                f"reduce_dtype={self.reduce_dtype!r} with engine='deepspeed': use deepspeed.communication_dtype."
+            )
+        if self.comm_buffers != "torch":
+            raise ValueError(
+                f"comm_buffers={self.comm_buffers!r} with engine='deepspeed': leave it unset, or use engine='fsdp2'."
             )
         for f in fields(self):
             given, by_unit = getattr(self, f.name), {self.activation_checkpointing.target, self.compile.target}

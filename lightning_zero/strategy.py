@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,12 +37,14 @@ from lightning_zero.config import (
     BuildName,
     CheckpointForm,
     CheckpointingTarget,
+    CommBuffers,
     CompileConfig,
     CompileTarget,
     DeepSpeedConfig,
     EngineName,
     OffloadConfig,
     OffloadTarget,
+    ReduceDtype,
     Stage,
     StartMethod,
     TransportName,
@@ -69,7 +71,7 @@ from lightning_zero.engines.fsdp2.private import FULLY_SHARD
 from lightning_zero.engines.fsdp2.run import Fsdp2Run
 from lightning_zero.engines.hooks import UserHooks, user_hooks
 from lightning_zero.engines.optimizer_step import refuse_sharding
-from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision, adapt_precision
+from lightning_zero.engines.precision import REDUCE_DTYPES, DtypePolicy, ZeroMixedPrecision, adapt_precision
 from lightning_zero.engines.refusals import refuse_uninitialized
 from lightning_zero.engines.run import EngineRun, Place
 from lightning_zero.host import (
@@ -134,6 +136,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         shard_size: int | Literal["auto"] | None = None,
         keep_global_batch: bool = False,
         transport: TransportName = "auto",
+        reduce_dtype: ReduceDtype | None = None,
+        comm_buffers: CommBuffers = "torch",
         elementwise_optimizers: Sequence[str] | None = None,
         broadcast_buffers: bool = True,
         build: BuildName = "auto",
@@ -398,6 +402,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         plugin = self.precision_plugin
         # A user's own plugin may have no policy; then dtypes stay as they are.
         dtypes = plugin.dtype_policy() if hasattr(plugin, "dtype_policy") else DtypePolicy()
+        if self.config.reduce_dtype is not None:
+            dtypes = replace(dtypes, reduce_dtype=REDUCE_DTYPES[self.config.reduce_dtype])
         engine = self._run.make_engine(self.root_device, dtypes)
         place = Place(self.local_rank, self.num_processes)
         self._run.prepare(engine, module, trainer_facts(trainer), trainer.default_root_dir, self.agreement, place)

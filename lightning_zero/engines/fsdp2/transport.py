@@ -45,7 +45,12 @@ class Transport:
     # -- set-up
 
     def install(self, units: Sequence[Any]) -> None:
-        """Called when the units (``FSDPModule``, the root last) are sharded but not initialized yet."""
+        """Called when the units (``FSDPModule``, the root last) are sharded but not initialized yet (collective)."""
+        for unit in units:
+            if self.config.comm_buffers == "process_group":
+                unit.set_allocate_memory_from_process_group_for_comm(True)
+            elif self.config.comm_buffers == "symmetric":
+                unit.set_symm_mem_for_comm()
 
     def start(self, units: Sequence[Any], names: Sequence[str]) -> None:
         """Called when the units are initialized; ``names`` are those of the units (collective)."""
