@@ -248,7 +248,7 @@ class ZeroStrategy(Launched, DDPStrategy):
                 f"process_group_backend={backend!r}: torch.distributed has {', '.join(dist.Backend.backend_list)};"
                 f" use one of them, or None for {default!r}."
             )
-        if self._steps_on_host and "cpu" not in dist.BackendConfig(dist.Backend(backend)).get_device_backend_map():
+        if self._steps_on_host and not _serves_cpus(backend):
             raise ValueError(
                 f"process_group_backend={backend!r} with offload={self.config.offload.target!r}: gradients are in host"
                 f" memory and so are their norms, which need a CPU backend; use {default!r}, or None for it."
@@ -434,6 +434,12 @@ class ZeroStrategy(Launched, DDPStrategy):
     def setup_environment(self) -> None:
         self._saving.refuse_plugin(given_checkpoint_io(self))  # the Trainer sets its plugins=[...] after __init__
         super().setup_environment()
+        if self._steps_on_host and self.world_size > 1 and not _serves_cpus(dist.get_backend_config()):
+            raise ValueError(
+                f"offload={self.config.offload.target!r}: an earlier Trainer or your code has opened a process group"
+                f" without a CPU backend ({dist.get_backend_config()}), which norms of gradients in host memory need:"
+                " give that Trainer DDPStrategy(process_group_backend='cpu:gloo,cuda:nccl')."
+            )
         if self.root_device.type == "cpu":  # with an accelerator, gathered parameters are not in malloc's heap
             return_freed_memory()
         self._agreement = shared_agreement(self.config.timeout_seconds)
@@ -781,6 +787,10 @@ class InferenceMode:
         for loop, inference_mode in self._before:
             loop.inference_mode = inference_mode
         self._before.clear()
+
+
+def _serves_cpus(backend: str) -> bool:
+    return "cpu" in dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
 
 
 def check_libraries(engine: str) -> None:
