@@ -22,6 +22,8 @@ CheckpointForm = Literal["file", "sharded", "sharded-async"]
 AfterFit = Literal["auto", "whole", "sharded"]
 Uneven = Literal["error", "shortest"]
 TransportName = Literal["auto", "direct", "torch"]
+ReduceDtype = Literal["fp32", "bf16", "fp16"]
+CommBuffers = Literal["torch", "process_group", "symmetric"]
 StartMethod = Literal["auto", "popen", "spawn", "fork"]
 CompileTarget = Literal["none", "units"]
 BuildName = Literal["auto", "whole"]
@@ -289,8 +291,9 @@ class ZeroConfig:
     units: Sequence[str] | None = None
     """Modules that become shard units, by class name or name pattern (``"blocks.*"``). The parameters of a unit are
     gathered together. ``None`` takes repeated blocks: classes in ``_no_split_modules`` of Hugging Face models, and
-    children of ``ModuleList`` and ``Sequential`` without public methods besides ``forward``. All other parameters are
-    the root unit, which is gathered for the whole step. An empty list makes the entire module one unit."""
+    children of ``ModuleList`` and ``Sequential`` without public methods besides ``forward``; and embeddings and linear
+    layers of 16 M elements or more outside of blocks. All other parameters are the root unit, which is gathered for the
+    whole step. An empty list makes the entire module one unit."""
     min_unit_numel: int = 100_000
     """An automatically chosen unit with fewer elements than this is merged into the unit around it."""
     compile: CompileConfig = field(default_factory=CompileConfig)
@@ -316,6 +319,13 @@ class ZeroConfig:
     ``fully_shard``. ``"direct"``, for CPU processes of one host, reads exactly the bytes needed from the other ranks'
     memory, which is faster and stores less. ``"auto"`` is direct where all ranks that share shards can do so (Linux),
     and torch elsewhere."""
+    reduce_dtype: ReduceDtype | None = None
+    """The dtype in which ``fsdp2`` accumulates and reduces gradients: ``"fp32"``, ``"bf16"`` or ``"fp16"``. ``None`` is
+    fp32 under mixed precision, and otherwise the dtype of the parameters."""
+    comm_buffers: CommBuffers = "torch"
+    """Allocator of the buffers of NCCL's collectives with ``fsdp2``: ``"torch"`` is the caching allocator,
+    ``"process_group"`` is NCCL's own, for reductions in the network (SHARP), and ``"symmetric"`` is symmetric memory,
+    for gathers by copy engines on NVLink."""
     elementwise_optimizers: Sequence[str] | None = None
     """Class names of third-party optimizers, such as ``["Lion"]``, that update each element from that element's values
     and gradients alone. They step on shards, like PyTorch's element-wise optimizers. All others step on full tensors
@@ -484,6 +494,14 @@ class ZeroConfig:
             raise ValueError(
                 f"transport={self.transport!r} with engine='deepspeed': DeepSpeed has its own; leave it unset, or"
                 " use engine='fsdp2'."
+            )
+        if self.reduce_dtype is not None:
+            raise ValueError(
+                f"reduce_dtype={self.reduce_dtype!r} with engine='deepspeed': use deepspeed.communication_dtype."
+            )
+        if self.comm_buffers != "torch":
+            raise ValueError(
+                f"comm_buffers={self.comm_buffers!r} with engine='deepspeed': leave it unset, or use engine='fsdp2'."
             )
         for f in fields(self):
             given, by_unit = getattr(self, f.name), {self.activation_checkpointing.target, self.compile.target}

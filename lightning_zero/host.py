@@ -1,4 +1,4 @@
-"""Memory and installed packages of this host. Standard library only."""
+"""Memory, network interfaces and installed packages of this host. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import ctypes
 import functools
 import mmap
 import os
+import socket
+import struct
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -139,6 +141,33 @@ def in_large_pages(address: int, nbytes: int) -> None:
         start, end = -(-address // _LARGE_PAGE) * _LARGE_PAGE, (address + nbytes) // _LARGE_PAGE * _LARGE_PAGE
         # No effect if the kernel lacks large pages or uses them for all memory.
         _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
+
+
+def interface_to(address: str, port: int) -> str | None:
+    """Returns the network interface for connections to ranks on other hosts: the one that ``NCCL_SOCKET_IFNAME`` names,
+    or else the one of the route to ``address``; ``None`` if neither is known."""
+    given = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
+    try:
+        import fcntl  # not on every system
+
+        names = [name for _, name in socket.if_nameindex()]
+        if given in names:  # it may also be a prefix, a list or an exclusion
+            return given
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, port))  # chooses the route, and sends nothing
+            own = socket.inet_aton(probe.getsockname()[0])
+            for name in names:
+                with contextlib.suppress(OSError):  # no IPv4 address
+                    found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                    if found[20:24] == own:
+                        return name
+    except (ImportError, OSError):
+        pass
+    return None
+
+
+_SIOCGIFADDR = 0x8915
+"""Defined in ``<linux/sockios.h>``: the IPv4 address of an interface."""
 
 
 def require_deepspeed() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,12 +37,14 @@ from lightning_zero.config import (
     BuildName,
     CheckpointForm,
     CheckpointingTarget,
+    CommBuffers,
     CompileConfig,
     CompileTarget,
     DeepSpeedConfig,
     EngineName,
     OffloadConfig,
     OffloadTarget,
+    ReduceDtype,
     Stage,
     StartMethod,
     TransportName,
@@ -69,7 +71,7 @@ from lightning_zero.engines.fsdp2.private import FULLY_SHARD
 from lightning_zero.engines.fsdp2.run import Fsdp2Run
 from lightning_zero.engines.hooks import UserHooks, user_hooks
 from lightning_zero.engines.optimizer_step import refuse_sharding
-from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision, adapt_precision
+from lightning_zero.engines.precision import REDUCE_DTYPES, DtypePolicy, ZeroMixedPrecision, adapt_precision
 from lightning_zero.engines.refusals import refuse_uninitialized
 from lightning_zero.engines.run import EngineRun, Place
 from lightning_zero.host import (
@@ -133,6 +135,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         shard_size: int | Literal["auto"] | None = None,
         keep_global_batch: bool = False,
         transport: TransportName = "auto",
+        reduce_dtype: ReduceDtype | None = None,
+        comm_buffers: CommBuffers = "torch",
         elementwise_optimizers: Sequence[str] | None = None,
         broadcast_buffers: bool = True,
         build: BuildName = "auto",
@@ -236,7 +240,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         device = self.root_device.type
         default = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
         backend = self.config.process_group_backend or default
-        if self._steps_on_host and "cpu" not in dist.BackendConfig(dist.Backend(backend)).get_device_backend_map():
+        if self._steps_on_host and not _serves_cpus(backend):
             raise ValueError(
                 f"process_group_backend={backend!r} with offload={self.config.offload.target!r}: gradients are in host"
                 f" memory and so are their norms, which need a CPU backend; use {default!r}, or None for it."
@@ -389,6 +393,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         plugin = self.precision_plugin
         # A user's own plugin may have no policy; then dtypes stay as they are.
         dtypes = plugin.dtype_policy() if hasattr(plugin, "dtype_policy") else DtypePolicy()
+        if self.config.reduce_dtype is not None:
+            dtypes = replace(dtypes, reduce_dtype=REDUCE_DTYPES[self.config.reduce_dtype])
         engine = self._run.make_engine(self.root_device, dtypes)
         place = Place(self.local_rank, self.num_processes)
         self._run.prepare(engine, module, trainer_facts(trainer), trainer.default_root_dir, self.agreement, place)
@@ -422,6 +428,12 @@ class ZeroStrategy(Launched, DDPStrategy):
     def setup_environment(self) -> None:
         self._saving.refuse_plugin(given_checkpoint_io(self))  # the Trainer sets its plugins=[...] after __init__
         super().setup_environment()
+        if self._steps_on_host and self.world_size > 1 and not _serves_cpus(dist.get_backend_config()):
+            raise ValueError(
+                f"offload={self.config.offload.target!r}: an earlier Trainer or your code has opened a process group"
+                f" without a CPU backend ({dist.get_backend_config()}), which norms of gradients in host memory need:"
+                " give that Trainer DDPStrategy(process_group_backend='cpu:gloo,cuda:nccl')."
+            )
         if self.root_device.type == "cpu":  # with an accelerator, gathered parameters are not in malloc's heap
             return_freed_memory()
         self._agreement = shared_agreement(self.config.timeout_seconds)
@@ -743,6 +755,10 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self.config.keep_global_batch and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             keep_global_batch(content, trainer, self.world_size)
         return content
+
+
+def _serves_cpus(backend: str) -> bool:
+    return "cpu" in dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
 
 
 def check_libraries(engine: str) -> None:

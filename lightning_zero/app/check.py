@@ -468,6 +468,7 @@ def _fits_row(name: str, of_ranks: list[dict[str, Any]]) -> Row:
 
 def _fast(job: Job, found: list[dict[str, Any]], error: str) -> Iterator[Row]:
     seconds, precision = found[0].get("seconds", {}), found[0].get("precision", "")
+    exposed = {name: share for name, share in found[0].get("exposed", {}).items() if share is not None}
     for name in map(strategy_name, STAGES):
         if error or name not in seconds:
             yield Row("fast", name, FAIL, error or "no result")
@@ -480,6 +481,8 @@ def _fast(job: Job, found: list[dict[str, Any]], error: str) -> Iterator[Row]:
                 late = statistics.median(mine - bound * its for mine, its in rounds)
                 outcome = outcome if late <= SLACK_SECONDS[job.accelerator] else FAIL
                 text += f", {ratio:.2f} x {other} (<= {bound:g})"
+        if {name, "ddp"} <= exposed.keys():
+            text += f", {exposed[name]:.0%} of it only communication (ddp {exposed['ddp']:.0%})"
         yield Row("fast", name, outcome, text)
 
 

@@ -6,7 +6,8 @@ results.
 
     same   losses and weights of DDP and of each stage, which also resumes from its own checkpoint, in each precision
     fits   bytes of each stage, measured and planned
-    fast   the same step under DDP, raw ``fully_shard`` and each stage, alternately
+    fast   the same step under DDP, raw ``fully_shard`` and each stage, alternately; on several GPUs also the part of a
+           step in which the device only communicates
     safe   the last rank raises in the middle of a step
 
 A single GPU is shared by two ranks over gloo. On CUDA tensors gloo lacks some collectives and the mean, so
@@ -26,7 +27,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,10 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch import __version__ as lightning_version
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 from lightning_zero.callbacks import ZeroMonitor
@@ -313,7 +316,55 @@ def time_in_turn(job: Job) -> None:
             else:
                 job.trainer(stage, watch, precision, steps).fit(module, **data)
             rounds.setdefault(name, []).append(statistics.median(watch.seconds[WARMUP_STEPS:] or watch.seconds))
-    store(job, {"seconds": rounds, "precision": precision})
+    found: dict[str, Any] = {"seconds": rounds, "precision": precision}
+    store(job, found)
+    if job.accelerator == "gpu" and job.world_size > 1:
+        found["exposed"] = {strategy_name(stage): _exposed(job, stage, precision, steps) for stage in (0, *STAGES)}
+        store(job, found)
+
+
+def _exposed(job: Job, stage: int, precision: str, steps: int) -> float | None:
+    module, data = job.module_and_data(large=True, num_batches=steps)
+    kernels = Kernels()
+    job.trainer(stage, kernels, precision, steps).fit(module, **data)
+    return exposed_share(kernels.found)
+
+
+class Kernels(Callback):
+    """Records the name, start and end of each kernel of this rank's device after the first steps."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, float, float]] = []
+        self._profiler = profile(activities=[ProfilerActivity.CUDA])
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == WARMUP_STEPS:
+            torch.cuda.synchronize()
+            self._profiler.start()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        torch.cuda.synchronize()
+        self._profiler.stop()
+        for event in self._profiler.events():
+            if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+                self.found.append((event.name, event.time_range.start, event.time_range.end))
+
+
+def exposed_share(kernels: Sequence[tuple[str, float, float]]) -> float | None:
+    """Returns the share of time in which only NCCL's kernels run, waiting for other ranks included; ``None`` if nothing
+    was recorded. A kernel is a name, a start and an end."""
+    changes = [(at, "nccl" in name, step) for name, start, end in kernels for at, step in ((start, 1), (end, -1))]
+    if not changes:
+        return None
+    changes.sort()
+    running = {True: 0, False: 0}  # whether a kernel communicates -> number of those that run
+    before, alone = changes[0][0], 0.0
+    for at, communicates, step in changes:
+        if running[True] and not running[False]:
+            alone += at - before
+        running[communicates] += step
+        before = at
+    return alone / (changes[-1][0] - changes[0][0])
 
 
 def _raw_loop(job: Job, module: LightningModule, loader: Any, precision: str, watch: Watch) -> None:

@@ -30,18 +30,17 @@ def broadcast_coalesced(tensors: Sequence[Tensor], src: int = 0, group: dist.Pro
     """Copies rank ``src``'s values of ``tensors`` to every rank, in place; any dtypes and shapes, one device."""
     if dist.get_world_size(group) == 1:
         return
-    for bucket in _buckets([t for t in tensors if t.numel()]):
+    sends = dist.get_rank(group) == src
+    for bucket in _buckets(tensors):
         if len(bucket) == 1 and bucket[0].is_contiguous():  # sent in place: a large tensor must not be copied
-            dist.broadcast(bucket[0].detach().view(-1).view(torch.uint8), src, group=group)
-            if dist.get_rank(group) != src and not bucket[0].is_inference():
+            dist.broadcast(_as_bytes(bucket[0]), src, group=group)
+            if not sends and not bucket[0].is_inference():
                 increment_version(bucket[0])  # a collective does not: autograd would miss this write
             continue
-        flat = torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in bucket])
-        dist.broadcast(flat, src, group=group)
-        if dist.get_rank(group) != src:
-            for tensor, part in zip(bucket, flat.split([_nbytes(t) for t in bucket]), strict=True):
-                # A clone aligns the bytes for the wider dtype.
-                tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+        flat = _flat(bucket) if sends else bucket[0].new_empty(sum(t.numel() for t in bucket))
+        dist.broadcast(_as_bytes(flat), src, group=group)
+        if not sends:
+            _copy_from(flat, bucket)
 
 
 @torch.no_grad()
@@ -50,27 +49,41 @@ def all_reduce_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup | None =
     world_size = dist.get_world_size(group)
     if world_size == 1:
         return
-    for dtype in {t.dtype: None for t in tensors}:
-        for bucket in _buckets([t for t in tensors if t.dtype == dtype and t.numel()]):
-            flat = torch.cat([t.reshape(-1) for t in bucket])
-            flat.div_(world_size)  # before the sum, as in DDP: in float16 the sum could overflow
-            dist.all_reduce(flat, group=group)
-            parts = flat.split([t.numel() for t in bucket])
-            for tensor, part in zip(bucket, parts, strict=True):
-                tensor.copy_(part.view(tensor.shape))
+    for bucket in _buckets(tensors):
+        flat = _flat(bucket)
+        flat.div_(world_size)  # before the sum, as in DDP: in float16 the sum could overflow
+        dist.all_reduce(flat, group=group)
+        _copy_from(flat, bucket)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and size + _nbytes(tensor) > BUCKET_BYTES:
+    """Yields the tensors that have elements, in lists of one dtype and at most :data:`BUCKET_BYTES`."""
+    for dtype in {t.dtype: None for t in tensors}:
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in (t.detach() for t in tensors if t.dtype == dtype and t.numel()):
+            if bucket and size + _nbytes(tensor) > BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += _nbytes(tensor)
+        if bucket:
             yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += _nbytes(tensor)
-    if bucket:
-        yield bucket
+
+
+def _flat(bucket: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in bucket])
+
+
+def _copy_from(flat: Tensor, bucket: list[Tensor]) -> None:
+    """Copies the parts of ``flat`` into the tensors of ``bucket``, on an accelerator in a few kernels for all."""
+    parts = flat.split([t.numel() for t in bucket])
+    torch._foreach_copy_(bucket, [part.view(t.shape) for t, part in zip(bucket, parts, strict=True)])
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor as bytes: gloo lacks some dtypes."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -7,6 +7,8 @@
 | ``bf16-true`` / ``16-true`` | bf16 / fp16 | bf16 / fp16 | bf16 / fp16 | – |
 | ``bf16-mixed`` / ``16-mixed`` | fp32 | bf16 / fp16 | fp32 | bf16 / fp16 |
 
+The setting ``reduce_dtype`` replaces the column of reductions.
+
 Lightning chooses its precision plugin by ``isinstance`` on its own strategies. :func:`adapt_precision` replaces that
 plugin by this package's counterpart, which clips, unscales and steps on shards.
 """
@@ -42,6 +44,10 @@ class DtypePolicy:
     @property
     def is_mixed(self) -> bool:
         return self.param_dtype is not None
+
+
+REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Values of the setting ``reduce_dtype``."""
 
 
 class StepsOnShards(Protocol):

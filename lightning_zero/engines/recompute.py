@@ -21,7 +21,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_zero.config import ActivationCheckpointingConfig
-from lightning_zero.engines.units import matching
+from lightning_zero.engines.units import LAYERS, matching
 from lightning_zero.private.torch import KEPT_WITHOUT_HOOKS, call_with_hooks, compiled_call, set_compiled_call
 
 Forward = Callable[..., Any]
@@ -120,7 +120,8 @@ def _speaks() -> bool:
 def recomputed_modules(
     config: ActivationCheckpointingConfig, module: nn.Module, units: Sequence[nn.Module]
 ) -> Sequence[nn.Module]:
-    """Returns the modules that ``config`` names, or else ``units``.
+    """Returns the modules that ``config`` names, or else ``units``. Single layers are left out if there are others,
+    because they save hardly more than their input.
 
     Raises:
         ValueError: If there is nothing to recompute.
@@ -132,7 +133,7 @@ def recomputed_modules(
             f"activation_checkpointing={config.target!r}, but the module has no unit to recompute: name its blocks, as"
             " activation_checkpointing=['Block'], or in units=[...]."
         )
-    return units
+    return [unit for unit in units if not isinstance(unit, LAYERS)] or units
 
 
 def _with_hooks(module: nn.Module, forward: Forward) -> Forward:

@@ -37,7 +37,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -156,7 +156,8 @@ class Store(Protocol):
         """The key of a user parameter."""
 
     def key_of_sharded(self, tensor: DTensor) -> int | None:
-        """The key of an optimizer state, or of another tensor that the engine keeps as a shard."""
+        """The key of an optimizer state that the engine keeps as a shard; ``None`` for a ``DTensor`` of user code, on
+        which calls run unchanged."""
 
     def parameters(self, key: int) -> Sequence[Tensor]:
         """The user's parameters of ``key``; empty if the key is of gradients or of a state."""
@@ -485,7 +486,7 @@ class Residency:
             return func(*args, **kwargs)
         if name.endswith("_like") or name in _OF_LAYOUT or func in _GETTERS_OF_LAYOUT:
             return self._of_layout(func, args, kwargs)
-        if name == "__deepcopy__" and isinstance(first, DTensor):
+        if name == "__deepcopy__" and self._is_state(first):
             return self._deep_copy(first, args[1])
         if func in IN_PLACE_COLLECTIVES and own:
             self._store.before_collective(args)
@@ -549,10 +550,14 @@ class Residency:
     def _of_layout(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs a function that reads only dtype, shape and device, which shards have, too."""
         own = self._store.own
+        shards: set[int] = set()  # ids of those among the arguments
 
         def known(value: Any) -> Any:
-            if id(value) in own:
-                return value if self._store.is_there(value) else self._store.shard_of(value)
+            if id(value) in own and not self._store.is_there(value):
+                value = self._store.shard_of(value)
+            elif not self._is_state(value):
+                return value
+            shards.add(id(value))
             return value
 
         if func.__name__ == "data_ptr":
@@ -560,16 +565,19 @@ class Residency:
         args = [known(value) for value in args]
         first = args[0] if args else None
         if func == _DEVICE.__get__:
-            return mesh_device(first) if isinstance(first, DTensor) else func(*args)
+            return mesh_device(first) if id(first) in shards and isinstance(first, DTensor) else func(*args)
         if func.__name__ in _OF_DTYPE or func in _GETTERS_OF_LAYOUT:
             return func(*args, **kwargs)
-        args = [_stand_in(value) if isinstance(value, DTensor) else value for value in args]
+        args = [_stand_in(value) if id(value) in shards and isinstance(value, DTensor) else value for value in args]
         return func(*args, **kwargs)
+
+    def _is_state(self, value: Any) -> TypeGuard[DTensor]:
+        return isinstance(value, DTensor) and self._store.key_of_sharded(value) is not None
 
     def _pointer(self, tensor: Any) -> int:
         """The address of ``tensor``. User code recognizes tied parameters by it, so two parameters must not get one
         address in turn: beyond the budget, the result is a number that identifies the parameter."""
-        shard: Tensor | None = tensor if isinstance(tensor, DTensor) else None
+        shard: Tensor | None = tensor if self._is_state(tensor) else None
         if id(tensor) in self._store.own and not self._store.is_there(tensor):
             shard = self._store.shard_of(tensor)
         if shard is not None and shard.nbytes + sum(each.nbytes for each in self._open.values()) > self._budget_bytes:
@@ -595,7 +603,8 @@ class Residency:
         if not isinstance(tensor, DTensor):
             return tensor
         key = self._store.key_of_sharded(tensor)
-        assert key is not None
+        if key is None:
+            return tensor
         full = self._open[key].full
         assert full is not None
         return full

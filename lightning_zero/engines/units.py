@@ -19,6 +19,10 @@ from torch import nn
 STACKS = (nn.ModuleList, nn.Sequential)
 """Containers whose children run one after the other. Children of a ``ModuleDict`` are mostly alternatives (a head per
 task), of which ranks may run different ones: they stay in the unit around them, as collectives must match."""
+LAYERS = (nn.Embedding, nn.Linear)
+LARGE_NUMEL = 2**24
+"""A layer of :data:`LAYERS` outside all blocks with at least this many elements is a unit of its own. In the root an
+embedding or a head would stay gathered for the whole step, and its gradient would wait for the end of the backward."""
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Kept full under mixed precision: autocast runs them in fp32, and their kernels refuse low-precision weights with fp32
 statistics."""
@@ -56,8 +60,8 @@ def plan_units(
 
     Args:
         module: A module with plain parameters, not yet sharded.
-        patterns: Class names of units, or patterns on their names, level by level. ``None`` chooses repeated blocks;
-            with an empty sequence all parameters belong to the root.
+        patterns: Class names of units, or patterns on their names, level by level. ``None`` chooses repeated blocks and
+            large layers; with an empty sequence all parameters belong to the root.
         min_unit_numel: Automatic units with fewer elements are merged into the unit around them.
         keep_whole: Module classes whose parameters are replicated (BatchNorm under mixed precision).
 
@@ -93,7 +97,8 @@ def plan_units(
 
 
 def _automatic(module: nn.Module, min_unit_numel: int) -> Iterator[nn.Module]:
-    """Yields repeated blocks: classes in ``_no_split_modules`` of Hugging Face models, and children of stacks."""
+    """Yields large layers, and repeated blocks: classes in ``_no_split_modules`` of Hugging Face models, children of
+    stacks."""
     no_split = {name for m in module.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
     seen: set[nn.Module] = set()
 
@@ -104,10 +109,12 @@ def _automatic(module: nn.Module, min_unit_numel: int) -> Iterator[nn.Module]:
         for child in children:
             named = type(child).__name__ in no_split
             block = isinstance(parent, STACKS) and (kinds[type(child)] > 1 or not _has_stack(child))
+            numel = sum(p.numel() for p in child.parameters())
+            large = isinstance(child, LAYERS) and not isinstance(parent, nn.ModuleDict) and numel >= LARGE_NUMEL
             if (
-                (named or (block and not _has_own_methods(child)))
+                (named or ((block or large) and not _has_own_methods(child)))
                 and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
-                and sum(p.numel() for p in child.parameters()) >= max(min_unit_numel, 1)
+                and numel >= max(min_unit_numel, 1)
             ):
                 yield child
             else:

@@ -38,7 +38,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_zero.comm.agree import forget_shared
-from lightning_zero.host import allow_open_files, files_of_a_run, require_open_files
+from lightning_zero.host import allow_open_files, files_of_a_run, interface_to, require_open_files
 from lightning_zero.launch import failure, rendezvous, restart, supervisor, tracebacks
 from lightning_zero.launch.environment import check_world
 from lightning_zero.launch.session import (
@@ -417,6 +417,9 @@ class Launched(DDPStrategy):
             os.environ["MASTER_PORT"] = str(environment.main_port)
             # Otherwise each gloo group connects all pairs of ranks, and a process runs out of open files.
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+            if self.num_nodes > 1 and (name := interface_to(environment.main_address, environment.main_port)):
+                # gloo would take the interface of this host's name, which other hosts often cannot reach
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             # Rank 0's store and the exchange between CPU processes still need one file per rank (docs/scaling.md).
             allow_open_files(files_of_a_run(self.world_size))
             rank, size = self.global_rank, self.world_size

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_zero.config import ActivationCheckpointingConfig, ZeroConfig
 from lightning_zero.engines.elementwise import is_elementwise
 from lightning_zero.engines.optimizer_family import family, states
+from lightning_zero.engines.precision import REDUCE_DTYPES
 from lightning_zero.engines.units import BATCH_NORMS, UnitPlan, plan_units
 from lightning_zero.planner import memory
 from lightning_zero.planner.memory import Layout, ParameterSize, StepRules, Trace, UnitSize
@@ -152,6 +153,8 @@ class Study:
         def size(name: str, p: Tensor, replicated: bool) -> ParameterSize:
             mixed = self.compute is not None and p.is_floating_point() and not replicated
             compute, reduce = (self.compute, torch.float32) if mixed else (p.dtype, p.dtype)
+            if self.config.reduce_dtype is not None and p.is_floating_point() and not replicated:
+                reduce = REDUCE_DTYPES[self.config.reduce_dtype]
             assert compute is not None
             per_element, other = states.get(name, (0.0, 0.0))
             if p in unsharded:  # states stay full, as under DDP

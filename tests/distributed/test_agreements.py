@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import nn
 
 from lightning_zero.comm import tree
 from lightning_zero.comm.agree import (
@@ -135,6 +137,26 @@ def test_a_large_tensor_is_broadcast_without_copies(ranks2):
         assert more < 2**24 * 4 / 2
 
 
+def _broadcast_of_all_kinds() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    shapes = [(), (3,), (2, 5), (0, 4)]
+    dtypes = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.int16, torch.complex64]
+    tensors = [torch.full(shape, rank + 1).to(dtype) for shape in shapes for dtype in dtypes]
+    tensors += [torch.full((4, 3), rank + 1.0).T, nn.Parameter(torch.full((2,), rank + 1.0))]
+    expected = [torch.ones_like(t) for t in tensors]
+    versions = [t._version for t in tensors]
+    broadcast_coalesced(tensors)
+    for tensor, one, version in zip(tensors, expected, versions, strict=True):
+        assert torch.equal(tensor, one)
+        assert (tensor._version > version) == (rank > 0 and tensor.numel() > 0)
+    assert tensors[-2].stride() == (1, 3)
+
+
+def test_tensors_of_all_dtypes_and_layouts_get_rank_0s_values(ranks2):
+    ranks2(_broadcast_of_all_kinds)
+
+
 class _Batches:
     """A ``DataLoader`` makes tensors on the default device."""
 
@@ -167,3 +189,20 @@ def test_the_default_device_is_for_user_code(ranks2, tmp_path):
     assert ranks2(_losses, {**settings, "min_unit_numel": 1}, str(tmp_path / "ours"), "meta") == [
         pytest.approx(losses, rel=1e-6) for losses in reference
     ]
+
+
+class _Peers(Callback):
+    def on_train_batch_end(self, trainer: Any, *unused: Any) -> None:
+        self.ranks = [*trainer.strategy.engine.peer_memory.ranks]
+
+
+def _peers() -> list[int]:
+    peers = _Peers()
+    settings = {"stage": 3, "transport": "torch", **zoo.BLOCKS}
+    zoo.make_trainer(settings, max_steps=1, callbacks=[peers]).fit(zoo.Zoo(), _Batches())
+    return peers.ranks
+
+
+def test_ranks_of_one_host_agree_over_local_sockets_beside_torchs_collectives(ranks2):
+    """As on GPUs: gloo's messages take several times as long."""
+    assert ranks2(_peers) == [[1], [0]]

@@ -30,7 +30,8 @@ TRANSPORTS = [
     tuple(Run("adam", (("stage", stage), ("transport", each), *zoo.BLOCKS.items()), 2) for each in ("direct", "torch"))
     for stage in (1, 2, 3)
 ]
-RUNS = [*NAMED, *(run for pair in TRANSPORTS for run in pair)]
+LAYERS = Run("transformer", (("stage", 3), ("units", ("embedding", "encoder.layers.*", "head"))), 2)
+RUNS = [*NAMED, *(run for pair in TRANSPORTS for run in pair), LAYERS]
 """Trained in the jobs of the cases."""
 
 CASES = [*cases(FEATURES), *(Case(name, "fsdp2", 1 + i % 3, ranks) for i, (name, ranks) in enumerate(RANKS.items()))]
@@ -55,6 +56,12 @@ def test_registered_names_are_the_stages(batches: Batches) -> None:  # noqa: F81
     expected = batches[reference("sgd_momentum", 2)]
     for run in NAMED:
         assert zoo.difference(batches[run], expected).largest <= KINDS["sgd_momentum"].tolerance, run.strategy
+
+
+def test_an_embedding_and_a_head_are_units_of_their_own(batches: Batches) -> None:  # noqa: F811
+    """As large ones are. Nothing that an embedding gets needs a gradient."""
+    found = zoo.difference(batches[LAYERS], batches[reference("transformer", 2)])
+    assert found.largest <= KINDS["transformer"].tolerance
 
 
 def test_training_moves_every_reference(ranks1, batches: Batches) -> None:  # noqa: F811

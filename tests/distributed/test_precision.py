@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.helpers import zoo
+from tests.helpers.ranks import outcome
 
 TOLERANCE = {
     "64-true": 1e-5,
@@ -84,6 +85,36 @@ def test_accumulates_what_some_micro_batches_leave_unused(ranks2):
     result = ranks2(_fit, settings, "bf16-mixed", UsedAtTimes, 2)
     for (*found, _), (*expected, _) in zip(result, reference, strict=True):
         _assert_close(found, expected, TOLERANCE["bf16-mixed"])
+
+
+class Rounded(Seen):
+    """Notes whether gradients have come in the lower precision."""
+
+    def on_after_backward(self) -> None:
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        self.extra["are rounded"] = torch.tensor(all(torch.equal(grad, grad.bfloat16().float()) for grad in grads))
+
+
+@pytest.mark.parametrize(("stage", "transport"), [(1, "direct"), (2, "torch"), (3, "auto")])
+def test_gradients_are_reduced_in_the_dtype_that_is_set(ranks2, stage, transport):
+    settings = {"stage": stage, "transport": transport, "reduce_dtype": "bf16", "min_unit_numel": 1}
+    reference, result = ranks2(_fit, "ddp", "32-true", Rounded), ranks2(_rounded, settings)
+    for (*found, is_rounded), (*expected, _) in zip(result, reference, strict=True):
+        assert is_rounded
+        _assert_close(found, expected, TOLERANCE["bf16-mixed"])
+
+
+def _rounded(settings: Any) -> Any:
+    torch.manual_seed(3)
+    module = Rounded()
+    zoo.make_trainer(settings).fit(module, DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
+    weights = {name: value.double() for name, value in module.state_dict().items()}
+    return module.losses, weights, bool(module.extra["are rounded"])
+
+
+def test_buffers_of_nccl_are_refused_on_cpus(ranks2):
+    for _, text in ranks2(outcome, _rounded, {"stage": 3, "comm_buffers": "symmetric"}):
+        assert "comm_buffers='symmetric' on 'cpu'" in text
 
 
 def _assert_close(found: Any, expected: Any, tolerance: float) -> None:

@@ -39,6 +39,16 @@ def test_one_nccl_rank_trains_as_ddp(ranks1, kind, precision, stage):
     assert result[0][0] == pytest.approx(reference[0][0], rel=rel)
 
 
+@pytest.mark.parametrize("buffers", ["process_group", "symmetric"])
+def test_nccl_allocates_buffers(ranks, buffers):
+    """On all GPUs; a single one has no collectives, but its units take the setting."""
+    size = min(torch.cuda.device_count(), 4) or 1
+    reference = ranks(_fit, "adamw_foreach", zoo.KINDS["adamw_foreach"].reference, "bf16-mixed", world_size=size)
+    settings = {"stage": 3, "min_unit_numel": 1, "comm_buffers": buffers}
+    result = ranks(_fit, "adamw_foreach", settings, "bf16-mixed", world_size=size)
+    assert result[0][0] == pytest.approx(reference[0][0], rel=5e-2)
+
+
 class _NoSync(Callback):
     """CUDA raises on every wait for the device, from the third batch to the last but one."""
 

@@ -38,16 +38,16 @@ KINDS = (
 
 
 class Look(Callback):
-    """Where things lie between two steps."""
+    """Where shards and states lie between two steps."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, *unused: Any) -> None:
         with torch._C.DisableTorchFunction():
-            shards = [local(p) for p in module.parameters() if isinstance(p, DTensor)]
+            shards = [local(shard) for shard in trainer.strategy.engine.shards.values()]
             states = [
                 local(value)
                 for optimizer in trainer.optimizers
-                for value in getattr(optimizer, "_optimizer", optimizer).state.values()
-                for value in value.values()
+                for state in getattr(optimizer, "_optimizer", optimizer).state.values()
+                for value in state.values()
                 if isinstance(value, DTensor)
             ]
         self.found = (

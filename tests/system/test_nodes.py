@@ -55,7 +55,7 @@ def hosts() -> Iterator[list[str]]:
 
 def test_two_hosts_give_the_losses_of_one(hosts, tmp_path: Path, expected) -> None:  # noqa: F811
     (tmp_path / "train.py").write_text(PROGRAM)
-    env = {"NUM_NODES": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": "cable"}
+    env = {"NUM_NODES": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29511"}
     env |= {"RES_OPTIONS": "timeout:1 attempts:1"}  # no name server can be reached from there: do not wait for it
     first, second = (["ip", "netns", "exec", host, sys.executable, "train.py"] for host in hosts)
     with (

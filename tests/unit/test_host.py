@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -124,3 +125,16 @@ def test_a_limit_of_open_files_that_cannot_be_enough_is_said_with_one_that_is() 
     assert enough.returncode == 0, enough.stderr
     assert re.search(r"64 ranks need \d+ open files in this process, and its limit of \d+", short.stderr)
     assert "ulimit -n 1152" in short.stderr
+
+
+def test_the_interface_of_a_route_is_found(monkeypatch):
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    names = [name for _, name in socket.if_nameindex()]
+    if sys.platform != "linux" or "lo" not in names:
+        pytest.skip("no Linux, or no loopback")
+    assert host.interface_to("127.0.0.1", 29500) == "lo"
+    assert host.interface_to("no.such.host.invalid", 29500) is None
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", f"={names[-1]}")
+    assert host.interface_to("127.0.0.1", 29500) == names[-1]
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^docker")  # an exclusion names none
+    assert host.interface_to("127.0.0.1", 29500) == "lo"

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torchmetrics import MeanMetric
 
@@ -41,6 +42,15 @@ def test_offload_needs_a_backend_for_host_memory(engine: str) -> None:
     if engine == "deepspeed":
         strategy = _on_cuda(engine=engine, offload=only_parameters, process_group_backend="nccl")
         assert strategy._get_process_group_backend() == "nccl"
+
+
+def test_offload_refuses_a_group_without_a_backend_for_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's own strategies open such a group with NCCL; a later run in this process takes it over."""
+    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: None)
+    monkeypatch.setattr(ZeroStrategy, "world_size", 2)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    with pytest.raises(ValueError, match=r"offload='cpu'.*cuda:nccl.*process_group_backend='cpu:gloo,cuda:nccl'"):
+        _on_cuda(offload="cpu").setup_environment()
 
 
 def test_the_end_of_a_fit_needs_no_backend_for_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:

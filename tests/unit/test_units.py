@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_zero.config import ActivationCheckpointingConfig
+from lightning_zero.engines.recompute import recomputed_modules
 from lightning_zero.engines.units import ROOT, plan_units
 
 
@@ -41,6 +43,29 @@ def test_repeated_blocks_are_units_and_alternatives_are_not():
     assert set(plan.units[-1].parameters) == {
         f"{m}.{p}" for m in ("stem", "heads.a", "heads.b") for p in ("weight", "bias")
     }
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(2**14, 2**10)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(2**10)
+        self.head = nn.Linear(2**10, 2**14, bias=False)
+        self.others = nn.ModuleDict({"a": nn.Linear(2**10, 2**14), "b": nn.Linear(2**10, 2**14)})
+        if tied:
+            self.head.weight = self.tokens.weight
+
+
+def test_large_embeddings_and_heads_are_units_and_not_recomputed():
+    with torch.device("meta"):
+        model, tied = LanguageModel(), LanguageModel(tied=True)
+    plan = plan_units(model)
+    assert set(_names(plan)) == {"tokens", "blocks.0", "blocks.1", "head", ROOT}
+    assert {name.split(".")[0] for name in plan.units[-1].parameters} == {"norm", "others"}
+    recomputes = ActivationCheckpointingConfig(target="full")
+    assert {*recomputed_modules(recomputes, model, [unit.module for unit in plan.units[:-1]])} == {*model.blocks}
+    assert _names(plan_units(tied)) == ["blocks.0", "blocks.1", ROOT]
 
 
 def test_small_blocks_stay_with_the_root():

@@ -70,9 +70,6 @@ class Direct(Transport):
         self._root_groups = set(private.groups(units[-1]))
         self._alias_shards()
         super().start(units, names)
-        if self._agreement is not None and self.peer_memory is None:
-            assert self._agreement.group is not None
-            self.peer_memory = PeerMemory(self._agreement.group, self.config.timeout_seconds)
 
     def _needs_agreements(self) -> bool:
         return super()._needs_agreements() or self.config.stage == 3
@@ -89,9 +86,7 @@ class Direct(Transport):
 
     def close(self) -> None:
         host.map_from(host.MAPPED_FROM_BYTES)
-        for peer_memory in (self._peer_memory, self.peer_memory):
-            if peer_memory is not None:
-                peer_memory.close()
+        self._peer_memory.close()
         super().close()
 
     # -- exchange

@@ -587,6 +587,10 @@ def choose_transport(config: ZeroConfig, device: torch.device, mesh: DeviceMesh)
     axis = mesh.get_group("shard")
     backend = dist.get_backend(axis)
     between_cpus = device.type == "cpu" and backend == "gloo"
+    if config.comm_buffers != "torch" and device.type != "cuda":
+        raise ValueError(
+            f"comm_buffers={config.comm_buffers!r} on {device.type!r}: only NCCL allocates such buffers; use 'torch'."
+        )
     if config.transport == "direct" and not between_cpus:
         raise ValueError(
             f"transport='direct' on {device.type!r} over {str(backend)!r}: direct exchange works only between processes"

@@ -27,9 +27,6 @@ from lightning_zero.engines.refusals import require_shape
 from lightning_zero.engines.residency import Memories, store_rows
 from lightning_zero.private.torch import set_data, storage_key
 
-_OTHERS = 1 << 40
-"""The first key of other sharded tensors: neither parameters, gradients nor states."""
-
 
 class Moments(Protocol):
     """The engine as the store calls it when user code touches parameters."""
@@ -83,8 +80,7 @@ class Fsdp2Store:
         self._slots = {id(p): (key, slot) for key, slot, p in places}
         self._elsewhere: set[int] = set()  # ids of ShardedParams whose parameter is currently outside its home
         self._states: list[DTensor] = []  # refreshed whenever a key is looked up
-        self._others: dict[int, DTensor] = {}
-        self._full: dict[int, Tensor] = {}  # full tensors of open states and others, by key
+        self._full: dict[int, Tensor] = {}  # full tensors of open states, by key
 
     # -- keys ----------------------------------------------------------------------------------------------------
 
@@ -114,12 +110,7 @@ class Fsdp2Store:
             for index, state in enumerate(self._states):
                 if state is tensor:
                     return 2 * len(self._groups) + index
-        for key, other in self._others.items():
-            if other is tensor:
-                return key
-        key = _OTHERS + len(self._others)
-        self._others[key] = tensor
-        return key
+        return None
 
     def _states_now(self) -> Iterator[DTensor]:
         for optimizer in self._engine.optimizers or ():
@@ -150,15 +141,11 @@ class Fsdp2Store:
             return gathered_each([p.sharded_param for p in self._groups[key].fsdp_params])
         if key < 2 * num:
             return gathered_each([grad for _, grad in self._gradients.sharded(self._groups[key - num])])
-        if key < _OTHERS:
-            self._states = list(self._states_now())
-            index = key - 2 * num
-            if index >= len(self._states):
-                raise RuntimeError("read of an optimizer state that other ranks do not have: read it on every rank")
-            return gathered_each([self._states[index]])
-        if key not in self._others:
-            raise RuntimeError("read of a sharded tensor that other ranks do not read: read it on every rank")
-        return gathered_each([self._others[key]])
+        self._states = list(self._states_now())
+        index = key - 2 * num
+        if index >= len(self._states):
+            raise RuntimeError("read of an optimizer state that other ranks do not have: read it on every rank")
+        return gathered_each([self._states[index]])
 
     def open(self, key: int, values: list[Tensor]) -> list[Tensor]:
         num = len(self._groups)
@@ -173,7 +160,7 @@ class Fsdp2Store:
         return [self._full[key]]
 
     def _sharded(self, key: int) -> DTensor:
-        return self._others[key] if key >= _OTHERS else self._states[key - 2 * len(self._groups)]
+        return self._states[key - 2 * len(self._groups)]
 
     def _open_parameter(self, key: int, slot: int, p: private.ShardedParam, value: Tensor) -> None:
         original = private.own_of(p)

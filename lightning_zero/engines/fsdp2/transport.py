@@ -27,7 +27,8 @@ class Transport:
     Attributes:
         gathers_up_front: Whether a forward at stages 1 and 2 begins with a gather of every unit, so that ranks may run
             different units.
-        peer_memory: Connects all ranks, for small messages of any kind; ``None`` if no connections exist.
+        peer_memory: Connects all ranks if they are on one host, for small messages of any kind; ``None`` before
+            :meth:`start`, and if there are no messages.
         advice: A repair for the error of ranks that run different units, besides keeping modules out of the units.
     """
 
@@ -44,12 +45,20 @@ class Transport:
     # -- set-up
 
     def install(self, units: Sequence[Any]) -> None:
-        """Called when the units (``FSDPModule``, the root last) are sharded but not initialized yet."""
+        """Called when the units (``FSDPModule``, the root last) are sharded but not initialized yet (collective)."""
+        for unit in units:
+            if self.config.comm_buffers == "process_group":
+                unit.set_allocate_memory_from_process_group_for_comm(True)
+            elif self.config.comm_buffers == "symmetric":
+                unit.set_symm_mem_for_comm()
 
     def start(self, units: Sequence[Any], names: Sequence[str]) -> None:
         """Called when the units are initialized; ``names`` are those of the units (collective)."""
         if self.mesh.size() > 1 and self._needs_agreements():
             self._agreement = run_agreement() or shared_agreement(self.config.timeout_seconds)
+            if self.peer_memory is None:  # no tensor is read there: its local sockets are faster than gloo's TCP
+                assert self._agreement.group is not None
+                self.peer_memory = PeerMemory(self._agreement.group, self.config.timeout_seconds)
             if not self.gathers_up_front and len(units) > 1:  # the root alone has only one order
                 waits = self.mesh.device_type == "cpu"
                 self._order = Order(self, units, names, self.units_ahead, waits)
@@ -59,6 +68,8 @@ class Transport:
 
     def close(self) -> None:
         """Release what :meth:`start` has created."""
+        if self.peer_memory is not None:
+            self.peer_memory.close()
         self._agreement = self._order = None
 
     # -- agreements
