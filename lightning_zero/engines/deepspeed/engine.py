@@ -45,8 +45,8 @@ from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreem
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
 from lightning_zero.engines.base import Engine, Root, refuse_late_hooks
+from lightning_zero.engines.birth import Birth, in_order_of_construction
 from lightning_zero.engines.deepspeed import private
-from lightning_zero.engines.deepspeed.ds_config import RunFacts, ds_config
 from lightning_zero.engines.deepspeed.gradients import Gradients
 from lightning_zero.engines.deepspeed.optimizer_step import Joined, Pieces, parameters
 from lightning_zero.engines.deepspeed.order import Order
@@ -98,6 +98,8 @@ class DeepSpeedEngine(Engine):
         self._optimizers: list[Optimizer] = []
         self._stage3 = config.stage == 3
         self._under_way = UnderWay()
+        self.settings: dict[str, Any] = {}
+        """The config for ``deepspeed.initialize``; set before :meth:`shard`."""
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
@@ -118,7 +120,41 @@ class DeepSpeedEngine(Engine):
         self._order = Order(self._params, self._agreement, self.device.type == "cpu", self._under_way)
         self._reductions = Reductions(self._params, self.config, self._under_way, self._agreement)
         self._begin_residency()
+        self._start_from_rank_0()
         self._whole = Whole(self._params, self.mesh)
+
+    def _start_from_rank_0(self) -> None:
+        """Broadcasts rank 0's values. At stage 3 parameters are sharded at once, module by module in the order of
+        construction, so that a module on the meta device is never full (collective)."""
+        params = self._params
+        if not self._stage3:
+            broadcast_coalesced([*params.named.values(), *self.module.buffers()])
+            return
+        birth = Birth(self.module, self.device, self._initializing)
+        order = [m for m, _ in in_order_of_construction(self.module)]
+        last = {
+            p: m for m in order for p in own_parameters(m).values() if p is not None
+        }  # of several with one parameter
+        with private.environment(self.device):
+            private.prepare(self.device)
+            shard = private.sharder(self.settings)
+            for m in order:
+                mine = [p for p in own_parameters(m).values() if p in params.held and last[p] is m]
+                birth.bring_up(m, mine)
+                shard(mine)
+        rest = [*params.odd, *self.module.buffers()]
+        birth.bring_up(self.module, rest)
+        birth.finish()
+        for p in params.odd:
+            p.data = p.data.to(self.device)
+        broadcast_coalesced(rest)
+
+    @contextmanager
+    def _initializing(self) -> Iterator[None]:
+        """Context of an initializer, which may write to parameters that are sharded already."""
+        with self.view():
+            yield
+        self.end_window(meets=False)
 
     def _begin_residency(self) -> None:
         params, memories = self._params, Memories()
@@ -134,14 +170,14 @@ class DeepSpeedEngine(Engine):
         """Hands the module to DeepSpeed, grouped as ``optimizers`` group its parameters."""
         params = self._params
         self._optimizers = self.optimizers = optimizers
-        self.trainer_facts = trainer
         self.check_parameters()
         if optimizers:
             refuse_sparse_gradients(self.module)
         self.end_window(meets=False)  # ends the window of configure_optimizers
         trainable = [p for p in params.named.values() if p.requires_grad and p in params.held]
-        for p in params.held:
-            p.data = p.data.contiguous()  # DeepSpeed views the memory as bytes
+        if not self._stage3:
+            for p in params.held:
+                p.data = p.data.contiguous()  # DeepSpeed views the memory as bytes
         copies = PlainCopies(params.module, private.is_on_modules)
         joined = Joined(trainable, optimizers) if optimizers and trainable else None
         self._trained = set(trainable).union(p for p in params.odd if p.requires_grad)
@@ -169,20 +205,15 @@ class DeepSpeedEngine(Engine):
 
     def _start(self, trainable: list[nn.Parameter], joined: Joined | None) -> Any:
         """Returns DeepSpeed's engine, whose flats hold ``trainable``, grouped as in ``joined`` (collective)."""
-        params, device = self._params, self.device
-        numel = sum(shape.numel() for shape in params.shapes.values())
-        facts = RunFacts(world_size=dist.get_world_size(), device_type=device.type, numel=numel, **self.trainer_facts)
-        with private.environment(device), params.without_others(self.root):
-            deepspeed = private.prepare(device)
-            private.count_modules_from_zero()
-            if not any(map(private.is_managed, params.held)):
-                private.count_parameters_from_zero()
+        params = self._params
+        with private.environment(self.device), params.without_others(self.root):
+            deepspeed = private.prepare(self.device)
             with DisableTorchFunction(), private.partial_offload(Joined), private.marking(params.shapes):
                 engine, *_ = deepspeed.initialize(
                     model=self.root,
                     optimizer=joined,
                     model_parameters=trainable,
-                    config=ds_config(self.config, facts),
+                    config=self.settings,
                     dist_init_required=False,
                 )
         return engine

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm.agree import broadcast_coalesced
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.private.torch import own_parameters
 
 
 class Parameters:
-    """Takes over the parameters of ``module`` with rank 0's values (collective).
+    """The parameters of ``module`` before they are sharded.
 
     Attributes:
         named: Parameters by name, in the module's order, which is the same on all ranks.
@@ -31,23 +30,12 @@ class Parameters:
     def __init__(self, module: nn.Module, stage3: bool) -> None:
         self.module, self.stage3 = module, stage3
         self.named = dict(module.named_parameters())
-        self.shapes: dict[Tensor, torch.Size] = {p: private.whole_shape(p) for p in self.named.values()}
+        self.shapes: dict[Tensor, torch.Size] = {p: p.shape for p in self.named.values()}
         self.dtypes: dict[Tensor, torch.dtype] = {p: p.dtype for p in self.named.values()}
+        self.strides: dict[Tensor, Any] = {p: p.stride() for p in self.named.values()}
         self.odd = _odd_parameters(self.shapes)
-        self._take_built()
-        self.strides: dict[Tensor, Any] = {p: _stride(p) for p in self.named.values()}
         self.held = dict.fromkeys(p for p in self.named.values() if p not in set(self.odd))
         self.shards: private.Shards | None = None
-
-    def _take_built(self) -> None:
-        """Broadcasts rank 0's values. Parameters that were built sharded (see ``build``) have them already."""
-        with torch.no_grad():
-            for p in self.odd:
-                private.make_whole(p)
-            for p in self.named.values():
-                private.keep_dtype(p)
-        here = [p for p in self.named.values() if not private.is_partitioned(p)]
-        broadcast_coalesced([*here, *self.module.buffers()])
 
     @property
     def attached(self) -> private.Shards:
@@ -72,10 +60,6 @@ class Parameters:
         finally:
             for m, name, p in places:
                 own_parameters(m)[name] = p
-
-
-def _stride(p: Any) -> tuple[int, ...]:
-    return torch.empty(private.whole_shape(p), device="meta").stride() if private.is_partitioned(p) else p.stride()
 
 
 def _odd_parameters(shapes: Mapping[Any, torch.Size]) -> list[Any]:

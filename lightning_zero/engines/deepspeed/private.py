@@ -57,19 +57,15 @@ DEEPSPEED = Library(
         Needed("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.__init__", takes="self"),
         Needed(f"{_ZERO}.config:DeepSpeedZeroConfig"),
         *(Needed(f"{_ZERO}.offload_config:DeepSpeedZeroOffload{part}Config") for part in ("Optimizer", "Param")),
-        Needed(f"{_INIT}", stores="param_id"),
-        Needed(f"{_OFFLOAD}._register_deepspeed_module", takes="self, module, count"),
         Needed(f"{_ZERO}.partitioned_param_coordinator:iter_params", takes="module, recurse"),
         Needed(f"{_OFFLOAD}", stores="iter_params apply_to_tensors_only"),
         Needed(f"{_ZERO}.utils:apply_to_tensors_only", takes="function, value, warning_msg_fn"),
         Needed(f"{_COORDINATOR}._PartitionedParameterCoordinator__params_to_release"),
         Needed(f"{_STAGE3}", stores="DeepSpeedCPUAdam"),
-        # built sharded
+        # sharding
         Needed(f"{_INIT}.__init__", takes="self, *config_dict_or_path, tensor_overrides"),
         Needed(f"{_INIT}._all_gather", takes="self, param_list, async_op, hierarchy"),
-        Needed(f"{_INIT}._partition", takes="self, param_list"),
-        Needed(f"{_INIT}._post_init_method", takes="self, module"),
-        Needed(f"{_INIT}._zero_init_param", takes="self, param"),
+        Needed(f"{_INIT}._convert_to_zero_parameters", takes="self, param_list"),
         Needed(
             _INIT,
             stores="local_device ds_id ds_numel ds_shape ds_status ds_tensor ds_active_sub_modules"
@@ -291,21 +287,6 @@ class _Probe(dict[str, Any]):
         return self
 
 
-def count_parameters_from_zero() -> None:
-    """Resets DeepSpeed's parameter counter, so that ranks number alike whatever ran in their processes before."""
-    from deepspeed.runtime.zero.partition_parameters import Init
-
-    Init.param_id = 0
-
-
-def count_modules_from_zero() -> None:
-    """Resets DeepSpeed's module counter, so that ranks number alike whatever ran in their processes before."""
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-
-    (numbers,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__  # type: ignore[misc]
-    numbers[0] = 0
-
-
 def _skip_odd_parameters() -> None:
     """Makes stage 3 skip parameters that it does not shard; DeepSpeed alone would fail on them."""
     from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
@@ -377,40 +358,23 @@ def partial_offload(joined: type) -> AbstractContextManager[None]:
     return _instead(stage3, "DeepSpeedCPUAdam", joined)
 
 
-# -- built sharded -------------------------------------------------------------------------------------------------
+# -- sharding ------------------------------------------------------------------------------------------------------
 
 
-def sharding(config: dict[str, Any], sharded: Callable[[Any], None]) -> Any:
-    """Returns a ``deepspeed.zero.Init`` that shards a layer at the end of its ``__init__``, with rank 0's values.
-
-    ``sharded`` is called with each parameter. Unlike DeepSpeed's class, this one does not set the dtype and device of
-    new tensors, which Lightning controls, and skips parameters that cannot be sharded (:func:`_can_be_sharded`).
-    """
+def sharder(config: dict[str, Any]) -> Callable[[list[nn.Parameter]], None]:
+    """Returns a function that moves full parameters to the device, gives them rank 0's values and shards them
+    (collective)."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    class Sharding(Init):  # type: ignore[misc]
-        def _partition(self, *args: Any, **kwargs: Any) -> None:
-            with DisableTorchFunction():  # DeepSpeed's work must not open parameters
-                super()._partition(*args, **kwargs)
+    init = Init(config_dict_or_path=copy.deepcopy(config), tensor_overrides=())
 
-        def _post_init_method(self, module: nn.Module) -> None:
-            for p in own_parameters(module).values():
-                if p is not None and not is_managed(p) and _can_be_sharded(p):
-                    self.shard(p)
+    def shard(params: list[nn.Parameter]) -> None:
+        for p in params:
+            p.data = p.data.contiguous()  # DeepSpeed views the memory as bytes
+        with DisableTorchFunction(), marking(params):
+            init._convert_to_zero_parameters(params)
 
-        def shard(self, p: Any) -> None:
-            with DisableTorchFunction(), torch.no_grad():
-                p.data = p.data.to(self.local_device).contiguous()
-                with marking([p]):
-                    self._zero_init_param(p)
-                sharded(p)
-
-    return Sharding(config_dict_or_path=copy.deepcopy(config), tensor_overrides=())
-
-
-def _can_be_sharded(p: Tensor) -> bool:
-    floats = (torch.float32, torch.bfloat16, torch.float16)
-    return p.dim() > 0 and p.numel() > 0 and p.dtype in floats and not p.is_meta
+    return shard
 
 
 _ON_PARAMETERS = {"__reduce_ex__"}  # set by plain_copies
@@ -435,23 +399,9 @@ def attributes(p: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(p).items() if not is_on_parameters(name)}
 
 
-def make_whole(p: Any) -> None:
-    """Turns a parameter that was built sharded into an ordinary full one (collective)."""
-    if is_managed(p):
-        p.data = gathered_copy(p)
-        _without_marks(p)
-
-
 def _without_marks(p: Any) -> None:
     for name in list(filter(is_on_parameters, vars(p))):
         delattr(p, name)
-
-
-def keep_dtype(p: Any) -> None:
-    """Casts this rank's shard to the dtype of ``p``: ``module.to(dtype)`` casts only the empty parameter."""
-    part = cut_of(p)
-    if part is not None and part.dtype != p.dtype:
-        part.data = part.data.to(p.dtype)
 
 
 _TO_RELEASE = "_PartitionedParameterCoordinator__params_to_release"
