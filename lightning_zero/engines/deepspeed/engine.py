@@ -230,8 +230,9 @@ class DeepSpeedEngine(Engine):
             self._order.gathers(module)
 
     def _after_module(self, module: nn.Module) -> None:
-        with torch.no_grad(), DisableTorchFunction():
-            self._store.go_where_it_is_held()  # for all parameters: this gather may include another module's
+        if self.mesh.size() == 1:
+            for p in filter(private.is_managed, own_parameters(module).values()):
+                private.leave_shard(p)
 
     def _plain(self, p: Tensor) -> Tensor:
         """Returns a copy of the full values of ``p`` (collective at stage 3)."""
@@ -264,8 +265,6 @@ class DeepSpeedEngine(Engine):
         self.broadcast_buffers()
         with self._in(Phase.STEP):
             with torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
-                with torch.no_grad(), DisableTorchFunction():
-                    self._store.go_where_it_is_held()
                 output = self.root(method, *args, **kwargs)[0]
                 self._order.gathers()
             if not wants_grad:

@@ -703,9 +703,18 @@ def gathered_copy(p: Any) -> Tensor:
     if not is_partitioned(p):
         return p.detach().clone()
     p.all_gather()
+    leave_shard(p)
     value = p.detach()  # keeps the memory alive that partition() frees
     p.partition()
     return value
+
+
+def leave_shard(p: Any) -> None:
+    """Gives a gathered parameter memory of its own: with one rank DeepSpeed makes it an alias of its shard, which user
+    code would write to through views."""
+    with DisableTorchFunction(), torch.no_grad():
+        if p.untyped_storage().data_ptr() == p.ds_tensor.untyped_storage().data_ptr():
+            set_data(p, p.detach().clone())
 
 
 def store_part(p: Any) -> None:
@@ -878,6 +887,7 @@ def keep(p: Any) -> None:
     land(p)
     p.ds_active_sub_modules.add(-1)  # -1 is no module's number, so no module releases p
     p.all_gather()
+    leave_shard(p)
 
 
 def release_all(engine: Any) -> None:

@@ -5,7 +5,7 @@ from ``2 P`` on, in the order in which they were made, which all ranks share.
 
 At stages 1 and 2 a parameter is always full, a view of DeepSpeed's buffer. At stage 3 DeepSpeed allocates it when its
 module runs, and empties it afterwards; an empty parameter has shape (0,). A parameter that user code has open lies in
-memory of its own (its *spot*). So does, for the length of a step, a parameter of which user code holds older memory.
+memory of its own (its *spot*). So does, until the step ends, a parameter of which user code has touched older memory.
 """
 
 from __future__ import annotations
@@ -284,12 +284,12 @@ class DeepSpeedStore:
         changed = [p for p in params if id(p) in self._own]
         increment_version(changed)
         self._versions.update((self._own[id(p)], version_of(p)) for p in changed)
-        if Phase.STEP in self._under_way:
-            self.go_where_it_is_held()
 
     def written(self, p: Tensor) -> None:
         if not self._under_way.is_between() and Phase.BACKWARD not in self._under_way:
             self._maybe_written.add(self._own[id(p)])
+            with torch.no_grad(), DisableTorchFunction():
+                self._go_where_it_is_held(p)
 
     # -- memory that user code holds -----------------------------------------------------------------------------
 
@@ -313,14 +313,13 @@ class DeepSpeedStore:
             if Phase.STEP in self._under_way:
                 self.watch()
 
-    def go_where_it_is_held(self) -> None:
-        """Moves parameters into memory of theirs that user code holds, so that views and parameter share values."""
-        if self._memories:
-            for key, p in enumerate(self._params):
-                spot = None if private.is_partitioned(p) else self._memories.again(key, 0)
-                if spot is not None and _memory(spot) != _memory(p):
-                    spot.copy_(p)
-                    self._move(key, p, spot)
+    def _go_where_it_is_held(self, p: Tensor) -> None:
+        """Moves ``p`` into memory of it that user code holds, so that views and parameter share values."""
+        key = self._own[id(p)]
+        spot = self._memories.again(key, 0)
+        if spot is not None and _memory(spot) != _memory(p):
+            spot.copy_(p)
+            self._move(key, p, spot)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -328,7 +327,7 @@ class DeepSpeedStore:
         self._before_bring(p)
         private.keep(p)
         self.is_keeping = True
-        self.go_where_it_is_held()
+        self._go_where_it_is_held(p)
 
     def bring_given(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Gathers parameters among the arguments of ``module`` in a step; a hook that runs before DeepSpeed's.
