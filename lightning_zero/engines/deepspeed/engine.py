@@ -4,8 +4,8 @@
 - *parameter*: always the user's own ``nn.Parameter`` object. At stages 1 and 2 a full tensor, a view of DeepSpeed's
   buffer; at stage 3 empty between uses.
 - *gradient*: averaged, one piece per rank, from the backward until ``zero_grad``; full only while user code reads it.
-- *odd parameter*: a parameter that cannot be sharded, because DeepSpeed's flats do not take it (0-dim, empty, or of a
-  dtype other than that of most elements). It stays full on every rank, and this engine averages its gradient.
+- *replicated parameter*: a frozen parameter that is empty or of another dtype than the trained ones. It stays full on
+  every rank, because DeepSpeed's flats have one dtype. Such a parameter cannot be trained.
 
 [Plan of one optimizer step, A micro-batches]
 
@@ -29,7 +29,7 @@ scaling are off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -141,13 +141,17 @@ class DeepSpeedEngine(Engine):
             for m in order:
                 mine = [p for p in own_parameters(m).values() if p in params.held and last[p] is m]
                 birth.bring_up(m, mine)
+                self._take_from_rank_0(mine)
                 shard(mine)
-        rest = [*params.odd, *self.module.buffers()]
+        rest = [*params.replicated, *self.module.buffers()]
         birth.bring_up(self.module, rest)
         birth.finish()
-        for p in params.odd:
-            p.data = p.data.to(self.device)
-        broadcast_coalesced(rest)
+        self._take_from_rank_0(rest)
+
+    def _take_from_rank_0(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            tensor.data = tensor.data.to(self.device)
+        broadcast_coalesced(list(tensors))
 
     @contextmanager
     def _initializing(self) -> Iterator[None]:
@@ -173,6 +177,7 @@ class DeepSpeedEngine(Engine):
         self.check_parameters()
         if optimizers:
             refuse_sparse_gradients(self.module)
+            params.refuse_training_replicated()
         self.end_window(meets=False)  # ends the window of configure_optimizers
         trainable = [p for p in params.named.values() if p.requires_grad and p in params.held]
         if not self._stage3:
@@ -180,7 +185,7 @@ class DeepSpeedEngine(Engine):
                 p.data = p.data.contiguous()  # DeepSpeed views the memory as bytes
         copies = PlainCopies(params.module, private.is_on_modules)
         joined = Joined(trainable, optimizers) if optimizers and trainable else None
-        self._trained = set(trainable).union(p for p in params.odd if p.requires_grad)
+        self._trained = set(trainable)
         self._engine = self._start(trainable, joined)
         if self._stage3:
             private.expect_in_flight(self.root, params.held)
@@ -208,7 +213,12 @@ class DeepSpeedEngine(Engine):
         params = self._params
         with private.environment(self.device), params.without_others(self.root):
             deepspeed = private.prepare(self.device)
-            with DisableTorchFunction(), private.partial_offload(Joined), private.marking(params.shapes):
+            with (
+                DisableTorchFunction(),
+                private.partial_offload(Joined),
+                private.without_broadcast(),
+                private.marking(params.held),
+            ):
                 engine, *_ = deepspeed.initialize(
                     model=self.root,
                     optimizer=joined,
@@ -384,8 +394,7 @@ class DeepSpeedEngine(Engine):
         shards = self._params.attached
         self.end_window(self.hooks.before_step)
         self._gradients.flush()
-        odd = [p.grad for p in parameters(optimizer) if p not in shards and p.grad is not None]
-        return [shards.grad(p) for p in parameters(optimizer) if p in shards.with_grad], odd
+        return [shards.grad(p) for p in parameters(optimizer) if p in shards.with_grad], []
 
     # -- full state ----------------------------------------------------------------------------------------------
 
@@ -407,7 +416,7 @@ class DeepSpeedEngine(Engine):
         return self._under_way.during(Phase.WHOLE)
 
     def store_whole(self, whole: Mapping[Any, Tensor]) -> None:
-        broadcast_coalesced([*whole.values(), *self._params.odd])
+        broadcast_coalesced([*whole.values(), *self._params.replicated])
         with torch.no_grad(), DisableTorchFunction():
             for p, w in whole.items():
                 self._store.put(p, w.detach())
@@ -460,7 +469,7 @@ def _whole_accumulator(p: Tensor, shape: torch.Size) -> Node:
     own around each module) may receive parameters that are still resharded, hence empty."""
     cut = p.data
     try:
-        p.data = cut.new_empty(1).expand(shape)
+        p.data = cut.new_empty(()).expand(shape)
         return get_gradient_edge(p).node
     finally:
         p.data = cut

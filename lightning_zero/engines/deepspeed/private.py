@@ -65,7 +65,7 @@ DEEPSPEED = Library(
         # sharding
         Needed(f"{_INIT}.__init__", takes="self, *config_dict_or_path, tensor_overrides"),
         Needed(f"{_INIT}._all_gather", takes="self, param_list, async_op, hierarchy"),
-        Needed(f"{_INIT}._convert_to_zero_parameters", takes="self, param_list"),
+        Needed(f"{_INIT}._convert_to_deepspeed_param", takes="self, param"),
         Needed(
             _INIT,
             stores="local_device ds_id ds_numel ds_shape ds_status ds_tensor ds_active_sub_modules"
@@ -78,6 +78,7 @@ DEEPSPEED = Library(
         *(Needed(f"{_ENGINE}._backward_{part}", takes="self") for part in ("prologue", "epilogue")),
         Needed(f"{_ENGINE}.backward", stores="_backward_epilogue _running_engine_backward"),
         Needed(f"{_ENGINE}.destroy", takes="self"),
+        Needed(f"{_ENGINE}._broadcast_model", takes="self"),
         Needed(_ENGINE, stores="module_forward_pre_hook module_forward_post_hook device"),
         *(Needed(f"{stage}.clear_backward_seen_flag", takes="self") for stage in (_STAGE3, _STAGE12)),
         # stages 1 and 2
@@ -190,7 +191,7 @@ def prepare(device: torch.device) -> Any:
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
     use_accelerator(device)
-    _skip_odd_parameters()
+    _skip_replicated()
     _keep_lists()
     _tell_watchers()
     world = getattr(comm.comm.cdb, "_lightning_zero_world", None)
@@ -242,6 +243,13 @@ def use_accelerator(device: torch.device) -> None:
         set_accelerator(getattr(home, f"{kind.upper()}_Accelerator")())
 
 
+def without_broadcast() -> AbstractContextManager[None]:
+    """Skips DeepSpeed's broadcast of rank 0's parameters, which ranks have already: it fails on 0-dim ones."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    return _instead(DeepSpeedEngine, "_broadcast_model", lambda self: None)
+
+
 # -- config files --------------------------------------------------------------------------------------------------
 
 
@@ -287,7 +295,7 @@ class _Probe(dict[str, Any]):
         return self
 
 
-def _skip_odd_parameters() -> None:
+def _skip_replicated() -> None:
     """Makes stage 3 skip parameters that it does not shard; DeepSpeed alone would fail on them."""
     from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 
@@ -362,17 +370,17 @@ def partial_offload(joined: type) -> AbstractContextManager[None]:
 
 
 def sharder(config: dict[str, Any]) -> Callable[[list[nn.Parameter]], None]:
-    """Returns a function that moves full parameters to the device, gives them rank 0's values and shards them
-    (collective)."""
+    """Returns a function that shards full parameters on the device, which are the same on all ranks (collective)."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
     init = Init(config_dict_or_path=copy.deepcopy(config), tensor_overrides=())
 
     def shard(params: list[nn.Parameter]) -> None:
-        for p in params:
-            p.data = p.data.contiguous()  # DeepSpeed views the memory as bytes
         with DisableTorchFunction(), marking(params):
-            init._convert_to_zero_parameters(params)
+            for p in params:
+                p.data = p.data.contiguous()
+                init._convert_to_deepspeed_param(p)
+                p.partition()  # type: ignore[attr-defined]
 
     return shard
 
