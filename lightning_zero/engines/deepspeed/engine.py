@@ -190,7 +190,7 @@ class DeepSpeedEngine(Engine):
         if self._stage3:
             private.expect_in_flight(self.root, params.held)
             private.let_inputs_change(self._engine, self.root)
-            private.hook_modules(self._engine, self._rests, self._before_module, self._after_module)
+            private.hook_modules(self._engine, self._rests, self._before_module)
             if joined is not None:
                 self._order.follow_buckets(self._engine)
             self._handles = [
@@ -238,11 +238,6 @@ class DeepSpeedEngine(Engine):
             refuse_transforms("stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'")
         if any(p is not None for p in own_parameters(module).values()):
             self._order.gathers(module)
-
-    def _after_module(self, module: nn.Module) -> None:
-        if self.mesh.size() == 1:
-            for p in filter(private.is_managed, own_parameters(module).values()):
-                private.leave_shard(p)
 
     def _plain(self, p: Tensor) -> Tensor:
         """Returns a copy of the full values of ``p`` (collective at stage 3)."""

@@ -79,7 +79,7 @@ DEEPSPEED = Library(
         Needed(f"{_ENGINE}.backward", stores="_backward_epilogue _running_engine_backward"),
         Needed(f"{_ENGINE}.destroy", takes="self"),
         Needed(f"{_ENGINE}._broadcast_model", takes="self"),
-        Needed(_ENGINE, stores="module_forward_pre_hook module_forward_post_hook device"),
+        Needed(_ENGINE, stores="module_forward_pre_hook module_forward_post_hook device dp_world_size"),
         *(Needed(f"{stage}.clear_backward_seen_flag", takes="self") for stage in (_STAGE3, _STAGE12)),
         # stages 1 and 2
         Needed(
@@ -721,7 +721,8 @@ def leave_shard(p: Any) -> None:
     """Gives a gathered parameter memory of its own: with one rank DeepSpeed makes it an alias of its shard, which user
     code would write to through views."""
     with DisableTorchFunction(), torch.no_grad():
-        if p.untyped_storage().data_ptr() == p.ds_tensor.untyped_storage().data_ptr():
+        shard = cut_of(p)
+        if shard is not None and p.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr():
             set_data(p, p.detach().clone())
 
 
@@ -797,13 +798,11 @@ def hook_modules(
     engine: Any,
     rests: Callable[[], bool],
     before: Callable[[nn.Module], None],
-    after: Callable[[nn.Module], None],
 ) -> None:
     """Runs DeepSpeed's module hooks without residency's interception, and skips them while ``rests()`` is true.
 
     Args:
         before: Called before all work of DeepSpeed for the forward of a module.
-        after: Called when DeepSpeed has gathered for the forward of a module.
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
@@ -833,7 +832,8 @@ def hook_modules(
             FWD_MODULE_STACK.append(module)
         else:
             gather(module)
-            after(module)
+            for p in own_parameters(module).values() if engine.dp_world_size == 1 else ():
+                leave_shard(p)
 
     offload.pre_sub_module_forward_function = begin
     release = unless_it_rests(offload.post_sub_module_forward_function)
