@@ -720,7 +720,7 @@ def gathered_copy(p: Any) -> Tensor:
 def leave_shard(p: Any) -> None:
     """Gives a gathered parameter memory of its own: with one rank DeepSpeed makes it an alias of its shard, which user
     code would write to through views."""
-    with DisableTorchFunction(), torch.no_grad():
+    with DisableTorchFunction(), torch.no_grad(), outside_inference_mode():
         shard = cut_of(p)
         if shard is not None and p.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr():
             set_data(p, p.detach().clone())
