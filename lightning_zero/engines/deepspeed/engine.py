@@ -131,18 +131,19 @@ class DeepSpeedEngine(Engine):
             broadcast_coalesced([*params.named.values(), *self.module.buffers()])
             return
         birth = Birth(self.module, self.device, self._initializing)
-        order = [m for m, _ in in_order_of_construction(self.module)]
-        last = {
-            p: m for m in order for p in own_parameters(m).values() if p is not None
-        }  # of several with one parameter
+        groups: dict[nn.Module, list[Any]] = {m: [] for m, _ in in_order_of_construction(self.module)}
+        owners = {
+            p: m for m in groups for p in own_parameters(m).values() if p in params.held
+        }  # the last, if it is tied
+        for p, owner in owners.items():
+            groups[owner].append(p)
         with private.environment(self.device):
             private.prepare(self.device)
             shard = private.sharder(self.settings)
-            for m in order:
-                mine = [p for p in own_parameters(m).values() if p in params.held and last[p] is m]
-                birth.bring_up(m, mine)
-                self._take_from_rank_0(mine)
-                shard(mine)
+            for m, group in groups.items():
+                birth.bring_up(m, group)
+                self._take_from_rank_0(group)
+                shard(group)
         rest = [*params.replicated, *self.module.buffers()]
         birth.bring_up(self.module, rest)
         birth.finish()
