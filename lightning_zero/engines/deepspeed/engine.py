@@ -139,6 +139,7 @@ class DeepSpeedEngine(Engine):
             groups[owner].append(p)
         with private.environment(self.device):
             private.prepare(self.device)
+            private.count_from_zero()
             shard = private.sharder(self.settings)
             for m, group in groups.items():
                 birth.bring_up(m, group)

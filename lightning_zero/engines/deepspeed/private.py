@@ -57,6 +57,8 @@ DEEPSPEED = Library(
         Needed("deepspeed.accelerator.cpu_accelerator:CPU_Accelerator.__init__", takes="self"),
         Needed(f"{_ZERO}.config:DeepSpeedZeroConfig"),
         *(Needed(f"{_ZERO}.offload_config:DeepSpeedZeroOffload{part}Config") for part in ("Optimizer", "Param")),
+        Needed(f"{_INIT}", stores="param_id"),
+        Needed(f"{_OFFLOAD}._register_deepspeed_module", takes="self, module, count"),
         Needed(f"{_ZERO}.partitioned_param_coordinator:iter_params", takes="module, recurse"),
         Needed(f"{_OFFLOAD}", stores="iter_params apply_to_tensors_only"),
         Needed(f"{_ZERO}.utils:apply_to_tensors_only", takes="function, value, warning_msg_fn"),
@@ -293,6 +295,17 @@ class _Probe(dict[str, Any]):
 
     def keys(self) -> Any:  # `key in section.keys()`
         return self
+
+
+def count_from_zero() -> None:
+    """Resets DeepSpeed's counters of modules and parameters, so that ranks number alike whatever ran in their processes
+    before."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    Init.param_id = 0
+    (numbers,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__  # type: ignore[misc]
+    numbers[0] = 0
 
 
 def _skip_replicated() -> None:
