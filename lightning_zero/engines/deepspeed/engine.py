@@ -93,7 +93,6 @@ class DeepSpeedEngine(Engine):
         super().__init__(config, device, dtypes)
         self._engine: Any = None  # DeepSpeed's, once attached
         self._accumulators: list[Node] = []  # keeps them alive: otherwise autograd creates new ones
-        self._handles: list[Any] = []
         self._agreement: Agreement | None = None
         self._optimizers: list[Optimizer] = []
         self._stage3 = config.stage == 3
@@ -195,10 +194,6 @@ class DeepSpeedEngine(Engine):
             private.hook_modules(self._engine, self._rests, self._before_module)
             if joined is not None:
                 self._order.follow_buckets(self._engine)
-            self._handles = [
-                m.register_forward_pre_hook(self._store.bring_given, prepend=True, with_kwargs=True)
-                for m in self.module.modules()
-            ]
             self._accumulators = [_whole_accumulator(p, self._params.shapes[p]) for p in trainable]
         if joined is not None:
             params.shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine, params.shapes)
@@ -452,9 +447,6 @@ class DeepSpeedEngine(Engine):
             p.data = value
         self._params.shards = None
         self._accumulators.clear()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
         self._steps.clear()
         self._engine = None
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -328,17 +328,6 @@ class DeepSpeedStore:
         private.keep(p)
         self.is_keeping = True
         self._go_where_it_is_held(p)
-
-    def bring_given(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Gathers parameters among the arguments of ``module`` in a step; a hook that runs before DeepSpeed's.
-
-        ``module`` itself would release them before their gradients are computed."""
-        if Phase.STEP in self._under_way and self.own and Phase.BACKWARD not in self._under_way:
-            for value in (*args, *kwargs.values()):
-                for p in value if isinstance(value, (list, tuple)) else (value,):
-                    if id(p) in self._own and not self.is_there(p):
-                        with DisableTorchFunction(), torch.no_grad():
-                            self.bring(p)
 
     def grad_of(self, p: Tensor) -> Tensor | None:
         key = len(self._params) + self._own[id(p)]
