@@ -334,8 +334,8 @@ class ZeroConfig:
     """Broadcast rank 0's buffers before each training forward, as DDP does; under manual optimization only before the
     first one, as Lightning's DDP does."""
     build: BuildName = "auto"
-    """Materializing a module on the meta device with ``fsdp2``: ``"auto"`` one unit after the other, each sharded at
-    once, so that no rank holds the full module; ``"whole"`` all of it on every rank before sharding."""
+    """Materializing a module on the meta device, at stage 3 and with ``fsdp2``: ``"auto"`` one unit after the other,
+    each sharded at once, so that no rank holds the full module; ``"whole"`` all of it on every rank before sharding."""
     uneven: Uneven = "error"
     """Behaviour if the ranks' training dataloaders differ in length. ``"error"`` ends the run on all ranks when
     the first dataloader is exhausted. ``"shortest"`` ends each epoch there, like DDP with dataloaders cut to that

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -194,9 +194,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         self._agreement: Agreement | None = None
         self._saving = Saving(config.checkpoint)
         self._run: EngineRun = (DeepSpeedRun if config.engine == "deepspeed" else Fsdp2Run)(config)
-        if self._run.builds_sharded:
-            # Set on the instance, because Trainer.init_module warns about strategies whose class overrides it.
-            self.model_sharded_context = self._build_sharded  # type: ignore[method-assign,assignment]
         self._saving.refuse_plugin(lightning_arguments.get("checkpoint_io"))
 
     @property
@@ -268,14 +265,8 @@ class ZeroStrategy(Launched, DDPStrategy):
         agreement = None if self._agreement is None else Agreement(alone=True)
         return {**super().__getstate__(), "_agreement": agreement}
 
-    def _build_sharded(self) -> AbstractContextManager[None]:
-        module = self.lightning_module
-        assert module is not None
-        return self._run.building(module, trainer_facts(module.trainer), self.root_device)
-
     def setup(self, trainer: Any) -> None:
         module: Any = self.lightning_module
-        self._run.end_view()
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         sync_steps(trainer, self, self.config.uneven)
@@ -299,7 +290,6 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._make_optimizers(trainer)
         optimizers = list(self.optimizers) if fitting else []
         self._run.check_optimizers(optimizers)
-        self._run.take_built()  # the engine owns it now
         if self.engine is not None:
             self.engine.attach(optimizers, trainer_facts(trainer))
         self.setup_precision_plugin()
@@ -332,7 +322,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         assert self.model is not None
         if self._shards:
             refuse_uninitialized(self.model)
-        if self._shards and self.config.engine == "fsdp2":
+        if self._shards and (self.config.engine == "fsdp2" or self.config.stage == 3):
             if self.config.build == "whole" and on_meta(self.model):
                 on_host = self._run.loads_on_host(self.root_device)
                 give_birth(self.model, torch.device("cpu") if on_host else self.root_device)
@@ -341,26 +331,19 @@ class ZeroStrategy(Launched, DDPStrategy):
             all_but_parameters_to(self.model, self.root_device)
             return
         if on_meta(self.model):
-            if self.config.engine == "deepspeed" and self.config.stage == 3:
-                raise ValueError(
-                    "the module has parameters on the meta device, which engine='deepspeed' does not materialize at"
-                    " stage 3: remove torch.device('meta'), as DeepSpeed shards each layer while configure_model builds"
-                    " it, or use engine='fsdp2'."
-                )
             give_birth(self.model, self.root_device)
         super().model_to_device()
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        if empty_init and self.config.engine == "fsdp2":  # materialized in setup, unit by unit
+        if empty_init:  # materialized in setup, at stage 3 unit by unit
             with torch.device("meta"), self.precision_plugin.tensor_init_context():
                 yield
             return
         if self.lightning_module is None and self.config.stage == 3:  # in Trainer.init_module, before any run
-            instead = "call init_module(empty_init=True)" if self.config.engine == "fsdp2" else "use configure_model"
             rank_zero_info(
                 "lightning_zero: trainer.init_module() builds the full module in every process, because the ranks do"
-                f" not exist yet; {instead}, so that no process holds the full module."
+                " not exist yet; call init_module(empty_init=True), so that no process holds the full module."
             )
         on_host = self._run.loads_on_host(self.root_device)
         with super().tensor_init_context(empty_init), torch.device("cpu") if on_host else nullcontext():
@@ -460,7 +443,6 @@ class ZeroStrategy(Launched, DDPStrategy):
     def _end_run(self) -> None:
         self._undo.close()
         if self.engine is None:
-            self._leave_built()
             self._run.end()
             if self.lightning_module is not None and on_meta(self.lightning_module):
                 self._end_parts()  # the run ended before the module was materialized: nothing to move
@@ -492,14 +474,6 @@ class ZeroStrategy(Launched, DDPStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-    def _leave_built(self) -> None:
-        """Records that a module was built sharded if the run ended before its engine started: the next run unshards it
-        first."""
-        built = self._run.take_built()
-        if built is not None:
-            assert self.lightning_module is not None
-            leave(self.lightning_module, built)
 
     def _after_run(self) -> AfterRun:
         """Decides whether the module is unsharded after the run (collective).
@@ -750,7 +724,6 @@ class ZeroStrategy(Launched, DDPStrategy):
                 forbids part of its content.
         """
         content = self._saving.load(checkpoint_path, weights_only, self.checkpoint_io)
-        self._run.begin_view()  # the module that takes the tensors may have been built sharded
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         if self.config.keep_global_batch and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             keep_global_batch(content, trainer, self.world_size)

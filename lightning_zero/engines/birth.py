@@ -78,7 +78,7 @@ class Birth:
         self._module, self._home, self._view = module, home, view
         self._names = {m: name for name, m in module.named_modules()}
         self._needed = on_meta(module)
-        self._rest = deque(_in_order_of_construction(module)) if self._needed else deque[Any]()
+        self._rest = deque(in_order_of_construction(module)) if self._needed else deque[Any]()
         self._done: set[nn.Module] = set()
         self._all_born: set[nn.Module] = set()  # modules whose whole subtree was materialized here
         self._born: dict[int, str] = {}  # ids of tensors materialized here -> their names
@@ -183,7 +183,7 @@ def _initializers(module: nn.Module, owner: Any) -> Iterator[Callable[[], Any]]:
         yield partial(transformers.initialize, owner, module)
 
 
-def _in_order_of_construction(module: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+def in_order_of_construction(module: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     """Yields each module once, submodules first, with the transformers model that it belongs to, or ``None``."""
     seen: set[nn.Module] = set()
 

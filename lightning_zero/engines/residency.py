@@ -530,10 +530,11 @@ class Residency:
             if self._dumps:
                 return store.shard_of(p).detach()
             self.touch([p])
+            if is_there := store.is_there(p):
+                store.written(p)
             result = func(p)
             store.aliased(p, result)
-            if store.is_there(p):
-                store.written(p)
+            if is_there:
                 store.used([p], result, True, p)
             return result
         raise ValueError(

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.after_run import Sharded
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.precision import DtypePolicy
 
@@ -26,50 +25,19 @@ class Place(NamedTuple):
     """Number of ranks per host."""
 
 
-class Built(Sharded, Protocol):
-    """Shards of a module that ``configure_model`` has built sharded."""
-
-    def begin_view(self) -> None:
-        """Has user code see full parameters until :meth:`end_view`."""
-
-    def end_view(self) -> None:
-        """See :meth:`begin_view`."""
-
-
 class EngineRun(ABC):
     """Runs of one strategy with an engine. The methods are listed in the order of a run; by default they do nothing
     beyond the engine."""
 
-    builds_sharded = False
-    """Whether ``configure_model`` creates shards inside :meth:`building`."""
-
     def __init__(self, config: ZeroConfig) -> None:
         self.config = config
         """Settings of the next run: ``zero_auto`` chooses stage and offload in the set-up."""
-        self.built: Built | None = None
-        """Shards that ``configure_model`` has built, until the engine takes them over."""
 
     def load(self) -> None:  # noqa: B027
         """Imports what :meth:`make_engine` needs, before ranks are forked."""
 
     def connect(self, module: Any) -> None:  # noqa: B027
         """Called before Lightning looks for the module's hooks."""
-
-    def building(
-        self, module: Any, trainer_facts: Mapping[str, Any], device: torch.device
-    ) -> AbstractContextManager[None]:
-        """Context of ``configure_model`` (collective)."""
-        return nullcontext()
-
-    def begin_view(self) -> None:
-        """Has user code see full parameters until :meth:`end_view`, also if the module was built sharded."""
-        if self.built is not None:
-            self.built.begin_view()
-
-    def end_view(self) -> None:
-        """See :meth:`begin_view`."""
-        if self.built is not None:
-            self.built.end_view()
 
     def loads_on_host(self, device: torch.device) -> bool:
         """Whether ``configure_model`` builds the module in host memory, from which the engine takes it unit by unit."""
@@ -109,10 +77,6 @@ class EngineRun(ABC):
         self, module: Any, trainer_facts: Mapping[str, Any], device: torch.device, loaders: Any
     ) -> None:
         """Raises ``ValueError`` for batches that contradict the settings."""
-
-    def take_built(self) -> Sharded | None:
-        """Returns shards that ``configure_model`` has built and no engine has taken over; the caller then owns them."""
-        return None
 
     def end(self) -> None:  # noqa: B027
         """Removes everything that was added to the module for the run."""

@@ -588,7 +588,7 @@ class Odd(Zoo):
 
     def build(self) -> None:
         self.net = Net()
-        kinds = ("zero_dim", "one_element", "empty", "non_contiguous", "float64")
+        kinds = ("zero_dim", "one_element", "non_contiguous", *self.options.get("more", ("empty", "float64")))
         self.net.blocks = nn.ModuleList(OddBlock(kind) for kind in kinds)
         self.root = OddBlock("zero_dim")
 
@@ -1355,11 +1355,17 @@ KINDS: dict[str, Kind] = {
     # shapes and dtypes
     "bare_parameters_and_buffers": Kind(module=_of(Bare)),
     "channels_last_parameter": Kind(module=_of(Images, channels_last=True), dataset=ImageDataset),
+    "odd_shapes": Kind(
+        module=_of(Odd, more=(), optimizer=lambda p: AdamW(p, lr=1e-3, eps=1e-4)),
+        trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
+        reason=ADAM,
+    ),
     "odd_shapes_and_dtypes": Kind(
         module=_of(Odd, optimizer=lambda p: AdamW(p, lr=1e-3, eps=1e-4)),
         trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
         dataset=longer,
         reason=ADAM,
+        deepspeed_refuses=dict.fromkeys((1, 2, 3), "cannot be trained with engine='deepspeed'"),
     ),
     "indivisible_dims": Kind(module=_of(Indivisible)),
     # architectures

@@ -59,9 +59,23 @@ def test_optimizers_that_are_refused(section: Any, parts: list[str]) -> None:
         assert part in str(caught.value)
 
 
-def test_schedules_are_deepspeeds_own() -> None:
-    """The rates that raw DeepSpeed would use, which steps its schedule after each optimizer step."""
-    pytest.importorskip("deepspeed")
+@pytest.mark.parametrize("kind", ["linear", "log"])
+def test_rates_are_deepspeeds_own(kind: str) -> None:
+    lr_schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
+    params = {"warmup_min_lr": 0.01, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": kind}
+    ours, theirs = (torch.optim.SGD(parameters()[:1], lr=0.1) for _ in range(2))
+    schedules = (
+        make_scheduler(raw(scheduler={"type": "WarmupLR", "params": params}), ours),
+        lr_schedules.WarmupLR(theirs, **params),
+    )
+    for _ in range(8):
+        assert ours.param_groups[0]["lr"] == pytest.approx(theirs.param_groups[0]["lr"])
+        for optimizer, schedule in zip((ours, theirs), schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+
+
+def test_schedules_are_resumed() -> None:
     section = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}}
     optimizer = torch.optim.SGD(parameters()[:1], lr=0.1)
     schedule = make_scheduler(raw(scheduler=section), optimizer)
@@ -82,7 +96,6 @@ def test_schedules_are_deepspeeds_own() -> None:
 
 
 def test_auto_in_a_schedule_is_the_optimizers_rate() -> None:
-    pytest.importorskip("deepspeed")
     section = {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 2}}
     optimizer = torch.optim.SGD(parameters()[:1], lr=0.3)
     schedule = make_scheduler(raw(scheduler=section), optimizer)
@@ -102,7 +115,6 @@ def test_auto_in_a_schedule_is_the_optimizers_rate() -> None:
     ],
 )
 def test_schedules_that_are_refused(section: Any, part: str) -> None:
-    pytest.importorskip("deepspeed")
     with pytest.raises(ValueError, match=part):
         make_scheduler(raw(scheduler=section), torch.optim.SGD(parameters()[:1], lr=0.1))
     assert make_scheduler(raw(), torch.optim.SGD(parameters()[:1], lr=0.1)) is None

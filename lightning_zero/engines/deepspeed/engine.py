@@ -4,8 +4,8 @@
 - *parameter*: always the user's own ``nn.Parameter`` object. At stages 1 and 2 a full tensor, a view of DeepSpeed's
   buffer; at stage 3 empty between uses.
 - *gradient*: averaged, one piece per rank, from the backward until ``zero_grad``; full only while user code reads it.
-- *odd parameter*: a parameter that cannot be sharded, because DeepSpeed's flats do not take it (0-dim, empty, or of a
-  dtype other than that of most elements). It stays full on every rank, and this engine averages its gradient.
+- *replicated parameter*: a frozen parameter that is empty or of another dtype than the trained ones. It stays full on
+  every rank, because DeepSpeed's flats have one dtype. Such a parameter cannot be trained.
 
 [Plan of one optimizer step, A micro-batches]
 
@@ -29,7 +29,7 @@ scaling are off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -45,8 +45,8 @@ from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreem
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
 from lightning_zero.engines.base import Engine, Root, refuse_late_hooks
+from lightning_zero.engines.birth import Birth, in_order_of_construction
 from lightning_zero.engines.deepspeed import private
-from lightning_zero.engines.deepspeed.ds_config import RunFacts, ds_config
 from lightning_zero.engines.deepspeed.gradients import Gradients
 from lightning_zero.engines.deepspeed.optimizer_step import Joined, Pieces, parameters
 from lightning_zero.engines.deepspeed.order import Order
@@ -93,11 +93,12 @@ class DeepSpeedEngine(Engine):
         super().__init__(config, device, dtypes)
         self._engine: Any = None  # DeepSpeed's, once attached
         self._accumulators: list[Node] = []  # keeps them alive: otherwise autograd creates new ones
-        self._handles: list[Any] = []
         self._agreement: Agreement | None = None
         self._optimizers: list[Optimizer] = []
         self._stage3 = config.stage == 3
         self._under_way = UnderWay()
+        self.settings: dict[str, Any] = {}
+        """The config for ``deepspeed.initialize``; set before :meth:`shard`."""
 
     # -- set-up --------------------------------------------------------------------------------------------------
 
@@ -118,7 +119,47 @@ class DeepSpeedEngine(Engine):
         self._order = Order(self._params, self._agreement, self.device.type == "cpu", self._under_way)
         self._reductions = Reductions(self._params, self.config, self._under_way, self._agreement)
         self._begin_residency()
+        self._start_from_rank_0()
         self._whole = Whole(self._params, self.mesh)
+
+    def _start_from_rank_0(self) -> None:
+        """Broadcasts rank 0's values. At stage 3 parameters are sharded at once, module by module in the order of
+        construction, so that a module on the meta device is never full (collective)."""
+        params = self._params
+        if not self._stage3:
+            broadcast_coalesced([*params.named.values(), *self.module.buffers()])
+            return
+        birth = Birth(self.module, self.device, self._initializing)
+        groups: dict[nn.Module, list[Any]] = {m: [] for m, _ in in_order_of_construction(self.module)}
+        owners = {
+            p: m for m in groups for p in own_parameters(m).values() if p in params.held
+        }  # the last, if it is tied
+        for p, owner in owners.items():
+            groups[owner].append(p)
+        with private.environment(self.device):
+            private.prepare(self.device)
+            private.count_from_zero()
+            shard = private.sharder(self.settings)
+            for m, group in groups.items():
+                birth.bring_up(m, group)
+                self._take_from_rank_0(group)
+                shard(group)
+        rest = [*params.replicated, *self.module.buffers()]
+        birth.bring_up(self.module, rest)
+        birth.finish()
+        self._take_from_rank_0(rest)
+
+    def _take_from_rank_0(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            tensor.data = tensor.data.to(self.device)
+        broadcast_coalesced(list(tensors))
+
+    @contextmanager
+    def _initializing(self) -> Iterator[None]:
+        """Context of an initializer, which may write to parameters that are sharded already."""
+        with self.view():
+            yield
+        self.end_window(meets=False)
 
     def _begin_residency(self) -> None:
         params, memories = self._params, Memories()
@@ -134,28 +175,25 @@ class DeepSpeedEngine(Engine):
         """Hands the module to DeepSpeed, grouped as ``optimizers`` group its parameters."""
         params = self._params
         self._optimizers = self.optimizers = optimizers
-        self.trainer_facts = trainer
         self.check_parameters()
         if optimizers:
             refuse_sparse_gradients(self.module)
+            params.refuse_training_replicated()
         self.end_window(meets=False)  # ends the window of configure_optimizers
         trainable = [p for p in params.named.values() if p.requires_grad and p in params.held]
-        for p in params.held:
-            p.data = p.data.contiguous()  # DeepSpeed views the memory as bytes
+        if not self._stage3:
+            for p in params.held:
+                p.data = p.data.contiguous()  # DeepSpeed views the memory as bytes
         copies = PlainCopies(params.module, private.is_on_modules)
         joined = Joined(trainable, optimizers) if optimizers and trainable else None
-        self._trained = set(trainable).union(p for p in params.odd if p.requires_grad)
+        self._trained = set(trainable)
         self._engine = self._start(trainable, joined)
         if self._stage3:
             private.expect_in_flight(self.root, params.held)
             private.let_inputs_change(self._engine, self.root)
-            private.hook_modules(self._engine, self._rests, self._before_module, self._after_module)
+            private.hook_modules(self._engine, self._rests, self._before_module)
             if joined is not None:
                 self._order.follow_buckets(self._engine)
-            self._handles = [
-                m.register_forward_pre_hook(self._store.bring_given, prepend=True, with_kwargs=True)
-                for m in self.module.modules()
-            ]
             self._accumulators = [_whole_accumulator(p, self._params.shapes[p]) for p in trainable]
         if joined is not None:
             params.shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine, params.shapes)
@@ -169,20 +207,20 @@ class DeepSpeedEngine(Engine):
 
     def _start(self, trainable: list[nn.Parameter], joined: Joined | None) -> Any:
         """Returns DeepSpeed's engine, whose flats hold ``trainable``, grouped as in ``joined`` (collective)."""
-        params, device = self._params, self.device
-        numel = sum(shape.numel() for shape in params.shapes.values())
-        facts = RunFacts(world_size=dist.get_world_size(), device_type=device.type, numel=numel, **self.trainer_facts)
-        with private.environment(device), params.without_others(self.root):
-            deepspeed = private.prepare(device)
-            private.count_modules_from_zero()
-            if not any(map(private.is_managed, params.held)):
-                private.count_parameters_from_zero()
-            with DisableTorchFunction(), private.partial_offload(Joined), private.marking(params.shapes):
+        params = self._params
+        with private.environment(self.device), params.without_others(self.root):
+            deepspeed = private.prepare(self.device)
+            with (
+                DisableTorchFunction(),
+                private.partial_offload(Joined),
+                private.without_broadcast(),
+                private.marking(params.held),
+            ):
                 engine, *_ = deepspeed.initialize(
                     model=self.root,
                     optimizer=joined,
                     model_parameters=trainable,
-                    config=ds_config(self.config, facts),
+                    config=self.settings,
                     dist_init_required=False,
                 )
         return engine
@@ -197,10 +235,6 @@ class DeepSpeedEngine(Engine):
             refuse_transforms("stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'")
         if any(p is not None for p in own_parameters(module).values()):
             self._order.gathers(module)
-
-    def _after_module(self, module: nn.Module) -> None:
-        with torch.no_grad(), DisableTorchFunction():
-            self._store.go_where_it_is_held()  # for all parameters: this gather may include another module's
 
     def _plain(self, p: Tensor) -> Tensor:
         """Returns a copy of the full values of ``p`` (collective at stage 3)."""
@@ -233,8 +267,6 @@ class DeepSpeedEngine(Engine):
         self.broadcast_buffers()
         with self._in(Phase.STEP):
             with torch.inference_mode(False), torch.set_grad_enabled(wants_grad):
-                with torch.no_grad(), DisableTorchFunction():
-                    self._store.go_where_it_is_held()
                 output = self.root(method, *args, **kwargs)[0]
                 self._order.gathers()
             if not wants_grad:
@@ -354,8 +386,7 @@ class DeepSpeedEngine(Engine):
         shards = self._params.attached
         self.end_window(self.hooks.before_step)
         self._gradients.flush()
-        odd = [p.grad for p in parameters(optimizer) if p not in shards and p.grad is not None]
-        return [shards.grad(p) for p in parameters(optimizer) if p in shards.with_grad], odd
+        return [shards.grad(p) for p in parameters(optimizer) if p in shards.with_grad], []
 
     # -- full state ----------------------------------------------------------------------------------------------
 
@@ -377,7 +408,7 @@ class DeepSpeedEngine(Engine):
         return self._under_way.during(Phase.WHOLE)
 
     def store_whole(self, whole: Mapping[Any, Tensor]) -> None:
-        broadcast_coalesced([*whole.values(), *self._params.odd])
+        broadcast_coalesced([*whole.values(), *self._params.replicated])
         with torch.no_grad(), DisableTorchFunction():
             for p, w in whole.items():
                 self._store.put(p, w.detach())
@@ -416,9 +447,6 @@ class DeepSpeedEngine(Engine):
             p.data = value
         self._params.shards = None
         self._accumulators.clear()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
         self._steps.clear()
         self._engine = None
 
@@ -430,7 +458,7 @@ def _whole_accumulator(p: Tensor, shape: torch.Size) -> Node:
     own around each module) may receive parameters that are still resharded, hence empty."""
     cut = p.data
     try:
-        p.data = cut.new_empty(1).expand(shape)
+        p.data = cut.new_empty(()).expand(shape)
         return get_gradient_edge(p).node
     finally:
         p.data = cut

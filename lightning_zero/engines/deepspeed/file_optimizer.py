@@ -6,12 +6,13 @@ They are used if the module has no ``configure_optimizers``. Either way the engi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lightning_zero.config import RawConfig
 
@@ -62,45 +63,37 @@ def make_scheduler(raw: RawConfig, optimizer: Optimizer) -> LRScheduler | None:
             f"scheduler.type={section.get('type')!r} in {raw.origin}: use 'WarmupLR', or return your own schedule from"
             " configure_optimizers()."
         )
-    from deepspeed.runtime.lr_schedules import WarmupLR  # only this engine needs it
-
-    settings = _params(raw, "scheduler", WarmupLR)
+    settings = _params(raw, "scheduler", _warmed_up)
     if (section.get("params") or {}).get("warmup_max_lr") == _AUTO:
         settings["warmup_max_lr"] = optimizer.defaults["lr"]
-    return DeepSpeedSchedule(WarmupLR(optimizer, **settings))
+    for group in optimizer.param_groups:
+        group["lr"] = 1.0  # which LambdaLR multiplies
+    return LambdaLR(optimizer, lambda num_steps: _warmed_up(num_steps, **settings))
 
 
-class DeepSpeedSchedule(LRScheduler):
-    """Wraps DeepSpeed's schedule in PyTorch's interface, which Lightning requires."""
-
-    def __init__(self, schedule: Any) -> None:
-        # LRScheduler.__init__ is not called, because it takes a first step: DeepSpeed's schedule has set the first
-        # learning rate already.
-        self.schedule, self.optimizer = schedule, schedule.optimizer
-
-    def step(self, epoch: int | None = None) -> None:
-        self.schedule.step() if epoch is None else self.schedule.step(epoch)
-
-    def get_last_lr(self) -> list[float | torch.Tensor]:
-        """Returns the current learning rate of each parameter group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.schedule.state_dict())
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.schedule.load_state_dict(state_dict)
+def _warmed_up(
+    num_steps: int,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float = 1e-3,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+) -> float:
+    """The learning rate of DeepSpeed's ``WarmupLR`` after ``num_steps`` steps, whose first two rates are equal."""
+    num, done = max(2, warmup_num_steps), max(0, num_steps - 1)
+    part = done / num if warmup_type == "linear" else math.log(done + 1) / math.log(num)
+    return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * min(1.0, part)
 
 
-def _params(raw: RawConfig, section: str, made: type, *more: str) -> dict[str, Any]:
-    """Returns the section's arguments for ``made`` (or in ``more``) whose value is not ``"auto"``."""
+def _params(raw: RawConfig, section: str, made: Callable[..., Any], *more: str) -> dict[str, Any]:
+    """Returns the section's arguments for ``made``, after its first one, or in ``more``, whose value is not
+    ``"auto"``."""
     given = raw.section(section).get("params") or {}
     known = [*list(inspect.signature(made).parameters)[1:], *more]
     for key, value in given.items():
         if key not in known:
             raise ValueError(
-                f"{section}.params.{key}={value!r} in {raw.origin} is not a setting of {made.__name__}: use"
-                f" {', '.join(known)}."
+                f"{section}.params.{key}={value!r} in {raw.origin} is not a setting of"
+                f" {raw.section(section)['type']}: use {', '.join(known)}."
             )
         if value == _AUTO and key in _NEED_NUMBERS:
             raise ValueError(f'{section}.params.{key}="auto" in {raw.origin}: Lightning has no default; use a number.')

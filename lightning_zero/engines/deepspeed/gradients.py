@@ -131,13 +131,9 @@ class Gradients:
                 for p in parameters(optimizer):
                     self._seen.pop(p, None)
                     self._reductions.used.discard(p)  # the window has not ended
-                    if p not in shards:
-                        if set_to_none:
-                            p.grad = None
-                        elif p.grad is not None:
-                            p.grad.detach_().zero_()
-                        continue
                     p.grad = None
+                    if p not in shards:
+                        continue
                     if set_to_none:
                         shards.with_grad.discard(p)
                     # An epoch may end in the middle of an accumulation; zero_grad clears the partial sum, as in DDP.

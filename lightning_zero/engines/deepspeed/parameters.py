@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm.agree import broadcast_coalesced
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.private.torch import own_parameters
 
 
 class Parameters:
-    """Takes over the parameters of ``module`` with rank 0's values (collective).
+    """The parameters of ``module`` before they are sharded.
 
     Attributes:
         named: Parameters by name, in the module's order, which is the same on all ranks.
         shapes: Full shapes.
         dtypes: The user's dtypes; DeepSpeed may compute in another.
         strides: The user's strides.
-        odd: Parameters that cannot be sharded (see :mod:`~lightning_zero.engines.deepspeed.engine`).
-        held: All other parameters, in the order in which ranks gather them; must not become a set.
+        held: Parameters that DeepSpeed shards, in the order in which ranks gather them; must not become a set.
+        replicated: All others (see :mod:`~lightning_zero.engines.deepspeed.engine`).
         shards: Masters and gradients. ``None`` before optimizers are attached, without optimizers, and at the end of
             the run: then parameters are read and written, but nothing is stepped.
     """
@@ -31,23 +30,23 @@ class Parameters:
     def __init__(self, module: nn.Module, stage3: bool) -> None:
         self.module, self.stage3 = module, stage3
         self.named = dict(module.named_parameters())
-        self.shapes: dict[Tensor, torch.Size] = {p: private.whole_shape(p) for p in self.named.values()}
+        self.shapes: dict[Tensor, torch.Size] = {p: p.shape for p in self.named.values()}
         self.dtypes: dict[Tensor, torch.dtype] = {p: p.dtype for p in self.named.values()}
-        self.odd = _odd_parameters(self.shapes)
-        self._take_built()
-        self.strides: dict[Tensor, Any] = {p: _stride(p) for p in self.named.values()}
-        self.held = dict.fromkeys(p for p in self.named.values() if p not in set(self.odd))
+        self.strides: dict[Tensor, Any] = {p: p.stride() for p in self.named.values()}
+        self._dtype = _main_dtype(self.named.values())
+        self.held = dict.fromkeys(p for p in self.named.values() if p.dtype == self._dtype and p.numel())
+        self.replicated = [p for p in self.named.values() if p not in self.held]
         self.shards: private.Shards | None = None
 
-    def _take_built(self) -> None:
-        """Broadcasts rank 0's values. Parameters that were built sharded (see ``build``) have them already."""
-        with torch.no_grad():
-            for p in self.odd:
-                private.make_whole(p)
-            for p in self.named.values():
-                private.keep_dtype(p)
-        here = [p for p in self.named.values() if not private.is_partitioned(p)]
-        broadcast_coalesced([*here, *self.module.buffers()])
+    def refuse_training_replicated(self) -> None:
+        """Raises ``ValueError`` if a parameter is trained that cannot be sharded."""
+        for name, p in self.named.items():
+            if p.requires_grad and p not in self.held:
+                raise ValueError(
+                    f"parameter {name!r} of dtype {p.dtype} and shape {tuple(p.shape)} cannot be trained with"
+                    f" engine='deepspeed', whose gradients share buffers of one dtype, {self._dtype}: cast the"
+                    " parameter, freeze it if it is empty, or use engine='fsdp2'."
+                )
 
     @property
     def attached(self) -> private.Shards:
@@ -58,7 +57,7 @@ class Parameters:
     @contextmanager
     def without_others(self, root: nn.Module) -> Iterator[None]:
         """Removes all parameters but the held ones from ``root`` inside the context, so that DeepSpeed does not shard
-        them: odd parameters, and those that a hook has added (averaged weights)."""
+        them: replicated parameters, and those that a hook has added (averaged weights)."""
         places = [
             (m, name, p)
             for m in root.modules()
@@ -74,14 +73,10 @@ class Parameters:
                 own_parameters(m)[name] = p
 
 
-def _stride(p: Any) -> tuple[int, ...]:
-    return torch.empty(private.whole_shape(p), device="meta").stride() if private.is_partitioned(p) else p.stride()
-
-
-def _odd_parameters(shapes: Mapping[Any, torch.Size]) -> list[Any]:
-    """Returns the parameters that cannot share a flat with the others: 0-dim, empty, or of a minority dtype."""
+def _main_dtype(params: Iterable[Tensor]) -> torch.dtype:
+    """The dtype of most elements of the trained parameters; of all parameters if none is trained."""
+    params = list(params)
     count: dict[torch.dtype, int] = {}
-    for p, shape in shapes.items():
-        count[p.dtype] = count.get(p.dtype, 0) + shape.numel()
-    main = max(count, key=lambda dtype: count[dtype])
-    return [p for p, shape in shapes.items() if p.dtype != main or len(shape) == 0 or shape.numel() == 0]
+    for p in [p for p in params if p.requires_grad] or params:
+        count[p.dtype] = count.get(p.dtype, 0) + p.numel()
+    return max(count, key=lambda dtype: count[dtype])

@@ -64,12 +64,10 @@ DEEPSPEED = Library(
         Needed(f"{_ZERO}.utils:apply_to_tensors_only", takes="function, value, warning_msg_fn"),
         Needed(f"{_COORDINATOR}._PartitionedParameterCoordinator__params_to_release"),
         Needed(f"{_STAGE3}", stores="DeepSpeedCPUAdam"),
-        # built sharded
+        # sharding
         Needed(f"{_INIT}.__init__", takes="self, *config_dict_or_path, tensor_overrides"),
         Needed(f"{_INIT}._all_gather", takes="self, param_list, async_op, hierarchy"),
-        Needed(f"{_INIT}._partition", takes="self, param_list"),
-        Needed(f"{_INIT}._post_init_method", takes="self, module"),
-        Needed(f"{_INIT}._zero_init_param", takes="self, param"),
+        Needed(f"{_INIT}._convert_to_deepspeed_param", takes="self, param"),
         Needed(
             _INIT,
             stores="local_device ds_id ds_numel ds_shape ds_status ds_tensor ds_active_sub_modules"
@@ -82,7 +80,8 @@ DEEPSPEED = Library(
         *(Needed(f"{_ENGINE}._backward_{part}", takes="self") for part in ("prologue", "epilogue")),
         Needed(f"{_ENGINE}.backward", stores="_backward_epilogue _running_engine_backward"),
         Needed(f"{_ENGINE}.destroy", takes="self"),
-        Needed(_ENGINE, stores="module_forward_pre_hook module_forward_post_hook device"),
+        Needed(f"{_ENGINE}._broadcast_model", takes="self"),
+        Needed(_ENGINE, stores="module_forward_pre_hook module_forward_post_hook device dp_world_size"),
         *(Needed(f"{stage}.clear_backward_seen_flag", takes="self") for stage in (_STAGE3, _STAGE12)),
         # stages 1 and 2
         Needed(
@@ -194,7 +193,7 @@ def prepare(device: torch.device) -> Any:
 
     deepspeed.utils.logger.setLevel(logging.WARNING)
     use_accelerator(device)
-    _skip_odd_parameters()
+    _skip_replicated()
     _keep_lists()
     _tell_watchers()
     world = getattr(comm.comm.cdb, "_lightning_zero_world", None)
@@ -246,6 +245,13 @@ def use_accelerator(device: torch.device) -> None:
         set_accelerator(getattr(home, f"{kind.upper()}_Accelerator")())
 
 
+def without_broadcast() -> AbstractContextManager[None]:
+    """Skips DeepSpeed's broadcast of rank 0's parameters, which ranks have already: it fails on 0-dim ones."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    return _instead(DeepSpeedEngine, "_broadcast_model", lambda self: None)
+
+
 # -- config files --------------------------------------------------------------------------------------------------
 
 
@@ -291,22 +297,18 @@ class _Probe(dict[str, Any]):
         return self
 
 
-def count_parameters_from_zero() -> None:
-    """Resets DeepSpeed's parameter counter, so that ranks number alike whatever ran in their processes before."""
+def count_from_zero() -> None:
+    """Resets DeepSpeed's counters of modules and parameters, so that ranks number alike whatever ran in their processes
+    before."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
     Init.param_id = 0
-
-
-def count_modules_from_zero() -> None:
-    """Resets DeepSpeed's module counter, so that ranks number alike whatever ran in their processes before."""
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-
     (numbers,) = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__  # type: ignore[misc]
     numbers[0] = 0
 
 
-def _skip_odd_parameters() -> None:
+def _skip_replicated() -> None:
     """Makes stage 3 skip parameters that it does not shard; DeepSpeed alone would fail on them."""
     from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 
@@ -377,40 +379,23 @@ def partial_offload(joined: type) -> AbstractContextManager[None]:
     return _instead(stage3, "DeepSpeedCPUAdam", joined)
 
 
-# -- built sharded -------------------------------------------------------------------------------------------------
+# -- sharding ------------------------------------------------------------------------------------------------------
 
 
-def sharding(config: dict[str, Any], sharded: Callable[[Any], None]) -> Any:
-    """Returns a ``deepspeed.zero.Init`` that shards a layer at the end of its ``__init__``, with rank 0's values.
-
-    ``sharded`` is called with each parameter. Unlike DeepSpeed's class, this one does not set the dtype and device of
-    new tensors, which Lightning controls, and skips parameters that cannot be sharded (:func:`_can_be_sharded`).
-    """
+def sharder(config: dict[str, Any]) -> Callable[[list[nn.Parameter]], None]:
+    """Returns a function that shards full parameters on the device, which are the same on all ranks (collective)."""
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    class Sharding(Init):  # type: ignore[misc]
-        def _partition(self, *args: Any, **kwargs: Any) -> None:
-            with DisableTorchFunction():  # DeepSpeed's work must not open parameters
-                super()._partition(*args, **kwargs)
+    init = Init(config_dict_or_path=copy.deepcopy(config), tensor_overrides=())
 
-        def _post_init_method(self, module: nn.Module) -> None:
-            for p in own_parameters(module).values():
-                if p is not None and not is_managed(p) and _can_be_sharded(p):
-                    self.shard(p)
+    def shard(params: list[nn.Parameter]) -> None:
+        with DisableTorchFunction(), marking(params):
+            for p in params:
+                p.data = p.data.contiguous()
+                init._convert_to_deepspeed_param(p)
+                p.partition()  # type: ignore[attr-defined]
 
-        def shard(self, p: Any) -> None:
-            with DisableTorchFunction(), torch.no_grad():
-                p.data = p.data.to(self.local_device).contiguous()
-                with marking([p]):
-                    self._zero_init_param(p)
-                sharded(p)
-
-    return Sharding(config_dict_or_path=copy.deepcopy(config), tensor_overrides=())
-
-
-def _can_be_sharded(p: Tensor) -> bool:
-    floats = (torch.float32, torch.bfloat16, torch.float16)
-    return p.dim() > 0 and p.numel() > 0 and p.dtype in floats and not p.is_meta
+    return shard
 
 
 _ON_PARAMETERS = {"__reduce_ex__"}  # set by plain_copies
@@ -435,23 +420,9 @@ def attributes(p: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(p).items() if not is_on_parameters(name)}
 
 
-def make_whole(p: Any) -> None:
-    """Turns a parameter that was built sharded into an ordinary full one (collective)."""
-    if is_managed(p):
-        p.data = gathered_copy(p)
-        _without_marks(p)
-
-
 def _without_marks(p: Any) -> None:
     for name in list(filter(is_on_parameters, vars(p))):
         delattr(p, name)
-
-
-def keep_dtype(p: Any) -> None:
-    """Casts this rank's shard to the dtype of ``p``: ``module.to(dtype)`` casts only the empty parameter."""
-    part = cut_of(p)
-    if part is not None and part.dtype != p.dtype:
-        part.data = part.data.to(p.dtype)
 
 
 _TO_RELEASE = "_PartitionedParameterCoordinator__params_to_release"
@@ -753,9 +724,19 @@ def gathered_copy(p: Any) -> Tensor:
     if not is_partitioned(p):
         return p.detach().clone()
     p.all_gather()
+    leave_shard(p)
     value = p.detach()  # keeps the memory alive that partition() frees
     p.partition()
     return value
+
+
+def leave_shard(p: Any) -> None:
+    """Gives a gathered parameter memory of its own: with one rank DeepSpeed makes it an alias of its shard, which user
+    code would write to through views."""
+    with DisableTorchFunction(), torch.no_grad(), outside_inference_mode():
+        shard = cut_of(p)
+        if shard is not None and p.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr():
+            set_data(p, p.detach().clone())
 
 
 def store_part(p: Any) -> None:
@@ -830,13 +811,11 @@ def hook_modules(
     engine: Any,
     rests: Callable[[], bool],
     before: Callable[[nn.Module], None],
-    after: Callable[[nn.Module], None],
 ) -> None:
     """Runs DeepSpeed's module hooks without residency's interception, and skips them while ``rests()`` is true.
 
     Args:
         before: Called before all work of DeepSpeed for the forward of a module.
-        after: Called when DeepSpeed has gathered for the forward of a module.
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
@@ -866,7 +845,8 @@ def hook_modules(
             FWD_MODULE_STACK.append(module)
         else:
             gather(module)
-            after(module)
+            for p in own_parameters(module).values() if engine.dp_world_size == 1 else ():
+                leave_shard(p)
 
     offload.pre_sub_module_forward_function = begin
     release = unless_it_rests(offload.post_sub_module_forward_function)
@@ -928,6 +908,7 @@ def keep(p: Any) -> None:
     land(p)
     p.ds_active_sub_modules.add(-1)  # -1 is no module's number, so no module releases p
     p.all_gather()
+    leave_shard(p)
 
 
 def release_all(engine: Any) -> None:

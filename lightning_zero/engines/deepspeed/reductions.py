@@ -15,14 +15,15 @@ DeepSpeed holds zeros or the previous step's gradient for an unused parameter. A
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm.agree import IN_STEP, Agreement, all_reduce_mean
+from lightning_zero.comm.agree import IN_STEP, Agreement
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.order import Order
@@ -130,31 +131,18 @@ class Reductions:
     # -- the end of a window -------------------------------------------------------------------------------------
 
     def end_window(self, order: Order) -> None:
-        """Averages odd gradients, then agrees on the used parameters (collective).
-
-        The order matters: the agreement tells which averaged zeros are removed, since no rank had a gradient."""
-        odd = [p for p in self._params.odd if p.requires_grad]
-        filled = {p for p in odd if p.grad is None}
-        for p in filled:
-            p.grad = torch.zeros_like(p)
-        if grads := [p.grad for p in odd if p.grad is not None]:
-            all_reduce_mean(grads)
-        shards = self._params.attached
-        for p, is_used in self._agreed([*self._trained, *odd], self.used.union(odd) - filled, order):
-            if is_used and p in shards:
-                shards.with_grad.add(p)
-            elif p in filled and not is_used:
-                p.grad = None
+        """Agrees on the used parameters (collective)."""
+        self._params.attached.with_grad.update(self._agreed(order))
         self.used.clear()
         self.window_open = False
 
-    def _agreed(self, params: Sequence[Tensor], used: set[Tensor], order: Order) -> list[tuple[Tensor, int]]:
-        """Returns for each of ``params`` whether any rank used it. One CPU message, an all-reduce with MAX (int64,
+    def _agreed(self, order: Order) -> Iterator[Tensor]:
+        """Returns the parameters that any rank used. One CPU message, an all-reduce with MAX (int64,
         1-D): ``order.mark`` and its negative, and a flag for each parameter."""
-        flags = [int(p in used if self._fills else p.requires_grad) for p in params]
+        flags = [int(p in self.used if self._fills else p.requires_grad) for p in self._trained]
         message = torch.tensor([order.mark, -order.mark, *flags], dtype=torch.int64, device="cpu")
         if self._agreement is not None:
             self._agreement.all_reduce(message, dist.ReduceOp.MAX, IN_STEP).wait()
         high, low, *flags = message.tolist()
         order.compare(high, -low)
-        return list(zip(params, flags, strict=True))
+        return compress(self._trained, flags)

@@ -1,13 +1,12 @@
-"""The parts of a ``deepspeed`` run outside the engine: a file's optimizer, sharded building, recomputation, compiling.
+"""The parts of a ``deepspeed`` run outside the engine: a file's optimizer, recomputation, compiling.
 
 :class:`~lightning_zero.engines.run.EngineRun` defines the order in which a run calls these methods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,14 +14,12 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Engine
 from lightning_zero.engines.compiled import CompiledUnits
-from lightning_zero.engines.deepspeed import private
 from lightning_zero.engines.deepspeed.ds_config import RunFacts, batches, ds_config, inert_settings
 from lightning_zero.engines.deepspeed.file_optimizer import make_optimizer, make_scheduler
 from lightning_zero.engines.deepspeed.known_keys import check_keys
@@ -34,7 +31,7 @@ from lightning_zero.host import require_deepspeed
 from lightning_zero.private.torch import pytree
 
 if TYPE_CHECKING:
-    from lightning_zero.engines.deepspeed.build import Build
+    from lightning_zero.engines.deepspeed.engine import DeepSpeedEngine
 
 _HOOK = "configure_optimizers"
 
@@ -42,14 +39,11 @@ _HOOK = "configure_optimizers"
 class DeepSpeedRun(EngineRun):
     """Implements :class:`~lightning_zero.engines.run.EngineRun` for DeepSpeed."""
 
-    built: Build | None
-
     def __init__(self, config: ZeroConfig) -> None:
         require_deepspeed()
         if config.raw is not None:
             check_keys(config.raw)
         super().__init__(config)
-        self.builds_sharded = config.stage == 3
         self._supplied: LightningModule | None = None
         self._recomputed: Recomputed | None = None
         self._compiled: CompiledUnits | None = None
@@ -88,29 +82,10 @@ class DeepSpeedRun(EngineRun):
                     " PyTorch's AdamW or Adam, which is fused in host memory."
                 )
 
-    # -- configure_model -----------------------------------------------------------------------------------------
-
-    @contextmanager
-    def building(self, module: nn.Module, trainer_facts: Mapping[str, Any], device: torch.device) -> Iterator[None]:
-        """Shards modules as they are built inside the context, at stage 3 (collective)."""
-        config = self.config
-        if config.auto or config.stage != 3:
-            yield
-            return
-        from lightning_zero.engines.deepspeed.build import Build  # imports parts of deepspeed
-
-        made = ds_config(config, self.facts(module, trainer_facts, device.type))
-        self.built = Build(module, made, device)
-        with self.built.building():
-            yield
-
-    def take_built(self) -> Build | None:
-        built, self.built = self.built, None
-        if built is not None:
-            built.end_view(stores=False)
-        return built if built is not None and built.found else None
-
     # -- before the engine starts --------------------------------------------------------------------------------
+
+    def loads_on_host(self, device: torch.device) -> bool:
+        return device.type != "cpu" and self.config.stage == 3
 
     def make_engine(self, device: torch.device, dtypes: DtypePolicy) -> Engine:
         from lightning_zero.engines.deepspeed.engine import DeepSpeedEngine  # imported only when a run starts
@@ -131,7 +106,9 @@ class DeepSpeedRun(EngineRun):
         Raises:
             ValueError: On every rank, before anything is sharded.
         """
-        ds_config(self.config, self.facts(module, trainer_facts, engine.device.type))
+        cast("DeepSpeedEngine", engine).settings = ds_config(
+            self.config, self.facts(module, trainer_facts, engine.device.type)
+        )
         self._warn_of_the_file()
         self._change_calls(module)
 
@@ -141,8 +118,7 @@ class DeepSpeedRun(EngineRun):
         recomputes, compiles = self.config.activation_checkpointing, self.config.compile
         if recomputes.target == compiles.target == "none":
             return
-        sharded = any(map(private.is_managed, module.parameters()))  # by zero.Init: such parameters look empty
-        plan = plan_units(module, self.config.units, 0 if sharded else self.config.min_unit_numel)
+        plan = plan_units(module, self.config.units, self.config.min_unit_numel)
         units = {unit.name: unit.module for unit in plan.units if unit.name != ROOT}
         self._recomputed = Recomputed(recomputes, module, [*units.values()])
         if compiles.target == "units":
@@ -163,8 +139,7 @@ class DeepSpeedRun(EngineRun):
         return RunFacts(
             world_size=dist.get_world_size() if dist.is_initialized() else 1,
             device_type=device_type,
-            # lazy parameters have no size yet; configure_model may initialize them
-            numel=sum(private.whole_shape(p).numel() for p in module.parameters() if not is_lazy(p)),
+            numel=sum(p.numel() for p in module.parameters()),
             **trainer_facts,
         )
 

@@ -5,7 +5,7 @@ from ``2 P`` on, in the order in which they were made, which all ranks share.
 
 At stages 1 and 2 a parameter is always full, a view of DeepSpeed's buffer. At stage 3 DeepSpeed allocates it when its
 module runs, and empties it afterwards; an empty parameter has shape (0,). A parameter that user code has open lies in
-memory of its own (its *spot*). So does, for the length of a step, a parameter of which user code holds older memory.
+memory of its own (its *spot*). So does, until the step ends, a parameter of which user code has touched older memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -39,164 +38,6 @@ from lightning_zero.private.torch import (
 )
 
 
-class BuiltStore:
-    """Implements :class:`~lightning_zero.engines.residency.Store` for parameters that have no engine yet.
-
-    Attributes:
-        residency: Must be set by the creator of the store.
-    """
-
-    residency: Residency
-    only_brings = True
-
-    def __init__(self, stage3: bool, memories: Memories) -> None:
-        self.hides_shapes = self._stage3 = stage3
-        self._memories = memories
-        self._params: list[Any] = []
-        self._own: dict[int, int] = {}  # id of a parameter -> its key
-        self._homes: dict[int, Tensor] = {}  # key -> DeepSpeed's memory of a parameter that lies in a spot
-        self._aliases: dict[int, list[weakref.ref[Tensor]]] = {}  # key -> p.data and p.detach() in DeepSpeed's memory
-
-    def add(self, p: Any) -> None:
-        """Adds ``p``, which DeepSpeed holds, under the next key."""
-        self._own[id(p)] = len(self._params)
-        self._params.append(p)
-        if self._stage3:
-            private.watch(p, self)
-
-    @property
-    def own(self) -> Mapping[int, Any]:
-        return self._own
-
-    # -- keys ----------------------------------------------------------------------------------------------------
-
-    def key_of(self, p: Tensor) -> int:
-        return self._own[id(p)]
-
-    def key_of_sharded(self, tensor: DTensor) -> int | None:
-        return None
-
-    def parameters(self, key: int) -> Sequence[Tensor]:
-        return [self._params[key]]
-
-    def name(self, key: int) -> str:
-        return "a parameter"
-
-    def is_there(self, p: Tensor) -> bool:
-        return False
-
-    def shard_of(self, p: Tensor) -> Tensor:
-        return p.new_empty(()).expand(private.whole_shape(p))
-
-    def address(self, tensor: Tensor) -> int:
-        cut = private.cut_of(tensor)
-        return (tensor if cut is None else cut).data_ptr() or id(tensor)
-
-    # -- opening and closing -------------------------------------------------------------------------------------
-
-    def is_here(self, key: int) -> bool:
-        return not private.is_partitioned(self._params[key])
-
-    def gather(self, key: int) -> list[Tensor]:
-        p = self._params[key]
-        return [p.data if self.is_here(key) else private.gathered_copy(p)]
-
-    def open(self, key: int, values: list[Tensor]) -> list[Tensor]:
-        p, value = self._params[key], values[0]
-        spot = self._memories.again(key, 0)
-        if spot is not None:
-            self._move(key, p, spot)
-            spot.copy_(value)
-        elif not self.is_here(key):
-            set_data(p, value)
-        return []
-
-    def _move(self, key: int, p: Tensor, spot: Tensor) -> None:
-        """Puts ``p`` into ``spot``, until :meth:`_leave`. Does not copy values."""
-        if self.is_here(key) and key not in self._homes:
-            self._homes[key] = p.data
-        set_data(p, spot)
-
-    def close(self, key: int) -> None:
-        p = self._params[key]
-        self._store(p)
-        self._leave(key, p)
-
-    def _store(self, p: Any) -> None:
-        """Stores the values of ``p`` in the shards: rank 0's, because ranks may initialize differently (collective)."""
-        if self.is_here(self._own[id(p)]):  # inside DeepSpeed's own ``GatheredParameters``, which stores them
-            return
-        values = p.data.contiguous()
-        dist.broadcast(values, 0)
-        p.data.copy_(values)
-        private.store_part(p)
-
-    def _leave(self, key: int, p: Any) -> None:
-        """Puts ``p`` back into DeepSpeed's memory, or empties ``p`` if DeepSpeed has none for it."""
-        place, home = p.data, self._homes.pop(key, None)
-        if home is not None:
-            home.copy_(place)
-            set_data(p, home)
-        elif self.is_here(key):
-            return
-        else:
-            private.empty(p)
-        self._memories.keep(key, 0, place)
-
-    def before_gather(self, p: Tensor) -> None:
-        """Is called before DeepSpeed gathers ``p``."""
-        self.residency.close(self._own[id(p)])
-
-    def before_empty(self, p: Tensor) -> None:
-        """Is called before DeepSpeed frees the memory of ``p``."""
-        self.residency.close(self._own[id(p)])
-
-    # -- calls ---------------------------------------------------------------------------------------------------
-
-    def bring(self, p: Tensor) -> None:
-        raise AssertionError("outside a step")
-
-    def grad_of(self, p: Tensor) -> Tensor | None:
-        return p.grad
-
-    def assign_grad(self, p: Tensor, value: Tensor | None) -> None:
-        p.grad = value
-
-    def backward(self, func: Any, run: Callable[[], Any]) -> Any:
-        return run()
-
-    def before_collective(self, tensors: Sequence[Any]) -> None:
-        """Does nothing: the collective's writes are stored when the window ends."""
-
-    def aliased(self, p: Tensor, alias: Tensor) -> None:
-        key = self._own[id(p)]
-        if self.is_here(key):
-            alive = [each for each in self._aliases.get(key, ()) if each() is not None]
-            self._aliases[key] = [*alive, weakref.ref(alias)]
-
-    def assign_data(self, p: Tensor, value: Tensor) -> None:
-        require_shape("data", p, value)
-        if _lie_alike(value, p):
-            return
-        key = self._own[id(p)]
-        if self.is_here(key) and key not in self._homes:
-            for each in self._aliases.pop(key, ()):
-                if (alias := each()) is not None and _memory(alias) == _memory(p):  # an alias keeps the old values
-                    set_data(alias, alias.clone())
-            self._homes[key] = p.data
-        self._memories.forget(key, 0)
-        if self._memories.is_of(value) is not None or any(_memory(value) == _memory(each) for each in self._params):
-            value = value.clone()  # value lies in another parameter's memory, which DeepSpeed may free
-        set_data(p, value.detach())
-        self.written(p)
-
-    def written(self, p: Tensor) -> None:
-        """Does nothing: every open parameter is stored when the window ends."""
-
-    def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
-        """Does nothing: there are no steps yet."""
-
-
 class State(NamedTuple):
     """A state of an optimizer that steps on pieces; ``piece`` is this rank's part, 1-D."""
 
@@ -205,10 +46,11 @@ class State(NamedTuple):
     piece: Tensor
 
 
-class DeepSpeedStore(BuiltStore):
-    """Implements the store during a run: adds gradients, optimizer states, and reads and writes inside a step.
+class DeepSpeedStore:
+    """Implements :class:`~lightning_zero.engines.residency.Store`.
 
     Attributes:
+        residency: Must be set by the creator of the store.
         is_keeping: Whether parameters have been gathered for the rest of the step. Reset by the engine.
         watch: Set by the engine. Called when user code holds a parameter's memory inside a step, so that calls on plain
             tensors must be intercepted as well.
@@ -220,6 +62,8 @@ class DeepSpeedStore(BuiltStore):
         before_bring: Called before a parameter is gathered in a step.
     """
 
+    residency: Residency
+    only_brings = True
     is_keeping = False
     watch: Callable[[], None]
 
@@ -232,7 +76,12 @@ class DeepSpeedStore(BuiltStore):
         backward: Callable[[Callable[[], None]], None],
         before_bring: Callable[[Tensor], None],
     ) -> None:
-        super().__init__(params.stage3, memories)
+        self.hides_shapes = self._stage3 = params.stage3
+        self._memories = memories
+        self._params: list[Any] = list(params.held)
+        self._own: dict[int, int] = {id(p): key for key, p in enumerate(params.held)}  # id of a parameter -> its key
+        self._homes: dict[int, Tensor] = {}  # key -> DeepSpeed's memory of a parameter that lies in a spot
+        self._aliases: dict[int, list[weakref.ref[Tensor]]] = {}  # key -> p.data and p.detach() in DeepSpeed's memory
         self._module, self._under_way, self._gradients = params, under_way, gradients
         self._backward, self._before_bring = backward, before_bring
         self._versions: dict[int, int] = {}  # key -> the parameter's version when it was last stored
@@ -242,8 +91,9 @@ class DeepSpeedStore(BuiltStore):
         self._states: Any = WeakIdKeyDictionary()  # the full tensor that users see -> State
         self._states_by_key: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._num_states = 0  # states made so far; never decreases, so that keys stay unique
-        for p in params.held:
-            self.add(p)
+        if self._stage3:
+            for p in params.held:
+                private.watch(p, self)
 
     def begin(self) -> None:
         """Records versions and buffers, once DeepSpeed has laid out its memory."""
@@ -264,8 +114,16 @@ class DeepSpeedStore(BuiltStore):
     def own(self) -> Mapping[int, Any]:
         return {} if Phase.WHOLE in self._under_way else self._own
 
+    # -- keys ----------------------------------------------------------------------------------------------------
+
+    def key_of(self, p: Tensor) -> int:
+        return self._own[id(p)]
+
+    def key_of_sharded(self, tensor: DTensor) -> int | None:
+        return None
+
     def parameters(self, key: int) -> Sequence[Tensor]:
-        return super().parameters(key) if key < len(self._params) else ()
+        return [self._params[key]] if key < len(self._params) else ()
 
     def name(self, key: int) -> str:
         if key >= 2 * len(self._params):
@@ -281,17 +139,27 @@ class DeepSpeedStore(BuiltStore):
             return True
         return not (private.is_partitioned(p) or private.is_ahead(p))
 
+    def shard_of(self, p: Tensor) -> Tensor:
+        return p.new_empty(()).expand(private.whole_shape(p))
+
+    def address(self, tensor: Tensor) -> int:
+        cut = private.cut_of(tensor)
+        return (tensor if cut is None else cut).data_ptr() or id(tensor)
+
+    # -- opening and closing -------------------------------------------------------------------------------------
+
     def is_here(self, key: int) -> bool:
         if key >= len(self._params):  # a gradient, or a state
             return False
         if self._stage3:
             private.land(self._params[key])
-        return super().is_here(key)
+        return not private.is_partitioned(self._params[key])
 
     def gather(self, key: int) -> list[Tensor]:
         num = len(self._params)
         if key < num:
-            return super().gather(key)
+            p = self._params[key]
+            return [p.data if self.is_here(key) else private.gathered_copy(p)]
         if key < 2 * num:
             return [self._gradients.assembled(self._params[key - num])]
         full, shards = self._states_by_key.get(key), self._module.shards
@@ -303,15 +171,29 @@ class DeepSpeedStore(BuiltStore):
         return [shards.assemble(p, piece)]
 
     def open(self, key: int, values: list[Tensor]) -> list[Tensor]:
-        if key < len(self._params):
-            return super().open(key, values)
-        full = self._states_by_key[key]
-        full.open(values[0])
+        if key >= len(self._params):
+            self._states_by_key[key].open(values[0])
+            return []
+        p, value = self._params[key], values[0]
+        spot = self._memories.again(key, 0)
+        if spot is not None:
+            self._move(key, p, spot)
+            spot.copy_(value)
+        elif not self.is_here(key):
+            set_data(p, value)
         return []
+
+    def _move(self, key: int, p: Tensor, spot: Tensor) -> None:
+        """Puts ``p`` into ``spot``, until :meth:`_leave`. Does not copy values."""
+        if self.is_here(key) and key not in self._homes:
+            self._homes[key] = p.data
+        set_data(p, spot)
 
     def close(self, key: int) -> None:
         if key < len(self._params):
-            super().close(key)
+            p = self._params[key]
+            self._store(p)
+            self._leave(key, p)
             return
         full, shards = self._states_by_key.get(key), self._module.shards
         if full is None:  # already freed
@@ -322,6 +204,22 @@ class DeepSpeedStore(BuiltStore):
         if users_of(full.untyped_storage()) > 1:
             self._memories.keep(key, 0, full)
         Resharded.close(full, key, self.residency)
+
+    def _leave(self, key: int, p: Any) -> None:
+        """Puts ``p`` back into DeepSpeed's memory, or empties ``p`` if DeepSpeed has none for it."""
+        place, home = p.data, self._homes.pop(key, None)
+        if home is not None:
+            home.copy_(place)
+            set_data(p, home)
+        elif self.is_here(key):
+            return
+        else:
+            private.empty(p)
+        self._memories.keep(key, 0, place)
+
+    def before_gather(self, p: Tensor) -> None:
+        """Is called before DeepSpeed gathers ``p``."""
+        self.residency.close(self._own[id(p)])
 
     # -- states --------------------------------------------------------------------------------------------------
 
@@ -342,7 +240,7 @@ class DeepSpeedStore(BuiltStore):
     # -- writes --------------------------------------------------------------------------------------------------
 
     def _store(self, p: Any) -> None:
-        """Stores the values of ``p`` in shards and masters; unlike before the run, each rank stores its own elements.
+        """Stores this rank's elements of ``p`` in shards and masters.
 
         Every write of user code must end here, or the next step restores the old master."""
         if private.is_managed(p):
@@ -386,12 +284,12 @@ class DeepSpeedStore(BuiltStore):
         changed = [p for p in params if id(p) in self._own]
         increment_version(changed)
         self._versions.update((self._own[id(p)], version_of(p)) for p in changed)
-        if Phase.STEP in self._under_way:
-            self.go_where_it_is_held()
 
     def written(self, p: Tensor) -> None:
         if not self._under_way.is_between() and Phase.BACKWARD not in self._under_way:
             self._maybe_written.add(self._own[id(p)])
+            with torch.no_grad(), DisableTorchFunction():
+                self._go_where_it_is_held(p)
 
     # -- memory that user code holds -----------------------------------------------------------------------------
 
@@ -404,8 +302,9 @@ class DeepSpeedStore(BuiltStore):
                 self.bring(p)
 
     def before_empty(self, p: Tensor) -> None:
-        super().before_empty(p)
+        """Is called before DeepSpeed frees the memory of ``p``."""
         key = self._own[id(p)]
+        self.residency.close(key)
         if self._is_written(key, p) or _is_numpys(p.untyped_storage()):
             self._store(p)
         taken = self._taken.pop(key, None) if self._taken else None
@@ -414,14 +313,13 @@ class DeepSpeedStore(BuiltStore):
             if Phase.STEP in self._under_way:
                 self.watch()
 
-    def go_where_it_is_held(self) -> None:
-        """Moves parameters into memory of theirs that user code holds, so that views and parameter share values."""
-        if self._memories:
-            for key, p in enumerate(self._params):
-                spot = None if private.is_partitioned(p) else self._memories.again(key, 0)
-                if spot is not None and _memory(spot) != _memory(p):
-                    spot.copy_(p)
-                    self._move(key, p, spot)
+    def _go_where_it_is_held(self, p: Tensor) -> None:
+        """Moves ``p`` into memory of it that user code holds, so that views and parameter share values."""
+        key = self._own[id(p)]
+        spot = self._memories.again(key, 0)
+        if spot is not None and _memory(spot) != _memory(p):
+            spot.copy_(p)
+            self._move(key, p, spot)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -429,18 +327,7 @@ class DeepSpeedStore(BuiltStore):
         self._before_bring(p)
         private.keep(p)
         self.is_keeping = True
-        self.go_where_it_is_held()
-
-    def bring_given(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Gathers parameters among the arguments of ``module`` in a step; a hook that runs before DeepSpeed's.
-
-        ``module`` itself would release them before their gradients are computed."""
-        if Phase.STEP in self._under_way and self.own and Phase.BACKWARD not in self._under_way:
-            for value in (*args, *kwargs.values()):
-                for p in value if isinstance(value, (list, tuple)) else (value,):
-                    if id(p) in self._own and not self.is_there(p):
-                        with DisableTorchFunction(), torch.no_grad():
-                            self.bring(p)
+        self._go_where_it_is_held(p)
 
     def grad_of(self, p: Tensor) -> Tensor | None:
         key = len(self._params) + self._own[id(p)]
@@ -462,6 +349,31 @@ class DeepSpeedStore(BuiltStore):
         elif in_step and self._module.shards is not None:
             return self._backward(run)
         return run()
+
+    def before_collective(self, tensors: Sequence[Any]) -> None:
+        """Does nothing: the collective's writes are stored when the window ends."""
+
+    def aliased(self, p: Tensor, alias: Tensor) -> None:
+        key = self._own[id(p)]
+        if self.is_here(key):
+            alive = [each for each in self._aliases.get(key, ()) if each() is not None]
+            self._aliases[key] = [*alive, weakref.ref(alias)]
+
+    def assign_data(self, p: Tensor, value: Tensor) -> None:
+        require_shape("data", p, value)
+        if _lie_alike(value, p):
+            return
+        key = self._own[id(p)]
+        if self.is_here(key) and key not in self._homes:
+            for each in self._aliases.pop(key, ()):
+                if (alias := each()) is not None and _memory(alias) == _memory(p):  # an alias keeps the old values
+                    set_data(alias, alias.clone())
+            self._homes[key] = p.data
+        self._memories.forget(key, 0)
+        if self._memories.is_of(value) is not None or any(_memory(value) == _memory(each) for each in self._params):
+            value = value.clone()  # value lies in another parameter's memory, which DeepSpeed may free
+        set_data(p, value.detach())
+        self.written(p)
 
     def keep_all(self) -> None:
         """Keeps all parameters full until the step ends, because a user's own backward begins inside the step.

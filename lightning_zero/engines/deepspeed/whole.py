@@ -33,8 +33,11 @@ class Whole:
 
     # -- rows, as checkpoints hold them --------------------------------------------------------------------------
 
-    def rows(self, p: Tensor, whole: Tensor) -> DTensor:
-        """Copies this rank's rows of a full tensor to a ``DTensor``, sharded on dim 0 as by ``fully_shard``."""
+    def rows(self, whole: Tensor) -> Tensor:
+        """Copies this rank's rows of a full tensor to a ``DTensor``, sharded on dim 0 as by ``fully_shard``; returns a
+        0-dim tensor itself."""
+        if whole.dim() == 0:
+            return whole
         each = -(-whole.shape[0] // self._mesh.size())
         first = min(each * self._mesh.get_rank(), whole.shape[0])
         mine = whole.narrow(0, first, min(each, whole.shape[0] - first)).clone()
@@ -49,7 +52,7 @@ class Whole:
         def one(path: Any, tensor: Tensor) -> Tensor:
             if id(tensor) not in done:
                 held = tensor in self._params.held
-                done[id(tensor)] = self.rows(tensor, self.full(tensor)) if held else tensor.detach()
+                done[id(tensor)] = self.rows(self.full(tensor)) if held else tensor.detach()
             return done[id(tensor)]
 
         return map_tensors(one, undetached_state_dict(self._params.module))
@@ -60,8 +63,8 @@ class Whole:
         def one(path: Any, tensor: Tensor) -> Tensor:
             found = known(tensor)
             if found is not None:
-                return self.rows(found.parameter, self._params.attached.assemble(found.parameter, found.piece))
-            return self.rows(tensor, self.full(tensor)) if tensor in self._params.held else tensor
+                return self.rows(self._params.attached.assemble(found.parameter, found.piece))
+            return self.rows(self.full(tensor)) if tensor in self._params.held else tensor
 
         return map_tensors(one, state)
 
@@ -70,7 +73,7 @@ class Whole:
         for p, entry in (each for o in optimizers for of_all in states(family(o)) for each in of_all.items()):
             for key, value in entry.items():
                 if (found := known(value)) is not None:
-                    entry[key] = self.rows(p, self._params.attached.assemble(p, found.piece))
+                    entry[key] = self.rows(self._params.attached.assemble(p, found.piece))
 
     # -- full parameters -----------------------------------------------------------------------------------------
 
@@ -107,7 +110,7 @@ def model_state(
     shards and all that is gathered) plus the masters. *Gradients* are averaged pieces, in buffers of their own.
     ``known`` returns the :class:`State` of an optimizer state that is a piece.
     """
-    state, odd, shards = ModelState(), set(params.odd), params.shards
+    state, shards = ModelState(), params.shards
     counted: set[tuple[int, int]] = set()
 
     def here(kind: str, tensor: Tensor, moves: bool = False) -> None:
@@ -124,9 +127,6 @@ def model_state(
         here("parameters", p.detach())
         if (cut := private.cut_of(p)) is not None:
             here("parameters", cut.detach(), config.offloads_parameters)
-    for p in params.odd:
-        if p.grad is not None:
-            state.add("gradients", p.grad, "device")
     if shards is not None:
         for i in {piece.flat for piece in shards.pieces.values()}:
             here("parameters", shards.flat_master(i), config.offloads_optimizer)
@@ -138,5 +138,5 @@ def model_state(
         found = known(value)
         part, numel = (value, value.numel()) if found is None else (found.piece, params.shapes[p].numel())
         state.whole["optimizer"] += numel * part.element_size()
-        here("optimizer", part, config.offloads_optimizer and p not in odd)
+        here("optimizer", part, config.offloads_optimizer)
     return state
