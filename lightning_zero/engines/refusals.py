@@ -72,9 +72,15 @@ def refuse_held_views(module: nn.Module, device: torch.device | None = None) -> 
                         " not follow the training: hold the parameter itself and take the view where it is used."
                     )
     on_cpu = {storage_key(each): each for each in storages.values() if each.device.type == "cpu"}
+
+    def are_held_elsewhere() -> bool:
+        return any(users_of(storage) > 1 + of_attributes[key] for key, storage in on_cpu.items())
+
     # A move to an accelerator makes views stale under DDP, too. The search of all objects takes tenths of a second.
-    if any(users_of(storage) > 1 + of_attributes[key] for key, storage in on_cpu.items()):
-        _warn_of_views_elsewhere(named, known)
+    if are_held_elsewhere():
+        gc.collect()  # perhaps the holder is garbage: the engine of an earlier run
+        if are_held_elsewhere():
+            _warn_of_views_elsewhere(named, known)
 
 
 def _warn_of_views_elsewhere(named: dict[int, str], known: set[int]) -> None:

@@ -49,6 +49,15 @@ def test_a_view_held_elsewhere_is_named(holder):
     assert not _said(module)
 
 
+def test_a_view_in_garbage_is_held_by_nobody():
+    """A second run found the engine of the first, which is in reference cycles."""
+    module = _module()
+    holder = SimpleNamespace(view=module["head"].weight.data)
+    holder.itself = holder
+    del holder
+    assert not _said(module)
+
+
 def test_parameters_and_copies_may_be_held_anywhere():
     """Without a look at all objects, which would be a copy of all forked ranks' pages."""
     module = _module()
