@@ -446,18 +446,18 @@ def built() -> str:
     import json
     import subprocess
 
-    from tests.helpers import born
+    from tests.helpers import materialized
 
-    job = {"world_size": BUILT_RANKS, "sizes": born.SEVEN_BILLION, "room_gib": ROOM_GIB}
-    command = [sys.executable, "-m", "tests.helpers.born", json.dumps(job)]
+    job = {"world_size": BUILT_RANKS, "sizes": materialized.SEVEN_BILLION, "room_gib": ROOM_GIB}
+    command = [sys.executable, "-m", "tests.helpers.materialized", json.dumps(job)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     found = json.loads(done.stdout.splitlines()[-1])
     gib = {key: nbytes / 2**30 for key, nbytes in found.items()}
     billions = found["parameters"] / 4e9
     return f"""A Llama of {billions:.1f} billion parameters ({gib["parameters"]:.1f} GiB in fp32), built on the meta
 device, was materialized and sharded in one process, as rank 0 of {BUILT_RANKS} whose other ranks do not exist
-(`tests/helpers/born.py`), with a limit of {ROOM_GIB} GiB of address space (`RLIMIT_AS`). Resident memory without
-imports: {gib["peak"]:.2f} GiB at the peak, {gib["kept"]:.2f} GiB afterwards, which are the shards.
+(`tests/helpers/materialized.py`), with a limit of {ROOM_GIB} GiB of address space (`RLIMIT_AS`). Resident memory
+without imports: {gib["peak"]:.2f} GiB at the peak, {gib["kept"]:.2f} GiB afterwards, which are the shards.
 
 {_versions()}"""
 

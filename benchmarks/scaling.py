@@ -168,8 +168,8 @@ def state_bytes_per_gpu(run: Run) -> float:
     """Parameters, gradients and optimizer states between steps (Rajbhandari et al. 2020, figure 1)."""
     psi, s = run.parameters, run.shards
     kept = run.param_bytes + run.grad_bytes + STATE_BYTES_PER_PARAMETER
-    whole = {0: kept, 1: run.param_bytes + run.grad_bytes, 2: run.param_bytes, 3: 0}[run.stage]
-    return psi * (whole + (kept - whole) / s)
+    full = {0: kept, 1: run.param_bytes + run.grad_bytes, 2: run.param_bytes, 3: 0}[run.stage]
+    return psi * (full + (kept - full) / s)
 
 
 def best_shard_size(run: Run, cluster: Cluster, memory_bytes: float) -> int | None:

@@ -59,17 +59,17 @@ from lightning_zero.engines.after_run import (
     has_left_states,
     leave,
     left_shards,
+    make_full,
     make_parameters_full,
-    make_whole,
     where_memory_allows,
 )
 from lightning_zero.engines.base import Engine, require, undetached_state_dict
-from lightning_zero.engines.birth import give_birth, on_meta
 from lightning_zero.engines.deepspeed.run import DeepSpeedRun
 from lightning_zero.engines.elementwise import note_on_full_steps
 from lightning_zero.engines.fsdp2.private import FULLY_SHARD
 from lightning_zero.engines.fsdp2.run import Fsdp2Run
 from lightning_zero.engines.hooks import UserHooks, user_hooks
+from lightning_zero.engines.materialize import materialize_all, on_meta
 from lightning_zero.engines.optimizer_step import refuse_sharding
 from lightning_zero.engines.precision import REDUCE_DTYPES, DtypePolicy, ZeroMixedPrecision, adapt_precision
 from lightning_zero.engines.refusals import refuse_uninitialized
@@ -298,7 +298,7 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._undo.enter_context(self.engine.view())
 
     def _make_optimizers(self, trainer: Any) -> None:
-        with self._run.whole_for_optimizers(self.engine) if self.engine is not None else nullcontext():
+        with self._run.full_for_optimizers(self.engine) if self.engine is not None else nullcontext():
             self.setup_optimizers(trainer)
             optimizers = [unwrapped(o) for o in self.optimizers]
             refuse_sharding(optimizers)
@@ -325,13 +325,13 @@ class ZeroStrategy(Launched, DDPStrategy):
         if self._shards and (self.config.engine == "fsdp2" or self.config.stage == 3):
             if self.config.build == "whole" and on_meta(self.model):
                 on_host = self._run.loads_on_host(self.root_device)
-                give_birth(self.model, torch.device("cpu") if on_host else self.root_device)
+                materialize_all(self.model, torch.device("cpu") if on_host else self.root_device)
             if self.config.stage == 3 and (note := note_on_built(self.model, self.num_processes)):
                 rank_zero_info(note)
             all_but_parameters_to(self.model, self.root_device)
             return
         if on_meta(self.model):
-            give_birth(self.model, self.root_device)
+            materialize_all(self.model, self.root_device)
         super().model_to_device()
 
     @contextmanager
@@ -428,7 +428,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         """Makes a module that stayed in the engine of an earlier run an ordinary one (collective)."""
         begin_reads(self.agreement)
         if self.lightning_module is not None:  # else the environment is set up without a run
-            make_whole(self.lightning_module)
+            make_full(self.lightning_module)
             self.engine = None
 
     def teardown(self) -> None:
@@ -489,7 +489,7 @@ class ZeroStrategy(Launched, DDPStrategy):
         room = int(0.8 * available_host_bytes()) // self.num_processes
         # The smallest of all ranks counts, so that all decide alike: to unshard is collective.
         room = min(self.agreement.gather(room, "the end of a run"))
-        after, note = where_memory_allows(self.engine.whole_bytes, self.num_processes, room)
+        after, note = where_memory_allows(self.engine.total_bytes, self.num_processes, room)
         if note:
             rank_zero_info(note)
         return after
@@ -537,7 +537,7 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def _serve_reads(self) -> None:
         if self.engine is not None:
-            self.engine.meet()
+            self.engine.wait_for_reads()
 
     def _end_reads(self) -> None:
         if self.engine is not None:

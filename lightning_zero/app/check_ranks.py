@@ -279,11 +279,11 @@ def compare_with_plan(job: Job) -> None:
         module, data = job.module_and_data(large=on_gpu)
         trainer = job.trainer(stage, monitor, job.precision)
         trainer.fit(module, **data)
-        found[strategy_name(stage)] = _beside(monitor, trainer, left)
+        found[strategy_name(stage)] = _with_plan(monitor, trainer, left)
         store(job, found)
 
 
-def _beside(monitor: ZeroMonitor, trainer: Trainer, left: int) -> dict[str, Any]:
+def _with_plan(monitor: ZeroMonitor, trainer: Trainer, left: int) -> dict[str, Any]:
     if monitor.plan is not None and monitor.plan.notes:
         return {"why": "; ".join(monitor.plan.notes)}
     planned = monitor.planned(trainer)

@@ -149,7 +149,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
         "--devices", type=int, metavar="N", help="ranks here (default: the GPUs, or 2 processes on CPUs)"
     )
     parser.add_argument("--accelerator", default="auto", metavar="auto|cpu|gpu", help="default: auto")
-    parser.add_argument("--precision", default="bf16-mixed", help="beside fp32 (default: bf16-mixed)")
+    parser.add_argument("--precision", default="bf16-mixed", help="besides fp32 (default: bf16-mixed)")
     parser.add_argument("--only", default="same,fits,fast,safe", metavar="PARTS", help="of same,fits,fast,safe")
     parser.add_argument("--out", default=".", metavar="FOLDER", help="for check.json and check.md (default: here)")
     parser.add_argument("--timeout", type=float, default=180.0, metavar="SECONDS", help="for each part (default: 180)")

@@ -243,10 +243,10 @@ def complete_data(path: Path) -> Path:
         # If the folder is empty, the save was killed before it had made its data folder.
         begun = any(path.glob(layout.DATA_PREFIX + "*")) or (path.is_dir() and not any(path.iterdir()))
         what = "its saving was interrupted" if begun else "it is not a sharded checkpoint of lightning_zero"
-        beside = [p.parent.name for p in sorted(path.absolute().parent.glob(f"*/{layout.MARKER}"))]
+        complete = [p.parent.name for p in sorted(path.absolute().parent.glob(f"*/{layout.MARKER}"))]
         raise CheckpointError(
             f"{path}: {layout.MARKER} is missing, so {what}. "
-            + (f"Complete ones in the same folder: {', '.join(beside)}." if beside else "Use another checkpoint.")
+            + (f"Complete ones in the same folder: {', '.join(complete)}." if complete else "Use another checkpoint.")
         )
     data, crc32 = layout.read_marker(marker.read_text(encoding="utf-8", errors="replace"), str(path))
     folder = path / data
@@ -309,8 +309,8 @@ class Index:
             at = piece.offsets[0]
             first, last = max(start, at), min(stop, at + piece.sizes[0])
             if first < last:
-                beside = [slice(o, o + size) for o, size in zip(piece.offsets[1:], piece.sizes[1:], strict=True)]
-                target = rows[(slice(first - start, last - start), *beside)]
+                inner = [slice(o, o + size) for o, size in zip(piece.offsets[1:], piece.sizes[1:], strict=True)]
+                target = rows[(slice(first - start, last - start), *inner)]
                 target.copy_(self._stored(key, piece, dtype)[first - at : last - at])
         return rows
 

@@ -37,7 +37,7 @@ class AfterRun(Enum):
 class Sharded(Protocol):
     """Can unshard its module: an engine that stays after its run, or the shards that ``configure_model`` has built."""
 
-    def restore(self, whole: bool) -> None:
+    def restore(self, full: bool) -> None:
         """See :meth:`~lightning_zero.engines.base.Engine.restore`."""
 
 
@@ -62,7 +62,7 @@ def leave(module: nn.Module, shards: Sharded) -> None:
     _LEFT_SHARDED.add(module)
 
 
-def make_whole(module: nn.Module) -> None:
+def make_full(module: nn.Module) -> None:
     """Unshards all modules that :func:`leave` has recorded and that share layers with ``module`` (collective)."""
     layers = set(module.modules())
     for owner in list(_LEFT_SHARDED):

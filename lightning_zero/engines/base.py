@@ -129,7 +129,7 @@ class Engine(ABC):
     """Device mesh of all ranks; parameters are sharded along its axis "shard"."""
     root: nn.Module
     """The module whose call runs a step; holds the user's module. Set by :meth:`shard`."""
-    whole_bytes: int
+    total_bytes: int
     """Bytes of the module's full parameters. Set by :meth:`shard`."""
 
     stays_after_run = False
@@ -176,8 +176,8 @@ class Engine(ABC):
     ) -> None:
         """Gathers ``parameters`` when user code touches them, from now until :meth:`end_residency`."""
         agreement = run_agreement()  # None in a loop without a Trainer, where all ranks make the same reads
-        meets = agreement is not None and dist.get_world_size() > 1
-        barrier = Barrier(agreement, self.peer_memory) if meets and agreement is not None else None
+        waits = agreement is not None and dist.get_world_size() > 1
+        barrier = Barrier(agreement, self.peer_memory) if waits and agreement is not None else None
         budget = budget_bytes(self.config.hook_budget_bytes, self.device, agreement)
         self.residency = Residency(store, is_between, barrier, memories, budget)
         self.guards = Guards(self.residency, parameters)
@@ -269,22 +269,22 @@ class Engine(ABC):
         """Scales all gradients of ``optimizer`` so that their joint 2-norm is at most ``max_norm``; returns the norm
         before scaling, 0-dim."""
         with torch.no_grad(), DisableTorchFunction():
-            shards, wholes = self.gradients(optimizer)
+            shards, unsharded = self.gradients(optimizer)
             home = self.shards_device
             squared = sum_of_squares(shards, home)
             if self.mesh.size() > 1:  # not over replicas: they hold the same shards, which count once
                 dist.all_reduce(squared, group=self.mesh.get_group("shard"))
-            if wholes:  # after the all-reduce: every rank holds them, so they must count once
-                squared = squared + sum_of_squares(wholes, self.device).to(home)
+            if unsharded:  # after the all-reduce: every rank holds them, so they must count once
+                squared = squared + sum_of_squares(unsharded, self.device).to(home)
             norm = squared.sqrt()
-            scale_to_norm([*shards, *wholes], norm, max_norm)
+            scale_to_norm([*shards, *unsharded], norm, max_norm)
             return norm
 
     def clip_grad_value(self, optimizer: Optimizer, clip_value: float) -> None:
         """Limits every gradient element of ``optimizer`` to ``[-clip_value, clip_value]``."""
         with torch.no_grad(), DisableTorchFunction():
-            shards, wholes = self.gradients(optimizer)
-            clamp([*shards, *wholes], clip_value)
+            shards, unsharded = self.gradients(optimizer)
+            clamp([*shards, *unsharded], clip_value)
 
     def any_rank(self, flag: Tensor) -> None:
         """Element-wise maximum of ``flag`` over the ranks, in place."""
@@ -338,35 +338,35 @@ class Engine(ABC):
         rank 0's values at the end."""
         with torch.no_grad(), DisableTorchFunction():
             self.reshard()
-            whole = self.whole_parameters()
-            versions = {p: version_of(w) for p, w in whole.items()}
-            places = register(self.module, whole)
+            full = self.gathered_parameters()
+            versions = {p: version_of(w) for p, w in full.items()}
+            places = register(self.module, full)
         try:
-            with self.whole_on_module():
+            with self.full_on_module():
                 yield
         finally:
             with torch.no_grad(), DisableTorchFunction():
                 for module, name, p in places:
                     own_parameters(module)[name] = p
                 if modify:
-                    self.store_whole(whole)
-        if not modify and any(version_of(w) != versions[p] for p, w in whole.items()):
+                    self.store_full(full)
+        if not modify and any(version_of(w) != versions[p] for p, w in full.items()):
             raise RuntimeError(
                 "full_parameters(module): parameters were written to, and the new values are lost: use"
                 " full_parameters(module, modify=True)."
             )
 
     @abstractmethod
-    def whole_parameters(self) -> dict[Tensor, nn.Parameter]:
+    def gathered_parameters(self) -> dict[Tensor, nn.Parameter]:
         """Sharded parameters -> full copies of their values (collective)."""
 
     @abstractmethod
-    def whole_on_module(self) -> AbstractContextManager[None]:
+    def full_on_module(self) -> AbstractContextManager[None]:
         """Context in which the module holds such copies, so that nothing is gathered for it."""
 
     @abstractmethod
-    def store_whole(self, whole: Mapping[Any, Tensor]) -> None:
-        """Broadcasts rank 0's values of ``whole`` and of replicated parameters; each rank keeps its shards."""
+    def store_full(self, full: Mapping[Any, Tensor]) -> None:
+        """Broadcasts rank 0's values of ``full`` and of replicated parameters; each rank keeps its shards."""
 
     @abstractmethod
     def model_state(self, optimizers: Iterable[Optimizer]) -> ModelState:
@@ -398,19 +398,19 @@ class Engine(ABC):
                     " existing one under torch.no_grad() (load_state_dict without assign=True)."
                 )
 
-    def meet(self) -> None:
+    def wait_for_reads(self) -> None:
         """Waits for the other ranks outside of a step. Meanwhile this rank sends its shards to ranks that still read
         parameters (collective)."""
         if self.hooks.anywhere:
-            self.residency.meet()
+            self.residency.wait_for_reads()
 
-    def end_window(self, meets: bool = True) -> None:
-        """Called when user code between two calls of the engine is over; with ``meets``, all ranks wait for each other
+    def end_window(self, waits: bool = True) -> None:
+        """Called when user code between two calls of the engine is over; with ``waits``, all ranks wait for each other
         (collective)."""
         with torch.no_grad(), DisableTorchFunction():
             self.residency.end_window()
-            if meets:
-                self.residency.meet()
+            if waits:
+                self.residency.wait_for_reads()
 
     def end_reads(self, together: bool) -> None:
         """Called when user code has read for the last time; with ``together``, all ranks wait for each other
@@ -418,7 +418,7 @@ class Engine(ABC):
         self.end_window(together and self.hooks.anywhere)
 
     @abstractmethod
-    def restore(self, whole: bool) -> None:
-        """Ends the run. With ``whole`` parameters become full (collective). Otherwise they stay sharded, without
+    def restore(self, full: bool) -> None:
+        """Ends the run. With ``full`` parameters become full (collective). Otherwise they stay sharded, without
         collectives: after an error other ranks may be gone. Optimizer states are left as
         :func:`~lightning_zero.engines.after_run.leave_states` does."""

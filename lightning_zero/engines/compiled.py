@@ -79,10 +79,10 @@ def _compiled(name: str, unit: nn.Module, config: CompileConfig, recomputed: Rec
                 output = compiled(*args, **kwargs)
             except uncompilable as error:
                 works = False
-                _say(name, _first_line(error))
+                _warn(name, _first_line(error))
             else:
                 if is_first and not is_traced(plain):  # Dynamo raises no error when it skips a frame
-                    _say(name, _GIVEN_UP)
+                    _warn(name, _GIVEN_UP)
                 is_first = False
                 return output
         return plain(*args, **kwargs)
@@ -106,6 +106,6 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {line}"
 
 
-def _say(name: str, why: str) -> None:
+def _warn(name: str, why: str) -> None:
     if dist.get_rank() == 0:
         _log.warning("compile='units': %r runs uncompiled: %s", name, why)

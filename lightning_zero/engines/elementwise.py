@@ -24,11 +24,11 @@ KNOWN_ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in "SGD Adam AdamW NAdam RAdam Adamax Adadelta Adagrad RMSprop Rprop ASGD".split()
 )
-KNOWN_WHOLE = frozenset(
+KNOWN_NOT_ELEMENTWISE = frozenset(
     getattr(torch.optim, name) for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam") if hasattr(torch.optim, name)
 )
 """PyTorch's optimizers that are not element-wise: users get no advice to declare them."""
-_KNOWN = KNOWN_ELEMENTWISE | KNOWN_WHOLE
+_KNOWN = KNOWN_ELEMENTWISE | KNOWN_NOT_ELEMENTWISE
 
 
 def is_known(optimizer: Optimizer) -> bool:
@@ -70,7 +70,7 @@ def note_on_full_steps(optimizers: Collection[Optimizer], declared: Collection[s
     )
 
 
-def keys_beside_elements(optimizer: Optimizer) -> frozenset[str]:
+def keys_besides_elements(optimizer: Optimizer) -> frozenset[str]:
     """State keys under which an element-wise optimizer keeps tensors of another shape than the parameter's, such as a
     counter of shape ``(1,)``. The shape alone would not tell such a tensor from the state of a one-element shard.
     PyTorch's optimizers have only 0-dim ones; declared optimizers are tried on a small tensor.

@@ -6,7 +6,7 @@
 counted in the place that it would have with an accelerator: the shards of ``offload="cpu"`` on the host, gathered
 buffers on the device.
 
-*whole* counts the bytes of the full tensor, as DDP holds it on every rank; *here* counts those of this rank's shard.
+*full* counts the bytes of the full tensor, as DDP holds it on every rank; *here* counts those of this rank's shard.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def _nothing() -> dict[str, dict[str, int]]:
 class ModelState:
     """Numbers of bytes by kind and place."""
 
-    whole: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    full: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     """Kind -> bytes of the full tensors."""
     here: dict[str, dict[str, int]] = field(default_factory=_nothing)
     """Kind -> place -> bytes on this rank."""
 
     def add(self, kind: str, tensor: Tensor, place: str) -> None:
         """Counts ``tensor``: its full size, and this rank's shard."""
-        self.whole[kind] += tensor.numel() * tensor.element_size()
+        self.full[kind] += tensor.numel() * tensor.element_size()
         part = local(tensor)
         self.add_bytes(kind, part.numel() * part.element_size(), place)
 

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.shards import local
-from lightning_zero.engines.elementwise import is_elementwise, is_known, keys_beside_elements
+from lightning_zero.engines.elementwise import is_elementwise, is_known, keys_besides_elements
 from lightning_zero.private import torch_optim
 from lightning_zero.private.torch import DisableTorchFunction
 
@@ -113,7 +113,7 @@ class ShardedStep:
     ) -> None:
         self.optimizer, self._parts, self._declared = optimizer, parts, declared
         self._fuses, self._files = fuses, files
-        self._beside = keys_beside_elements(optimizer) if self.is_elementwise else frozenset()
+        self._besides = keys_besides_elements(optimizer) if self.is_elementwise else frozenset()
         with torch.no_grad(), self.on_shards():
             pass
 
@@ -221,10 +221,10 @@ class ShardedStep:
             pairs = [(p, part) for p in held if (part := self._parts.of(p)) is not None]
             shown: dict[int, tuple[Tensor, Tensor]] = {}
             self._hold(dict(pairs))
-            lends = self.is_elementwise and not is_known(self.optimizer)
+            shares_attributes = self.is_elementwise and not is_known(self.optimizer)
             for p, part in pairs:
                 part.grad = self._parts.grad(p, part)
-                if lends and type(part) is Tensor:  # a subclass keeps its inner tensors in the same dict
+                if shares_attributes and type(part) is Tensor:  # a subclass keeps its inner tensors in the same dict
                     vars(part).update(self._parts.attributes(p))
                 if self.is_elementwise and p in self.optimizer.state:
                     self._enter_states(p, part, shown)
@@ -237,7 +237,7 @@ class ShardedStep:
                     if part.grad is not None:
                         self._parts.store_grad(p, part.grad)
                         part.grad = None
-                    if lends and type(part) is Tensor:
+                    if shares_attributes and type(part) is Tensor:
                         vars(p).update(vars(part))
                     if part in self.optimizer.state:
                         self._leave_states(p, part, shown)
@@ -262,14 +262,14 @@ class ShardedStep:
         for key, value in entry.items():
             if id(value) in shown:
                 entry[key] = shown[id(value)][1]
-            elif key not in self._beside and isinstance(value, Tensor) and value.dim() and value.shape == part.shape:
+            elif key not in self._besides and isinstance(value, Tensor) and value.dim() and value.shape == part.shape:
                 if self._files is not None:
                     value = self._files.keep(self.optimizer, part, key, value)
                 entry[key] = self._parts.state(p, value)
 
     def _has_parts(self, p: Tensor, key: str, value: Any) -> bool:
         """Whether ``value``, a state of ``p``, is a full array of elements that can be sharded."""
-        if key in self._beside or not isinstance(value, Tensor) or not value.dim():
+        if key in self._besides or not isinstance(value, Tensor) or not value.dim():
             return False
         # A subclass made of inner tensors (torchao's 8-bit states) cannot be cut by elements
         is_plain = not hasattr(type(value), "__tensor_flatten__") and value.layout == torch.strided

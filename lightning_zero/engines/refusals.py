@@ -59,13 +59,13 @@ def refuse_held_views(module: nn.Module, device: torch.device | None = None) -> 
         for attribute, value in {**vars(m), **buffers}.items():
             if value is parameters or value is children:
                 continue
-            made_anew = f"{attribute}_orig" in parameters  # spectral_norm and prune set it in each forward
+            remade = f"{attribute}_orig" in parameters  # spectral_norm and prune set it in each forward
             for held in _tensors_in(value, modules):
                 key = storage_key(held.untyped_storage())
                 known.add(id(held))
                 of_attributes[key] += 1
                 name = named.get(key)
-                if name is not None and not made_anew:
+                if name is not None and not remade:
                     where = f"{owner}.{attribute}".lstrip(".")
                     raise ValueError(
                         f"{where!r} holds a view of parameter {name!r}, made by .data, detach() or slicing, which would"

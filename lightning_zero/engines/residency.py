@@ -320,11 +320,11 @@ class Residency:
         self,
         store: Store,
         is_between: Callable[[], bool] = lambda: True,
-        meeting: Barrier | None = None,
+        barrier: Barrier | None = None,
         memories: Memories | None = None,
         budget_bytes: int = BUDGET_BYTES,
     ) -> None:
-        self._store, self._is_between, self._meeting = store, is_between, meeting
+        self._store, self._is_between, self._barrier = store, is_between, barrier
         self._memories = Memories() if memories is None else memories
         self._budget_bytes = budget_bytes
         self._open: dict[int, _Open] = {}  # in the order of opening
@@ -360,21 +360,21 @@ class Residency:
         self._open.clear()
         return params
 
-    def meet(self) -> None:
+    def wait_for_reads(self) -> None:
         """Waits until all ranks have finished their user code. Meanwhile this rank sends its shards to ranks that read
         (collective)."""
-        if self._meeting is None or not self._is_between():
+        if self._barrier is None or not self._is_between():
             return
         with _quietly():
-            self._meeting.end(self._serve)
+            self._barrier.end(self._serve)
 
     def all_run(self) -> bool:
         """Whether all ranks are about to run a forward without gradients; ``False`` if some ranks have already finished
         their loop (collective)."""
-        if self._meeting is None or not self._is_between():
+        if self._barrier is None or not self._is_between():
             return True
         with _quietly():
-            return self._meeting.ask(FORWARD, lambda: "a forward of validation, test or prediction", self._serve)
+            return self._barrier.ask(FORWARD, lambda: "a forward of validation, test or prediction", self._serve)
 
     @contextmanager
     def together(self, are: bool) -> Iterator[None]:
@@ -448,12 +448,12 @@ class Residency:
 
     def gather(self, key: int) -> tuple[list[Tensor], bool]:
         """Returns the full tensors of ``key``, and whether all ranks have requested them (collective)."""
-        meets = self._meeting is not None and self._is_between() and not self._is_together
-        if not meets or self._store.is_here(key):
+        waits = self._barrier is not None and self._is_between() and not self._is_together
+        if not waits or self._store.is_here(key):
             return self._store.gather(key), True
-        assert self._meeting is not None
+        assert self._barrier is not None
         # Numbers above FORWARD are keys, from 0 on; _serve decodes them.
-        by_all = self._meeting.ask(key + 1 + FORWARD, lambda: f"a read of {self._store.name(key)}", self._serve)
+        by_all = self._barrier.ask(key + 1 + FORWARD, lambda: f"a read of {self._store.name(key)}", self._serve)
         return self._store.gather(key), by_all
 
     def _make_room(self, keys: Mapping[int, None]) -> None:
@@ -746,7 +746,7 @@ class _NoParameters:
 
 
 @contextmanager
-def looking_whole() -> Iterator[None]:
+def showing_full() -> Iterator[None]:
     """Context in which user code reads and writes the full tensors of shards (collective)."""
     residency = Residency(_NoParameters())  # type: ignore[arg-type]
     with residency.mode:
@@ -764,13 +764,13 @@ def may_alias(func: Any) -> bool:
     return name in _ALIASES or (name == "__get__" and func in _PROPERTIES)
 
 
-def store_rows(whole: Tensor, sharded: DTensor) -> None:
-    """Copies this rank's rows of ``whole`` to its shard. From a gathered copy in lower precision it copies only changed
+def store_rows(full: Tensor, sharded: DTensor) -> None:
+    """Copies this rank's rows of ``full`` to its shard. From a gathered copy in lower precision it copies only changed
     elements, so that the others keep their master weights."""
     shard, (start, length) = local(sharded), rows_of(sharded)
     if not length:
         return
-    rows = whole.detach().narrow(0, start, length).to(shard.device)
+    rows = full.detach().narrow(0, start, length).to(shard.device)
     if rows.dtype != shard.dtype:
         rows = torch.where(shard.to(rows.dtype) == rows, shard, rows.to(shard.dtype))
     before_host_write(sharded)

@@ -62,7 +62,7 @@ class EngineRun(ABC):
             ValueError: On every rank, for settings that contradict the run.
         """
 
-    def whole_for_optimizers(self, engine: Engine) -> AbstractContextManager[Any]:
+    def full_for_optimizers(self, engine: Engine) -> AbstractContextManager[Any]:
         """Context of ``configure_optimizers``, in which user code reads full parameters."""
         return engine.view()
 

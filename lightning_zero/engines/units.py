@@ -54,7 +54,7 @@ def plan_units(
     module: nn.Module,
     patterns: Sequence[str] | None = None,
     min_unit_numel: int = 0,
-    keep_whole: Collection[type[nn.Module]] = (),
+    keep_full: Collection[type[nn.Module]] = (),
 ) -> UnitPlan:
     """Assigns the parameters of ``module`` to shard units.
 
@@ -84,10 +84,10 @@ def plan_units(
     for name, parameter in module.named_parameters():
         (owner,) = owners[parameter]
         units[owner or module].parameters[name] = parameter
-    whole = _parameters_of(module, keep_whole)
+    full = _parameters_of(module, keep_full)
     replicated: dict[str, nn.Parameter] = {}
     for unit in units.values():
-        for name in _unsplittable(unit.parameters, whole):
+        for name in _unsplittable(unit.parameters, full):
             replicated[name] = unit.parameters.pop(name)
     depth = {m: name.count(".") for name, m in module.named_modules()}
     inner = [units[m] for m in sorted(chosen, key=lambda m: -depth[m]) if units[m].parameters]
@@ -214,7 +214,7 @@ def _parameters_of(module: nn.Module, classes: Collection[type[nn.Module]]) -> s
     return {p for m in found for p in m.parameters(recurse=False)}
 
 
-def _unsplittable(parameters: dict[str, nn.Parameter], whole: set[nn.Parameter]) -> list[str]:
+def _unsplittable(parameters: dict[str, nn.Parameter], full: set[nn.Parameter]) -> list[str]:
     """Names of the parameters that cannot be sharded with this unit."""
     numel: Counter[torch.dtype] = Counter()
     for p in parameters.values():
@@ -224,9 +224,5 @@ def _unsplittable(parameters: dict[str, nn.Parameter], whole: set[nn.Parameter])
     return [
         name
         for name, p in parameters.items()
-        if p.dim() == 0
-        or p.numel() == 0
-        or not p.is_contiguous()
-        or p in whole
-        or (p.requires_grad and p.dtype != main)
+        if p.dim() == 0 or p.numel() == 0 or not p.is_contiguous() or p in full or (p.requires_grad and p.dtype != main)
     ]

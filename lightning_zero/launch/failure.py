@@ -182,7 +182,7 @@ def write(error: BaseException, first: bool, alike: bool = False) -> None:
     if not (path := os.environ.get(ERROR_FILE)):
         return
     said: dict[str, Any] = {"first": first, "alike": alike}
-    said |= {"summary": tracebacks.summary(error), "traceback": tracebacks.whole(error)}
+    said |= {"summary": tracebacks.summary(error), "traceback": tracebacks.full(error)}
     with suppress(OSError):
         new = f"{path}.new"
         with open(new, "w", encoding="utf-8") as file:
@@ -272,10 +272,10 @@ def _show(otherwise: Callable[..., Any], kind: type[BaseException], error: BaseE
     if marked is None or isinstance(error, KeyboardInterrupt):
         otherwise(kind, error, tb)
     elif log is not None:  # another rank than 0
-        sys.stderr.write(tracebacks.whole(error) if log else "")
+        sys.stderr.write(tracebacks.full(error) if log else "")
     else:
         headline, is_effect = marked
-        text = f" ({tracebacks.summary(error)[:200]})\n" if is_effect else f"\n{tracebacks.whole(error)}"
+        text = f" ({tracebacks.summary(error)[:200]})\n" if is_effect else f"\n{tracebacks.full(error)}"
         sys.stderr.write(f"lightning_zero: {headline}{text}")
     sys.stderr.flush()
 

@@ -160,7 +160,7 @@ class PopenLauncher(SubprocessScriptLauncher):
             failure.note(error, "the run did not begin")
             return
         if session is not None:
-            session.log(tracebacks.whole(error))
+            session.log(tracebacks.full(error))
         is_over = session.lacks_a_rank if session is not None else lambda: False
         verdict = failure.judge(error, self._strategy, trainer, is_over)
         if verdict.alike:

@@ -103,14 +103,14 @@ def meet(
     found = _connect(address, port, rank, limit)
     base = found.store
     base.set_timeout(timedelta(seconds=limit))  # a connection for messages has a shorter timeout
-    meeting = _Round(base, rank, size)
+    barrier = _Round(base, rank, size)
     next_word = PATIENCE_SECONDS
-    while not meeting.has_begun():
+    while not barrier.has_begun():
         if lacks_a_rank():
             raise RankLost("another rank ended before all had connected; its error is shown above.")
         waited = time.monotonic() - began
         if waited > min(next_word, limit):
-            missing = meeting.missing() if rank == 0 else [0]
+            missing = barrier.missing() if rank == 0 else [0]
             text = (
                 f"rank {rank} has waited {waited:.0f} s at {address}:{port} for rank {_few(missing)} of {size} ranks"
                 f" ({expected})"
@@ -124,8 +124,8 @@ def meet(
                 print(f"lightning_zero: {text}; it keeps waiting, {limit:.0f} s in total.", file=sys.stderr, flush=True)
             next_word *= 2
         time.sleep(max(_POLL_SECONDS, size / _ASKED_PER_SECOND))
-    found.round = meeting.name
-    return dist.PrefixStore(meeting.name, base)
+    found.round = barrier.name
+    return dist.PrefixStore(barrier.name, base)
 
 
 class _Round:

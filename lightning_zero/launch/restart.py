@@ -91,10 +91,10 @@ def find() -> str | None:
     if path is None:
         return None
     newest_first = reversed(_read(path))
-    return next((entry["path"] for entry in newest_first if _is_whole(entry["path"])), None)
+    return next((entry["path"] for entry in newest_first if _is_complete(entry["path"])), None)
 
 
-def _is_whole(path: str) -> bool:
+def _is_complete(path: str) -> bool:
     """Returns whether a checkpoint is complete. A file is if it exists, a sharded folder if it has its marker."""
     fs, target = fsspec.core.url_to_fs(path)
     return bool(fs.isfile(target) or fs.isfile(f"{target}/{MARKER}"))

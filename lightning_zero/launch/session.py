@@ -125,10 +125,10 @@ class Session:
 
     def lacks_a_rank(self) -> bool:
         """Returns whether another rank has ended in an error."""
-        self._hear(0.0)
+        self._recv(0.0)
         return any("lost" in answer for answer in self._answers)
 
-    def _hear(self, seconds: float) -> bool:
+    def _recv(self, seconds: float) -> bool:
         """Reads answers of the supervisor, waiting ``seconds`` for the first; returns whether there was any data."""
         assert self._supervisor.stdout is not None
         number = self._supervisor.stdout.fileno()
@@ -143,7 +143,7 @@ class Session:
         while True:
             if found := next((answer for answer in self._answers if "ended" in answer), None):
                 return found
-            if not self._hear(max(0.0, deadline - time.monotonic())):
+            if not self._recv(max(0.0, deadline - time.monotonic())):
                 return {}
 
     # -- the end -------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ _RAN_DRY = 1 << 8
 class StepSync(Callback):
     """The callback that exchanges the messages; see the module's docstring. This package's strategies add it.
 
-    At most one message is under way: :meth:`_say` first completes the preceding one. So the n-th messages of all ranks
+    At most one message is under way: :meth:`_send` first completes the preceding one. So the n-th messages of all ranks
     always belong together. The callback holds no state of the training.
     """
 
@@ -154,19 +154,19 @@ class StepSync(Callback):
     # -- this rank's place in the loop ---------------------------------------------------------------------------
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._say(1, batch_idx)
+        self._send(1, batch_idx)
         if self._strategy.root_device.type == "cpu":
-            self.hear()
+            self.recv()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        self.hear()
+        self.recv()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.hear()
+        self.recv()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self._say(2, trainer.fit_loop.epoch_loop.batch_idx + 1)
-        self.hear()
+        self._send(2, trainer.fit_loop.epoch_loop.batch_idx + 1)
+        self.recv()
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._wait_for_longer_loops()
@@ -186,16 +186,16 @@ class StepSync(Callback):
             engine.end_window()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        self._say(4, trainer.fit_loop.epoch_loop.batch_idx + 1)
-        self.hear()
+        self._send(4, trainer.fit_loop.epoch_loop.batch_idx + 1)
+        self.recv()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._say(5, trainer.fit_loop.epoch_loop.batch_idx + 1)
-        self.hear()
+        self._send(5, trainer.fit_loop.epoch_loop.batch_idx + 1)
+        self.recv()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._say(6, trainer.global_step)
-        self.hear()
+        self._send(6, trainer.global_step)
+        self.recv()
 
     # -- training loaders that differ in length ------------------------------------------------------------------
 
@@ -208,8 +208,8 @@ class StepSync(Callback):
 
     def any_ran_dry(self, this: bool) -> bool:
         """Returns whether any rank's training loader is exhausted; ``this`` is this rank's answer (collective)."""
-        self._say(3, self._loop.batch_idx + 1, _RAN_DRY * this)
-        return self.hear()
+        self._send(3, self._loop.batch_idx + 1, _RAN_DRY * this)
+        return self.recv()
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -218,14 +218,14 @@ class StepSync(Callback):
         if (engine := getattr(self._strategy, "engine", None)) is not None:
             engine.end_window(engine.hooks.anywhere)
 
-    def _say(self, place: int, index: int, dry: int = 0) -> None:
+    def _send(self, place: int, index: int, dry: int = 0) -> None:
         if self._loop is None:
             return
         asked = dry or self._signal or 0  # a signal that dry hides here is sent again with the next message
         if self._agreement is None:
             self._agreed = max(self._agreed, asked)
             return
-        self.hear()
+        self.recv()
         self._end_window()  # before the message: a rank that waits for a read cannot send its own
         here = (place << _SHIFT) + max(index, 0)
         with DisableTorchFunction():  # the engine's function mode must not intercept this tensor
@@ -233,7 +233,7 @@ class StepSync(Callback):
             work = self._agreement.all_reduce(message, dist.ReduceOp.MAX, STEP_SYNC, self._peer_memory)
         self._pending = (work, message, here)
 
-    def hear(self) -> bool:
+    def recv(self) -> bool:
         """Completes the message under way, if any; returns whether any rank's training loader is exhausted.
 
         Raises:

@@ -11,7 +11,7 @@ _OURS = str(Path(__file__).resolve().parents[1])
 _STDLIB = tuple({os.path.realpath(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")})
 
 
-def whole(error: BaseException) -> str:
+def full(error: BaseException) -> str:
     """Returns the traceback as Python prints it."""
     return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 

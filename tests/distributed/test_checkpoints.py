@@ -305,10 +305,10 @@ DAMAGED_FILES = {
 
 
 def test_a_bad_file_is_an_error_that_names_it_on_every_rank(ranks2, tmp_path: Path) -> None:
-    whole = tmp_path / "whole.ckpt"
-    ranks2(_save, "file", str(whole))
+    full = tmp_path / "whole.ckpt"
+    ranks2(_save, "file", str(full))
     for how in DAMAGED_FILES:
-        _damage_file(Path(shutil.copy(whole, tmp_path / f"{how}.ckpt")), how)
+        _damage_file(Path(shutil.copy(full, tmp_path / f"{how}.ckpt")), how)
     for how, said in DAMAGED_FILES.items():
         for text in ranks2(_said, _resume, str(tmp_path / f"{how}.ckpt")):
             assert said in text
@@ -367,10 +367,10 @@ DAMAGED_FOLDERS = {
 
 
 def test_a_bad_folder_is_an_error_that_names_what_is_missing(ranks2, tmp_path: Path) -> None:
-    whole = tmp_path / "whole.ckpt"
-    ranks2(_save, "sharded", str(whole))
+    full = tmp_path / "whole.ckpt"
+    ranks2(_save, "sharded", str(full))
     for how in DAMAGED_FOLDERS:
-        _damage_folder(shutil.copytree(whole, tmp_path / f"{how}.ckpt"), how)
+        _damage_folder(shutil.copytree(full, tmp_path / f"{how}.ckpt"), how)
     for how, said in DAMAGED_FOLDERS.items():
         for text in ranks2(_said, _resume, str(tmp_path / f"{how}.ckpt")):
             assert said in text

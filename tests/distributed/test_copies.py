@@ -68,10 +68,10 @@ def _held() -> dict[str, Any]:
 def test_shards_lie_in_copies(ranks3):
     found = ranks3(_held)
     padded = 3 * -(-ROWS // 3)
-    whole = 4 * 3 * (padded * ROWS + padded)
+    full = 4 * 3 * (padded * ROWS + padded)
     for rank in found:
         spare = max(each["own"] for each in found) - rank["own"]  # rows that only make the parts equal
-        assert rank["held"] == [whole - spare] * 3
+        assert rank["held"] == [full - spare] * 3
         assert rank["stayed"]
         assert rank["in copies"] == 6
 
@@ -148,8 +148,8 @@ def _after_writing(way: str, rank: int | None) -> tuple[float, float, float]:
         WRITES[way](engine, rank in (None, dist.get_rank()))
         found = engine.run("training_step", torch.ones(2, ROWS))
         module = Module()
-        for p, whole in zip(module.parameters(), engine.module.parameters(), strict=True):
-            p.copy_(gathered(engine.shards[whole]))
+        for p, full in zip(module.parameters(), engine.module.parameters(), strict=True):
+            p.copy_(gathered(engine.shards[full]))
         return before.item(), found.item(), module.training_step(torch.ones(2, ROWS)).item()
 
 

@@ -85,7 +85,7 @@ def test_afterwards_the_module_is_ordinary_on_every_rank(stage: int, name: str, 
         assert [key for key, value in result.items() if value is False] == []
 
 
-def _whole_for_a_while() -> dict[str, Any]:
+def _full_for_a_while() -> dict[str, Any]:
     """One rank alone runs the module inside ``full_parameters``; what rank 0 writes with ``modify`` counts."""
     seen: dict[str, Any] = {}
 
@@ -112,7 +112,7 @@ def _whole_for_a_while() -> dict[str, Any]:
 
 
 def test_parameters_are_whole_for_a_while(ranks2) -> None:
-    first, second = ranks2(_whole_for_a_while)
+    first, second = ranks2(_full_for_a_while)
     assert second["alone"].abs().sum() > 0
     assert first["read"] == second["read"] == 0.0
     for seen in (first, second):  # a head of zeros gives its bias

@@ -30,8 +30,8 @@ def test_values_are_those_of_ordinary_construction(kind, settings, ranks2):
 
 
 def test_without_a_fit(ranks2):
-    for ordinary, born in ranks2(meta.validate, "rotary", "zero3"):
-        assert ordinary == born
+    for ordinary, materialized in ranks2(meta.validate, "rotary", "zero3"):
+        assert ordinary == materialized
 
 
 # -- what cannot be filled -------------------------------------------------------------------------------------------
@@ -62,8 +62,8 @@ def test_a_checkpoint_fills_what_has_no_initializer(kind, form, ranks2, tmp_path
     path, settings = str(tmp_path / "x.ckpt"), {"stage": 3, **BLOCKS}
     saved = ranks2(meta.fit, kind, {**settings, "checkpoint": form}, "cpu", None, path)
     ordinary = ranks2(meta.fit, kind, settings, "cpu", path)
-    born = ranks2(meta.fit, kind, settings, "meta", path)
-    for one, other in zip(ordinary, born, strict=True):
+    materialized = ranks2(meta.fit, kind, settings, "meta", path)
+    for one, other in zip(ordinary, materialized, strict=True):
         assert one[0] == other[0]
         assert len(one[0]) == 2
         for name, value in saved[0][2].items():

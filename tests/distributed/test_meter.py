@@ -120,8 +120,8 @@ def test_bytes_equal_the_table(ranks2, stage):
     accumulate = 3
     at_3 = 2 * accumulate - (accumulate - 1 / STEPS) / 8
     gathers, reductions = {1: (1, 1), 2: (1, accumulate), 3: (at_3, accumulate)}[stage]
-    whole = 8 * 16 * 16 * 4
+    full = 8 * 16 * 16 * 4
     for sent in ranks2(_sent, stage, accumulate):
-        assert sent["peers"] == (gathers + reductions) * whole / 2  # what has really come to this rank
-        assert sent["all_gather"] == gathers * whole / 2
-        assert sent["reduce_scatter"] == reductions * whole / 2
+        assert sent["peers"] == (gathers + reductions) * full / 2  # what has really come to this rank
+        assert sent["all_gather"] == gathers * full / 2
+        assert sent["reduce_scatter"] == reductions * full / 2

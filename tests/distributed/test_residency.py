@@ -231,7 +231,7 @@ def _bare() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sharded = nn.Parameter(distribute_tensor(OTHER, mesh, [Shard(0)], src_data_rank=None))
     storage = local(sharded).data_ptr()
-    with residency.looking_whole(), torch.no_grad():
+    with residency.showing_full(), torch.no_grad():
         assert (sharded - OTHER).abs().max() == 0
         sharded[4].fill_(3.0)
         nn.init.constant_(sharded[0], 2.0)

@@ -369,7 +369,7 @@ def test_a_run_goes_on_in_mid_epoch(ranks2: Any, tmp_path: Path) -> None:
     settings, path = {**STAGE_3, "uneven": "shortest"}, str(tmp_path / "x.ckpt")
     straight = ranks2(_trained, settings, "sampler", (5, 3), path)
     resumed = ranks2(_trained, settings, "sampler", (5, 3), "", path)
-    for whole, rest in zip(straight, resumed, strict=True):
-        assert rest["losses"] == pytest.approx(whole["losses"][4:])
-        assert rest["weights"] == pytest.approx(whole["weights"])
-        assert rest["batches"][:2] == whole["batches"][:2] == [3, 5]
+    for full, rest in zip(straight, resumed, strict=True):
+        assert rest["losses"] == pytest.approx(full["losses"][4:])
+        assert rest["weights"] == pytest.approx(full["weights"])
+        assert rest["batches"][:2] == full["batches"][:2] == [3, 5]

@@ -51,7 +51,7 @@ class Module(L.LightningModule):
         )
 
     def on_train_start(self) -> None:
-        _say(f"trains in rank {RANK}")
+        _send(f"trains in rank {RANK}")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         out = self.net(batch)
@@ -65,7 +65,7 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def _say(line: str) -> None:
+def _send(line: str) -> None:
     """In one write: the parts of an unbuffered print get mixed with the other rank's."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
@@ -83,7 +83,7 @@ def fit(module: Module, name: str) -> L.Trainer:
     )  # fmt: skip
     trainer.fit(module)
     total = sum(p.sum().item() for p in module.parameters())
-    _say(f"FITTED {name} rank {RANK} steps {trainer.global_step} sum {total}")
+    _send(f"FITTED {name} rank {RANK} steps {trainer.global_step} sum {total}")
     return trainer
 
 
@@ -96,7 +96,7 @@ if __name__ == "__main__":
     try:
         fit(module, "first")
     except Exception as error:
-        _say(f"CAUGHT rank {RANK}: {type(error).__name__}: {error}")
+        _send(f"CAUGHT rank {RANK}: {type(error).__name__}: {error}")
     if "same" not in WORDS:
         module = Module("none")
     module.how = "none"

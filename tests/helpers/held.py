@@ -34,8 +34,8 @@ from tests.helpers.zoo import (
     TokenDataset,
     Zoo,
     _of,
+    full,
     longer,
-    whole,
 )
 
 
@@ -45,7 +45,7 @@ class BestWeights(Zoo):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
             self.best = copy.deepcopy(self.net.state_dict())
-            self.extra |= {f"{self.current_epoch}/{name}": whole(value) for name, value in self.best.items()}
+            self.extra |= {f"{self.current_epoch}/{name}": full(value) for name, value in self.best.items()}
         if batch_idx == 2:
             self.net.load_state_dict(self.best)
 
@@ -136,7 +136,7 @@ class HeldWeights(Zoo):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.extra[f"norm {len(self.losses)}"] = torch.stack([w.detach().norm() for w in self.regularized])
         state = self.optimizers().optimizer.state[self.net.head.weight]
-        self.extra[f"momentum {len(self.losses)}"] = whole(state["momentum_buffer"])
+        self.extra[f"momentum {len(self.losses)}"] = full(state["momentum_buffer"])
 
 
 class HeldView(Zoo):
@@ -230,7 +230,7 @@ class Averaged(Zoo):
         self.average.update_parameters(self.net)
 
     def on_train_end(self) -> None:
-        self.extra |= {name: whole(value).float() for name, value in self.average.state_dict().items()}
+        self.extra |= {name: full(value).float() for name, value in self.average.state_dict().items()}
 
 
 class Stacked(Zoo):
@@ -243,7 +243,7 @@ class Stacked(Zoo):
         out = torch.vmap(lambda p, b, x: torch.func.functional_call(base, (p, b), (x,)), (0, 0, None))(
             params, buffers, batch[0]
         )
-        self.extra[f"stacked {len(self.losses)}"] = whole(out)
+        self.extra[f"stacked {len(self.losses)}"] = full(out)
 
 
 class Saves(Zoo):
@@ -296,10 +296,10 @@ class HeldStateDict(Zoo):
         file.seek(0)
         step = len(self.losses)
         self.extra |= {f"saved {step}/{name}": value.detach() for name, value in torch.load(file).items()}
-        self.extra |= {f"held {step}/{name}": whole(value) for name, value in self.state.items()}
+        self.extra |= {f"held {step}/{name}": full(value) for name, value in self.state.items()}
 
     def on_fit_end(self) -> None:
-        self.extra |= {f"after/{name}": whole(value) for name, value in self.state.items()}
+        self.extra |= {f"after/{name}": full(value) for name, value in self.state.items()}
 
 
 class HeldFromStep(Zoo):
@@ -349,15 +349,15 @@ class HeldFromStep(Zoo):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = len(self.losses)
-        self.extra |= {f"{step}/{name}": whole(value) for name, value in self.held.items()}
+        self.extra |= {f"{step}/{name}": full(value) for name, value in self.held.items()}
         with torch.no_grad():
             for value in self.held.values() if batch_idx % 2 else ():
                 value.mul_(0.97)
-        self.extra |= {f"written {step}/{name}": whole(value) for name, value in self.held.items()}
+        self.extra |= {f"written {step}/{name}": full(value) for name, value in self.held.items()}
         self.extra[f"sums {step}"] = torch.stack([p.detach().sum() for p in self.parameters()])
 
     def on_fit_end(self) -> None:
-        self.extra |= {f"after/{name}": whole(value) for name, value in self.held.items()}
+        self.extra |= {f"after/{name}": full(value) for name, value in self.held.items()}
 
 
 class ViewsAfterTheirBlock(Zoo):
@@ -559,7 +559,7 @@ class StatesWritten(Zoo):
                 optimizer.state.clear()
         if batch_idx == 2:
             norms = {id(p): state["momentum_buffer"].norm() for p, state in optimizer.state.items()}
-            momenta = [whole(norms[id(p)]) for p in self.parameters()]  # whichever was forgotten comes last there
+            momenta = [full(norms[id(p)]) for p in self.parameters()]  # whichever was forgotten comes last there
             self.extra[f"momenta {self.current_epoch}"] = torch.stack(momenta)
             assert head in optimizer.state
             del optimizer.state[head]
@@ -575,7 +575,7 @@ class Scripted(Zoo):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         with torch.no_grad():
-            self.extra[f"scripted {len(self.losses)}"] = whole(self.net.blocks[1](batch[0]))
+            self.extra[f"scripted {len(self.losses)}"] = full(self.net.blocks[1](batch[0]))
 
 
 class Traced(Zoo):
@@ -596,7 +596,7 @@ class Traced(Zoo):
                     with pytest.raises(RuntimeError, match="trace a copy"):
                         torch.jit.trace(module, x)
             traced = torch.jit.trace(copy.deepcopy(self.net), x)
-            self.extra[f"traced {self.current_epoch}"] = whole(traced(x))
+            self.extra[f"traced {self.current_epoch}"] = full(traced(x))
 
 
 class SharedAcrossFits(Zoo):
@@ -743,7 +743,7 @@ class SamplesInInferenceMode(Zoo):
 
     @torch.inference_mode()
     def keep(self) -> None:
-        self.extra["kept"] = torch.cat([whole(value).flatten() for value in self.state_dict().values()])
+        self.extra["kept"] = torch.cat([full(value).flatten() for value in self.state_dict().values()])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.sample(f"step {batch_idx}")

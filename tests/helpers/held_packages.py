@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from tests.helpers import models, zoo
-from tests.helpers.zoo import ADAM, KINDS, UNUSED, WIDTH, Kind, TokenDataset, Zoo, _of, whole
+from tests.helpers.zoo import ADAM, KINDS, UNUSED, WIDTH, Kind, TokenDataset, Zoo, _of, full
 
 PACKAGED: dict[str, tuple[str, ...]] = {
     # kind -> distributions
@@ -123,7 +123,7 @@ class TimmEma(Zoo):
         self.ema[0].update(self.net)
 
     def on_train_end(self) -> None:
-        self.extra |= {name: whole(value) for name, value in self.ema[0].module.state_dict().items()}
+        self.extra |= {name: full(value) for name, value in self.ema[0].module.state_dict().items()}
 
 
 class TorchEma(Zoo):
@@ -140,7 +140,7 @@ class TorchEma(Zoo):
 
     def on_train_epoch_end(self) -> None:
         with self.ema.average_parameters():
-            self.extra |= {f"{self.current_epoch}/{n}": whole(p) for n, p in self.net.named_parameters()}
+            self.extra |= {f"{self.current_epoch}/{n}": full(p) for n, p in self.net.named_parameters()}
 
 
 class MaximalUpdate(Zoo):

@@ -150,9 +150,9 @@ def fit(kind: str, strategy: Any, device: str = "meta", ckpt_path: str | None = 
 
 def differences(kind: str, strategy: Any) -> list[str]:
     """Names of what differs from ordinary construction: losses, values at the start and at the end."""
-    ordinary, born = fit(kind, strategy, "cpu"), fit(kind, strategy)
-    differ = ["losses"] if ordinary[0] != born[0] else []
-    for what, one, other in zip(("start", "end"), ordinary[1:], born[1:], strict=True):
+    ordinary, materialized = fit(kind, strategy, "cpu"), fit(kind, strategy)
+    differ = ["losses"] if ordinary[0] != materialized[0] else []
+    for what, one, other in zip(("start", "end"), ordinary[1:], materialized[1:], strict=True):
         assert one.keys() == other.keys()
         differ += [f"{what} {name}" for name in one if not torch.equal(one[name], other[name])]
     return differ

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from lightning_zero.engines.torch_functions import BROADCAST_IS_SEEN
 from tests.helpers.held import TOO_OLD, TRANSFORMS
-from tests.helpers.zoo import KINDS, NO_GRADIENT_YET, UNUSED, Kind, Zoo, _of, longer, whole
+from tests.helpers.zoo import KINDS, NO_GRADIENT_YET, UNUSED, Kind, Zoo, _of, full, longer
 
 
 class EmaByStateDict(Zoo):
@@ -336,7 +336,7 @@ class OwnBackwardInStep(Zoo):
 
     def look(self, when: str, grad: Tensor | None) -> None:
         if grad is not None:
-            self.extra[f"{len(self.losses)} {when}"] = whole(grad)
+            self.extra[f"{len(self.losses)} {when}"] = full(grad)
 
 
 class ViewsHeldOverSteps(Zoo):

@@ -286,7 +286,7 @@ class ConfiguredClipping(Zoo):
     ) -> None:
         if self.options["by_hand"]:
             norm = nn.utils.clip_grad_norm_(self.parameters(), 0.05)
-            self.extra[f"norm_{self.trainer.global_step}"] = whole(norm)
+            self.extra[f"norm_{self.trainer.global_step}"] = full(norm)
         else:
             limit = 0.05 if self.trainer.global_step % 2 else 0.5
             self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
@@ -1074,7 +1074,7 @@ class GradientsTouched(Zoo):
                 p.grad.mul_(0.5)
                 p.grad.clamp_(-0.02, 0.02)
             if name == "net.head.bias":
-                self.extra[f"head_bias_grad_{len(self.losses)}"] = whole(p.grad)
+                self.extra[f"head_bias_grad_{len(self.losses)}"] = full(p.grad)
 
 
 class Penalty(Zoo):
@@ -1100,7 +1100,7 @@ class Histograms(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         for name, p in module.named_parameters():
             counts = torch.histc(p.detach(), bins=5, min=-0.503, max=0.503)
-            module.extra[f"{batch_idx}/{name}"] = whole(counts)
+            module.extra[f"{batch_idx}/{name}"] = full(counts)
 
 
 class Statistics(Callback):
@@ -1358,6 +1358,7 @@ KINDS: dict[str, Kind] = {
     "odd_shapes": Kind(
         module=_of(Odd, more=(), optimizer=lambda p: AdamW(p, lr=1e-3, eps=1e-4)),
         trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
+        dataset=longer,
         reason=ADAM,
     ),
     "odd_shapes_and_dtypes": Kind(
@@ -1557,7 +1558,7 @@ def _relative(value: Tensor, reference: Tensor) -> float:
     return gap / max(scale, 1e-3)  # what is smaller than 1e-3 throughout is compared absolutely
 
 
-def whole(value: Tensor) -> Tensor:
+def full(value: Tensor) -> Tensor:
     """A plain copy of what user code read, gathered if it is a DTensor."""
     value = value.detach()
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.helpers import born
+from tests.helpers import materialized
 from tests.helpers.ranks import ROOT
 
 
@@ -16,10 +16,10 @@ from tests.helpers.ranks import ROOT
 def test_a_rank_holds_its_shards_and_the_root_unit():
     """One rank of eight, whose others are not there: half of the module is the root's, which is whole at the end."""
     pytest.importorskip("transformers")
-    sizes = {**born.SEVEN_BILLION, "hidden_size": 1024, "num_hidden_layers": 6, "vocab_size": 32000}
+    sizes = {**materialized.SEVEN_BILLION, "hidden_size": 1024, "num_hidden_layers": 6, "vocab_size": 32000}
     sizes |= {"intermediate_size": 2752, "num_attention_heads": 8, "num_key_value_heads": 8}
     job = json.dumps({"world_size": 8, "sizes": sizes, "room_gib": 4})
-    command = [sys.executable, "-m", "tests.helpers.born", job]
+    command = [sys.executable, "-m", "tests.helpers.materialized", job]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["peak"] == pytest.approx(found["parameters"] / 8 + found["root"], rel=0.1)  # the allocator's gaps

@@ -164,10 +164,10 @@ def test_inside_a_step_the_device_holds_what_the_stage_gathers(steps, stage, mix
     parameters at 3."""
     _, seen, sizes, _ = steps[stage, mixed]
     itemsize = 2 if mixed else 4
-    whole = RANKS * (sizes["sharded"] if stage < 3 else sizes["kept"])
+    full = RANKS * (sizes["sharded"] if stage < 3 else sizes["kept"])
     for parameters in seen:
         assert parameters["host"] == 4 * sizes["sharded"]
-        assert parameters["device"] == itemsize * whole + 4 * sizes["replicated"]
+        assert parameters["device"] == itemsize * full + 4 * sizes["replicated"]
 
 
 @pytest.mark.parametrize(("stage", "mixed"), STAGES)

@@ -8,7 +8,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Optimizer
 
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engines.elementwise import KNOWN_ELEMENTWISE, is_elementwise, is_known, keys_beside_elements
+from lightning_zero.engines.elementwise import KNOWN_ELEMENTWISE, is_elementwise, is_known, keys_besides_elements
 from lightning_zero.engines.optimizer_family import family
 from lightning_zero.engines.optimizer_step import refuse_sharding
 from tests.helpers import optimizers, zoo
@@ -22,17 +22,17 @@ def _params() -> list[torch.nn.Parameter]:
 def test_what_is_known_holds_when_tried(optimizer):
     """The list is not taken on trust: ten steps on whole tensors and on their halves agree to the last bit."""
     generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(6, 4, generator=generator), torch.randn(5, generator=generator)]
-    halves = [part.clone() for w in whole for part in w.chunk(2)]
-    tried = [optimizer([t.requires_grad_() for t in tensors], lr=0.01) for tensors in (whole, halves)]
+    full = [torch.randn(6, 4, generator=generator), torch.randn(5, generator=generator)]
+    halves = [part.clone() for w in full for part in w.chunk(2)]
+    tried = [optimizer([t.requires_grad_() for t in tensors], lr=0.01) for tensors in (full, halves)]
     for _ in range(10):
-        grads = [torch.randn(w.shape, generator=generator) for w in whole]
-        for tensors, values in ((whole, grads), (halves, [part for g in grads for part in g.chunk(2)])):
+        grads = [torch.randn(w.shape, generator=generator) for w in full]
+        for tensors, values in ((full, grads), (halves, [part for g in grads for part in g.chunk(2)])):
             for t, value in zip(tensors, values, strict=True):
                 t.grad = value.clone()
         for each in tried:
             each.step()
-    for w, parts in zip(whole, (halves[:2], halves[2:]), strict=True):
+    for w, parts in zip(full, (halves[:2], halves[2:]), strict=True):
         assert torch.equal(w, torch.cat(parts))
 
 
@@ -77,7 +77,7 @@ def test_a_declared_one_that_cannot_be_tried_is_refused_by_name():
             pass
 
     with pytest.raises(ValueError, match=r"elementwise_optimizers=\['Peculiar'\].*leave it out"):
-        keys_beside_elements(Peculiar(_params(), secret=1))
+        keys_besides_elements(Peculiar(_params(), secret=1))
 
 
 def test_the_setting_takes_names():
@@ -101,7 +101,7 @@ def test_a_family_is_all_optimizers_inside():
 def test_a_declared_one_that_keeps_parameters_elsewhere_is_refused_by_name(optimizer, attribute):
     """Left in a list, the full parameter would be read for its shard in the step."""
     with pytest.raises(ValueError, match=f"keeps parameters in its attribute '{attribute}'.*leave it out"):
-        keys_beside_elements(optimizer(_params()))
+        keys_besides_elements(optimizer(_params()))
 
 
 def test_an_optimizer_that_shards_by_itself_is_refused_by_name():

@@ -66,7 +66,7 @@ class _Rank:
             unit.is_here = True
 
     def forward(self, indices: Sequence[int], touches_before: int | None = None) -> None:
-        self.order.start_anew()
+        self.order.restart()
         for index in indices:
             if index == touches_before:
                 self.order.touches(1, in_backward=False)
@@ -130,9 +130,9 @@ def test_ranks_that_leave_it_alike_go_on() -> None:
 def test_where_gathers_block_no_host_ranks_hear_of_it_with_the_next_message() -> None:
     def run(rank: _Rank, number: int) -> None:
         rank.forward(range(4))
-        rank.order.hear()
+        rank.order.recv()
         rank.forward((0, 2) if number else range(4))
-        rank.order.hear()
+        rank.order.recv()
 
     assert all("the units" in text for text in _on_ranks(run, waits=False))
 

@@ -63,7 +63,7 @@ def test_the_end_of_a_fit_needs_no_backend_for_host_memory(monkeypatch: pytest.M
     monkeypatch.setattr(dist, "all_reduce", fails)
     strategy = _on_cuda()
     monkeypatch.setattr(ZeroStrategy, "world_size", 2)
-    strategy.engine = SimpleNamespace(whole_bytes=1)  # type: ignore[assignment]
+    strategy.engine = SimpleNamespace(total_bytes=1)  # type: ignore[assignment]
     for room, fits in (([2**40, 2**40], True), ([2**40, 0], False)):
         strategy._agreement = SimpleNamespace(gather=lambda *_, room=room: room)  # type: ignore[assignment]
         assert strategy._after_run() is (AfterRun.WHOLE if fits else AfterRun.SHARDED)

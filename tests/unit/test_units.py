@@ -125,4 +125,4 @@ def test_unsplittable_parameters_are_replicated(odd):
 def test_norm_classes_can_be_kept_whole():
     model = Model()
     model.norm = nn.BatchNorm1d(4)
-    assert list(plan_units(model, keep_whole=[nn.BatchNorm1d]).replicated) == ["norm.weight", "norm.bias"]
+    assert list(plan_units(model, keep_full=[nn.BatchNorm1d]).replicated) == ["norm.weight", "norm.bias"]

@@ -45,8 +45,8 @@ from lightning_zero.comm.agree import Agreement, broadcast_coalesced, run_agreem
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
 from lightning_zero.engines.base import Engine, Root, refuse_late_hooks
-from lightning_zero.engines.birth import Birth, in_order_of_construction
 from lightning_zero.engines.deepspeed import private
+from lightning_zero.engines.deepspeed.full_state import FullState, model_state
 from lightning_zero.engines.deepspeed.gradients import Gradients
 from lightning_zero.engines.deepspeed.optimizer_step import Joined, Pieces, parameters
 from lightning_zero.engines.deepspeed.order import Order
@@ -54,7 +54,7 @@ from lightning_zero.engines.deepspeed.parameters import Parameters
 from lightning_zero.engines.deepspeed.phase import Phase, UnderWay
 from lightning_zero.engines.deepspeed.reductions import Reductions
 from lightning_zero.engines.deepspeed.store import DeepSpeedStore
-from lightning_zero.engines.deepspeed.whole import Whole, model_state
+from lightning_zero.engines.materialize import Materializer, in_order_of_construction
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.optimizer_step import ShardedStep
 from lightning_zero.engines.plain_copies import PlainCopies, pickle_plainly
@@ -111,7 +111,7 @@ class DeepSpeedEngine(Engine):
             refuse_script_modules(module)
             _refuse_compiled(module)
         self._params = Parameters(module, self._stage3)
-        self.whole_bytes = sum(shape.numel() * p.element_size() for p, shape in self._params.shapes.items())
+        self.total_bytes = sum(shape.numel() * p.element_size() for p, shape in self._params.shapes.items())
         if dist.get_world_size() > 1 and self.config.find_unused_parameters:
             self._agreement = run_agreement() or shared_agreement(self.config.timeout_seconds)
         forget_meshes()
@@ -120,7 +120,7 @@ class DeepSpeedEngine(Engine):
         self._reductions = Reductions(self._params, self.config, self._under_way, self._agreement)
         self._begin_residency()
         self._start_from_rank_0()
-        self._whole = Whole(self._params, self.mesh)
+        self._full = FullState(self._params, self.mesh)
 
     def _start_from_rank_0(self) -> None:
         """Broadcasts rank 0's values. At stage 3 parameters are sharded at once, module by module in the order of
@@ -129,7 +129,7 @@ class DeepSpeedEngine(Engine):
         if not self._stage3:
             broadcast_coalesced([*params.named.values(), *self.module.buffers()])
             return
-        birth = Birth(self.module, self.device, self._initializing)
+        materializer = Materializer(self.module, self.device, self._initializing)
         groups: dict[nn.Module, list[Any]] = {m: [] for m, _ in in_order_of_construction(self.module)}
         owners = {
             p: m for m in groups for p in own_parameters(m).values() if p in params.held
@@ -141,12 +141,12 @@ class DeepSpeedEngine(Engine):
             private.count_from_zero()
             shard = private.sharder(self.settings)
             for m, group in groups.items():
-                birth.bring_up(m, group)
+                materializer.materialize(m, group)
                 self._take_from_rank_0(group)
                 shard(group)
         rest = [*params.replicated, *self.module.buffers()]
-        birth.bring_up(self.module, rest)
-        birth.finish()
+        materializer.materialize(self.module, rest)
+        materializer.finish()
         self._take_from_rank_0(rest)
 
     def _take_from_rank_0(self, tensors: Sequence[Tensor]) -> None:
@@ -159,7 +159,7 @@ class DeepSpeedEngine(Engine):
         """Context of an initializer, which may write to parameters that are sharded already."""
         with self.view():
             yield
-        self.end_window(meets=False)
+        self.end_window(waits=False)
 
     def _begin_residency(self) -> None:
         params, memories = self._params, Memories()
@@ -179,7 +179,7 @@ class DeepSpeedEngine(Engine):
         if optimizers:
             refuse_sparse_gradients(self.module)
             params.refuse_training_replicated()
-        self.end_window(meets=False)  # ends the window of configure_optimizers
+        self.end_window(waits=False)  # ends the window of configure_optimizers
         trainable = [p for p in params.named.values() if p.requires_grad and p in params.held]
         if not self._stage3:
             for p in params.held:
@@ -194,7 +194,7 @@ class DeepSpeedEngine(Engine):
             private.hook_modules(self._engine, self._rests, self._before_module)
             if joined is not None:
                 self._order.follow_buckets(self._engine)
-            self._accumulators = [_whole_accumulator(p, self._params.shapes[p]) for p in trainable]
+            self._accumulators = [_full_accumulator(p, self._params.shapes[p]) for p in trainable]
         if joined is not None:
             params.shards = (private.Shards3 if self._stage3 else private.Shards12)(self._engine, params.shapes)
             self._reductions.follow(self._engine, trainable)
@@ -227,10 +227,10 @@ class DeepSpeedEngine(Engine):
 
     def _rests(self) -> bool:
         """Whether DeepSpeed's module hooks do nothing: between steps parameters are gathered when touched."""
-        return self._under_way.is_between() or Phase.WHOLE in self._under_way
+        return self._under_way.is_between() or Phase.FULL in self._under_way
 
     def _before_module(self, module: nn.Module) -> None:
-        if Phase.WHOLE not in self._under_way:
+        if Phase.FULL not in self._under_way:
             refuse_tracing()
             refuse_transforms("stage 3 of engine='deepspeed'", "stage=2, engine='fsdp2'")
         if any(p is not None for p in own_parameters(module).values()):
@@ -379,7 +379,7 @@ class DeepSpeedEngine(Engine):
         return None if found is None else found.piece
 
     def _leave_states(self, full: bool) -> None:
-        self._whole.states_as_rows(self._optimizers, self._store.known_state)
+        self._full.states_as_rows(self._optimizers, self._store.known_state)
         leave_states(self._optimizers, full)
 
     def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
@@ -394,23 +394,23 @@ class DeepSpeedEngine(Engine):
         self.end_window(self.hooks.anywhere)
         self._store_parameters()
         with torch.no_grad(), DisableTorchFunction():
-            return self._whole.state_dict()
+            return self._full.state_dict()
 
     def in_shards(self, state: dict[str, Any]) -> dict[str, Any]:
-        return self._whole.optimizer_state(state, self._store.known_state)
+        return self._full.optimizer_state(state, self._store.known_state)
 
-    def whole_parameters(self) -> dict[Tensor, nn.Parameter]:
+    def gathered_parameters(self) -> dict[Tensor, nn.Parameter]:
         self.end_window(self.hooks.anywhere)
         self._store_parameters()
-        return self._whole.parameters()
+        return self._full.parameters()
 
-    def whole_on_module(self) -> AbstractContextManager[None]:
-        return self._under_way.during(Phase.WHOLE)
+    def full_on_module(self) -> AbstractContextManager[None]:
+        return self._under_way.during(Phase.FULL)
 
-    def store_whole(self, whole: Mapping[Any, Tensor]) -> None:
-        broadcast_coalesced([*whole.values(), *self._params.replicated])
+    def store_full(self, full: Mapping[Any, Tensor]) -> None:
+        broadcast_coalesced([*full.values(), *self._params.replicated])
         with torch.no_grad(), DisableTorchFunction():
-            for p, w in whole.items():
+            for p, w in full.items():
                 self._store.put(p, w.detach())
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -419,14 +419,14 @@ class DeepSpeedEngine(Engine):
         with torch.no_grad(), DisableTorchFunction():
             return model_state(self._params, optimizers, self._store.known_state, self.config, self.device)
 
-    def restore(self, whole: bool) -> None:
+    def restore(self, full: bool) -> None:
         self.end_residency()
         self._store_parameters()  # before masters are read
         _give_methods_back(self._optimizers)  # even if the module stays sharded
-        if not whole:
+        if not full:
             return
         with torch.no_grad(), DisableTorchFunction():
-            values = self._whole.values_afterwards()
+            values = self._full.values_afterwards()
             self._leave_states(self.config.after_fit == "whole")
             held = self.residency.held()
             self._take_off(values)
@@ -451,7 +451,7 @@ class DeepSpeedEngine(Engine):
         self._engine = None
 
 
-def _whole_accumulator(p: Tensor, shape: torch.Size) -> Node:
+def _full_accumulator(p: Tensor, shape: torch.Size) -> Node:
     """Creates the autograd node that adds to ``p.grad``, for gradients of the full ``shape``.
 
     The node takes its shape from ``p`` at the first use in a graph, and an ``autograd.Function`` (including DeepSpeed's

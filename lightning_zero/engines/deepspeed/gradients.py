@@ -50,8 +50,8 @@ class Gradients:
         if Phase.BACKWARD in self._under_way and not in_backward():
             refuse_gradients_in_backward()
 
-    def read(self, p: Tensor, whole: Callable[[], Tensor]) -> Tensor | None:
-        """Returns ``p.grad``; ``whole`` assembles the full gradient (collective)."""
+    def read(self, p: Tensor, full: Callable[[], Tensor]) -> Tensor | None:
+        """Returns ``p.grad``; ``full`` assembles the full gradient (collective)."""
         self._refuse_in_backward()
         shards = self._params.shards
         with DisableTorchFunction():
@@ -65,7 +65,7 @@ class Gradients:
                     warnings.warn(_NONE, stacklevel=2)
             return None
         if p not in self._seen:
-            self._seen[p] = whole(), False
+            self._seen[p] = full(), False
         return self._seen[p][0]
 
     def assembled(self, p: Tensor) -> Tensor:

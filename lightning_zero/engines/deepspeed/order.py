@@ -54,7 +54,7 @@ class Order:
         """Records that ``unit``, a module or a parameter, is gathered next (collective on CPUs).
 
         ``None`` follows the last unit of a forward."""
-        if self._is_followed and not (self._under_way.is_between() or Phase.WHOLE in self._under_way):
+        if self._is_followed and not (self._under_way.is_between() or Phase.FULL in self._under_way):
             self._next(self._names.get(id(unit), ""))
 
     def _reduces(self, bucket: Sequence[Any]) -> None:

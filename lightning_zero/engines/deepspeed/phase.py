@@ -18,7 +18,7 @@ class Phase(Enum):
     its module's forward and backward."""
     BACKWARD = auto()
     """DeepSpeed and autograd access tensors directly: nothing is gathered or opened for user code."""
-    WHOLE = auto()
+    FULL = auto()
     """Full copies are registered on the module: nothing is opened, gathered, released or agreed on."""
 
 

@@ -324,9 +324,9 @@ def _keep_lists() -> None:
     DeepSpeed alone copies a list, so that an auxiliary loss that a module appends is lost."""
     from deepspeed.runtime.zero import parameter_offload, utils
 
-    def make(apply_anew: Callable[..., Any]) -> Any:
+    def make(reapply: Callable[..., Any]) -> Any:
         def apply_to_tensors_only(function: Any, value: Any, warning_msg_fn: Any = None) -> Any:
-            result = apply_anew(function, value, warning_msg_fn)  # calls this function again for nested values
+            result = reapply(function, value, warning_msg_fn)  # calls this function again for nested values
             if isinstance(value, list):
                 value[:] = result
                 return value
@@ -477,7 +477,7 @@ def before_buckets(engine: Any, action: Callable[[Sequence[Any]], None]) -> None
 
 def give_zeros(p: Any) -> None:
     """Sets ``p.grad`` to zeros of the full shape, whether ``p`` is sharded or not."""
-    zeros = torch.zeros(whole_shape(p), dtype=p.dtype, device=p.device)
+    zeros = torch.zeros(full_shape(p), dtype=p.dtype, device=p.device)
     kept, p.data = p.data, zeros  # torch accepts only a gradient of the parameter's current shape
     p.grad = zeros
     p.data = kept
@@ -518,17 +518,17 @@ class Shards(ABC):
 
         The sum over ranks is exact, because each element is non-zero on one rank only.
         """
-        whole = local.new_zeros(self.shapes[p].numel())
-        self.cut(p, whole).copy_(local)
+        full = local.new_zeros(self.shapes[p].numel())
+        self.cut(p, full).copy_(local)
         if dist.get_world_size() > 1:
-            dist.all_reduce(whole)
-        return whole.view(self.shapes[p])
+            dist.all_reduce(full)
+        return full.view(self.shapes[p])
 
-    def cut(self, p: Tensor, whole: Tensor) -> Tensor:
-        """Returns this rank's piece of ``whole``, a tensor of the full shape of ``p``, 1-D; a view if ``whole`` is
+    def cut(self, p: Tensor, full: Tensor) -> Tensor:
+        """Returns this rank's piece of ``full``, a tensor of the full shape of ``p``, 1-D; a view if ``full`` is
         contiguous."""
         piece = self.pieces[p]
-        return whole.detach().reshape(-1).narrow(0, piece.offset, piece.numel)
+        return full.detach().reshape(-1).narrow(0, piece.offset, piece.numel)
 
     def master(self, p: Tensor) -> Tensor:
         """Returns this rank's piece of the master of ``p``, 1-D."""
@@ -758,7 +758,7 @@ def is_managed(p: Any) -> bool:
     return hasattr(p, "ds_id")
 
 
-def whole_shape(p: Any) -> torch.Size:
+def full_shape(p: Any) -> torch.Size:
     """Returns the full shape of a parameter, sharded or not."""
     return p.ds_shape if is_partitioned(p) else p.shape
 

@@ -112,7 +112,7 @@ class DeepSpeedStore:
 
     @property
     def own(self) -> Mapping[int, Any]:
-        return {} if Phase.WHOLE in self._under_way else self._own
+        return {} if Phase.FULL in self._under_way else self._own
 
     # -- keys ----------------------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class DeepSpeedStore:
         return not (private.is_partitioned(p) or private.is_ahead(p))
 
     def shard_of(self, p: Tensor) -> Tensor:
-        return p.new_empty(()).expand(private.whole_shape(p))
+        return p.new_empty(()).expand(private.full_shape(p))
 
     def address(self, tensor: Tensor) -> int:
         cut = private.cut_of(tensor)
@@ -332,11 +332,11 @@ class DeepSpeedStore:
     def grad_of(self, p: Tensor) -> Tensor | None:
         key = len(self._params) + self._own[id(p)]
 
-        def whole() -> Tensor:
+        def full() -> Tensor:
             with DisableTorchFunction(), torch.no_grad():
                 return self.residency.gather(key)[0][0]
 
-        return self._gradients.read(p, whole)
+        return self._gradients.read(p, full)
 
     def assign_grad(self, p: Tensor, value: Tensor | None) -> None:
         self._gradients.write(p, value)

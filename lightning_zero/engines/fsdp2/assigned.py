@@ -91,7 +91,7 @@ class AssignedGradients:
         self._stage, self._is_accumulating, self._is_backward = stage, is_accumulating, is_backward
         self._has_warned = False
         self._nbytes = 0  # total of self._whole
-        self._whole: dict[int, tuple[private.ShardedParam, Tensor]] = {}  # by id of the shard
+        self._full: dict[int, tuple[private.ShardedParam, Tensor]] = {}  # by id of the shard
         self._read: dict[int, _Read] = {}  # by id of the shard
         self._own_rows: Any = WeakIdKeyDictionary()  # used as a set: sharded gradients cut from assigned ones
 
@@ -210,61 +210,61 @@ class AssignedGradients:
         If a backward called by user code inside a step has added to an existing gradient, the existing one is gathered
         and joins the next reduction (collective).
         """
-        whole = self.whole(known.sharded_param)
+        full = self.full(known.sharded_param)
         if private.has_grad(known) and not self._is_backward():
-            before = known.sharded_param.grad if whole is None else self._take(id(known.sharded_param))[1]
+            before = known.sharded_param.grad if full is None else self._take(id(known.sharded_param))[1]
             if before is not None:
                 known.sharded_param.grad = None
                 with DisableTorchFunction():
-                    private.add_whole_grad(known, gathered(before))
-            whole = None
-        return private.grad_of(known) if whole is None else whole
+                    private.add_full_grad(known, gathered(before))
+            full = None
+        return private.grad_of(known) if full is None else full
 
-    def whole(self, shard: Any) -> Tensor | None:
+    def full(self, shard: Any) -> Tensor | None:
         """Return the tensor assigned as the gradient of ``shard``, or ``None`` once it is sharded."""
-        found = self._whole.get(id(shard))
+        found = self._full.get(id(shard))
         return None if found is None else found[1]
 
     def assign(self, known: private.ShardedParam, value: Tensor | None) -> None:
         """Set the gradient as :meth:`write` does, without the checks for a tensor that was read."""
         if value is not None:
             require_shape("grad", known.sharded_param, value)
-        if id(known.sharded_param) in self._whole:
+        if id(known.sharded_param) in self._full:
             self._take(id(known.sharded_param))
         is_own = private.has_grad(known) or self._is_accumulating()
-        private.drop_whole_grad(known)
+        private.drop_full_grad(known)
         if value is None or isinstance(value, DTensor):
             known.sharded_param.grad = value
             return
         known.sharded_param.grad = None
         if is_own:
-            private.set_whole_grad(known, value)
+            private.set_full_grad(known, value)
             return
-        self._whole[id(known.sharded_param)] = known, value
+        self._full[id(known.sharded_param)] = known, value
         self._nbytes += value.nbytes
-        while len(self._whole) > 1 and self._nbytes > KEPT_BYTES:
+        while len(self._full) > 1 and self._nbytes > KEPT_BYTES:
             self._settle_first()
 
     def join_backward(self) -> None:
         """Let the next backward add to assigned gradients; sums stay local to this rank until reduced."""
-        for key, (known, value) in list(self._whole.items()):
+        for key, (known, value) in list(self._full.items()):
             if known.sharded_param.requires_grad:
                 self._take(key)
-                private.set_whole_grad(known, value)
+                private.set_full_grad(known, value)
         self.settle()
 
     def settle(self) -> None:
         """Shard all assigned gradients: each rank keeps its rows."""
-        while self._whole:
+        while self._full:
             self._settle_first()
 
     def _take(self, key: int) -> tuple[private.ShardedParam, Tensor]:
-        known, value = self._whole.pop(key)
+        known, value = self._full.pop(key)
         self._nbytes -= value.nbytes
         return known, value
 
     def _settle_first(self) -> None:
-        known, value = self._take(next(iter(self._whole)))
+        known, value = self._take(next(iter(self._full)))
         with torch.no_grad(), DisableTorchFunction():
             known.sharded_param.grad = grad = shard_like(value, known.sharded_param)
             self._own_rows[grad] = True

@@ -72,14 +72,13 @@ from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
 from lightning_zero.engines.base import Engine, undetached_state_dict
 from lightning_zero.engines.compiled import CompiledUnits
-from lightning_zero.engines.fsdp2 import private
-from lightning_zero.engines.fsdp2 import whole as whole_state
+from lightning_zero.engines.fsdp2 import full_state, private
 from lightning_zero.engines.fsdp2.assigned import AssignedGradients
-from lightning_zero.engines.fsdp2.beside import BesideOutputs
 from lightning_zero.engines.fsdp2.cpu import Direct
 from lightning_zero.engines.fsdp2.files import FileShards
-from lightning_zero.engines.fsdp2.held import HeldViews
 from lightning_zero.engines.fsdp2.identity import Identity
+from lightning_zero.engines.fsdp2.other_paths import OtherPaths
+from lightning_zero.engines.fsdp2.outstanding_views import OutstandingViews
 from lightning_zero.engines.fsdp2.parts import Rows
 from lightning_zero.engines.fsdp2.sharding import (
     Sharded,
@@ -129,7 +128,7 @@ class Phase(Enum):
     """Inside :meth:`Fsdp2Engine.run`: gathered units stay gathered as long as the plan says."""
     BACKWARD = auto()
     """Units run in autograd's order; their gradients are reduced as they become complete."""
-    WHOLE = auto()
+    FULL = auto()
     """Parameters are full, in memory of their own: hooks gather nothing."""
     DUMP = auto()
     """``state_dict`` returns the shards themselves, whereas user code would get full tensors."""
@@ -168,7 +167,7 @@ class Fsdp2Engine(Engine):
         self.module, self.mesh = module, make_mesh(self.config, self.device)
         plan = plan_shards(module, self.mesh, self.config, self.dtypes, self.device)
         self._recomputed = Recomputed(
-            self.config.activation_checkpointing, module, plan.blocks, before=lambda m: self._beside.recomputes(m)
+            self.config.activation_checkpointing, module, plan.blocks, before=lambda m: self._other_paths.recomputes(m)
         )
         self._transport = choose_transport(self.config, self.device, self.mesh)
         return plan
@@ -179,7 +178,7 @@ class Fsdp2Engine(Engine):
         self._files = FileShards(self.offload_path) if self.offload_path is not None else None
         sharded = shard_units(plan, self._transport, self._files)
         self.units, self.root, self.peer_memory = sharded.units, sharded.root, self._transport.peer_memory
-        self.whole_bytes = sum(p.numel() * p.element_size() for p in sharded.originals)
+        self.total_bytes = sum(p.numel() * p.element_size() for p in sharded.originals)
         self._unit_of = sharded.unit_of
         self._groups, self._root_groups = [*self._unit_of], private.groups(sharded.root)
         self._identity = Identity(self._groups, sharded.originals)
@@ -196,9 +195,9 @@ class Fsdp2Engine(Engine):
         store = Fsdp2Store(self._identity.own, self._groups, self._assigned, self._writes, memories, names, self)
         self.reside(store, lambda: self._phase is Phase.BETWEEN, memories, self._identity.shards)
         self._assigned.residency = self.residency
-        self._held = HeldViews(store.keep_home, self.guards.watch_all, self._writes.data_is_taken)
+        self._outstanding = OutstandingViews(store.keep_home, self.guards.watch_all, self._writes.data_is_taken)
         self._drops_after_forward = self.config.stage == 3 and self.mesh["shard"].size() > 1
-        self._beside = BesideOutputs(sharded.units, self._identity, self._is_in_step)
+        self._other_paths = OtherPaths(sharded.units, self._identity, self._is_in_step)
 
     def _register_hooks(self, sharded: Sharded) -> None:
         """Register every engine hook: on groups of ``fully_shard``, units, modules, torch.func, copies and graphs."""
@@ -232,7 +231,7 @@ class Fsdp2Engine(Engine):
             self._files.before_gather(group)
 
     def _before_reshard(self, key: int, group: private.Group) -> None:
-        self._held.dropped(key, group)
+        self._outstanding.dropped(key, group)
         self._writes.store(key, group)
         if self._files is not None:
             self._files.after_use(group)
@@ -256,12 +255,12 @@ class Fsdp2Engine(Engine):
 
     def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
         if aliases:
-            self._held.take(params, result, self._identity.own)
+            self._outstanding.take(params, result, self._identity.own)
         if self._drops_after_forward and torch.is_grad_enabled():
             nodes = [t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None]
             if nodes:
                 others = isinstance(first, Tensor) and id(first) not in self._identity.own and first.requires_grad
-                self._beside.used(params, nodes, is_alone=not others)
+                self._other_paths.used(params, nodes, is_alone=not others)
 
     def _is_in_step(self) -> bool:
         return self._phase in (Phase.STEP, Phase.BACKWARD)
@@ -293,7 +292,7 @@ class Fsdp2Engine(Engine):
     def _begin(self, phase: Phase) -> None:
         self._phase = phase
         in_step = self.automatic and phase in (Phase.STEP, Phase.BACKWARD)  # the root's hooks have gathered the root
-        self._marks.root_is_whole = in_step or phase is Phase.WHOLE
+        self._marks.root_is_full = in_step or phase is Phase.FULL
 
     def _before_unit(self, index: int, *unused: Any) -> None:
         if not self._is_in_step():
@@ -445,9 +444,9 @@ class Fsdp2Engine(Engine):
         """
         every = self._groups if self.reduces or self.config.stage > 1 else ()
         left = [(group, params) for group in every if (params := self._left_of(group, deferred))]
-        said = None
+        sent = None
         if self.reduces and self.config.find_unused_parameters:
-            said = self._usage.say(chain.from_iterable(params for _, params in left), self._sharded.replicated)
+            sent = self._usage.send(chain.from_iterable(params for _, params in left), self._sharded.replicated)
         self._transport.backward_ends(step_is_due=self.reduces and self.automatic)
         for group, params in left:
             self._usage.complete(params)
@@ -456,8 +455,8 @@ class Fsdp2Engine(Engine):
             self.reshard()
         if self.reduces:
             self._usage.reduce_replicated(self._sharded.replicated)
-            if said is not None:
-                self._usage.hear(*said)
+            if sent is not None:
+                self._usage.recv(*sent)
             self._usage.start_window()
         self._is_accumulating = not self.reduces
 
@@ -509,24 +508,24 @@ class Fsdp2Engine(Engine):
         with self._in(Phase.DUMP), self.residency.dumping(), torch.no_grad(), self.view():
             state = undetached_state_dict(self.module)
         with torch.no_grad(), DisableTorchFunction():
-            return whole_state.detached_shards(state, self._identity.shards)
+            return full_state.detached_shards(state, self._identity.shards)
 
     def in_shards(self, state: dict[str, Any]) -> dict[str, Any]:
-        return whole_state.detached_shards(state, self._identity.shards)
+        return full_state.detached_shards(state, self._identity.shards)
 
-    def whole_parameters(self) -> dict[Tensor, nn.Parameter]:
+    def gathered_parameters(self) -> dict[Tensor, nn.Parameter]:
         self.end_window(self.hooks.anywhere)
-        return self._identity.take_whole()
+        return self._identity.take_full()
 
     @contextmanager
-    def whole_on_module(self) -> Iterator[None]:
-        with self._in(Phase.WHOLE):
+    def full_on_module(self) -> Iterator[None]:
+        with self._in(Phase.FULL):
             yield
 
-    def store_whole(self, whole: Mapping[Any, Tensor]) -> None:
-        broadcast_coalesced([*whole.values(), *self._sharded.replicated])
+    def store_full(self, full: Mapping[Any, Tensor]) -> None:
+        broadcast_coalesced([*full.values(), *self._sharded.replicated])
         wait_for_host_copies(self.shards_device, self.device)
-        for p, w in whole.items():
+        for p, w in full.items():
             shard = self._identity.shards[p]
             local(shard).copy_(local(shard_like(w, shard)))
 
@@ -536,7 +535,7 @@ class Fsdp2Engine(Engine):
             with super().full_parameters(modify):
                 yield
         finally:
-            self._identity.give_whole_back()
+            self._identity.give_full_back()
             self._writes.forget()
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -546,19 +545,19 @@ class Fsdp2Engine(Engine):
         with DisableTorchFunction():
             in_files = None if self._files is None else self._files.holds
             place = partial(place_of, device=self.device, shards_on_host=self._on_host, in_files=in_files)
-            return whole_state.model_state(self._sharded, self._identity, optimizers, place)
+            return full_state.model_state(self._sharded, self._identity, optimizers, place)
 
-    def restore(self, whole: bool) -> None:
+    def restore(self, full: bool) -> None:
         self.end_residency()
         self._assigned.end()
         with torch.no_grad(), DisableTorchFunction():
             self.residency.end_window()
             self._assigned.settle()
             self._drop_gathered()
-            if whole:
+            if full:
                 self._transport.await_readers()
                 held = self.residency.held()
-                self._identity.release(whole_state.gathered_for_good(self._groups))
+                self._identity.release(full_state.gathered_for_good(self._groups))
                 for place, p in held:
                     place.copy_(p)
             else:  # no collectives: after an error other ranks may be gone
@@ -571,8 +570,8 @@ class Fsdp2Engine(Engine):
             self._recomputed.undo()
             for unit in self._sharded.units:
                 private.undo(unit)
-            leave_states(self.optimizers or (), self.config.after_fit == "whole" and whole, to_host=whole)
-            if whole:
+            leave_states(self.optimizers or (), self.config.after_fit == "whole" and full, to_host=full)
+            if full:
                 self._transport.close()
             if self._files is not None:
                 self._files.close()

@@ -116,9 +116,9 @@ class FileShards:
     def in_parts(self, shards: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         """Yield ``shards`` (local tensors) unit by unit, first those not in the file; a part stays in memory until the
         caller asks for the next."""
-        beside = [shard for shard in shards if id(shard) not in self._unit_of]
-        if beside:
-            yield beside
+        others = [shard for shard in shards if id(shard) not in self._unit_of]
+        if others:
+            yield others
         parts: dict[int, tuple[_Unit, list[Tensor]]] = {}
         for shard in shards:
             if (unit := self._unit_of.get(id(shard))) is not None:

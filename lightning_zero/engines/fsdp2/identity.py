@@ -63,15 +63,15 @@ class Identity:
 
     # -- full for a while, or for good ---------------------------------------------------------------------------
 
-    def take_whole(self) -> dict[Tensor, nn.Parameter]:
-        """Return the user's parameters, full and in memory of their own until :meth:`give_whole_back` (collective)."""
+    def take_full(self) -> dict[Tensor, nn.Parameter]:
+        """Return the user's parameters, full and in memory of their own until :meth:`give_full_back` (collective)."""
         self._memory = [original.data for original, _ in self._params]  # the group's memory, allocated or not
         for original, p in self._params:
             set_data(original, gathered(p.sharded_param))
         self.own.clear()
         return {original: original for original, _ in self._params}
 
-    def give_whole_back(self) -> None:
+    def give_full_back(self) -> None:
         """Give the parameters the memory of their group again."""
         self._know_all()
         with torch.no_grad(), DisableTorchFunction():

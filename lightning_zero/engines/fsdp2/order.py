@@ -102,8 +102,8 @@ class Order:
         if self._waits or self._place.followed_by() != _END:
             self._agree_on(_END)
         else:
-            self.hear()
-            self._say(_END)
+            self.recv()
+            self._send(_END)
         self._move_to(_END)
 
     def close(self) -> None:
@@ -111,11 +111,11 @@ class Order:
         if self._is_running:
             self.ends()
 
-    def start_anew(self) -> None:
+    def restart(self) -> None:
         """Return to the root of the tree: the next unit is the first of a micro-batch."""
         self._place, self._is_running = self._start, False
 
-    def hear(self) -> None:
+    def recv(self) -> None:
         """Wait for the answer to the last message.
 
         Raises:
@@ -149,11 +149,11 @@ class Order:
         self._ask(event)
 
     def _ask(self, event: int) -> None:
-        self.hear()
-        self._say(event)
-        self.hear()
+        self.recv()
+        self._send(event)
+        self.recv()
 
-    def _say(self, event: int) -> None:
+    def _send(self, event: int) -> None:
         mark, left_out = self._place.mark, self._place.followed_by()
         with private.outside_transforms(), outside_inference_mode():
             # MAX of x and of -x: they are opposite on all ranks only if x is the same on all.

@@ -390,12 +390,12 @@ def move_home(home: Home) -> None:
 
 
 def _new_home(group: Group, p: ShardedParam) -> None:
-    output, whole = p.all_gather_outputs[0], p._unsharded_param
-    lay_there = storage_key(whole.untyped_storage()) == storage_key(output.untyped_storage())
+    output, full = p.all_gather_outputs[0], p._unsharded_param
+    lay_there = storage_key(full.untyped_storage()) == storage_key(output.untyped_storage())
     set_data(output, torch.empty_like(output))
     set_data(p.home, output.as_strided(p._orig_size, p._contiguous_orig_stride))
     if lay_there:
-        go_home(p, whole)
+        go_home(p, full)
     group.__dict__.pop("parts_of_outputs", None)
 
 
@@ -431,27 +431,27 @@ def grad_of(p: ShardedParam) -> Tensor | None:
     return p._unsharded_param.grad if grad is None else grad
 
 
-def drop_whole_grad(p: ShardedParam) -> None:
+def drop_full_grad(p: ShardedParam) -> None:
     """Discard a gradient that has not been reduced."""
     p._unsharded_param.grad = None
     if _WAITS_APART:
         p.unsharded_accumulated_grad = None
 
 
-def set_whole_grad(p: ShardedParam, grad: Tensor) -> None:
+def set_full_grad(p: ShardedParam, grad: Tensor) -> None:
     """Make ``grad`` this rank's own unreduced gradient, which the next reduction includes."""
-    whole = p._unsharded_param
-    whole.grad = grad.to(whole.device, whole.grad_dtype)
+    full = p._unsharded_param
+    full.grad = grad.to(full.device, full.grad_dtype)
 
 
-def add_whole_grad(p: ShardedParam, grad: Tensor) -> None:
+def add_full_grad(p: ShardedParam, grad: Tensor) -> None:
     """Add ``grad`` to this rank's own unreduced gradient."""
-    own, *_ = _whole_grads(p)
+    own, *_ = _full_grads(p)
     with torch.no_grad():
         own.add_(grad)
 
 
-def _whole_grads(p: ShardedParam) -> list[Tensor]:
+def _full_grads(p: ShardedParam) -> list[Tensor]:
     """Return this rank's own unreduced gradients: of this micro-batch, and of earlier ones if stored separately."""
     found = [p._unsharded_param.grad, p.unsharded_accumulated_grad if _WAITS_APART else None]
     return [grad for grad in found if grad is not None]
@@ -804,17 +804,17 @@ def trainable(group: Group) -> list[ShardedParam]:
 
 def has_grad(p: ShardedParam) -> bool:
     """Whether this rank has an unreduced gradient of the parameter."""
-    return bool(_whole_grads(p))
+    return bool(_full_grads(p))
 
 
-def whole_bytes(p: ShardedParam) -> tuple[int, int]:
+def full_bytes(p: ShardedParam) -> tuple[int, int]:
     """Return the allocated bytes of the gathered copy, without an aliased shard, and of full gradients."""
     copies = sum(t.untyped_storage().nbytes() for t in p.all_gather_outputs)
     if is_aliased(p):
         copies -= p._sharded_param_data.nbytes
     if not hasattr(p, "_unsharded_param"):
         return copies, 0
-    return copies, sum(g.numel() * g.element_size() for g in _whole_grads(p))
+    return copies, sum(g.numel() * g.element_size() for g in _full_grads(p))
 
 
 def copies(group: Group) -> list[tuple[Tensor, DTensor]]:
@@ -829,8 +829,8 @@ def version(group: Group) -> int:
 
 def zero_grad(p: ShardedParam) -> None:
     """Set a gradient of zeros, so that this rank's message in the reduction has the same length as the others'."""
-    whole = p._unsharded_param
-    whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
+    full = p._unsharded_param
+    full.grad = torch.zeros_like(full, dtype=full.grad_dtype)
 
 
 def accumulate_alike(params: Sequence[ShardedParam]) -> None:

@@ -18,12 +18,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from lightning_zero.comm.agree import broadcast_coalesced
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import Root, refuse_late_hooks
-from lightning_zero.engines.birth import Birth
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.files import FileShards
 from lightning_zero.engines.fsdp2.transport import Transport
+from lightning_zero.engines.materialize import Materializer
 from lightning_zero.engines.precision import DtypePolicy
-from lightning_zero.engines.residency import looking_whole
+from lightning_zero.engines.residency import showing_full
 from lightning_zero.engines.units import BATCH_NORMS, Unit, UnitPlan, plan_units
 from lightning_zero.private.torch import forget_meshes
 
@@ -122,8 +122,8 @@ def plan_shards(
     module: nn.Module, mesh: DeviceMesh, config: ZeroConfig, dtypes: DtypePolicy, device: torch.device
 ) -> ShardPlan:
     """Plan the shards of ``module`` without changing it."""
-    keep_whole = BATCH_NORMS if dtypes.is_mixed else ()
-    units = plan_units(module, config.units, config.min_unit_numel, keep_whole)
+    keep_full = BATCH_NORMS if dtypes.is_mixed else ()
+    units = plan_units(module, config.units, config.min_unit_numel, keep_full)
     precision = MixedPrecisionPolicy(
         param_dtype=dtypes.param_dtype, reduce_dtype=dtypes.reduce_dtype, cast_forward_inputs=False
     )
@@ -134,12 +134,12 @@ def shard_units(plan: ShardPlan, transport: Transport, files: FileShards | None 
     """Broadcast rank 0's values and shard them, unit by unit (collective); shards are in ``files`` if given."""
     module = plan.module
     sharded = Sharded(plan.units, module, Root(module))
-    birth = Birth(module, plan.home, looking_whole)
+    materializer = Materializer(module, plan.home, showing_full)
     refuse_late_hooks(dict(module.named_parameters()))
     everything = set(module.parameters())
     for unit in plan.units.units:
         mine = list(unit.parameters.values())
-        birth.bring_up(unit.module, mine)
+        materializer.materialize(unit.module, mine)
         _start_from_rank_0(mine, plan.device)
         target: Any = sharded.root if unit.module is module else unit.module
         sharded.originals.update(_fully_shard(plan, unit, target, everything.difference(mine)))
@@ -148,8 +148,8 @@ def shard_units(plan: ShardPlan, transport: Transport, files: FileShards | None 
             for group in private.groups(target):
                 files.take(group)
     rest = [*sharded.replicated, *module.buffers()]
-    birth.bring_up(module, rest)
-    birth.finish()
+    materializer.materialize(module, rest)
+    materializer.finish()
     _start_from_rank_0(rest, plan.device)
     transport.install(sharded.units)  # before give_class_back: it may call methods of FSDPModule
     for target in sharded.units:

@@ -19,7 +19,7 @@ from lightning_zero.engines.graphs import untraced
 class Marks:
     """All that compiled code reads of a run: one boolean, equal in every step. A change means recompilation."""
 
-    root_is_whole: bool = False
+    root_is_full: bool = False
     """The root's parameters stay gathered until the engine says otherwise."""
 
 
@@ -28,7 +28,7 @@ def before_owner(marks: Marks, gather: Callable[[], None]) -> Callable[..., None
     gather = untraced(gather)
 
     def hook(*unused: Any) -> None:
-        if not marks.root_is_whole:
+        if not marks.root_is_full:
             gather()
 
     return hook

@@ -86,7 +86,7 @@ class Transport:
             ValueError: On all ranks, if they have run different units.
         """
         if self._order is not None:
-            self._order.hear()
+            self._order.recv()
         return self.send(message, op)
 
     def send(self, message: Tensor, op: Any) -> dist.Work:
@@ -99,7 +99,7 @@ class Transport:
     def run_begins(self) -> None:
         """Called before the module's step."""
         if self._order is not None:
-            self._order.start_anew()
+            self._order.restart()
 
     def forward_begins(self) -> None:
         """Called before a forward."""

@@ -90,10 +90,10 @@ class Usage:
         if grads:
             all_reduce_mean(grads)
 
-    def say(self, late: Iterable[private.ShardedParam], replicated: Iterable[Any]) -> tuple[dist.Work | None, Tensor]:
+    def send(self, late: Iterable[private.ShardedParam], replicated: Iterable[Any]) -> tuple[dist.Work | None, Tensor]:
         """Send the record of this window in one message from host memory, while the last gradients are reduced.
 
-        ``late`` are still to be completed, ``replicated`` to be reduced. Returns the arguments of :meth:`hear`.
+        ``late`` are still to be completed, ``replicated`` to be reduced. Returns the arguments of :meth:`recv`.
         """
         used = self._used.union(
             (p.sharded_param for p in late if private.has_grad(p)),
@@ -106,8 +106,8 @@ class Usage:
         votes = torch.cat([flags, moments, -moments])  # under MAX the last two show whether moments differ
         return self._transport.agree(votes, dist.ReduceOp.MAX) if self._transport.agrees else None, votes
 
-    def hear(self, work: dist.Work | None, votes: Tensor) -> None:
-        """Receive the records (see :meth:`say`); set gradients of parameters that no rank used back to ``None``.
+    def recv(self, work: dist.Work | None, votes: Tensor) -> None:
+        """Receive the records (see :meth:`send`); set gradients of parameters that no rank used back to ``None``.
 
         Raises:
             ValueError: On all ranks, if their units reduced in different orders, so that messages were mixed up.

@@ -36,7 +36,7 @@ def model_state(
     for unit in sharded.units:
         for group in private.groups(unit):
             for each in group.fsdp_params:
-                copies, gradients = private.whole_bytes(each)
+                copies, gradients = private.full_bytes(each)
                 state.add_bytes("parameters", copies, "device")
                 state.add_bytes("gradients", gradients, "device")
     replicated = set(sharded.replicated)
@@ -64,6 +64,6 @@ def gathered_for_good(groups: Iterable[private.Group]) -> Callable[[DTensor], Te
     return value
 
 
-def _unpadded(whole: Tensor) -> Tensor:
-    """Return ``whole`` in a storage of exactly its size: the current storage may include padding of the shards."""
-    return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
+def _unpadded(full: Tensor) -> Tensor:
+    """Return ``full`` in a storage of exactly its size: the current storage may include padding of the shards."""
+    return full if full.untyped_storage().nbytes() == full.nbytes else full.clone()

@@ -1,7 +1,7 @@
 """Deferred initialization: materializes modules on the meta device, one shard unit at a time.
 
-``with torch.device("meta")`` creates modules that have shapes and no memory. :class:`Birth` visits them in the order of
-their construction (children before their parent, siblings in the order of registration) and calls each one's
+``with torch.device("meta")`` creates modules that have shapes and no memory. :class:`Materializer` visits them in the
+order of their construction (children before their parent, siblings in the order of registration) and calls each one's
 initializer. Random numbers are therefore drawn in the same order as in ordinary construction, provided that the
 constructor uses the same functions. A unit is sharded as soon as its last module is initialized. Only the root unit's
 parameters stay full until the end, as they do in each step.
@@ -49,18 +49,18 @@ def on_meta(module: nn.Module) -> bool:
     return any(later.has_no_memory(t) for m in module.modules() for t in _own_tensors(m).values())
 
 
-def give_birth(module: nn.Module, home: torch.device) -> None:
+def materialize_all(module: nn.Module, home: torch.device) -> None:
     """Materializes all of ``module`` on ``home`` without sharding, for runs that shard nothing (collective).
 
     Raises:
         ValueError: See :meth:`Birth.finish`.
     """
-    birth = Birth(module, home)
-    birth.bring_up(module, _each(module))
-    birth.finish()
+    materializer = Materializer(module, home)
+    materializer.materialize(module, _each(module))
+    materializer.finish()
 
 
-class Birth:
+class Materializer:
     """Materializes one module; see the file's docstring. Every method is collective; all ranks raise the same error.
 
     Args:
@@ -80,8 +80,8 @@ class Birth:
         self._needed = on_meta(module)
         self._rest = deque(in_order_of_construction(module)) if self._needed else deque[Any]()
         self._done: set[nn.Module] = set()
-        self._all_born: set[nn.Module] = set()  # modules whose whole subtree was materialized here
-        self._born: dict[int, str] = {}  # ids of tensors materialized here -> their names
+        self._all_materialized: set[nn.Module] = set()  # modules whose whole subtree was materialized here
+        self._materialized: dict[int, str] = {}  # ids of tensors materialized here -> their names
         self._blank = [  # names of tensors without a value
             self._named(m, name)
             for m, _ in self._rest
@@ -90,12 +90,12 @@ class Birth:
         ]
         self._agreement = run_agreement() or Agreement(alone=True)
 
-    def bring_up(self, upto: nn.Module, tensors: Sequence[Tensor]) -> None:
+    def materialize(self, upto: nn.Module, tensors: Sequence[Tensor]) -> None:
         """Materializes and initializes all modules up to ``upto``, in the order of construction, and ``tensors``."""
         if self._needed:
-            together(self._agreement, lambda: self._bring_up(upto, tensors))
+            together(self._agreement, lambda: self._materialize(upto, tensors))
 
-    def _bring_up(self, upto: nn.Module, tensors: Sequence[Tensor]) -> None:
+    def _materialize(self, upto: nn.Module, tensors: Sequence[Tensor]) -> None:
         with torch.no_grad():
             while upto not in self._done:
                 module, owner = self._rest.popleft()
@@ -107,7 +107,7 @@ class Birth:
                     value = gathered(value) if isinstance(value, DTensor) else value
                     memory = later.memory_for(tensor, self._home)
                     later.become(tensor, memory.copy_(value) if reads else memory)
-        self._blank += [self._born[id(t)] for t in tensors if id(t) in self._born and _is_blank(t)]
+        self._blank += [self._materialized[id(t)] for t in tensors if id(t) in self._materialized and _is_blank(t)]
 
     def finish(self) -> None:
         """Raises ``ValueError`` for tensors that no initializer has written to."""
@@ -124,16 +124,16 @@ class Birth:
     # -- one module ----------------------------------------------------------------------------------------------
 
     def _initialize(self, module: nn.Module, owner: Any) -> None:
-        born = self._give_memory(module)
+        materialized = self._give_memory(module)
         calls = list(_initializers(module, owner))
-        are_born = all(id(tensor) in self._born for tensor in _own_tensors(module).values())
-        if are_born and self._all_born.issuperset(module.children()):
-            self._all_born.add(module)
+        are_materialized = all(id(tensor) in self._materialized for tensor in _own_tensors(module).values())
+        if are_materialized and self._all_materialized.issuperset(module.children()):
+            self._all_materialized.add(module)
         # else a submodule has values from another source, which this module's initializer would overwrite
-        if not calls or not (born or module in self._all_born):
+        if not calls or not (materialized or module in self._all_materialized):
             return
         before = {name: p for name, p in module_tables(module)[0].items() if p is not None}
-        with self._scratch_for_others(module, born), self._view():
+        with self._scratch_for_others(module, materialized), self._view():
             for call in calls:
                 call()
         for name, p in before.items():
@@ -144,24 +144,24 @@ class Birth:
                 )
 
     def _give_memory(self, module: nn.Module) -> set[int]:
-        born = set()
+        materialized = set()
         for name, tensor in _own_tensors(module).items():
             if tensor.is_meta and later.left(tensor) is None:
                 memory = later.memory_for(tensor, self._home)
                 _bytes_of(memory).fill_(_BLANK)
                 later.become(tensor, memory)
-                born.add(id(tensor))
-                self._born[id(tensor)] = self._named(module, name)
-        return born
+                materialized.add(id(tensor))
+                self._materialized[id(tensor)] = self._named(module, name)
+        return materialized
 
     @contextmanager
-    def _scratch_for_others(self, module: nn.Module, born: set[int]) -> Iterator[None]:
+    def _scratch_for_others(self, module: nn.Module, materialized: set[int]) -> Iterator[None]:
         """Protects tensors of ``module`` itself that have values already (tied, or built outside of meta): scratch
         tensors replace them inside the context."""
         with ExitStack() as stack:
             for table in module_tables(module)[:2]:
                 for name, tensor in list(table.items()):
-                    if tensor is None or tensor.is_meta or id(tensor) in born or isinstance(tensor, DTensor):
+                    if tensor is None or tensor.is_meta or id(tensor) in materialized or isinstance(tensor, DTensor):
                         continue
                     scratch = torch.empty_like(tensor)
                     is_parameter = isinstance(tensor, nn.Parameter)

@@ -21,7 +21,7 @@ from lightning_zero.engines.model_state import ModelState, states_of
 from lightning_zero.engines.optimizer_family import family, states
 
 
-class Whole:
+class FullState:
     """Assembles full tensors from DeepSpeed's pieces.
 
     All methods are collective. They read masters, so the engine must store user code's writes to parameters before
@@ -33,17 +33,15 @@ class Whole:
 
     # -- rows, as checkpoints hold them --------------------------------------------------------------------------
 
-    def rows(self, whole: Tensor) -> Tensor:
+    def rows(self, full: Tensor) -> Tensor:
         """Copies this rank's rows of a full tensor to a ``DTensor``, sharded on dim 0 as by ``fully_shard``; returns a
         0-dim tensor itself."""
-        if whole.dim() == 0:
-            return whole
-        each = -(-whole.shape[0] // self._mesh.size())
-        first = min(each * self._mesh.get_rank(), whole.shape[0])
-        mine = whole.narrow(0, first, min(each, whole.shape[0] - first)).clone()
-        return DTensor.from_local(
-            mine, self._mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        if full.dim() == 0:
+            return full
+        each = -(-full.shape[0] // self._mesh.size())
+        first = min(each * self._mesh.get_rank(), full.shape[0])
+        mine = full.narrow(0, first, min(each, full.shape[0] - first)).clone()
+        return DTensor.from_local(mine, self._mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the module's state dict in rows; a tied parameter is one object under all its names."""
@@ -123,7 +121,7 @@ def model_state(
             state.add_bytes(kind, nbytes, "host" if on_host else "device")
 
     for p, shape in params.shapes.items():
-        state.whole["parameters"] += shape.numel() * p.element_size()
+        state.full["parameters"] += shape.numel() * p.element_size()
         here("parameters", p.detach())
         if (cut := private.cut_of(p)) is not None:
             here("parameters", cut.detach(), config.offloads_parameters)
@@ -133,10 +131,10 @@ def model_state(
         for flat in shards.grad_buffers():
             here("gradients", flat, config.offloads_optimizer)
         for p in shards.with_grad:
-            state.whole["gradients"] += params.shapes[p].numel() * p.element_size()
+            state.full["gradients"] += params.shapes[p].numel() * p.element_size()
     for p, value in states_of(optimizers):
         found = known(value)
         part, numel = (value, value.numel()) if found is None else (found.piece, params.shapes[p].numel())
-        state.whole["optimizer"] += numel * part.element_size()
+        state.full["optimizer"] += numel * part.element_size()
         here("optimizer", part, config.offloads_optimizer)
     return state

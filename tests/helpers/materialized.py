@@ -1,6 +1,6 @@
 """One rank of a run whose other ranks are not there builds a Llama that no process here could hold.
 
-    python -m tests.helpers.born '{"world_size": 8, "sizes": {...}, "room_gib": 14}'
+    python -m tests.helpers.materialized '{"world_size": 8, "sizes": {...}, "room_gib": 14}'
 
 prints ``{"parameters": ..., "root": ..., "peak": ..., "kept": ...}``: bytes of the module and of its root unit, and
 those beyond the process's imports, at most and after sharding. Messages reach nobody and bring nothing; memory is what
@@ -56,7 +56,7 @@ class Llama(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
-def born(world_size: int, sizes: dict[str, int], room_gib: float) -> dict[str, float]:
+def materialized(world_size: int, sizes: dict[str, int], room_gib: float) -> dict[str, float]:
     return_freed_memory()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     _build(Llama(TINY))  # imports are there
@@ -85,4 +85,4 @@ def _build(module: Llama) -> Any:
 
 
 if __name__ == "__main__":
-    print(json.dumps(born(**json.loads(sys.argv[1]))))
+    print(json.dumps(materialized(**json.loads(sys.argv[1]))))

@@ -18,7 +18,7 @@ from lightning_zero.engines.fsdp2.identity import Identity
 from lightning_zero.private.torch import outside_modes
 
 
-class BesideOutputs:
+class OtherPaths:
     """Gathers units for the backward of such terms, inside the steps of one run.
 
     Args:

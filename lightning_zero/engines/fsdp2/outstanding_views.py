@@ -17,7 +17,7 @@ from lightning_zero.engines.torch_functions import tensors_in
 from lightning_zero.private.torch import DisableTorchFunction, is_in_graph_alone
 
 
-class HeldViews:
+class OutstandingViews:
     """The views taken since their units were last dropped.
 
     Args:
