@@ -237,6 +237,11 @@ class ZeroStrategy(Launched, DDPStrategy):
         device = self.root_device.type
         default = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
         backend = self.config.process_group_backend or default
+        if {part.split(":")[-1] for part in backend.split(",")} - set(dist.Backend.backend_list):
+            raise ValueError(
+                f"process_group_backend={backend!r}: torch.distributed has {', '.join(dist.Backend.backend_list)};"
+                f" use one of them, or None for {default!r}."
+            )
         if self._steps_on_host and not _serves_cpus(backend):
             raise ValueError(
                 f"process_group_backend={backend!r} with offload={self.config.offload.target!r}: gradients are in host"

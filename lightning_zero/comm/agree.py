@@ -153,7 +153,9 @@ class Agreement:
             failure = None if error is None else (_repeatable(error), str(error))
             content = pickle.dumps((call, failure, value))  # outside the try: an error here is the caller's
             try:
-                gathered = tree.gather(content, self.group, self._tag(self._kind))
+                gathered = tree.gather(
+                    content, self.group, self._tag(self._kind), timedelta(seconds=self.timeout_seconds)
+                )
             except Exception as lost:  # gloo raises RuntimeError, or DistBackendError if the peer has ended
                 raise (error or self._not_made_by_all(call, lost)) from lost
             everyones = [pickle.loads(each) for each in gathered]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -56,7 +57,12 @@ class Peers(Protocol):
 
 @torch.no_grad()
 def all_reduce(
-    message: Tensor, op: Any, group: dist.ProcessGroup, tag: int, peers: Peers | None = None
+    message: Tensor,
+    op: Any,
+    group: dist.ProcessGroup,
+    tag: int,
+    peers: Peers | None = None,
+    timeout: timedelta | None = None,
 ) -> Iterator[None]:
     """Reduces ``message`` (in host memory) over the ranks in place; ``op`` is a sum or a maximum.
 
@@ -64,7 +70,7 @@ def all_reduce(
     through their own connections, all other ranks through gloo.
 
     Raises:
-        RuntimeError: If another rank does not join within the timeout of ``group``, or has ended.
+        RuntimeError: If another rank does not join within ``timeout``, by default that of ``group``, or has ended.
     """
     rank, below = group.rank(), children(group.rank(), group.size())
     edges = [*below, *([parent(rank)] if rank else [])]
@@ -77,12 +83,13 @@ def all_reduce(
             with _naming(group, peer):
                 arriving[peer] = content, dist.irecv(content, group=group, group_src=peer, tag=tag)
     sent: list[tuple[int, Any]] = []
+    limit = () if timeout is None else (timeout,)
 
     def recv(peer: int) -> Tensor:
         if peer in arriving:
             content, work = arriving[peer]
             with _naming(group, peer):
-                work.wait()
+                work.wait(*limit)
             return content
         assert peers is not None
         received = bytearray(peers.recv(peer, tag, message.nbytes))
@@ -125,7 +132,7 @@ def _naming(group: dist.ProcessGroup, peer: int) -> Iterator[None]:
         raise RuntimeError(f"rank {rank} has ended, or did not respond in time: see its last output") from error
 
 
-def gather(value: bytes, group: dist.ProcessGroup, tag: int) -> list[bytes]:
+def gather(value: bytes, group: dist.ProcessGroup, tag: int, timeout: timedelta | None = None) -> list[bytes]:
     """Returns every rank's ``value``, by rank. It is a sum of one row per rank, so values should be small.
 
     Raises:
@@ -134,11 +141,11 @@ def gather(value: bytes, group: dist.ProcessGroup, tag: int) -> list[bytes]:
     rank, ranks = group.rank(), group.size()
     sizes = torch.zeros(ranks, dtype=torch.int64, device="cpu")  # 1D
     sizes[rank] = len(value)
-    for _ in all_reduce(sizes, dist.ReduceOp.SUM, group, tag):
+    for _ in all_reduce(sizes, dist.ReduceOp.SUM, group, tag, timeout=timeout):
         pass
     nbytes = sizes.tolist()
     rows = torch.zeros(ranks, max(nbytes), dtype=torch.uint8, device="cpu")  # (ranks, largest size), padded
     rows[rank, : len(value)] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-    for _ in all_reduce(rows, dist.ReduceOp.SUM, group, tag):
+    for _ in all_reduce(rows, dist.ReduceOp.SUM, group, tag, timeout=timeout):
         pass
     return [bytes(row[:size].numpy()) for row, size in zip(rows, nbytes, strict=True)]
