@@ -15,7 +15,7 @@ from typing import Any
 from tests.helpers import zoo
 from tests.helpers.ranks import RankError, outcome
 
-RUNS_PER_JOB = 16
+RUNS_PER_JOB = 24
 SECONDS_PER_JOB, SECONDS_PER_COMPILING_JOB = 50.0, 150.0
 """One run takes half a second, or ten; below the limit of a test, so that a job that hangs shows its ranks' stacks."""
 
