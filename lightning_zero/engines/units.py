@@ -16,6 +16,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from lightning_zero.engines.materialize import in_order_of_construction
+
 STACKS = (nn.ModuleList, nn.Sequential)
 """Containers whose children run one after the other. Children of a ``ModuleDict`` are mostly alternatives (a head per
 task), of which ranks may run different ones: they stay in the unit around them, as collectives must match."""
@@ -63,7 +65,7 @@ def plan_units(
         patterns: Class names of units, or patterns on their names, level by level. ``None`` chooses repeated blocks and
             large layers; with an empty sequence all parameters belong to the root.
         min_unit_numel: Automatic units with fewer elements are merged into the unit around them.
-        keep_whole: Module classes whose parameters are replicated (BatchNorm under mixed precision).
+        keep_full: Module classes whose parameters are replicated (BatchNorm under mixed precision).
 
     Raises:
         ValueError: When a pattern matches no module that holds parameters.
@@ -89,11 +91,10 @@ def plan_units(
     for unit in units.values():
         for name in _unsplittable(unit.parameters, full):
             replicated[name] = unit.parameters.pop(name)
-    depth = {m: name.count(".") for name, m in module.named_modules()}
-    inner = [units[m] for m in sorted(chosen, key=lambda m: -depth[m]) if units[m].parameters]
-    order = {name: i for i, name in enumerate(names.values())}
-    inner.sort(key=lambda u: (-depth[u.module], order[u.name]))
-    return UnitPlan([*inner, units[module]], replicated)
+    # Inner units first, as fully_shard asks; in the order in which modules are materialized, so that each is sharded
+    # before the next one gets memory.
+    ordered = [units[m] for m, _ in in_order_of_construction(module) if m in units]
+    return UnitPlan([u for u in ordered if u.parameters or u.module is module], replicated)
 
 
 def _automatic(module: nn.Module, min_unit_numel: int) -> Iterator[nn.Module]:

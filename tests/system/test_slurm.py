@@ -15,12 +15,12 @@ STEPS = 30
 @pytest.mark.skipif(why_not() is not None, reason=f"no SLURM here: {why_not()}")
 @pytest.mark.timeout(240)  # SLURM holds a requeued job back until its credentials have expired
 def test_a_submitted_job_that_is_requeued_continues(tmp_path):
-    _, _, _, *words = requeued.command(STEPS, 0.2)
+    _, _, _, strategy, _, *words = requeued.command(STEPS, 0.2)  # the launcher sets the number of devices
     losses = tmp_path / "losses.jsonl"
     with running_slurm() as slurm:
         done = run(
             *("submit", "launcher=slurm", "launcher.tasks_per_node=2", "launcher.time_minutes=5"),
-            *(*words, "hydra.run.dir=job"),
+            *(strategy, *words, "hydra.run.dir=job"),
             fork="all",
             cwd=tmp_path,
             PYTHONPATH=str(ROOT),
