@@ -155,10 +155,10 @@ micro-batches of one sequence of 2,048 tokens. Of 24 GiB the plan uses 21.6 (`pl
 
 | | states | peak | peak with activation checkpointing | host memory | largest micro-batch, without / with it |
 |---|---|---|---|---|---|
-| `zero3` | 25.1 | 38.4 | 31.4 | – | none fits |
-| `zero2_offload` | 25.1 | 25.3 | 18.2 | 25.1 | 0 / 1 |
-| `zero3_offload` | 25.1 | 13.9 | 6.81 | 25.1 | 1 / 4 |
-| `zero3_nvme` | 25.1 | 13.9 | 6.81 | 6.28, and 18.8 on disk | 1 / 4 |
+| `zero3` | 25.1 | 37.6 | 31.4 | – | none fits |
+| `zero2_offload` | 25.1 | 25.3 | 18.0 | 25.1 | 0 / 1 |
+| `zero3_offload` | 25.1 | 13.4 | 6.07 | 25.1 | 1 / 4 |
+| `zero3_nvme` | 25.1 | 13.4 | 6.07 | 6.28, and 18.8 on disk | 1 / 4 |
 
 - Without offload nothing fits: weights, gradients and optimizer states take 16Ψ bytes, 100 GiB, which is 25.1 GiB for
   each of four ranks.
@@ -167,7 +167,7 @@ micro-batches of one sequence of 2,048 tokens. Of 24 GiB the plan uses 21.6 (`pl
 - Build the module on the meta device ([below](#models-that-do-not-fit-into-one-process)). Otherwise each of the four
   ranks first holds all of it in host memory, 25 GiB in fp32.
 - Two other ways fit without offload, under `zero3` with activation checkpointing: eight such GPUs
-  (`trainer.devices=8`, peak 19.0 GiB), or `trainer.precision=bf16-true` on four (peak 18.6 GiB), which keeps no fp32
+  (`trainer.devices=8`, peak 18.3 GiB), or `trainer.precision=bf16-true` on four (peak 17.9 GiB), which keeps no fp32
   master weights ([precision](precision.md)).
 
 For your own module, the first batch of your data gives the shapes:
@@ -259,9 +259,10 @@ but the plan has no rows for them. [`offload.md`](offload.md) shows where each t
 
 ## Models that do not fit into one process
 
-At stage 3 a step needs 16Ψ/N bytes and the gathered units. On `fsdp2` a module that ordinary constructors build, in
+At stage 3 a step needs 16Ψ/N bytes and the gathered units. A module that ordinary constructors build, in
 `__init__` or `configure_model`, is full in the host memory of every rank until the engine moves it to the accelerator
-and shards it, one unit at a time: 4Ψ bytes in fp32 for each rank of a host. (At stages 1 and 2 without offload
+and shards it, one unit at a time (`deepspeed`: one of the smallest modules): 4Ψ bytes in fp32 for each rank of a
+host. (At stages 1 and 2 without offload
 `configure_model` builds on the accelerator, as under DDP.) A module on the meta device takes no memory before that:
 
 ```python
@@ -272,9 +273,10 @@ def configure_model(self):
 ```
 
 Outside the module, write `with trainer.init_module(empty_init=True): module = MyModule()`. (Without `empty_init=True`
-every process builds the full module, because the ranks do not exist yet; one line says so.) `fsdp2` then materializes,
-initializes and shards one unit after the other. Parameters of the root (usually the embedding and the head) stay
-unsharded until the end, as in each step. `build="whole"` materializes the full module on every rank before sharding.
+every process builds the full module, because the ranks do not exist yet; one line says so.) The engine then
+materializes, initializes and shards one unit after the other. On `fsdp2`, parameters of the root (norms, and embeddings
+and heads that are small or tied) stay unsharded until the end, as in each step. `build="whole"` materializes the full
+module on every rank before sharding.
 Values come from
 
 1. `ckpt_path` or [`load_pretrained`](checkpoints.md#published-weights): rank 0 reads one tensor at a time and sends it
@@ -291,7 +293,7 @@ training. Modules that were built outside `torch.device("meta")` keep their valu
 units draw each rank's rows from that rank's random numbers, so seed all ranks alike, as `seed_everything` does.
 
 At stages 1 and 2 of `deepspeed`, and without sharding (`validate` at stages 1 and 2), the full module is materialized
-on every rank. At stage 3 `deepspeed` shards each layer as `configure_model` builds it and refuses meta tensors.
+on every rank.
 
 When such a run ends, `after_fit="auto"` leaves the shards if the full module does not fit into host memory. A parameter
 then becomes full on every rank when user code touches it: in `setup` and `configure_model` of the next run, in a
