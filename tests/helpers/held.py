@@ -623,7 +623,7 @@ class _Times(torch.autograd.Function):
 TOO_OLD: dict[str, Any] = (
     {}
     if KNOWS_TRANSFORMS
-    else {"unsupported_units": dict.fromkeys((1, 2, 3), r"torch\.func .* torch below 2\.13.*torch>=2\.13, units=\[\]")}
+    else {"refused": r"torch\.func .* torch below 2\.13.*torch>=2\.13, units=\[\]", "refused_deepspeed": ()}
 )
 TRANSFORMS = r"torch\.func .* stage 3 of engine='deepspeed'.*use stage=2, engine='fsdp2'"
 SPARSE = r"'embed' has sparse=True: .*Use sparse=False"

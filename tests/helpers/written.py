@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.nn import functional as F
 
-from lightning_zero.engines.torch_functions import BROADCAST_IS_SEEN
 from tests.helpers.held import TOO_OLD, TRANSFORMS
 from tests.helpers.zoo import KINDS, NO_GRADIENT_YET, UNUSED, Kind, Zoo, _of, full, longer
 
@@ -365,9 +364,7 @@ KINDS.update(
     {
         "average_by_state_dict": Kind(module=_of(EmaByStateDict), reference=UNUSED),
         "teacher_by_state_dict": Kind(module=_of(TeacherByStateDict), reference=UNUSED),
-        "collectives_in_hooks": Kind(
-            module=_of(Collectives), refused=None if BROADCAST_IS_SEEN else r"c10d\.broadcast_", refused_deepspeed=()
-        ),
+        "collectives_in_hooks": Kind(module=_of(Collectives)),
         "collectives_in_a_step": Kind(module=_of(CollectivesInStep)),
         "accumulates_assigned_gradients": Kind(
             module=_of(AccumulatesAssigned),
