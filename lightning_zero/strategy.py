@@ -93,7 +93,7 @@ from lightning_zero.private.lightning import (
     sync_module_states,
     unwrapped,
 )
-from lightning_zero.private.torch import TORCH, convert
+from lightning_zero.private.torch import TORCH, VERSION, convert
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -415,6 +415,9 @@ class ZeroStrategy(Launched, DDPStrategy):
 
     def setup_environment(self) -> None:
         self._saving.refuse_plugin(given_checkpoint_io(self))  # the Trainer sets its plugins=[...] after __init__
+        if self._steps_on_host and VERSION >= (2, 13):
+            # Otherwise PyTorch rounds pinned blocks up to a power of two. It reads this at the first use of the device.
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:1")
         super().setup_environment()
         if self._steps_on_host and self.world_size > 1 and not _serves_cpus(dist.get_backend_config()):
             raise ValueError(

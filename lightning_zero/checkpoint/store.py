@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
+import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_zero.checkpoint import directory, file, layout
 from lightning_zero.comm.agree import Agreement
+from lightning_zero.comm.shards import as_shard, local, to_host
 from lightning_zero.errors import CheckpointError
 
 Result = TypeVar("Result")
@@ -199,7 +202,9 @@ def _copied(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
     def staged(path: layout.Path, tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.detach().to("cpu", copy=True)  # of a DTensor, this copies the shard
+            part = local(tensor.detach())
+            mine = to_host(part, torch.empty_like(part, device="cpu"))
+            copies[id(tensor)] = as_shard(mine, tensor) if isinstance(tensor, DTensor) else mine
         return copies[id(tensor)]
 
     on_cpu = layout.map_tensors(staged, checkpoint)

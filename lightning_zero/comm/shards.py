@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -149,7 +150,38 @@ def gathered_on_rank_0(tensor: Tensor, empty: Empty) -> Tensor | None:
     full = gathered(tensor)
     if dist.get_rank():
         return None
-    return empty(tensor.shape, tensor.dtype).copy_(full) if isinstance(tensor, DTensor) else full
+    return to_host(full, empty(tensor.shape, tensor.dtype)) if isinstance(tensor, DTensor) else full
+
+
+PIECE_BYTES = 32 << 20
+"""Size of the pinned buffers through which large tensors leave a device."""
+
+
+@torch.no_grad()
+def to_host(tensor: Tensor, out: Tensor | None = None) -> Tensor:
+    """Copies a plain tensor into ``out`` in host memory; without ``out`` as ``tensor.cpu()`` does.
+
+    A large tensor leaves its device through two pinned buffers: the device fills one while the host empties the other.
+    """
+    if tensor.device.type == "cpu" or tensor.nbytes <= PIECE_BYTES or not tensor.is_contiguous():
+        return tensor.cpu() if out is None else out.copy_(tensor)
+    out = torch.empty_like(tensor, device="cpu") if out is None else out
+    device = torch.get_device_module(tensor.device)
+    filling: list[tuple[Tensor, Tensor, Any]] = []
+    for source, target in zip(*(_bytes_of(t).split(PIECE_BYTES) for t in (tensor, out)), strict=True):
+        pinned = torch.empty_like(source, device="cpu", pin_memory=True)  # PyTorch keeps freed ones for the next piece
+        pinned.copy_(source, non_blocking=True)
+        filling.append((target, pinned, device.current_stream().record_event()))
+        if len(filling) == 2:
+            _empty_first(filling)
+    _empty_first(filling)
+    return out
+
+
+def _empty_first(filling: list[tuple[Tensor, Tensor, Any]]) -> None:
+    target, pinned, full = filling.pop(0)
+    full.synchronize()
+    target.copy_(pinned)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint import later
 from lightning_zero.checkpoint.layout import map_tensors
 from lightning_zero.comm.agree import READS, Agreement
-from lightning_zero.comm.shards import as_shard, gathered, local
+from lightning_zero.comm.shards import as_shard, gathered, local, to_host
 from lightning_zero.engines.optimizer_family import family, states
 from lightning_zero.engines.residency import needs_no_values
 from lightning_zero.engines.torch_functions import tensors_in
@@ -206,15 +206,15 @@ def begin_reads(agreement: Agreement) -> None:
     _reads[agreement] = reads
 
 
-def leave_states(optimizers: Iterable[Optimizer], full: bool, to_host: bool = True) -> None:
+def leave_states(optimizers: Iterable[Optimizer], full: bool, moves: bool = True) -> None:
     """Turns sharded states into full tensors if ``full`` (collective), else into :class:`LeftState`, which becomes full
-    when user code touches it. With ``to_host`` all of them move to host memory."""
+    when user code touches it. With ``moves`` all of them move to host memory."""
     for entry in _entries(optimizers):
         for key, value in entry.items():
             if isinstance(value, DTensor):
-                is_all = full or (to_host and value.device_mesh.size() == 1)
-                shard = as_shard(local(value).cpu(), value) if to_host else value
-                entry[key] = gathered(value).cpu() if is_all else LeftState.of(shard)
+                is_all = full or (moves and value.device_mesh.size() == 1)
+                shard = as_shard(to_host(local(value)), value) if moves else value
+                entry[key] = to_host(gathered(value)) if is_all else LeftState.of(shard)
 
 
 def has_left_states(optimizer: Optimizer) -> bool:

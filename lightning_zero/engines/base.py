@@ -20,7 +20,7 @@ from lightning_zero.checkpoint.layout import map_tensors, placeholder
 from lightning_zero.comm.agree import broadcast_coalesced, run_agreement
 from lightning_zero.comm.barrier import Barrier
 from lightning_zero.comm.peer_memory import PeerMemory
-from lightning_zero.comm.shards import gathered, gathered_on_rank_0
+from lightning_zero.comm.shards import gathered, gathered_on_rank_0, to_host
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.gradients import clamp, scale_to_norm, sum_of_squares
 from lightning_zero.engines.graph_inputs import GraphInputs
@@ -325,7 +325,7 @@ class Engine(ABC):
 
         def on_cpu(tensor: Tensor) -> Tensor:
             if on_rank_0 is None:
-                return gathered(tensor).cpu()
+                return to_host(gathered(tensor))
             value = gathered_on_rank_0(tensor, on_rank_0.empty)
             return placeholder(tensor) if value is None else value.cpu()
 

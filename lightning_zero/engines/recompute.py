@@ -17,12 +17,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_zero.config import ActivationCheckpointingConfig
 from lightning_zero.engines.units import LAYERS, matching
-from lightning_zero.private.torch import KEPT_WITHOUT_HOOKS, call_with_hooks, compiled_call, set_compiled_call
+from lightning_zero.private.torch import (
+    KEPT_WITHOUT_HOOKS,
+    call_with_hooks,
+    compiled_call,
+    set_compiled_call,
+    version_of,
+)
 
 Forward = Callable[..., Any]
 Recompute = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
@@ -44,6 +51,7 @@ class Recomputed:
         config: The modules to recompute, and the tensors to keep.
         module: The module, not yet sharded.
         units: The shard units except the root's; they are recomputed unless ``config`` names other modules.
+        device: The device that computes.
         before: Called in the backward with a module whose activations are about to be recomputed.
 
     Raises:
@@ -55,9 +63,11 @@ class Recomputed:
         config: ActivationCheckpointingConfig,
         module: nn.Module,
         units: Sequence[nn.Module],
+        device: torch.device,
         before: Callable[[nn.Module], None] = lambda module: None,
     ) -> None:
         self._config, self._recomputing = config, list[nn.Module]()
+        self._on_host = OnHost(device) if config.offload and device.type != "cpu" else None
         self._forwards: dict[nn.Module, Forward] = {}
         if config.target == "none":
             return
@@ -89,13 +99,12 @@ class Recomputed:
 
     def offloading(self, forward: Forward) -> Forward:
         """Wraps ``forward`` to keep its saved inputs in host memory, if ``config.offload`` is set."""
-        if not self._config.offload:
+        if (on_host := self._on_host) is None:
             return forward
 
         @wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # checkpoint saves only the inputs, so these are the only tensors that the hooks of save_on_cpu get.
-            with save_on_cpu(pin_memory=torch.cuda.is_available()):
+            with on_host:  # checkpoint saves only the inputs
                 return forward(*args, **kwargs)
 
         return call
@@ -111,6 +120,47 @@ class Recomputed:
         for m in self._recomputing:
             set_compiled_call(m, None)
         self._recomputing = []
+
+
+class OnHost(saved_tensors_hooks):
+    """Context in which tensors saved for the backward are kept in pinned host memory instead of on ``device``.
+
+    Copies run on a stream of their own, beside the computation, which never waits for the copies to the host. Unlike
+    with PyTorch's ``save_on_cpu``, a later write to a saved tensor could therefore reach its copy; so such a write is
+    an error in the backward, as it is without hooks. Parameters, ``DTensor`` and sparse tensors stay on the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream()
+        super().__init__(self._keep, self._bring)
+
+    def _keep(self, tensor: Tensor) -> Any:
+        if isinstance(tensor, (nn.Parameter, DTensor)) or tensor.device.type == "cpu" or tensor.is_sparse:
+            return tensor
+        kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            kept.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)
+        versions = tensor.detach()
+        versions.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # keeps the counter, not the memory
+        return kept, versions, version_of(tensor)
+
+    def _bring(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        value, versions, version = kept
+        if version_of(versions) != version:
+            raise RuntimeError(
+                "an input of a recomputed module was written to in place after the module had run: write to a copy of"
+                " it, or do not recompute that module (activation_checkpointing.units)."
+            )
+        with self._module.stream(self._stream):
+            tensor: Tensor = value.to(versions.device, non_blocking=True)
+        self._module.current_stream().wait_stream(self._stream)
+        tensor.record_stream(self._module.current_stream())
+        return tensor
 
 
 def _speaks() -> bool:

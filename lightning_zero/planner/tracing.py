@@ -236,7 +236,7 @@ class _Recomputed(Recomputed):
     """Counts saved inputs that are stored in host memory; they take no device memory until the backward."""
 
     def __init__(self, config: ActivationCheckpointingConfig, module: nn.Module, units: UnitPlan, made: Trace) -> None:
-        super().__init__(config, module, [unit.module for unit in units.units[:-1]])
+        super().__init__(config, module, [unit.module for unit in units.units[:-1]], torch.device("cpu"))
         self.made, self.offload, self.device = made, config.offload, next(module.parameters()).device
 
     def offloading(self, forward: Callable[..., Any]) -> Callable[..., Any]:

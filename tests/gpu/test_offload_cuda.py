@@ -18,7 +18,8 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_zero.comm.shards import local
+from lightning_zero.comm.shards import PIECE_BYTES, local, to_host
+from lightning_zero.private.torch import VERSION
 from tests.helpers import account, zoo
 
 NUM_RANKS = min(torch.cuda.device_count(), 4) or 1
@@ -99,6 +100,42 @@ def test_trains_as_without(ranks, kind, precision, stage):
         for name, value in expected_weights.items():
             if value.numel():
                 assert (weights[name] - value).abs().max() <= max(tolerance * value.abs().max(), 1e-4), name
+
+
+def _recomputed(offload: bool) -> list[float]:
+    torch.manual_seed(0)
+    settings = {**zoo.BLOCKS, "activation_checkpointing": {"target": "full", "offload": offload}}
+    module = zoo.Zoo()
+    trainer = zoo.make_trainer({"stage": 3, **settings}, accelerator="cuda", max_epochs=1)
+    trainer.fit(module, DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
+    return module.losses
+
+
+def test_inputs_kept_in_host_memory_are_the_same(ranks1):
+    assert ranks1(_recomputed, True) == ranks1(_recomputed, False)
+
+
+def _copied() -> bool:
+    values = torch.randn(5 * PIECE_BYTES // 8 + 3, device="cuda")  # two and a half pieces
+    return torch.equal(to_host(values), values.cpu())
+
+
+def test_large_tensors_leave_the_device_in_pieces(ranks1):
+    assert ranks1(_copied) == [True]
+
+
+def _pinned(nbytes: int) -> int:
+    """The pinned bytes that PyTorch allocates for a tensor of ``nbytes``, after a run with offload."""
+    trainer = zoo.make_trainer(account.settings_of(3, offload="cpu"), accelerator="cuda", max_steps=1)
+    trainer.fit(account.Stack(), DataLoader(account.Vectors(), batch_size=1))
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.cuda.host_memory_stats()["allocated_bytes.current"] - before + 0 * tensor.numel()
+
+
+@pytest.mark.skipif(VERSION < (2, 13), reason="PyTorch rounds pinned blocks up to a power of two")
+def test_pinned_blocks_have_the_size_of_their_tensors(ranks1):
+    assert ranks1(_pinned, 37 << 20) == [37 << 20]
 
 
 def _peaks(stage: int, offload: str) -> int:

@@ -22,12 +22,14 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.collected import Collected
+from lightning_zero.comm.shards import PIECE_BYTES, to_host
 from lightning_zero.config import OffloadConfig, ZeroConfig
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.engine import Fsdp2Engine
 from lightning_zero.engines.precision import DtypePolicy, ZeroMixedPrecision
+from lightning_zero.engines.recompute import OnHost
 from tests.helpers import pretend, zoo
-from tests.helpers.ranks import RankPool
+from tests.helpers.ranks import RankPool, outcome
 
 MIXED = DtypePolicy(torch.bfloat16, torch.float32)
 RANKS = 2
@@ -290,6 +292,18 @@ def test_one_file_is_gathered_on_the_device_and_held_by_the_host(offload, rank):
     assert rank(_into_one_file, offload)[0] == {"host"}
 
 
+def _leaves() -> tuple[str, int, int]:
+    with pretend.accelerator(RANKS) as device, pretend.Copies() as copies:
+        values = torch.empty(3 * PIECE_BYTES // 8 + 3, device=device)  # one and a half pieces
+        return pretend.where(to_host(values)), copies.down, values.nbytes
+
+
+def test_a_large_tensor_leaves_the_device_once(rank):
+    where, copied, nbytes = rank(_leaves)[0]
+    assert where == "host"
+    assert copied == nbytes
+
+
 def _scaled() -> dict[str, Any]:
     with pretend.accelerator(RANKS) as device:
         engine = _engine(device, 3, mixed=True)
@@ -411,6 +425,32 @@ def test_gathers_of_manual_optimization_travel_beside_compute(rank):
         assert step.count("waits for all") == 1
         assert "gathers" in step[step.index("waits for all") :]
         assert "held: False" in step
+
+
+def _kept_on_the_host() -> dict[str, Any]:
+    with pretend.accelerator(RANKS) as device:
+        on_host = OnHost(device)
+        on_host._module = mock.Mock(wraps=on_host._module)  # tells what is asked of the device's own
+        x = torch.randn(4, 8, device=device, requires_grad=True) * 2
+        weight = nn.Parameter(torch.randn(8, 8, device=device))
+        with pretend.Copies() as copies:
+            with on_host:
+                loss = torch.mm(x, weight).sum()
+            loss.backward()
+        asked = [name for name, *_ in on_host._module.method_calls]
+        kept = on_host.pack_hook(x)
+        x.add_(1)
+        written = outcome(on_host.unpack_hook, kept)  # here, as this device's backward cannot raise
+        return {"copied": (copies.down, copies.up), "asked": asked, "written": written}
+
+
+def test_activations_are_kept_in_host_memory_by_copies_beside_compute(rank):
+    """A write to a kept tensor is refused, as without hooks: on a stream of its own the copy might come after it."""
+    found = rank(_kept_on_the_host)[0]
+    nbytes = 4 * 8 * 4  # the input; the weight stays on the device
+    assert found["copied"] == (nbytes, nbytes)
+    assert found["asked"] == ["current_stream", "stream", "stream", "current_stream", "current_stream"]
+    assert "written to in place" in found["written"][1]
 
 
 def _reduced() -> tuple[list[str], str]:

@@ -110,9 +110,9 @@ class DeepSpeedRun(EngineRun):
             self.config, self.facts(module, trainer_facts, engine.device.type)
         )
         self._warn_of_the_file()
-        self._change_calls(module)
+        self._change_calls(module, engine.device)
 
-    def _change_calls(self, module: nn.Module) -> None:
+    def _change_calls(self, module: nn.Module, device: torch.device) -> None:
         """Makes units recompute and compiles them, as the settings say. DeepSpeed has no units, so those that
         ``fully_shard`` would use are taken."""
         recomputes, compiles = self.config.activation_checkpointing, self.config.compile
@@ -120,7 +120,7 @@ class DeepSpeedRun(EngineRun):
             return
         plan = plan_units(module, self.config.units, self.config.min_unit_numel)
         units = {unit.name: unit.module for unit in plan.units if unit.name != ROOT}
-        self._recomputed = Recomputed(recomputes, module, [*units.values()])
+        self._recomputed = Recomputed(recomputes, module, [*units.values()], device)
         if compiles.target == "units":
             self._compiled = CompiledUnits(compiles, units.items(), self._recomputed)
         self._recomputed.begin(but=self._compiled.modules if self._compiled is not None else ())

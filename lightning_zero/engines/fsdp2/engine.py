@@ -167,7 +167,8 @@ class Fsdp2Engine(Engine):
         self.module, self.mesh = module, make_mesh(self.config, self.device)
         plan = plan_shards(module, self.mesh, self.config, self.dtypes, self.device)
         self._recomputed = Recomputed(
-            self.config.activation_checkpointing, module, plan.blocks, before=lambda m: self._other_paths.recomputes(m)
+            *(self.config.activation_checkpointing, module, plan.blocks, self.device),
+            before=lambda m: self._other_paths.recomputes(m),
         )
         self._transport = choose_transport(self.config, self.device, self.mesh)
         return plan
@@ -570,7 +571,7 @@ class Fsdp2Engine(Engine):
             self._recomputed.undo()
             for unit in self._sharded.units:
                 private.undo(unit)
-            leave_states(self.optimizers or (), self.config.after_fit == "whole" and full, to_host=full)
+            leave_states(self.optimizers or (), self.config.after_fit == "whole" and full, moves=full)
             if full:
                 self._transport.close()
             if self._files is not None:

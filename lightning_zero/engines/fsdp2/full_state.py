@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors
-from lightning_zero.comm.shards import gathered
+from lightning_zero.comm.shards import gathered, to_host
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.identity import Identity
 from lightning_zero.engines.fsdp2.sharding import Sharded
@@ -59,7 +59,7 @@ def gathered_for_good(groups: Iterable[private.Group]) -> Callable[[DTensor], Te
             for p in group.fsdp_params:
                 del waiting[p.sharded_param]
             copies.update(private.gather_for_good(group))
-        return _unpadded(copies.pop(shard)) if shard in copies else gathered(shard).to("cpu")
+        return _unpadded(copies.pop(shard)) if shard in copies else to_host(gathered(shard))
 
     return value
 
