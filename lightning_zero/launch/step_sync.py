@@ -274,7 +274,7 @@ class StepSync(Callback):
                 "The cause is a dataloader that has fewer batches on some ranks: give all ranks the same number (a"
                 f" DistributedSampler, drop_last=True, or {limit}){end}."
             )
-        raise ValueError(f"the ranks have diverged: {said}. {cause}")
+        raise ValueError(f"the ranks no longer run the same steps: {said}. {cause}")
 
     # -- ending on request ---------------------------------------------------------------------------------------
 
