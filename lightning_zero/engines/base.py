@@ -258,7 +258,8 @@ class Engine(ABC):
         """Broadcasts rank 0's buffers when DDP would: before each forward that follows a synchronized training forward.
         Under manual optimization Lightning disables DDP's synchronization, so only the first forward gets them."""
         if self._broadcasts_next and self.config.broadcast_buffers:
-            broadcast_coalesced(list(self.module.buffers()))
+            with DisableTorchFunction():  # no parameter is involved, and residency looks at each call
+                broadcast_coalesced(list(self.module.buffers()))
         self._broadcasts_next = torch.is_grad_enabled() and self.reduces and self.automatic
 
     @abstractmethod

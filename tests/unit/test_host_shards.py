@@ -292,6 +292,25 @@ def test_one_file_is_gathered_on_the_device_and_held_by_the_host(offload, rank):
     assert rank(_into_one_file, offload)[0] == {"host"}
 
 
+def _intercepted() -> tuple[int, set[Any]]:
+    with pretend.accelerator(RANKS) as device:
+        engine = _engine(device, 3, False)
+        optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
+        engine.attach([optimizer], {})
+        loss = engine.run("training_step", torch.randn(4, zoo.WIDTH, device=device))
+        engine.backward(loss.backward)
+        with engine.view(), mock.patch.object(engine.residency, "call", wraps=engine.residency.call) as call:
+            engine.broadcast_buffers()
+            optimizer.zero_grad()
+            count = call.call_count
+            return count, {p.grad for p in engine.module.parameters()}
+
+
+def test_engine_code_between_steps_is_not_taken_for_user_code(rank):
+    """Residency looks at each call of user code, which takes microseconds: buffers and gradients are many."""
+    assert rank(_intercepted)[0] == (0, {None})
+
+
 def _leaves() -> tuple[str, int, int]:
     with pretend.accelerator(RANKS) as device, pretend.Copies() as copies:
         values = torch.empty(3 * PIECE_BYTES // 8 + 3, device=device)  # one and a half pieces

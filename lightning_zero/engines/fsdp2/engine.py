@@ -194,6 +194,7 @@ class Fsdp2Engine(Engine):
         memories = Memories()
         names: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
         store = Fsdp2Store(self._identity.own, self._groups, self._assigned, self._writes, memories, names, self)
+        self._store = store
         self.reside(store, lambda: self._phase is Phase.BETWEEN, memories, self._identity.shards)
         self._assigned.residency = self.residency
         self._outstanding = OutstandingViews(store.keep_home, self.guards.watch_all, self._writes.data_is_taken)
@@ -276,6 +277,20 @@ class Fsdp2Engine(Engine):
         self.optimizers = optimizers
         for optimizer in optimizers:
             self.step_of(optimizer)  # shards the states that already exist
+            if type(optimizer).zero_grad is Optimizer.zero_grad:
+                optimizer.zero_grad = partial(self._zero_grad, optimizer)  # type: ignore[method-assign]
+
+    def _zero_grad(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
+        """``Optimizer.zero_grad`` without a look at each gradient, for which user code would get a full tensor."""
+        if not set_to_none:
+            return Optimizer.zero_grad(optimizer, set_to_none)
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if p in self._identity.shards:
+                self._store.assign_grad(p, None)
+            else:
+                with DisableTorchFunction():
+                    p.grad = None
+        return None
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -569,6 +584,8 @@ class Fsdp2Engine(Engine):
             if self._compiled is not None:
                 self._compiled.undo()
             self._recomputed.undo()
+            for optimizer in self.optimizers or ():
+                optimizer.__dict__.pop("zero_grad", None)
             for unit in self._sharded.units:
                 private.undo(unit)
             leave_states(self.optimizers or (), self.config.after_fit == "whole" and full, moves=full)
