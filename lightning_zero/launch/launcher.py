@@ -38,7 +38,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_zero.comm.agree import forget_shared
-from lightning_zero.host import allow_open_files, files_of_a_run, interface_to, require_open_files
+from lightning_zero.host import allow_open_files, files_of_a_run, interface_to
 from lightning_zero.launch import failure, rendezvous, restart, supervisor, tracebacks
 from lightning_zero.launch.environment import check_world
 from lightning_zero.launch.session import (
@@ -423,8 +423,6 @@ class Launched(DDPStrategy):
             # Rank 0's store and the exchange between CPU processes still need one file per rank (docs/scaling.md).
             allow_open_files(files_of_a_run(self.world_size))
             rank, size = self.global_rank, self.world_size
-            keeps_store = rank == 0 and not rendezvous.is_kept_by_agent()
-            require_open_files(size, self.root_device.type == "cpu", keeps_store)
             limit: timedelta = timeout_of(self) or default_pg_timeout  # type: ignore[arg-type]
             backend = backend_of(self)
             rank_zero_info(f"Initializing distributed: {size} ranks, backend {backend}")

@@ -39,7 +39,6 @@ from lightning_zero.launch.failure import AgreedInterrupt, saves_on_exception, t
 from lightning_zero.launch.session import tell_supervisor
 from lightning_zero.launch.shortest import cut
 from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
-from lightning_zero.launch.waiting import Watch
 from lightning_zero.private.lightning import (
     answer_signals_by,
     change_training_loader,
@@ -337,8 +336,6 @@ def sync_steps(trainer: Any, strategy: Any, uneven: Uneven = "error") -> StepSyn
     global _forks_outlast_interrupts
     _forks_outlast_interrupts = bool(saves_on_exception(trainer))
     answer_signals_by(trainer, watching.on_signal)
-    if trainer.world_size > 1:
-        watching.undo.callback(Watch().close)
     if ends_with_shortest:
         watching.undo.callback(change_training_loader(trainer, partial(cut, trainer=trainer, sync=watching)))
     return watching

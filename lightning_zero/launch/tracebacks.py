@@ -51,12 +51,6 @@ _LAUNCHER = str(Path(__file__).resolve().with_name("launcher.py"))
 def is_users(filename: str) -> bool:
     """Returns whether a file belongs to neither a library, nor Python, nor this package."""
     path = os.path.realpath(filename)
-    if filename.startswith("<") or path.startswith(_OURS + os.sep):
+    if filename.startswith("<") or path.startswith((_OURS + os.sep, *_STDLIB)):
         return False
-    return "site-packages" not in path and "dist-packages" not in path and not is_python(filename)
-
-
-def is_python(filename: str) -> bool:
-    """Returns whether a file belongs to Python's standard library."""
-    path = os.path.realpath(filename)
-    return path.startswith(_STDLIB) and "site-packages" not in path
+    return "site-packages" not in path and "dist-packages" not in path
