@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning_zero
-from lightning_zero.app.arguments import help_page, mistake, unknown_setting
 from lightning_zero.checkpoint import FORMATS
 
 COMMANDS = {
@@ -44,7 +43,7 @@ def main() -> None:
     """Entry point; the exit status is 0, 2 after a mistake on the command line or in the config, or 1 after a failed
     run.
 
-    Help, version and mistakes on the command line do not import PyTorch or Lightning.
+    ``--help`` and ``--version`` do not import PyTorch or Lightning.
     """
     try:
         _run(sys.argv[1:])
@@ -188,12 +187,7 @@ def _init(arguments: argparse.Namespace) -> None:
 
 
 def _run_hydra(command: str, arguments: list[str]) -> None:
-    if arguments in (["--help"], ["-h"]):
-        print(help_page())
-        return
-    if wrong := mistake(arguments, own_flags=("--dry-run",) if command == "submit" else ()):
-        _exit_with(wrong)
-    import hydra  # takes half a second, which --help does not need
+    import hydra  # takes half a second, which the tools do not need
 
     from lightning_zero.launch import launcher
 
@@ -211,7 +205,7 @@ def _run_hydra(command: str, arguments: list[str]) -> None:
     # Without this Hydra prints a shortened traceback and exits; with it Hydra raises, and we print the message.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
-        with _user_errors_in_one_line(arguments):
+        with _user_errors_in_one_line():
             app()
     finally:
         sys.argv = typed
@@ -388,7 +382,7 @@ def _ranks_end_with_us() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _user_errors_in_one_line(arguments: list[str]) -> Iterator[None]:
+def _user_errors_in_one_line() -> Iterator[None]:
     """Prints errors that the user can repair on the command line as one message with status 2; other errors keep their
     traceback."""
     from hydra.errors import HydraException
@@ -400,7 +394,7 @@ def _user_errors_in_one_line(arguments: list[str]) -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException, ConfigError) as error:
-        _exit_with(_explain(error, arguments))
+        _exit_with(_explain(error))
     except MisconfigurationException as error:
         _exit_with(str(error))
     except Exception as error:
@@ -417,16 +411,13 @@ def _exit_with(message: str, status: int = 2) -> None:
     sys.exit(status)
 
 
-def _explain(error: BaseException, arguments: list[str]) -> str:
+def _explain(error: BaseException) -> str:
     """The message of ``error``, with the override that works if it is known."""
-    lines = str(error).splitlines()
-    if error.__cause__ is not None and str(error.__cause__) not in str(error):
-        lines += str(error.__cause__).splitlines()
-    hints = [text for text in map(unknown_setting, arguments) if text]
+    from lightning_zero.app.hydra_config import meant
+
+    lines, cause, hint = str(error).splitlines(), error.__cause__, meant(error)
+    if cause is not None and str(cause) not in str(error):
+        lines += str(cause).splitlines()
     # The schemas are closed, so Hydra's advice to append a key with + does not work; our hint names the right key.
-    unwanted = (
-        r"\s*(full_key|object_type|reference_type|To append to your config use)"
-        if hints
-        else (r"\s*(full_key|object_type|reference_type)")
-    )
-    return "\n".join([*(line for line in lines if not re.match(unwanted, line)), *hints])
+    unwanted = r"\s*(full_key|object_type|reference_type" + ("|To append to your config use)" if hint else ")")
+    return "\n".join([*(line for line in lines if not re.match(unwanted, line)), *([hint] if hint else [])])
