@@ -14,9 +14,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning_zero
 from lightning_zero.checkpoint import FORMATS
@@ -57,7 +56,7 @@ def _run(arguments: list[str]) -> None:
     if arguments and arguments[0] in COMMANDS:
         _run_hydra(arguments[0], arguments[1:])
         return
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="lightning-zero",
         description="Trains any LightningModule under ZeRO stage 1, 2 or 3.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -76,27 +75,8 @@ def _run(arguments: list[str]) -> None:
     _add_doctor(commands.add_parser("doctor", help=TOOLS["doctor"], description=_doctor.__doc__))
     _add_check(commands.add_parser("check", help=TOOLS["check"], description=_check.__doc__))
     _add_init(commands.add_parser("init", help=TOOLS["init"], description=_init.__doc__))
-    if arguments and (wrong := _not_a_command(arguments[0])):
-        parser.error(wrong)
     parsed = parser.parse_args(arguments)  # or --help, --version, an error: no command was given
     parsed.run(parsed)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Mistakes are one line, as everywhere else; ``--help`` has the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help)\n")
-
-
-def _not_a_command(word: str) -> str | None:
-    """The message about a first word that is not a command; ``None`` for a flag, a tool, or a word like no command."""
-    if word.startswith("-") or word in TOOLS:
-        return None
-    if "=" in word:
-        return f"{word}: the command comes first: lightning-zero fit {word}"
-    close = get_close_matches(word, [*COMMANDS, *TOOLS], n=1)
-    return f"{word}: did you mean {close[0]}?" if close else None
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:

@@ -26,9 +26,7 @@ def check_world(environment: Any, devices: int, num_nodes: int) -> None:
             )
         return
     if isinstance(environment, LightningEnvironment):
-        if type(environment) is LightningEnvironment:
-            _check_variables(wanted, devices, environment)
-        return  # a subclass such as Ray's asks its own program, whose workers know neither devices nor num_nodes
+        return  # started with variables, or by a program such as Ray, whose workers know neither devices nor num_nodes
     if isinstance(environment, SLURMEnvironment):
         who, (found, per_node) = "srun", _tasks_of_slurm()
     else:
@@ -41,20 +39,6 @@ def check_world(environment: Any, devices: int, num_nodes: int) -> None:
             f" num_nodes={num_nodes}: use devices={per_node} and num_nodes={max(found // per_node, 1)}, or have"
             f" {who} start {wanted} ranks, {devices} on each host."
         )
-
-
-def _check_variables(wanted: int, devices: int, environment: Any) -> None:
-    """Checks ranks that were started by hand, with environment variables."""
-    rank = environment.node_rank() * devices + environment.local_rank()
-    for name, expected in (("WORLD_SIZE", wanted), ("RANK", rank)):
-        found = os.environ.get(name)
-        if found is not None and found != str(expected):
-            here = f"LOCAL_RANK={environment.local_rank()} and NODE_RANK={environment.node_rank()}"
-            raise ValueError(
-                f"{name}={found} in the environment, but devices={devices} on {wanted // devices} nodes with {here}"
-                f" require {name}={expected}: correct or unset it. If LOCAL_RANK is unset as well, this package starts"
-                " the ranks of this machine."
-            )
 
 
 def _tasks_of_slurm() -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The first word of the command line, and what is answered before anything heavy is imported."""
+"""What the command line answers before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
-from lightning_zero.app.cli import main
 
 COMMANDS = [
     ["--help"],
@@ -34,19 +32,3 @@ atexit.register(lambda: print("heavy:", [name for name in heavy if name in sys.m
     assert "Traceback" not in done.stderr
     assert done.returncode == (0 if {"--help", "--version"} & set(arguments) else 2)
     assert done.stdout.splitlines()[-1] == "heavy: []"
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("fti", "fti: did you mean fit?"),
-        ("docter", "docter: did you mean doctor?"),
-        ("strategy=zero2", "the command comes first: lightning-zero fit strategy=zero2"),
-        ("zzz", "invalid choice: 'zzz'"),
-    ],
-)
-def test_a_first_word_that_is_no_command(word, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["lightning-zero", word])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert said in capsys.readouterr().err
