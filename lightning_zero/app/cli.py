@@ -237,6 +237,9 @@ def run_command(command: str, cfg: Any) -> float | None:
             path = run_folder / f"predictions-rank{trainer.global_rank}.pt"
             torch.save(results, path)
             print(f"predictions: {path}", flush=True)
+        if command == "fit":  # Lightning prints the metrics of the other commands
+            metrics = (f"{name} {float(value):.4g}" for name, value in trainer.callback_metrics.items())
+            rank_zero_only(print)(", ".join(metrics), flush=True)
         rank_zero_only(print)(f"run folder: {run_folder}", flush=True)
     return _optimized(cfg.optimized_metric, trainer)
 
