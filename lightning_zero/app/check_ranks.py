@@ -293,7 +293,7 @@ def _weights(module: LightningModule) -> dict[str, Tensor]:
 def _compared(run: Run, expected: Run, tolerances: tuple[float, float]) -> tuple[bool, str]:
     """Returns whether all ranks' losses and weights agree with DDP's, and the figures (collective)."""
     off, batch = difference(run.losses, expected.losses[run.first_batch :], tolerances[0])
-    off, rank, batch = max((*each, rank) for rank, each in enumerate(of_every_rank((off, run.first_batch + batch))))
+    off, batch, rank = max((*each, rank) for rank, each in enumerate(of_every_rank((off, run.first_batch + batch))))
     moved = max(of_every_rank(distance(run.weights, expected.weights, expected.initial)))
     where = f" (rank {rank}, from batch {batch} on)" if off > tolerances[0] else ""
     return off <= tolerances[0] and moved <= tolerances[1], f"losses off by {off:.1e}{where}, weights by {moved:.1e}"
