@@ -19,6 +19,7 @@ from typing import Any
 
 import lightning_zero
 from lightning_zero.checkpoint import FORMATS
+from lightning_zero.errors import CheckpointError
 
 COMMANDS = {
     "fit": "train a LightningModule",
@@ -84,7 +85,6 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", help="path to write; must not exist yet")
     parser.add_argument("--format", choices=FORMATS, help="default: the form that SOURCE does not have")
     parser.add_argument("--prefix", help="safetensors: prefix to remove from names (default: that of an only child)")
-    parser.add_argument("--config", help="safetensors: config.json to copy next to the weights")
     parser.add_argument(
         "--no-weights-only", action="store_true", help="unpickle anything SOURCE holds; only if you trust its origin"
     )
@@ -102,7 +102,6 @@ def _convert(arguments: argparse.Namespace) -> None:
             arguments.format,
             weights_only=not arguments.no_weights_only,
             prefix=arguments.prefix,
-            config=arguments.config,
         )
     except (OSError, RuntimeError) as error:
         _exit_with(str(error))
@@ -273,6 +272,7 @@ def submit(cfg: Any, run_folder: Path) -> None:
     from hydra.core.hydra_config import HydraConfig
 
     from lightning_zero.app.hydra_config import ConfigError, make_slurm_job, make_strategy
+    from lightning_zero.launch.hydra_job import config_flags
 
     job = make_slurm_job(cfg)
     make_strategy(**cfg.strategy)  # finds mistakes now, not after hours in a queue
@@ -290,7 +290,7 @@ def submit(cfg: Any, run_folder: Path) -> None:
     given += [f"trainer.devices={job.devices}", f"trainer.num_nodes={job.nodes}"]
     given.append(f"hydra.run.dir='{run_folder}'")
     start = Path(HydraConfig.get().runtime.cwd)
-    command = [sys.executable, "-m", "lightning_zero", "fit", *_hydra_flags(sys.argv[1:]), *given]
+    command = [sys.executable, "-m", "lightning_zero", "fit", *config_flags(sys.argv[1:]), *given]
     path = run_folder / "job.sbatch"
     path.write_text(job.script(command, run_folder, start), encoding="utf-8")
     (run_folder / "ranks").mkdir(exist_ok=True)
@@ -304,17 +304,6 @@ def submit(cfg: Any, run_folder: Path) -> None:
     if done.returncode:
         raise ConfigError(f"sbatch refused {path}: {done.stderr.strip()}")
     print(done.stdout.strip(), flush=True)
-
-
-def _hydra_flags(arguments: list[str]) -> list[str]:
-    """The flags that select the config; the job needs them too."""
-    kept: list[str] = []
-    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
-        if flag in ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"):
-            kept += [flag, os.path.abspath(value) if flag in ("--config-dir", "-cd") else value]
-        elif flag.startswith(("--config-dir=", "--config-name=", "--config-path=")):
-            kept.append(flag)
-    return kept
 
 
 def _call(trainer: Any, command: str, module: Any, data: Any, ckpt_path: str | None) -> Any:
@@ -380,10 +369,8 @@ def _user_errors_in_one_line() -> Iterator[None]:
         _exit_with(_explain(error))
     except MisconfigurationException as error:
         _exit_with(str(error))
-    except Exception as error:
-        from lightning_zero.launch.tracebacks import is_told_by_its_message
-
-        if not is_told_by_its_message(error):
+    except (CheckpointError, FileNotFoundError) as error:
+        if not (isinstance(error, CheckpointError) or str(error).startswith("Checkpoint file not found")):
             raise
         _exit_with(str(error), 1)
 
