@@ -4,7 +4,7 @@
 - *outside*: torchrun, srun or mpirun has started every rank. Their number must agree with ``devices`` and
   ``num_nodes``.
 - *popen*: all ranks of a machine but its first execute the program again. Under Hydra they do not parse the command
-  line, which may contain a sweep. They get the config of the job that rank 0 runs. A
+  line, which may contain a sweep. They get the overrides of the job that rank 0 runs. A
   :mod:`~lightning_zero.launch.supervisor` process watches them and rank 0.
 - *spawn*, *fork*: all ranks are children of this process, which gets weights and metrics back. This is for programs
   that cannot be executed again: a notebook, pytest, ``python -c``.
@@ -120,8 +120,6 @@ class PopenLauncher(SubprocessScriptLauncher):
         except BaseException as error:
             self._end_after(error, trainer)
             raise
-        finally:
-            tell_supervisor("first step")  # the program runs its own code now, so Ctrl-C must not end it at once
 
     @property
     def _starts_ranks(self) -> bool:

@@ -36,7 +36,6 @@ from lightning_zero.comm.agree import STEP_SYNC, Agreement, run_agreement, share
 from lightning_zero.config import Uneven
 from lightning_zero.launch import restart
 from lightning_zero.launch.failure import AgreedInterrupt, saves_on_exception, tell
-from lightning_zero.launch.session import tell_supervisor
 from lightning_zero.launch.shortest import cut
 from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
 from lightning_zero.private.lightning import (
@@ -100,9 +99,7 @@ class StepSync(Callback):
         advance = loop.advance
 
         def watched(data_fetcher: Any) -> None:
-            if not self._begun:
-                self._begun = True
-                tell_supervisor("first step")
+            self._begun = True
             self._end_if_agreed(trainer)
             advance(data_fetcher)
 
