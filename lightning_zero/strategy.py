@@ -363,7 +363,7 @@ class ZeroStrategy(Launched, DDPStrategy):
 
         module, config = self.lightning_module, self.config.with_(shard_size="auto")
         assert module is not None
-        size, why = resolve_shard_size(trainer, module, config, self.broadcast)
+        size, why = resolve_shard_size(trainer, module, config, self.agreement)
         self.config = config.with_(shard_size=size)
         rank_zero_info(why)
 

@@ -18,6 +18,13 @@ def gib(nbytes: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.4f}"
 
 
+def row_name(stage: int, offload: str) -> str:
+    """The name of a stage's row; stage 0 is DDP. Files have a row of their own at stage 3 only."""
+    if not stage:
+        return "ddp"
+    return f"zero{stage}" + {"none": "", "nvme": "_nvme" if stage == 3 else "_offload"}.get(offload, "_offload")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """Costs of one stage with one offload, in bytes per rank."""
