@@ -64,7 +64,6 @@ def write(checkpoint: dict[str, Any], path: str, agreement: Agreement) -> None:
                         file.remove_stale(Path(target).absolute().parent, f"*/{layout.DATA_PREFIX}")
             with agreement.raise_if_any_failed(), file.naming(path):
                 folder.mkdir(parents=True, exist_ok=True)
-            with agreement.raise_if_any_failed(), file.naming(str(folder)):  # names this host's free space
                 tensors, rest = split(checkpoint)
                 own = {key: t for key, t in tensors.items() if _is_written_by(key, t, agreement.rank)}
                 written = pickle.dumps(write_tensors(own, folder, agreement.rank))

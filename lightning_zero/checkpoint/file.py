@@ -76,24 +76,9 @@ def naming(path: str) -> Iterator[None]:
         if isinstance(cause, RuntimeError) and "inline_container" not in str(cause):
             raise
         raise CheckpointError(
-            f"{path} could not be written ({cause}). Its earlier content is untouched. {repair(path)}"
+            f"{path} could not be written on {socket.gethostname()} ({cause}). Its earlier content is untouched: free"
+            " space, change permissions, or choose another dirpath or Trainer(default_root_dir=...)."
         ) from error
-
-
-def repair(path: str) -> str:
-    """Returns advice for a ``path`` that could not be written."""
-    fs, target = fsspec.core.url_to_fs(path)
-    if not isinstance(fs, LocalFileSystem):
-        return "The storage refused it: check its free space and its permissions, or choose another dirpath."
-    folder = next(str(parent) for parent in Path(target).absolute().parents if os.path.exists(parent))
-    try:
-        free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB are free"
-    except OSError as error:  # do not raise: making a message must not fail on one rank alone
-        free = f"The free space is unknown ({error})"
-    return (
-        f"{free} at {folder} on {socket.gethostname()}: free space, change the permissions of user {os.geteuid()}, or"
-        " choose another dirpath or Trainer(default_root_dir=...)."
-    )
 
 
 def unfinished(name: str) -> str:
