@@ -128,7 +128,7 @@ class Job:
             return LaunchedDDP(find_unused_parameters=self.own, **shared)
         # The example's blocks are small on CPUs, but each must be a unit
         units = {} if self.own else {"min_unit_numel": 1}
-        settings = {"timeout_seconds": TIMEOUT_SECONDS, "after_fit": "whole", **units, **self.settings}
+        settings: dict[str, Any] = {"timeout_seconds": TIMEOUT_SECONDS, **units, **self.settings}
         return ZeroStrategy(stage, **settings, **shared)  # type: ignore[arg-type]
 
     def trainer(
@@ -258,6 +258,7 @@ class Run:
     losses: list[float]
     initial: dict[str, Tensor]
     weights: dict[str, Tensor]
+    """Before and after it, on rank 0."""
 
 
 def same(job: Job) -> Iterator[Line]:
@@ -279,15 +280,20 @@ def same(job: Job) -> Iterator[Line]:
 
 def _train(job: Job, stage: int, precision: str, saves: str | None = None, resumes: str | None = None) -> Run:
     module, data = job.module_and_data()
-    watch, initial = Watch(saves), _weights(module)
+    watch = Watch(saves)
     automatic: dict[str, Any] = {"accumulate_grad_batches": ACCUMULATE, "gradient_clip_val": CLIP}
     trainer = job.trainer(stage, watch, precision, **(automatic if module.automatic_optimization else {}))
+    initial = _weights(trainer, module.state_dict())
     trainer.fit(module, **data, ckpt_path=resumes, weights_only=False)
-    return Run(watch.first_batch, [float(loss) for loss in watch.losses], initial, _weights(module))
+    weights = _weights(trainer, trainer.strategy.lightning_module_state_dict())
+    return Run(watch.first_batch, [float(loss) for loss in watch.losses], initial, weights)
 
 
-def _weights(module: LightningModule) -> dict[str, Tensor]:
-    return {name: t.to("cpu", copy=True) for name, t in module.state_dict().items() if t.is_floating_point()}
+def _weights(trainer: Trainer, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a copy of ``state`` in host memory on rank 0, and nothing on the other ranks: one copy per host fits."""
+    if not trainer.is_global_zero:
+        return {}
+    return {name: t.to("cpu", copy=True) for name, t in state.items() if t.is_floating_point()}
 
 
 def _compared(run: Run, expected: Run, tolerances: tuple[float, float]) -> tuple[bool, str]:
@@ -332,9 +338,9 @@ def fits(job: Job) -> Iterator[Line]:
         module, data = job.module_and_data(large=on_gpu)
         trainer = job.trainer(stage, monitor, job.precision)
         trainer.fit(module, **data)
-        planned = monitor.planned(trainer)
-        if not planned or (monitor.plan is not None and monitor.plan.notes):
-            yield f"zero{stage}", None, "; ".join(monitor.plan.notes) if monitor.plan else "there is no plan"
+        planned, notes = monitor.planned(trainer), monitor.plan.notes if monitor.plan else ()
+        if notes or not planned:
+            yield f"zero{stage}", None, "; ".join(notes) or "there is no plan"
         else:
             yield f"zero{stage}", *_with_plan([_figures(row) for row in monitor.rows], _figures(planned), left)
 
