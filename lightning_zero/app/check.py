@@ -36,7 +36,7 @@ from lightning_zero.app.check_ranks import ON_PURPOSE, PARTS, Job, command
 from lightning_zero.app.doctor import accelerators, hardware, versions
 from lightning_zero.config import ZeroConfig
 from lightning_zero.launch import rendezvous
-from lightning_zero.launch.environment import check_world
+from lightning_zero.launch.environment import check_world, ranks_started
 from lightning_zero.planner.study import precision_name
 
 PASS, FAIL, NOT_HERE = "pass", "FAIL", "not on this machine"
@@ -234,12 +234,10 @@ def _ranks(environment: Any, asked: int | None, on_gpu: bool) -> tuple[int, int]
         if found < 1 or found > (gpus or found):
             raise ValueError(f"devices={found}: use 1 to {gpus}." if gpus else f"devices={found}: use 1 or more.")
         return found, 1
-    tasks = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))  # "8", "8(x2)"
-    local = re.match(r"\d+", tasks)
-    found = asked or int(getattr(environment, "local_size", local[0] if local else environment.world_size()))
-    num_nodes = max(environment.world_size() // found, 1)
-    check_world(environment, found, num_nodes)
-    return found, num_nodes
+    found, here = ranks_started(environment)
+    here = asked or here
+    check_world(environment, here, found // here)
+    return here, found // here
 
 
 @contextmanager

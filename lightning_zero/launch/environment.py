@@ -27,13 +27,10 @@ def check_world(environment: Any, devices: int, num_nodes: int) -> None:
         return
     if isinstance(environment, LightningEnvironment):
         return  # started with variables, or by a program such as Ray, whose workers know neither devices nor num_nodes
-    if isinstance(environment, SLURMEnvironment):
-        who, (found, per_node) = "srun", _tasks_of_slurm()
-    else:
-        is_torchrun, found = isinstance(environment, TorchElasticEnvironment), environment.world_size()
-        who = "torchrun" if is_torchrun else type(environment).__name__
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", devices if found % devices == 0 else found))
+    found, per_node = ranks_started(environment, devices)
     if found != wanted or per_node != devices:
+        names = ((SLURMEnvironment, "srun"), (TorchElasticEnvironment, "torchrun"))
+        who = next((name for kind, name in names if isinstance(environment, kind)), type(environment).__name__)
         raise ValueError(
             f"{who} started {found} ranks, {per_node} on this host, but the Trainer has devices={devices} and"
             f" num_nodes={num_nodes}: use devices={per_node} and num_nodes={max(found // per_node, 1)}, or have"
@@ -41,9 +38,17 @@ def check_world(environment: Any, devices: int, num_nodes: int) -> None:
         )
 
 
-def _tasks_of_slurm() -> tuple[int, int]:
-    """Returns the number of tasks of this step, and of those on each node."""
+def ranks_started(environment: Any, devices: int = 0) -> tuple[int, int]:
+    """Returns the number of ranks that another launcher has started, and of those on this host.
+
+    Args:
+        environment: Lightning's environment for that launcher.
+        devices: Ranks on each host, for a launcher that does not say how many are on this one.
+    """
     env = os.environ
+    if not isinstance(environment, SLURMEnvironment):
+        found = environment.world_size()
+        return found, int(env.get("LOCAL_WORLD_SIZE", devices if devices and found % devices == 0 else found))
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
     if tasks > 1 and "SLURM_STEP_ID" not in env:
         raise ValueError(
