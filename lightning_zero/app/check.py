@@ -277,6 +277,8 @@ def _run(job: Job, environment: Any, timeout_seconds: float) -> tuple[list[Row],
         return [_safe(job, error, output, time.time())], output
     error = error and f"{error}: {_last_error(output)}"
     if environment is not None and (rank := environment.global_rank()):
+        if error:  # the report, which only rank 0 writes, does not have it
+            print(output, file=sys.stderr, flush=True)
         return [Row(job.name, f"rank {rank}", FAIL, error)] if error else [], output
     found = {what: (passes, figures) for what, passes, figures in _lines(job)}
     rows = []
