@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_zero.host import files_of_a_run, sockets_of_a_run
+from lightning_zero.host import files_of_a_run
 
 STATE_BYTES_PER_PARAMETER = 12
 """fp32 master weights and Adam's two moments (Rajbhandari et al. 2020, section 3.1)."""
@@ -207,15 +207,20 @@ def tokens_that_hide_the_traffic(run: Run, cluster: Cluster) -> float:
 
 
 def host_sockets(ranks: int, rank: int, strategy: str = "zero3", shard_size: int | None = None) -> int:
-    """Number of sockets of one CPU rank's process during a run (:func:`lightning_zero.host.sockets_of_a_run`); rank 0
-    serves the store. DDP has two groups. HSDP adds a listener for each of two more groups, the connections inside a
-    group of ``shard_size`` and its tree, and the neighbours in gloo's ring of replicas."""
+    """Number of sockets of one CPU rank's process during a run, fitted to the measured table of docs/scaling.md.
+
+    There are ``3 log2(N) + 2`` for the tree of the agreements and the start of a run, one to the store for reads by one
+    rank alone, and one to each rank. Rank 0 serves the store, with two to each rank. DDP has two groups. HSDP adds a
+    listener for each of two more groups, the connections inside a group of ``shard_size`` and its tree, and the
+    neighbours in gloo's ring of replicas.
+    """
     if strategy == "ddp":
         return 2 * ranks + 2
     of_groups = 0
     if shard_size is not None:
         of_groups = 2 + shard_size - 1 + tree_levels(shard_size) + min(ranks // shard_size - 1, 2)
-    return sockets_of_a_run(ranks, connected=True, keeps_store=rank == 0) + of_groups
+    of_store = 2 * ranks if rank == 0 else 0
+    return 3 * tree_levels(ranks) + 3 + ranks + of_store + of_groups
 
 
 def accelerator_sockets(ranks: int, communicators: int = 1) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -10,7 +11,7 @@ from torch import nn
 
 from lightning_zero.config import OffloadConfig, ZeroConfig
 from lightning_zero.host import available_host_bytes
-from lightning_zero.planner import GIB, HEADROOM, Plan, Planner, choose, smallest_device_bytes, training_batch
+from lightning_zero.planner import GIB, HEADROOM, Plan, Planner, choose, planned_on_rank_0, training_batch
 from lightning_zero.strategy import ZeroStrategy
 
 
@@ -35,38 +36,28 @@ class AutoStrategy(ZeroStrategy):
         self._asked: OffloadConfig | None = None  # the user's setting; config has the last choice
 
     def _resolve_stage(self, trainer: Any) -> None:
-        memory = smallest_device_bytes(trainer, self.config)
         self._asked = self._asked or self.config.offload
-        answer: tuple[int, str, str, str] | None = None
-        if self.is_global_zero:  # all ranks would get the same result; only one loads a batch for it
-            answer = self._answer(trainer, memory)
-        answer = self.broadcast(answer)  # ranks with different stages would deadlock
-        assert answer is not None
-        stage, offload, line, error = answer
-        if error:
-            raise ValueError(error)
-        moved = self._asked if self._asked.target != "none" else OffloadConfig(target=offload)  # type: ignore[arg-type]
+        # Ranks with different stages would deadlock
+        stage, offload, line = planned_on_rank_0(
+            *(trainer, self.config, self.agreement, partial(self._answer, trainer)),
+            asked="strategy='zero_auto'",
+            other="strategy='zero1', 'zero2' or 'zero3'",
+        )
+        moved = self._asked if self._asked.target != "none" else OffloadConfig(target=offload)
         self.config = self.config.with_(stage=stage, offload=moved)
         rank_zero_info(f"zero_auto takes {line}")
 
-    def _answer(self, trainer: Any, memory: float) -> tuple[int, str, str, str]:
-        """Returns ``(stage, offload, reason, error)``. It returns an error instead of raising it, so that all ranks can
-        raise it."""
+    def _answer(self, trainer: Any, memory: float) -> tuple[int, str, str]:
+        """Returns stage, offload and the reason."""
         module = self.lightning_module
         assert module is not None
-        try:
-            if trainer.state.fn != TrainerFn.FITTING:
-                return self._answer_without_fit(module, memory)
-            batch = training_batch(trainer)
-            given = self.config
-            if given.shard_size == "auto":  # chosen later, once the stage is known
-                given = given.with_(shard_size=None)
-            settings = {"device_memory_gib": memory / GIB, "headroom": HEADROOM, "config": given}
-            planner = Planner.of_run(trainer, module, **settings)
-            plan = self.plan = planner(batch)
-        except Exception as error:
-            text = f"strategy='zero_auto': the run could not be planned ({type(error).__name__}: {error}); "
-            return 0, "none", "", text + "use strategy='zero1', 'zero2' or 'zero3'."
+        if trainer.state.fn != TrainerFn.FITTING:
+            return self._answer_without_fit(module, memory)
+        given = self.config
+        if given.shard_size == "auto":  # chosen later, once the stage is known
+            given = given.with_(shard_size=None)
+        settings = {"device_memory_gib": memory / GIB, "headroom": HEADROOM, "config": given}
+        plan = self.plan = Planner.of_run(trainer, module, **settings)(training_batch(trainer))
         assert self._asked is not None
         asked = self._asked.target
         rows = [r for r in plan.rows if r.offload == asked or (asked == "none" and r.offload != "nvme")]
@@ -83,14 +74,12 @@ class AutoStrategy(ZeroStrategy):
             if checkpointing and not self.config.activation_checkpointing.is_on:
                 notes += " Use activation_checkpointing='full', or your module's own: without it no stage fits."
             row = plan.row(name)
-            return row.stage, row.offload, reason + notes, ""
+            return row.stage, row.offload, reason + notes
         wanted = f" {plan.choice} would fit: use strategy={plan.choice!r}." if plan.choice else ""
-        return 3, "none", f"zero3, which stores the least, although {reason}{wanted}{notes}", ""
+        return 3, "none", f"zero3, which stores the least, although {reason}{wanted}{notes}"
 
-    def _answer_without_fit(self, module: nn.Module, memory: float) -> tuple[int, str, str, str]:
+    def _answer_without_fit(self, module: nn.Module, memory: float) -> tuple[int, str, str]:
         full = sum(p.numel() * p.element_size() for p in module.parameters())
         usable = memory * (1 - HEADROOM)
         sizes = f"parameters take {full / GIB:.4g} of {usable / GIB:.4g} usable GiB"
-        if full <= usable:
-            return 1, "none", f"full parameters: {sizes}.", ""
-        return 3, "none", f"zero3: {sizes}.", ""
+        return (1, "none", f"full parameters: {sizes}.") if full <= usable else (3, "none", f"zero3: {sizes}.")

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.global_batch import keep_global_batch
-from lightning_zero.checkpoint.later import has_no_memory, leaving_for_later
+from lightning_zero.checkpoint.later import leaving_for_later
 from lightning_zero.checkpoint.resume import follow, leave_finished_epoch
 from lightning_zero.checkpoint.saving import Collecting, Saving, with_atomic_files
 from lightning_zero.comm.agree import Agreement, set_run_agreement, shared_agreement
@@ -331,8 +331,6 @@ class ZeroStrategy(Launched, DDPStrategy):
             if self.config.build == "whole" and on_meta(self.model):
                 on_host = self._run.loads_on_host(self.root_device)
                 materialize_all(self.model, torch.device("cpu") if on_host else self.root_device)
-            if self.config.stage == 3 and (note := note_on_built(self.model, self.num_processes)):
-                rank_zero_info(note)
             all_but_parameters_to(self.model, self.root_device)
             return
         if on_meta(self.model):
@@ -365,7 +363,7 @@ class ZeroStrategy(Launched, DDPStrategy):
 
         module, config = self.lightning_module, self.config.with_(shard_size="auto")
         assert module is not None
-        size, why = resolve_shard_size(trainer, module, config, self.broadcast)
+        size, why = resolve_shard_size(trainer, module, config, self.agreement)
         self.config = config.with_(shard_size=size)
         rank_zero_info(why)
 
@@ -757,17 +755,6 @@ def all_but_parameters_to(module: nn.Module, device: torch.device) -> None:
     for each in module.modules():
         set_device(each, device)
     convert(module, lambda t: t if isinstance(t, nn.Parameter) or t.is_meta else t.to(device))
-
-
-def note_on_built(module: nn.Module, num_processes: int) -> str:
-    """A sentence for the user if the unsharded module in each of a host's processes takes most of its memory."""
-    built = sum(p.nbytes for p in module.parameters() if p.device.type == "cpu" and not has_no_memory(p))
-    if built * num_processes < available_host_bytes():
-        return ""
-    return (
-        f"lightning_zero: {num_processes} processes of this host have built the full module, {built / 2**30:.3g} GiB in"
-        " each, before it is sharded: build it under torch.device('meta'), so that no process holds the full module."
-    )
 
 
 def trainer_facts(trainer: Any) -> dict[str, Any]:

@@ -14,13 +14,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning_zero
-from lightning_zero.app.arguments import help_page, mistake, unknown_setting
 from lightning_zero.checkpoint import FORMATS
+from lightning_zero.errors import CheckpointError
 
 COMMANDS = {
     "fit": "train a LightningModule",
@@ -44,7 +43,7 @@ def main() -> None:
     """Entry point; the exit status is 0, 2 after a mistake on the command line or in the config, or 1 after a failed
     run.
 
-    Help, version and mistakes on the command line do not import PyTorch or Lightning.
+    ``--help`` and ``--version`` do not import PyTorch or Lightning.
     """
     try:
         _run(sys.argv[1:])
@@ -58,7 +57,7 @@ def _run(arguments: list[str]) -> None:
     if arguments and arguments[0] in COMMANDS:
         _run_hydra(arguments[0], arguments[1:])
         return
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="lightning-zero",
         description="Trains any LightningModule under ZeRO stage 1, 2 or 3.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -77,27 +76,8 @@ def _run(arguments: list[str]) -> None:
     _add_doctor(commands.add_parser("doctor", help=TOOLS["doctor"], description=_doctor.__doc__))
     _add_check(commands.add_parser("check", help=TOOLS["check"], description=_check.__doc__))
     _add_init(commands.add_parser("init", help=TOOLS["init"], description=_init.__doc__))
-    if arguments and (wrong := _not_a_command(arguments[0])):
-        parser.error(wrong)
     parsed = parser.parse_args(arguments)  # or --help, --version, an error: no command was given
     parsed.run(parsed)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Mistakes are one line, as everywhere else; ``--help`` has the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help)\n")
-
-
-def _not_a_command(word: str) -> str | None:
-    """The message about a first word that is not a command; ``None`` for a flag, a tool, or a word like no command."""
-    if word.startswith("-") or word in TOOLS:
-        return None
-    if "=" in word:
-        return f"{word}: the command comes first: lightning-zero fit {word}"
-    close = get_close_matches(word, [*COMMANDS, *TOOLS], n=1)
-    return f"{word}: did you mean {close[0]}?" if close else None
 
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +85,6 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", help="path to write; must not exist yet")
     parser.add_argument("--format", choices=FORMATS, help="default: the form that SOURCE does not have")
     parser.add_argument("--prefix", help="safetensors: prefix to remove from names (default: that of an only child)")
-    parser.add_argument("--config", help="safetensors: config.json to copy next to the weights")
     parser.add_argument(
         "--no-weights-only", action="store_true", help="unpickle anything SOURCE holds; only if you trust its origin"
     )
@@ -123,7 +102,6 @@ def _convert(arguments: argparse.Namespace) -> None:
             arguments.format,
             weights_only=not arguments.no_weights_only,
             prefix=arguments.prefix,
-            config=arguments.config,
         )
     except (OSError, RuntimeError) as error:
         _exit_with(str(error))
@@ -188,12 +166,7 @@ def _init(arguments: argparse.Namespace) -> None:
 
 
 def _run_hydra(command: str, arguments: list[str]) -> None:
-    if arguments in (["--help"], ["-h"]):
-        print(help_page())
-        return
-    if wrong := mistake(arguments, own_flags=("--dry-run",) if command == "submit" else ()):
-        _exit_with(wrong)
-    import hydra  # takes half a second, which --help does not need
+    import hydra  # takes half a second, which the tools do not need
 
     from lightning_zero.launch import launcher
 
@@ -211,7 +184,7 @@ def _run_hydra(command: str, arguments: list[str]) -> None:
     # Without this Hydra prints a shortened traceback and exits; with it Hydra raises, and we print the message.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
-        with _user_errors_in_one_line(arguments):
+        with _user_errors_in_one_line():
             app()
     finally:
         sys.argv = typed
@@ -263,6 +236,9 @@ def run_command(command: str, cfg: Any) -> float | None:
             path = run_folder / f"predictions-rank{trainer.global_rank}.pt"
             torch.save(results, path)
             print(f"predictions: {path}", flush=True)
+        if command == "fit":  # Lightning prints the metrics of the other commands
+            metrics = (f"{name} {float(value):.4g}" for name, value in trainer.callback_metrics.items())
+            rank_zero_only(print)(", ".join(metrics), flush=True)
         rank_zero_only(print)(f"run folder: {run_folder}", flush=True)
     return _optimized(cfg.optimized_metric, trainer)
 
@@ -296,6 +272,7 @@ def submit(cfg: Any, run_folder: Path) -> None:
     from hydra.core.hydra_config import HydraConfig
 
     from lightning_zero.app.hydra_config import ConfigError, make_slurm_job, make_strategy
+    from lightning_zero.launch.hydra_job import config_flags
 
     job = make_slurm_job(cfg)
     make_strategy(**cfg.strategy)  # finds mistakes now, not after hours in a queue
@@ -313,7 +290,7 @@ def submit(cfg: Any, run_folder: Path) -> None:
     given += [f"trainer.devices={job.devices}", f"trainer.num_nodes={job.nodes}"]
     given.append(f"hydra.run.dir='{run_folder}'")
     start = Path(HydraConfig.get().runtime.cwd)
-    command = [sys.executable, "-m", "lightning_zero", "fit", *_hydra_flags(sys.argv[1:]), *given]
+    command = [sys.executable, "-m", "lightning_zero", "fit", *config_flags(sys.argv[1:]), *given]
     path = run_folder / "job.sbatch"
     path.write_text(job.script(command, run_folder, start), encoding="utf-8")
     (run_folder / "ranks").mkdir(exist_ok=True)
@@ -327,17 +304,6 @@ def submit(cfg: Any, run_folder: Path) -> None:
     if done.returncode:
         raise ConfigError(f"sbatch refused {path}: {done.stderr.strip()}")
     print(done.stdout.strip(), flush=True)
-
-
-def _hydra_flags(arguments: list[str]) -> list[str]:
-    """The flags that select the config; the job needs them too."""
-    kept: list[str] = []
-    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
-        if flag in ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"):
-            kept += [flag, os.path.abspath(value) if flag in ("--config-dir", "-cd") else value]
-        elif flag.startswith(("--config-dir=", "--config-name=", "--config-path=")):
-            kept.append(flag)
-    return kept
 
 
 def _call(trainer: Any, command: str, module: Any, data: Any, ckpt_path: str | None) -> Any:
@@ -388,7 +354,7 @@ def _ranks_end_with_us() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _user_errors_in_one_line(arguments: list[str]) -> Iterator[None]:
+def _user_errors_in_one_line() -> Iterator[None]:
     """Prints errors that the user can repair on the command line as one message with status 2; other errors keep their
     traceback."""
     from hydra.errors import HydraException
@@ -400,13 +366,11 @@ def _user_errors_in_one_line(arguments: list[str]) -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException, ConfigError) as error:
-        _exit_with(_explain(error, arguments))
+        _exit_with(_explain(error))
     except MisconfigurationException as error:
         _exit_with(str(error))
-    except Exception as error:
-        from lightning_zero.launch.tracebacks import is_told_by_its_message
-
-        if not is_told_by_its_message(error):
+    except (CheckpointError, FileNotFoundError) as error:
+        if not (isinstance(error, CheckpointError) or str(error).startswith("Checkpoint file not found")):
             raise
         _exit_with(str(error), 1)
 
@@ -417,16 +381,13 @@ def _exit_with(message: str, status: int = 2) -> None:
     sys.exit(status)
 
 
-def _explain(error: BaseException, arguments: list[str]) -> str:
+def _explain(error: BaseException) -> str:
     """The message of ``error``, with the override that works if it is known."""
-    lines = str(error).splitlines()
-    if error.__cause__ is not None and str(error.__cause__) not in str(error):
-        lines += str(error.__cause__).splitlines()
-    hints = [text for text in map(unknown_setting, arguments) if text]
+    from lightning_zero.app.hydra_config import meant
+
+    lines, cause, hint = str(error).splitlines(), error.__cause__, meant(error)
+    if cause is not None and str(cause) not in str(error):
+        lines += str(cause).splitlines()
     # The schemas are closed, so Hydra's advice to append a key with + does not work; our hint names the right key.
-    unwanted = (
-        r"\s*(full_key|object_type|reference_type|To append to your config use)"
-        if hints
-        else (r"\s*(full_key|object_type|reference_type)")
-    )
-    return "\n".join([*(line for line in lines if not re.match(unwanted, line)), *hints])
+    unwanted = r"\s*(full_key|object_type|reference_type" + ("|To append to your config use)" if hint else ")")
+    return "\n".join([*(line for line in lines if not re.match(unwanted, line)), *([hint] if hint else [])])

@@ -25,38 +25,29 @@ PACKAGES = ("lightning-zero", "torch", "lightning", "deepspeed", "hydra-core", "
 SMALL_SHARED_MEMORY_GIB = 1.0
 """Dataloader workers and NCCL pass tensors through shared memory; containers get 64 MiB by default."""
 
-_JOIN = """
+_RANK = """
 import sys, torch, torch.distributed as dist
 from datetime import timedelta
+from lightning_zero.comm.peer_memory import PeerMemory
+
 backend, store, rank, seconds = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 device = torch.device("cpu" if backend == "gloo" else f"cuda:{rank}")
 if device.type == "cuda":
     torch.cuda.set_device(device)
 limit = timedelta(seconds=seconds)
 dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
-"""
-"""Begin of the program of one of two ranks."""
-
-_RANK = f"""{_JOIN}
 value = torch.full((1024,), rank + 1.0, device=device)
 dist.all_reduce(value)
 assert value.eq(3.0).all().item(), value
 print("works", flush=True)
-dist.destroy_process_group()
-"""
-"""All-reduces 1 and 2."""
-
-_READER = f"""{_JOIN}
-from lightning_zero.comm.peer_memory import PeerMemory
-memory = PeerMemory(dist.group.WORLD, seconds)
-may = bool(memory.ranks)
-memory.close()
-forbidden = "the system forbids it (a container's seccomp profile, kernel.yama.ptrace_scope), so ranks use gloo"
-print("works" if may else forbidden, flush=True)
+if backend == "gloo":
+    memory = PeerMemory(dist.group.WORLD, seconds)
+    print("can read" if memory.ranks else "cannot read", flush=True)
+    memory.close()
 dist.destroy_process_group()  # at interpreter exit it may end in std::terminate
-sys.exit(not may)
 """
-"""Reads the other's memory, as CPU ranks do to exchange shards."""
+"""The program of one of two ranks: it all-reduces 1 and 2. CPU ranks also exchange shards by reading the other's
+memory."""
 
 Section = dict[str, str]
 
@@ -182,44 +173,43 @@ def _limits() -> Section:
 
 
 def _collectives(timeout_seconds: float) -> Section:
-    made = {"gloo": collective_works("gloo", timeout_seconds)}
-    made["each other's memory"] = _two_processes(_READER, "gloo", timeout_seconds)
+    outputs, error = two_processes("gloo", timeout_seconds)
+    reads = "works" if all("can read" in lines for lines in outputs) else "no: the system forbids it"
+    if reads != "works":
+        reads += " (a container's seccomp profile, kernel.yama.ptrace_scope), so ranks use gloo"
+    made = {"gloo": error or "works", "each other's memory": error or reads}
     if not dist.is_nccl_available():
         made["nccl"] = "not tried: not in this build of torch"
     elif torch.cuda.device_count() < 2:
         made["nccl"] = f"not tried: needs two GPUs, this machine has {torch.cuda.device_count()}"
     else:
-        made["nccl"] = collective_works("nccl", timeout_seconds)
+        made["nccl"] = two_processes("nccl", timeout_seconds)[1] or "works"
     return made
 
 
-def collective_works(backend: str, timeout_seconds: float) -> str:
-    """``"works"`` if two processes of this machine can all-reduce a tensor in time, else ``"no: "`` and the reason."""
-    return _two_processes(_RANK, backend, timeout_seconds)
-
-
-def _two_processes(script: str, backend: str, timeout_seconds: float) -> str:
+def two_processes(backend: str, timeout_seconds: float) -> tuple[list[list[str]], str]:
+    """Lets two processes of this machine all-reduce a tensor. Returns the lines that each has printed, and ``"no: "``
+    with the reason if they could not in time, or else ``""``."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [_start_rank(script, backend, Path(folder), rank, timeout_seconds) for rank in (0, 1)]
+        ranks = [_start_rank(backend, Path(folder), rank, timeout_seconds) for rank in (0, 1)]
         try:
-            outputs = [process.communicate(timeout=timeout_seconds)[0] for process in ranks]
+            outputs = [process.communicate(timeout=timeout_seconds)[0].strip().splitlines() for process in ranks]
         except subprocess.TimeoutExpired:
-            return f"no: not done after {timeout_seconds:g} s (a firewall, or GLOO_SOCKET_IFNAME/NCCL_SOCKET_IFNAME)"
+            why = "a firewall, or GLOO_SOCKET_IFNAME/NCCL_SOCKET_IFNAME"
+            return [], f"no: not done after {timeout_seconds:g} s ({why})"
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
-    for process, output in zip(ranks, outputs, strict=True):
-        lines = output.strip().splitlines()
-        if "works" in lines:  # the exit status does not count: a process may crash while it ends
-            continue
-        return f"no: {next(reversed(lines), f'exit code {process.returncode}')}"
-    return "works"
+    for process, lines in zip(ranks, outputs, strict=True):
+        if "works" not in lines:  # the exit status does not count: a process may crash while it ends
+            return outputs, f"no: {lines[-1] if lines else f'exit code {process.returncode}'}"
+    return outputs, ""
 
 
-def _start_rank(script: str, backend: str, folder: Path, rank: int, timeout_seconds: float) -> subprocess.Popen[str]:
+def _start_rank(backend: str, folder: Path, rank: int, timeout_seconds: float) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", script, backend, str(folder / "store"), str(rank), str(timeout_seconds)],
+        [sys.executable, "-c", _RANK, backend, str(folder / "store"), str(rank), str(timeout_seconds)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

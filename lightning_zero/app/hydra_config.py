@@ -24,11 +24,11 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ProgressBar
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from lightning_zero.app.sweep import RunRecord
 from lightning_zero.auto import make_strategy as make_zero_strategy
-from lightning_zero.config import PlanConfig, ZeroConfig
+from lightning_zero.config import PlanConfig, ZeroConfig, closest
 from lightning_zero.engines.deepspeed.known_keys import check_keys
 from lightning_zero.launch.launcher import LaunchedDDP
 from lightning_zero.launch.slurm import SlurmJob, run_stamp
@@ -36,6 +36,8 @@ from lightning_zero.private.lightning import start_method
 
 _GROUPS_OF_THEIR_OWN = ("strategy", "callbacks")
 """Arguments of the Trainer that have Hydra groups of their own."""
+_GROUPS_IN_STRATEGY = tuple(f"strategy.{name}" for name in ("offload", "compile", "activation_checkpointing"))
+"""Settings of the strategy that are groups."""
 _PRIMITIVE = {int, float, bool, str, type(None)}
 
 
@@ -280,6 +282,22 @@ def make_slurm_job(cfg: DictConfig) -> SlurmJob:
         return SlurmJob(**settings)
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from error
+
+
+def meant(error: BaseException) -> str:
+    """Returns the repair if ``error`` says that an override names an unknown key, or gives a group a value; else ""."""
+    cause: Any = error.__cause__
+    path = getattr(cause, "full_key", None) or ""
+    where, _, key = path.rpartition(".")
+    if path in _GROUPS_IN_STRATEGY:
+        return f"{path} is a group of settings: use {path.replace('.', '/')}=CHOICE, or set {path}.NAME=VALUE."
+    if not isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
+        return ""
+    if where == "trainer" and key in _GROUPS_OF_THEIR_OWN:
+        return f"{key} is a group of its own: use {key}=CHOICE."
+    parent: Any = cause.parent_node
+    sections = [] if where else [name for name in ("trainer", "strategy") if key in (parent.get(name) or ())]
+    return f"Write {sections[0]}.{key}." if sections else closest(key, list(parent)).strip()
 
 
 def to_plain(node: Any) -> Any:

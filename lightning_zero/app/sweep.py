@@ -1,8 +1,8 @@
 """Compares the jobs of a Hydra sweep in one table.
 
-Each job writes ``result.json`` to its folder, under any Hydra launcher. When the sweep ends, the process that started
-it reads all of them. The command uses :class:`CompareRuns` by default; another app adds ``override hydra/callbacks:
-compare_runs`` to its defaults.
+The Trainer of each job writes ``result.json`` to its folder when a fit ends, under any Hydra launcher. When the sweep
+ends, the process that started it reads all of them. The command uses :class:`CompareRuns` by default; another app adds
+``override hydra/callbacks: compare_runs`` to its defaults.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback as HydraCallback
-from hydra.types import RunMode
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 
@@ -57,26 +55,13 @@ class CompareRuns(HydraCallback):
         self._folder = Path(str(config.hydra.sweep.dir)).resolve()
         atexit.register(self._report)  # after a failed job Hydra does not call on_multirun_end
 
-    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Marks the job as finished once it has returned; runs in the process of the job."""
-        if config.hydra.mode != RunMode.MULTIRUN or job_return.status != JobStatus.COMPLETED:
-            return
-        path = Path(config.hydra.runtime.output_dir) / RESULT
-        record = {**(_read(path) or {"metrics": {}}), "finished": True}
-        value = job_return.return_value
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            record["returned"] = float(value)
-        path.write_text(json.dumps(record, indent=1), encoding="utf-8")
-
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         atexit.unregister(self._report)
         self._report()
 
     def _report(self) -> None:
-        folder = self._folder
-        table = compare(folder)
-        if table:
-            (folder / COMPARISON).write_text(table + "\n", encoding="utf-8")
+        if table := compare(self._folder):
+            (self._folder / COMPARISON).write_text(table + "\n", encoding="utf-8")
             print(f"\n{table}", flush=True)
 
 
@@ -92,17 +77,14 @@ def compare(folder: Path) -> str:
     common = set.intersection(*map(set, overrides))
     records = [_read(job / RESULT) for job in jobs]
     names = list(dict.fromkeys(name for record in records if record for name in record["metrics"]))
-    if any(record and "returned" in record for record in records):
-        names.append("returned")
     rows = [["job", "overrides", "ranks", "steps", "seconds", *names]]
     for job, given, record in zip(jobs, overrides, records, strict=True):
         own = " ".join(item for item in given if item not in common) or "-"
-        if record is None or not record.get("finished"):
-            rows.append([job.name, own, "did not finish", *[""] * (2 + len(names))])
+        if record is None:
+            rows.append([job.name, own, "did not finish a fit", *[""] * (2 + len(names))])
             continue
-        facts = [str(record.get("ranks", "-")), str(record.get("steps", "-"))]
-        facts.append(f"{record['seconds']:.1f}" if "seconds" in record else "-")
-        values = [record.get("returned") if name == "returned" else record["metrics"].get(name) for name in names]
+        facts = [str(record["ranks"]), str(record["steps"]), f"{record['seconds']:.1f}"]
+        values = [record["metrics"].get(name) for name in names]
         rows.append([job.name, own, *facts, *("" if value is None else f"{value:.6g}" for value in values)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -4,8 +4,7 @@ A *window* is one optimizer step with its micro-batches, from the end of the pre
 Validation, checkpoints and the time between epochs are part of no window.
 
 [Times] The host's clock, read when a batch ends: on an accelerator the host runs ahead of the device, so average over
-many steps. ``communication_seconds`` is the time inside blocking collectives, which CPU processes use. On an
-accelerator collectives overlap with compute: a trace (``profile=true``) shows how much of them is exposed.
+many steps. A trace (``profile=true``) shows how much of the communication does not overlap with compute.
 
 [Bytes] Parameters, gradients and optimizer states are counted tensor by tensor, in a few windows. Traffic is counted by
 :class:`~lightning_zero.comm.meter.TrafficMeter` in all windows.
@@ -29,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_zero.comm.meter import TrafficMeter
 from lightning_zero.engines.model_state import KINDS as STATES
 from lightning_zero.engines.model_state import ModelState, plain_state
-from lightning_zero.planner import Plan, Planner
+from lightning_zero.planner import Plan, Planner, row_name
 from lightning_zero.private.lightning import comm_hook
 from lightning_zero.private.torch import pytree
 
@@ -41,8 +40,6 @@ class _Window:
     """One optimizer step, from its begin."""
 
     begin: float
-    waited: float
-    """The meter's seconds at the begin."""
     sent: Counter[str]
     """The meter's bytes at the begin."""
     samples: int = 0
@@ -125,7 +122,7 @@ class ZeroMonitor(Callback):
         self._counts_state = self._num_windows == 1 or self._num_windows % self._interval(trainer) == 0
 
     def _open(self) -> _Window:
-        self._window = _Window(time.perf_counter(), self.meter.seconds, Counter(self.meter.sent))
+        self._window = _Window(time.perf_counter(), Counter(self.meter.sent))
         return self._window
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -160,7 +157,6 @@ class ZeroMonitor(Callback):
         self._num_windows += 1
         found: dict[str, float] = {
             "seconds": time.perf_counter() - window.begin,
-            "communication": self.meter.seconds - window.waited,
             "steps": 1,
             "samples": window.samples,
         }
@@ -178,11 +174,7 @@ class ZeroMonitor(Callback):
         steps, seconds = sums["steps"], sums["seconds"]
         if not steps or not seconds:
             return {}
-        found = {"step_seconds": seconds / steps}
-        if self._on_host:
-            found["communication_seconds"] = sums["communication"] / steps
-        found["samples_per_second"] = sums["samples"] / seconds
-        return found
+        return {"step_seconds": seconds / steps, "samples_per_second": sums["samples"] / seconds}
 
     def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
         values = {f"zero/{name}": value for name, value in self._rates(self._recent).items()}
@@ -241,12 +233,9 @@ class ZeroMonitor(Callback):
         if self.plan is None or trainer is None:
             return {}
         config = getattr(trainer.strategy, "config", None)
-        name = f"zero{config.stage}" if config is not None else "ddp"
-        if config is not None and config.offload.target != "none":
-            name += {"cpu": "_offload", "nvme": "_nvme"}[config.offload.target]
-        row = next((row for row in self.plan.rows if row.name == name), None)
-        if row is None:  # the plan has no rows for files at stages 1 and 2
-            return {}
+        if config is not None and config.offload.target == "nvme" and config.stage != 3:
+            return {}  # the plan has no rows for files at stages 1 and 2
+        row = self.plan.row(row_name(config.stage, config.offload.target) if config is not None else "ddp")
         found = {f"{kind} bytes": getattr(row, kind) for kind in STATES}
         if not self._on_host:  # RSS also holds the interpreter and every library
             found["memory peak bytes"] = row.peak_with(config is not None and config.activation_checkpointing.is_on)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -43,7 +41,6 @@ def convert(
     *,
     weights_only: bool | None = None,
     prefix: str | None = None,
-    config: str | None = None,
 ) -> str:
     """Writes the checkpoint ``source`` to ``target`` as ``form``; returns the form.
 
@@ -54,8 +51,6 @@ def convert(
         weights_only: Unless ``False``, nothing beyond torch's allow-list is unpickled.
         prefix: For safetensors: prefix to remove from the parameters' names. By default the name of the module's only
             child, as in a LightningModule that holds ``self.model``.
-        config: For safetensors: a ``config.json`` to copy next to the weights. By default it is made from the
-            checkpoint's ``hf_config``, if there is one.
 
     Raises:
         FileNotFoundError: If ``source`` does not exist.
@@ -68,7 +63,7 @@ def convert(
     agreement = Agreement(alone=True)
     loaded = _load(source, weights_only, agreement)
     try:
-        _write(loaded, target, form, agreement, prefix, config)
+        _write(loaded, target, form, agreement, prefix)
     finally:
         loaded.close()
     return form
@@ -82,14 +77,13 @@ def _load(source: str, weights_only: bool | None, agreement: Agreement) -> Loade
     return Loaded(deepspeed_checkpoint.read(source, weights_only))
 
 
-def _write(
-    loaded: Loaded, target: str, form: str, agreement: Agreement, prefix: str | None, config: str | None
-) -> None:
+def _write(loaded: Loaded, target: str, form: str, agreement: Agreement, prefix: str | None) -> None:
     if form == "safetensors":
         weights = without_prefix(dict(loaded.content["state_dict"]), prefix)
         _write_safetensors(layout.map_tensors(_on_disk(target), weights), target)
-        if not target.endswith(".safetensors"):
-            _write_config(loaded.content, Path(target), config)
+        if "hf_config" in loaded.content and not target.endswith(".safetensors"):  # from_pretrained needs it
+            text = json.dumps(loaded.content["hf_config"], indent=2)
+            Path(target, "config.json").write_text(text + "\n", encoding="utf-8")
         return
     content = layout.map_tensors(_on_disk(target), loaded.content)
     if form == "file":
@@ -151,11 +145,3 @@ def _write_safetensors(state: dict[str, Tensor], target: str) -> None:
     save_torch_state_dict(
         state, folder, filename_pattern=name.replace(".safetensors", "{suffix}.safetensors"), max_shard_size=total + 1
     )
-
-
-def _write_config(content: dict[str, Any], folder: Path, config: str | None) -> None:
-    """Writes the ``config.json`` that ``from_pretrained`` needs next to the weights."""
-    if config is not None:
-        shutil.copyfile(config, folder / "config.json")
-    elif "hf_config" in content:
-        (folder / "config.json").write_text(json.dumps(content["hf_config"], indent=2) + "\n", encoding="utf-8")

@@ -76,24 +76,9 @@ def naming(path: str) -> Iterator[None]:
         if isinstance(cause, RuntimeError) and "inline_container" not in str(cause):
             raise
         raise CheckpointError(
-            f"{path} could not be written ({cause}). Its earlier content is untouched. {repair(path)}"
+            f"{path} could not be written on {socket.gethostname()} ({cause}). Its earlier content is untouched: free"
+            " space, change permissions, or choose another dirpath or Trainer(default_root_dir=...)."
         ) from error
-
-
-def repair(path: str) -> str:
-    """Returns advice for a ``path`` that could not be written."""
-    fs, target = fsspec.core.url_to_fs(path)
-    if not isinstance(fs, LocalFileSystem):
-        return "The storage refused it: check its free space and its permissions, or choose another dirpath."
-    folder = next(str(parent) for parent in Path(target).absolute().parents if os.path.exists(parent))
-    try:
-        free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB are free"
-    except OSError as error:  # do not raise: making a message must not fail on one rank alone
-        free = f"The free space is unknown ({error})"
-    return (
-        f"{free} at {folder} on {socket.gethostname()}: free space, change the permissions of user {os.geteuid()}, or"
-        " choose another dirpath or Trainer(default_root_dir=...)."
-    )
 
 
 def unfinished(name: str) -> str:
@@ -125,13 +110,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read(path: str, weights_only: bool | None, part: int = 0, parts: int = 1) -> dict[str, Any]:
+def read(path: str, weights_only: bool | None) -> dict[str, Any]:
     """Returns the dictionary in the local file ``path``, its tensors memory-mapped.
 
     Args:
         path: Local file.
         weights_only: Unless ``False``, nothing beyond torch's allow-list is unpickled.
-        part, parts: Which share of the records to compare with their checksums (ranks divide the work).
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -140,10 +124,7 @@ def read(path: str, weights_only: bool | None, part: int = 0, parts: int = 1) ->
     if not os.path.exists(path):
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     try:
-        mapped = zipfile.is_zipfile(path)
-        if mapped:
-            _verify(path, part, parts)
-        # Files of torch before 1.6 are not zip archives and cannot be memory-mapped.
+        mapped = zipfile.is_zipfile(path)  # files of torch before 1.6 are not, and cannot be memory-mapped
         content = torch.load(path, map_location="cpu", weights_only=weights_only is not False, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise CheckpointError(_refused(path, error)) from error
@@ -157,15 +138,6 @@ def read(path: str, weights_only: bool | None, part: int = 0, parts: int = 1) ->
             f"{path} holds a {type(content).__name__} instead of a Lightning checkpoint's dictionary."
         )
     return content
-
-
-def _verify(path: str, part: int, parts: int) -> None:
-    """Compares records with their checksums. ``torch.load`` does not, so a flipped bit would become a weight."""
-    with zipfile.ZipFile(path) as archive:
-        for record in archive.infolist()[part::parts]:
-            with archive.open(record) as stream:
-                while stream.read(2**20):
-                    pass  # reading to the end raises BadZipFile, which names the record
 
 
 def _refused(path: str, error: pickle.UnpicklingError) -> str:

@@ -5,7 +5,7 @@
 *Sharded directory*::
 
     x.ckpt/
-        checkpoint.json     the marker, written last: {"format": 2, "data": "data-1f0c…", "index_crc32": …}
+        checkpoint.json     the marker, written last: {"format": 2, "data": "data-1f0c…"}
         data-1f0c…/
             rest.pt         the same dictionary, with a meta tensor in place of each one in *.distcp; torch.save
             *.distcp        the tensors, by torch.distributed.checkpoint; each rank its own shards
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import copy
 import json
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -79,19 +78,19 @@ def placeholder(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def marker_text(data: str, index: bytes) -> str:
-    return json.dumps({"format": FORMAT, "data": data, "index_crc32": zlib.crc32(index)}) + "\n"
+def marker_text(data: str) -> str:
+    return json.dumps({"format": FORMAT, "data": data}) + "\n"
 
 
-def read_marker(text: str, where: str) -> tuple[str, int]:
-    """Returns the name of the data folder that the marker ``text`` declares complete, and its index's checksum.
+def read_marker(text: str, where: str) -> str:
+    """Returns the name of the data folder that the marker ``text`` declares complete.
 
     Raises:
         CheckpointError: If the marker is damaged or has another format.
     """
     try:
         marker = json.loads(text)
-        number, data, crc32 = int(marker["format"]), str(marker["data"]), int(marker["index_crc32"])
+        number, data = int(marker["format"]), str(marker["data"])
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"{where}/{MARKER} is damaged ({error!r}): the folder is not a checkpoint of lightning_zero, or the file"
@@ -104,4 +103,4 @@ def read_marker(text: str, where: str) -> tuple[str, int]:
         )
     if not data.startswith(DATA_PREFIX) or "/" in data or "\\" in data:
         raise CheckpointError(f"{where}/{MARKER} names {data!r}, which is not a data folder: use another checkpoint.")
-    return data, crc32
+    return data

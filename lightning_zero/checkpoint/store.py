@@ -68,11 +68,10 @@ def load(path: str, weights_only: bool | None, agreement: Agreement) -> Loaded:
     """
     fs, target = together(agreement, lambda: fsspec.core.url_to_fs(path))
     if isinstance(fs, LocalFileSystem):
-        share = agreement.rank, agreement.world_size
-        return Loaded(together(agreement, lambda: _read(target, weights_only, *share)))
-    fetched, *of_host = _fetch(path, agreement)  # ranks of one host divide the checksums of their common copy
+        return Loaded(together(agreement, lambda: _read(target, weights_only)))
+    fetched = _fetch(path, agreement)
     try:
-        return Loaded(together(agreement, lambda: _read(str(fetched / "checkpoint"), weights_only, *of_host)), fetched)
+        return Loaded(together(agreement, lambda: _read(str(fetched / "checkpoint"), weights_only)), fetched)
     except BaseException:
         shutil.rmtree(fetched, ignore_errors=True)
         raise
@@ -93,13 +92,10 @@ def load_checkpoint(path: str | os.PathLike[str], weights_only: bool = True) -> 
     return loaded.content
 
 
-def _read(path: str, weights_only: bool | None, part: int, parts: int) -> dict[str, Any]:
-    """Returns the content of the local ``path``; compares checksums of share ``part`` of ``parts``."""
-    content: dict[str, Any] = (
-        directory.read(Path(path), weights_only, part, parts)
-        if os.path.isdir(path)
-        else file.read(path, weights_only, part, parts)
-    )
+def _read(path: str, weights_only: bool | None) -> dict[str, Any]:
+    """Returns the content of the local ``path``."""
+    is_folder = os.path.isdir(path)
+    content: dict[str, Any] = directory.read(Path(path), weights_only) if is_folder else file.read(path, weights_only)
     if "state_dict" not in content or "pytorch-lightning_version" not in content:
         missing = "state_dict" if "state_dict" not in content else "pytorch-lightning_version"
         raise CheckpointError(
@@ -109,15 +105,11 @@ def _read(path: str, weights_only: bool | None, part: int, parts: int) -> dict[s
     return content
 
 
-def _fetch(path: str, agreement: Agreement) -> tuple[Path, int, int]:
-    """Copies ``path`` to this host (collective); the first rank of each host makes the copy.
-
-    Returns:
-        A folder with the copy, named ``checkpoint``; this rank's index among the host's ranks; the number of these.
-    """
+def _fetch(path: str, agreement: Agreement) -> Path:
+    """Copies ``path`` to this host, and returns a folder with the copy, named ``checkpoint`` (collective). The first
+    rank of each host makes the copy."""
     hosts = agreement.gather(socket.gethostname())
-    of_host = [rank for rank, host in enumerate(hosts) if host == hosts[agreement.rank]]
-    first = of_host[0]
+    first = hosts.index(hosts[agreement.rank])
 
     def fetch() -> str:
         if agreement.rank != first:
@@ -129,8 +121,7 @@ def _fetch(path: str, agreement: Agreement) -> tuple[Path, int, int]:
         fs.get(target, os.path.join(folder, "checkpoint"), recursive=bool(fs.isdir(target)))
         return folder
 
-    folder = Path(agreement.gather(together(agreement, fetch))[first])
-    return folder, of_host.index(agreement.rank), len(of_host)
+    return Path(agreement.gather(together(agreement, fetch))[first])
 
 
 def remove(path: str) -> bool:

@@ -39,24 +39,23 @@ def find(path: str, weights_only: bool | None, agreement: Agreement) -> list[Sto
     """
     fs, target = together(agreement, lambda: fsspec.core.url_to_fs(path))
     if isinstance(fs, LocalFileSystem):
-        share = agreement.rank, agreement.world_size
-        return together(agreement, lambda: _read(Path(target), weights_only, *share))
+        return together(agreement, lambda: _read(Path(target), weights_only))
     content = load(path, weights_only, agreement).content  # not closed: its copy may be read until the process ends
     return _of_state(content["state_dict"], path)
 
 
-def _read(path: Path, weights_only: bool | None, part: int, parts: int) -> list[Stored]:
+def _read(path: Path, weights_only: bool | None) -> list[Stored]:
     if not path.exists():
         raise FileNotFoundError(
             f"{path} does not exist: load_pretrained reads local folders and files; download a model from the Hub with"
             " huggingface_hub.snapshot_download first."
         )
     if path.is_dir() and ((path / layout.MARKER).exists() or any(path.glob(layout.DATA_PREFIX + "*"))):
-        return _of_state(directory.read(path, weights_only, part, parts)["state_dict"], str(path))
+        return _of_state(directory.read(path, weights_only)["state_dict"], str(path))
     path = _main_file(path) if path.is_dir() else path
     if path.name.endswith(".index.json"):
-        return _of_index(path, weights_only, part, parts)
-    return _of_file(path, weights_only, part, parts)
+        return _of_index(path, weights_only)
+    return _of_file(path, weights_only)
 
 
 def _main_file(folder: Path) -> Path:
@@ -78,7 +77,7 @@ def _main_file(folder: Path) -> Path:
     )
 
 
-def _of_index(path: Path, weights_only: bool | None, part: int, parts: int) -> list[Stored]:
+def _of_index(path: Path, weights_only: bool | None) -> list[Stored]:
     try:
         places: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(places.values()))
@@ -91,7 +90,7 @@ def _of_index(path: Path, weights_only: bool | None, part: int, parts: int) -> l
             raise CheckpointError(
                 f"{each} is missing, although {path.name} lists it: complete the folder, or use another one."
             )
-        there = {s.key: s for s in _of_file(each, weights_only, part, parts)}
+        there = {s.key: s for s in _of_file(each, weights_only)}
         wanted = [key for key, home in places.items() if home == name]
         if absent := [key for key in wanted if key not in there]:
             raise CheckpointError(f"{each} lacks {absent[0]!r}, which {path.name} lists there: use another folder.")
@@ -99,10 +98,10 @@ def _of_index(path: Path, weights_only: bool | None, part: int, parts: int) -> l
     return stored
 
 
-def _of_file(path: Path, weights_only: bool | None, part: int, parts: int) -> list[Stored]:
+def _of_file(path: Path, weights_only: bool | None) -> list[Stored]:
     if path.suffix == ".safetensors":
         return [Stored(tensor, str(path), key) for key, tensor in safetensors_file.read(str(path)).items()]
-    content = file.read(str(path), weights_only, part, parts)
+    content = file.read(str(path), weights_only)
     return _of_state(content.get("state_dict", content), str(path))
 
 

@@ -1,4 +1,4 @@
-"""Counts traffic: calls, bytes and waiting time of the collectives that Python starts through ``torch.distributed``.
+"""Counts traffic: calls and bytes of the collectives that Python starts through ``torch.distributed``.
 
 The tables below list how many bytes each function moves; all code that counts traffic uses them. The bytes sent and
 received are those of :func:`lightning_zero.comm.costs.wire_bytes`. Rings and direct exchanges send exactly that many;
@@ -9,7 +9,6 @@ way.
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -82,8 +81,6 @@ class TrafficMeter:
         self.sent: Counter[str] = Counter()
         """Collective -> bytes sent by this rank."""
         self.received: Counter[str] = Counter()
-        self.seconds = 0.0
-        """Seconds inside blocking collectives."""
         self._depth = threading.local()
         self._undo: list[tuple[Any, str, Any, Any]] = []
 
@@ -97,7 +94,6 @@ class TrafficMeter:
                 self._replace(module, name, kind, parameters, size)
         for name, (kind, parameters, size) in _DIRECT.items():
             self._replace(direct, name, kind, parameters, size)
-        self._replace(direct.Begun, "wait", "wait", (), lambda call, n: 0.0)
 
     def remove(self) -> None:
         """Restores torch's functions, except those that other code has replaced meanwhile."""
@@ -132,19 +128,15 @@ class TrafficMeter:
             if getattr(depth, "value", 0):
                 return original(*args, **kwargs)
             depth.value = 1
-            begun = time.perf_counter()
             try:
                 return original(*args, **kwargs)
             finally:
-                self.seconds += time.perf_counter() - begun
                 depth.value = 0
                 self._count(kind, dict(zip(parameters, args, strict=False)) | kwargs, size)
 
         return call
 
     def _count(self, kind: str, call: dict[str, Any], size: Size) -> None:
-        if kind == "wait":
-            return
         for old, new in _ALIASES.items():
             call = {**call, new: call.get(old, call.get(new)), old: call.get(new, call.get(old))}
         n = dist.get_world_size(call.get("group"))

@@ -26,16 +26,11 @@ def check_world(environment: Any, devices: int, num_nodes: int) -> None:
             )
         return
     if isinstance(environment, LightningEnvironment):
-        if type(environment) is LightningEnvironment:
-            _check_variables(wanted, devices, environment)
-        return  # a subclass such as Ray's asks its own program, whose workers know neither devices nor num_nodes
-    if isinstance(environment, SLURMEnvironment):
-        who, (found, per_node) = "srun", _tasks_of_slurm()
-    else:
-        is_torchrun, found = isinstance(environment, TorchElasticEnvironment), environment.world_size()
-        who = "torchrun" if is_torchrun else type(environment).__name__
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", devices if found % devices == 0 else found))
+        return  # started with variables, or by a program such as Ray, whose workers know neither devices nor num_nodes
+    found, per_node = ranks_started(environment, devices)
     if found != wanted or per_node != devices:
+        names = ((SLURMEnvironment, "srun"), (TorchElasticEnvironment, "torchrun"))
+        who = next((name for kind, name in names if isinstance(environment, kind)), type(environment).__name__)
         raise ValueError(
             f"{who} started {found} ranks, {per_node} on this host, but the Trainer has devices={devices} and"
             f" num_nodes={num_nodes}: use devices={per_node} and num_nodes={max(found // per_node, 1)}, or have"
@@ -43,23 +38,17 @@ def check_world(environment: Any, devices: int, num_nodes: int) -> None:
         )
 
 
-def _check_variables(wanted: int, devices: int, environment: Any) -> None:
-    """Checks ranks that were started by hand, with environment variables."""
-    rank = environment.node_rank() * devices + environment.local_rank()
-    for name, expected in (("WORLD_SIZE", wanted), ("RANK", rank)):
-        found = os.environ.get(name)
-        if found is not None and found != str(expected):
-            here = f"LOCAL_RANK={environment.local_rank()} and NODE_RANK={environment.node_rank()}"
-            raise ValueError(
-                f"{name}={found} in the environment, but devices={devices} on {wanted // devices} nodes with {here}"
-                f" require {name}={expected}: correct or unset it. If LOCAL_RANK is unset as well, this package starts"
-                " the ranks of this machine."
-            )
+def ranks_started(environment: Any, devices: int = 0) -> tuple[int, int]:
+    """Returns the number of ranks that another launcher has started, and of those on this host.
 
-
-def _tasks_of_slurm() -> tuple[int, int]:
-    """Returns the number of tasks of this step, and of those on each node."""
+    Args:
+        environment: Lightning's environment for that launcher.
+        devices: Ranks on each host, for a launcher that does not say how many are on this one.
+    """
     env = os.environ
+    if not isinstance(environment, SLURMEnvironment):
+        found = environment.world_size()
+        return found, int(env.get("LOCAL_WORLD_SIZE", devices if devices and found % devices == 0 else found))
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
     if tasks > 1 and "SLURM_STEP_ID" not in env:
         raise ValueError(

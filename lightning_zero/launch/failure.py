@@ -143,7 +143,6 @@ def compare(
         note: Called with whether this rank is the first, before any other rank can see that it has raised.
     """
     deadline = time.monotonic() + WAIT_SECONDS
-    store.set(str(rank), what)  # first of all: _difference() takes a rank without this key for one that did not raise
     first, said = json.loads(store.compare_set("first", "", json.dumps([rank, what])))
     note(first == rank)
     same = store.add(alike, 1)  # before "all": otherwise another rank could take this one for one that differs
@@ -154,18 +153,9 @@ def compare(
         if same == size or everybody > same or late:
             # All ranks adopt the first verdict: one rank may run out of time just as the last one arrives
             verdict = store.compare_set("verdict", "", "alike" if same == size else "not alike")
-            why = None if verdict == b"alike" else _difference(store, rank, size, everybody > same, first, said)
-            return Verdict(why, first, said)
+            why = f"{everybody} of {size} ranks raised an error, {same} of them this one (rank {first} first: {said})"
+            return Verdict(None if verdict == b"alike" else why, first, said)
         time.sleep(_POLL_SECONDS)
-
-
-def _difference(store: Any, rank: int, size: int, others_raised: bool, first: int, said: str) -> str:
-    missing = [str(other) for other in range(size) if not store.check([str(other)])]
-    if missing and not others_raised:
-        return f"rank {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''} did not raise it"
-    if first != rank:
-        return f"rank {first} raised another error, or at another place ({said})"
-    return "another rank raised another error, at another place, or later"
 
 
 # -- for the supervisor ------------------------------------------------------------------------------------------------

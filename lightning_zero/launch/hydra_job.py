@@ -1,92 +1,52 @@
-"""Hands the config of the Hydra job that runs in this process to the other ranks.
+"""Makes the command with which other ranks run the Hydra job of this process.
 
-A rank must not parse the command line again: under ``--multirun`` it contains a sweep, and resolvers that use clocks,
-files or random numbers would return other values. So it gets the job's resolved config, through
-``--experimental-rerun``, Hydra's option for running a pickled job again. Hydra tells a job its folder and its
-overrides, but not its config, so ``private.hydra`` reads it from the frame of Hydra's own function.
+A rank must not parse the command line again: under ``--multirun`` it contains a sweep, and Hydra would choose another
+folder. So a rank gets the overrides of this job, and its folder. It composes its config itself, as ranks that srun or
+torchrun has started do: a resolver that reads a clock may return another value there.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import pickle
+import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from lightning_zero.private.hydra import running_job
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 _WORKERS = ("joblib", "submitit", "multiprocessing", "ray")
 """Packages whose worker processes run jobs of another program, which cannot be executed again there."""
+_NOT_OF_A_JOB = ("hydra.mode=", "hydra.run.", "hydra.sweep", "hydra/sweeper", "hydra.launcher", "hydra/launcher")
+"""Beginnings of overrides that say how jobs are started."""
 
 
-def job_command(command: list[str], folder: Path, words: Sequence[str] = ()) -> list[str]:
-    """Returns ``command`` with arguments that make it run the current job, and writes the job's config into ``folder``.
+def job_command(command: Sequence[str], words: Sequence[str] = ()) -> list[str]:
+    """Returns ``command`` with arguments that make it run the current job; ``words`` come before Hydra's own.
 
-    ``words`` come before Hydra's own arguments.
+    Raises:
+        RuntimeError: If this job runs in a worker of another program.
     """
-    if (job := running_job()) is None:
-        raise RuntimeError(
-            "the run was started in another thread of the Hydra job, where the job's config cannot be found: start it"
-            " in the thread that Hydra called."
-        )
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and (worker := spec.name.split(".")[0]) in _WORKERS:
         raise RuntimeError(
             f"this job runs in a worker of {worker}, which cannot start the job's other ranks: use"
             " hydra/launcher=basic, trainer.devices=1, or a launcher that starts all ranks (srun, torchrun)."
         )
-    path = folder / "job.pickle"
-    path.write_bytes(_pickled(_for_another_process(job.task, job.config.hydra)))
-    return [*command, *words, "--experimental-rerun", str(path)]
+    job = HydraConfig.get()
+    of_hydra = [item for item in job.overrides.hydra if not item.lstrip("+~").startswith(_NOT_OF_A_JOB)]
+    pinned = ["hydra.mode=RUN", f"hydra.run.dir='{job.runtime.output_dir}'"]
+    if not OmegaConf.is_missing(job.job, "num"):
+        pinned.append(f"hydra.job.num={job.job.num}")
+    pinned += ["hydra.output_subdir=null", "hydra/job_logging=stdout"]  # rank 0 writes these files
+    return [*command, *words, *config_flags(sys.argv[1:]), *job.overrides.task, *of_hydra, *pinned]
 
 
-def _for_another_process(task: Any, hydra: Any) -> Any:
-    """Copies the config, with interpolations resolved in this process and logging to the console only."""
-    from omegaconf import OmegaConf, open_dict, read_write
-    from omegaconf.errors import OmegaConfBaseException
-
-    with contextlib.suppress(OmegaConfBaseException):
-        OmegaConf.to_container(task, resolve=True)  # fills resolvers' caches, so rank 0 gets these values later, too
-    config = copy.deepcopy(task)
-    with open_dict(config):
-        config.hydra = copy.deepcopy(hydra)
-    with read_write(config), open_dict(config), read_write(config.hydra), open_dict(config.hydra):
-        for node in (config, config.hydra):
-            for key in list(node):
-                try:
-                    value: Any = node[key] if not OmegaConf.is_missing(node, key) else None
-                    if OmegaConf.is_config(value):
-                        OmegaConf.resolve(value)
-                    elif OmegaConf.is_interpolation(node, key):
-                        node[key] = value
-                except OmegaConfBaseException:  # the job does not use this value, or it would fail on rank 0 as well
-                    continue
-        for plugin in ("launcher", "sweeper"):  # not needed any more, and their classes may not be importable
-            config.hydra[plugin] = OmegaConf.to_container(config.hydra[plugin])
-        logging = config.hydra.job_logging
-        files = [name for name, handler in (logging.get("handlers") or {}).items() if "filename" in handler]
-        for name in files:
-            del logging.handlers[name]
-        for owner in (logging.get("root"), *(logging.get("loggers") or {}).values()):
-            if owner and owner.get("handlers"):
-                owner.handlers = [name for name in owner.handlers if name not in files]
-    return config
-
-
-def _pickled(config: Any) -> bytes:
-    from omegaconf import OmegaConf
-
-    try:
-        return pickle.dumps(config)
-    except Exception:  # the schema is a class that was made at run time, so no other process can import it
-        hydra = config.hydra
-        plain = OmegaConf.create(OmegaConf.to_container(OmegaConf.masked_copy(config, _task_keys(config))))
-        plain.hydra = hydra  # Hydra requires its own type here
-        return pickle.dumps(plain)
-
-
-def _task_keys(config: Any) -> list[str]:
-    return [key for key in config if key != "hydra"]
+def config_flags(arguments: Sequence[str]) -> list[str]:
+    """Returns the flags of a command line that select the config, which another process needs too."""
+    kept: list[str] = []
+    for flag, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        if flag in ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp"):
+            kept += [flag, os.path.abspath(value) if flag in ("--config-dir", "-cd") else value]
+        elif flag.startswith(("--config-dir=", "--config-name=", "--config-path=")):
+            kept.append(flag)
+    return kept

@@ -4,7 +4,7 @@
 - *outside*: torchrun, srun or mpirun has started every rank. Their number must agree with ``devices`` and
   ``num_nodes``.
 - *popen*: all ranks of a machine but its first execute the program again. Under Hydra they do not parse the command
-  line, which may contain a sweep. They get the config of the job that rank 0 runs. A
+  line, which may contain a sweep. They get the overrides of the job that rank 0 runs. A
   :mod:`~lightning_zero.launch.supervisor` process watches them and rank 0.
 - *spawn*, *fork*: all ranks are children of this process, which gets weights and metrics back. This is for programs
   that cannot be executed again: a notebook, pytest, ``python -c``.
@@ -38,7 +38,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_zero.comm.agree import forget_shared
-from lightning_zero.host import allow_open_files, files_of_a_run, interface_to, require_open_files
+from lightning_zero.host import allow_open_files, files_of_a_run, interface_to
 from lightning_zero.launch import failure, rendezvous, restart, supervisor, tracebacks
 from lightning_zero.launch.environment import check_world
 from lightning_zero.launch.session import (
@@ -120,8 +120,6 @@ class PopenLauncher(SubprocessScriptLauncher):
         except BaseException as error:
             self._end_after(error, trainer)
             raise
-        finally:
-            tell_supervisor("first step")  # the program runs its own code now, so Ctrl-C must not end it at once
 
     @property
     def _starts_ranks(self) -> bool:
@@ -423,8 +421,6 @@ class Launched(DDPStrategy):
             # Rank 0's store and the exchange between CPU processes still need one file per rank (docs/scaling.md).
             allow_open_files(files_of_a_run(self.world_size))
             rank, size = self.global_rank, self.world_size
-            keeps_store = rank == 0 and not rendezvous.is_kept_by_agent()
-            require_open_files(size, self.root_device.type == "cpu", keeps_store)
             limit: timedelta = timeout_of(self) or default_pg_timeout  # type: ignore[arg-type]
             backend = backend_of(self)
             rank_zero_info(f"Initializing distributed: {size} ranks, backend {backend}")

@@ -21,12 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_zero.launch import rendezvous, supervisor
 from lightning_zero.launch.failure import ERROR_FILE, RANK_LOG, scratch_file
 from lightning_zero.launch.restart import hydra_folders
-from lightning_zero.private.lightning import set_main_port
 
 GRACE_SECONDS = {"failed": 3.0, "preempted": 20.0, "interrupted": 0.3}
 """Seconds in which the other ranks may end by themselves, by the way in which rank 0 has ended."""
@@ -54,7 +52,8 @@ class Session:
         self._before = {name: os.environ.get(name) for name in _SET_FOR_RANKS}
         rendezvous.forget()
         if environment.node_rank() == 0:
-            _open_store(environment, num_nodes)
+            # Now, so that no other program takes the port until the ranks connect
+            rendezvous.serve(environment.main_address, environment.main_port)
         os.environ.update(
             MASTER_ADDR=environment.main_address,
             MASTER_PORT=str(environment.main_port),
@@ -74,7 +73,7 @@ class Session:
         atexit.register(self._at_exit)
 
     def _start(self, num_processes: int, words: list[str]) -> subprocess.Popen[bytes]:
-        command, more_env = _program(Path(self._folder), words)
+        command, more_env = _program(words)
         if self._logs:
             Path(self._logs).mkdir(parents=True, exist_ok=True)
         ranks = []
@@ -97,7 +96,9 @@ class Session:
             )
         finally:
             os.close(stdout)
-        plan = {"ranks": ranks, "cwd": os.getcwd(), "folder": self._folder, "stdout": stdout}
+        job = hydra_folders()  # a Hydra job may have changed to its own folder
+        cwd = os.getcwd() if job is None else str(job.cwd)
+        plan = {"ranks": ranks, "cwd": cwd, "folder": self._folder, "stdout": stdout}
         plan |= {"scratch": get_temp_dir(), "rank0": self.first_rank}
         assert process.stdin is not None
         process.stdin.write(json.dumps(plan).encode() + b"\n")
@@ -218,24 +219,15 @@ def end_session(how: str = "clean") -> dict[str, Any]:
 
 
 def tell_supervisor(event: str) -> None:
-    """Reports progress of the run (``"run begins"``, ``"first step"``) to this process's supervisor, if it has one."""
+    """Reports an event of the run (``"run begins"``, ``"all raised"``) to this process's supervisor, if it has one."""
     if (session := current()) is not None:
         session.tell(event)
-
-
-def _open_store(environment: Any, num_nodes: int) -> None:
-    """Opens the store before the other ranks start, so that no other program can take its port in between."""
-    is_free = type(environment) is LightningEnvironment and num_nodes == 1 and "MASTER_PORT" not in os.environ
-    if is_free and "STANDALONE_PORT" not in os.environ:
-        set_main_port(environment, rendezvous.serve(environment.main_address))
-    else:
-        rendezvous.serve(environment.main_address, environment.main_port)
 
 
 # -- the command of the other ranks ------------------------------------------------------------------------------------
 
 
-def _program(folder: Path, words: list[str]) -> tuple[list[str], dict[str, str]]:
+def _program(words: list[str]) -> tuple[list[str], dict[str, str]]:
     """Returns the command of a rank, and the environment variables that it needs in addition to this process's."""
     main: Any = sys.modules["__main__"]
     if main.__spec__ is None:
@@ -247,7 +239,7 @@ def _program(folder: Path, words: list[str]) -> tuple[list[str], dict[str, str]]
         return command + sys.argv[1:], env
     from lightning_zero.launch.hydra_job import job_command  # imports hydra, which is installed: its job is running
 
-    return job_command(command, folder, words), env
+    return job_command(command, words), env
 
 
 def hydra_output_dir() -> str | None:

@@ -36,10 +36,8 @@ from lightning_zero.comm.agree import STEP_SYNC, Agreement, run_agreement, share
 from lightning_zero.config import Uneven
 from lightning_zero.launch import restart
 from lightning_zero.launch.failure import AgreedInterrupt, saves_on_exception, tell
-from lightning_zero.launch.session import tell_supervisor
 from lightning_zero.launch.shortest import cut
 from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
-from lightning_zero.launch.waiting import Watch
 from lightning_zero.private.lightning import (
     answer_signals_by,
     change_training_loader,
@@ -101,9 +99,7 @@ class StepSync(Callback):
         advance = loop.advance
 
         def watched(data_fetcher: Any) -> None:
-            if not self._begun:
-                self._begun = True
-                tell_supervisor("first step")
+            self._begun = True
             self._end_if_agreed(trainer)
             advance(data_fetcher)
 
@@ -337,8 +333,6 @@ def sync_steps(trainer: Any, strategy: Any, uneven: Uneven = "error") -> StepSyn
     global _forks_outlast_interrupts
     _forks_outlast_interrupts = bool(saves_on_exception(trainer))
     answer_signals_by(trainer, watching.on_signal)
-    if trainer.world_size > 1:
-        watching.undo.callback(Watch().close)
     if ends_with_shortest:
         watching.undo.callback(change_training_loader(trainer, partial(cut, trainer=trainer, sync=watching)))
     return watching

@@ -11,8 +11,9 @@ Which rank failed first? A rank that raises finds out through the ranks' store w
 stopped cannot do so, but the supervisor notices. Only :meth:`Supervisor._report` combines both sources.
 
     rank 0 sends      lines of JSON: a plan, then ``{"do": event, "seconds": ...}`` with an event of the table. End of
-                      file means that rank 0 has ended. ``"all raised"`` changes no state: it says that all ranks have
-                      raised one error, which rank 0 shows
+                      file means that rank 0 has ended. Two events change no state: ``"run begins"`` forgets errors and
+                      Ctrl-C of earlier runs, ``"all raised"`` says that all ranks have raised one error, which rank 0
+                      shows
     supervisor sends  lines of JSON: ``{"lost": rank}`` for each rank that ended in an error, last ``{"ended":
                       {rank: code}, "failed": {...} or None, "late": [rank, ...]}``
 
@@ -49,9 +50,8 @@ LOG_TAIL_BYTES = 6000
 class State(enum.Enum):
     """The states of a run."""
 
-    STARTING = "before the first step: Ctrl-C loses no training"
-    RUNNING = "steps run"
-    PRESSED = "rank 0 was asked to end by Ctrl-C, and must react now"
+    RUNNING = "all ranks run"
+    PRESSED = "rank 0 was asked to end by a second Ctrl-C, and must react now"
     FAILED = "another rank has failed, and rank 0 must notice"
     FINISHING = "rank 0 has finished, and the other ranks finish as well"
     ENDING = "rank 0 has failed or was asked to end: the other ranks get a moment to end by themselves"
@@ -59,12 +59,9 @@ class State(enum.Enum):
 
 
 S = State
-ALIVE = (S.STARTING, S.RUNNING, S.PRESSED)
+ALIVE = (S.RUNNING, S.PRESSED)
 TABLE = (
     # in one of these states  this event             leads to          after this report
-    ((S.RUNNING,), "run begins", S.STARTING, ""),
-    ((S.STARTING,), "first step", S.RUNNING, ""),
-    ((S.STARTING,), "Ctrl-C", S.PRESSED, ""),
     ((S.RUNNING,), "second Ctrl-C", S.PRESSED, ""),
     (ALIVE, "rank failed", S.FAILED, "rank"),
     (ALIVE, "rank 0 gone", S.OVER, "rank 0 gone"),
@@ -95,7 +92,7 @@ class Supervisor:
         self.rank0 = os.getppid()
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
         self.codes: dict[int, int] = {}
-        self.state = State.STARTING
+        self.state = State.RUNNING
         self.failure: dict[str, Any] | None = None
         """The rank that failed first."""
         self._deadline = float("inf")
@@ -142,7 +139,7 @@ class Supervisor:
             yield request["do"], request.get("seconds")
         while _presses:
             self._presses += _presses.pop()
-            yield "second Ctrl-C" if self._presses > 1 and self.state is not State.STARTING else "Ctrl-C", None
+            yield "second Ctrl-C" if self._presses > 1 else "Ctrl-C", None
         failed = [spec for spec in self.plan["ranks"] if self._has_failed(spec)]
         if failed:  # polls all ranks before it reports one
             yield "rank failed", None

@@ -1,14 +1,9 @@
-"""Formats errors, and tells the user's frames from those of libraries."""
+"""Formats errors."""
 
 from __future__ import annotations
 
 import os
-import sysconfig
 import traceback
-from pathlib import Path
-
-_OURS = str(Path(__file__).resolve().parents[1])
-_STDLIB = tuple({os.path.realpath(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")})
 
 
 def full(error: BaseException) -> str:
@@ -30,33 +25,3 @@ def place(error: BaseException) -> list[str]:
     """
     frames = traceback.walk_tb(error.__traceback__)
     return [f"{os.path.realpath(frame.f_code.co_filename)}:{lineno}" for frame, lineno in frames]
-
-
-def is_told_by_its_message(error: BaseException) -> bool:
-    """Returns whether the message alone explains ``error``: a check of this package has raised it about its input.
-
-    There is then no user frame between the launcher and the check, so a traceback would add nothing.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames or not isinstance(error, (ValueError, OSError, RuntimeError, ModuleNotFoundError)):
-        return False
-    started = max((i for i, frame in enumerate(frames) if frame.filename == _LAUNCHER), default=-1)
-    ours = frames[-1].filename.startswith(_OURS + os.sep)
-    return ours and started >= 0 and not any(is_users(frame.filename) for frame in frames[started:])
-
-
-_LAUNCHER = str(Path(__file__).resolve().with_name("launcher.py"))
-
-
-def is_users(filename: str) -> bool:
-    """Returns whether a file belongs to neither a library, nor Python, nor this package."""
-    path = os.path.realpath(filename)
-    if filename.startswith("<") or path.startswith(_OURS + os.sep):
-        return False
-    return "site-packages" not in path and "dist-packages" not in path and not is_python(filename)
-
-
-def is_python(filename: str) -> bool:
-    """Returns whether a file belongs to Python's standard library."""
-    path = os.path.realpath(filename)
-    return path.startswith(_STDLIB) and "site-packages" not in path

@@ -9,15 +9,15 @@ is needed.
 from __future__ import annotations
 
 from lightning_zero.planner.choice import choose
-from lightning_zero.planner.rows import GIB, Plan, Row
+from lightning_zero.planner.rows import GIB, Plan, Row, row_name
 from lightning_zero.planner.run import (
     HEADROOM,
     Planner,
     device_memory_bytes,
     first_batch,
     plan,
+    planned_on_rank_0,
     resolve_shard_size,
-    smallest_device_bytes,
     training_batch,
 )
 from lightning_zero.planner.study import PRECISIONS
@@ -33,7 +33,8 @@ __all__ = [
     "device_memory_bytes",
     "first_batch",
     "plan",
+    "planned_on_rank_0",
     "resolve_shard_size",
-    "smallest_device_bytes",
+    "row_name",
     "training_batch",
 ]

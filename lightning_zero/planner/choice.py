@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from lightning_zero.config import ZeroConfig
-from lightning_zero.planner.rows import GIB, Plan, Row, gib
+from lightning_zero.planner.rows import GIB, Plan, Row, gib, row_name
 
 
 def choose(
@@ -74,8 +74,7 @@ def smallest_group(
         return noted(everyone, None, f"all ranks: they {where}")
     if everyone.usable_bytes is None:
         return noted(everyone, None, "all ranks: no device memory was given, and they store the least")
-    in_files = "_nvme" if config.stage == 3 else "_offload"  # a plan has rows with files at stage 3 only
-    name = f"zero{config.stage}" + {"cpu": "_offload", "nvme": in_files}.get(str(config.offload.target), "")
+    name = row_name(config.stage, str(config.offload.target))
     recomputes, usable, tried = config.activation_checkpointing.is_on, everyone.usable_bytes, ""
     for count in (n for n in range(1, hosts) if hosts % n == 0 and n * ranks_per_host > 1):
         size = count * ranks_per_host

@@ -18,6 +18,13 @@ def gib(nbytes: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.4f}"
 
 
+def row_name(stage: int, offload: str) -> str:
+    """The name of a stage's row; stage 0 is DDP. Files have a row of their own at stage 3 only."""
+    if not stage:
+        return "ddp"
+    return f"zero{stage}" + {"none": "", "nvme": "_nvme" if stage == 3 else "_offload"}.get(offload, "_offload")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """Costs of one stage with one offload, in bytes per rank."""
@@ -152,40 +159,22 @@ class Plan:
             raise ValueError(f"plan.plot={path!r} needs matplotlib: pip install 'lightning-zero[plot]'.") from error
         matplotlib.use("Agg")
         from matplotlib import pyplot
-        from matplotlib.lines import Line2D
-        from matplotlib.patches import Patch
 
-        figure, axes = pyplot.subplots(figsize=(9.0, 1.2 + 0.5 * len(self.rows)), layout="constrained")
-        colors = dict(zip(KINDS, pyplot.colormaps["tab10"].colors, strict=False))  # type: ignore[attr-defined]
-        peaks = [max(row.peak, row.peak_checkpointed) / GIB for row in self.rows]
-        seen = [peak for row, peak in zip(self.rows, peaks, strict=True) if row.name == self.choice]
-        shown = max([*seen, (self.device_bytes or 0.0) / GIB]) or max(peaks)
-        limit = 1.1 * max(peaks) if max(peaks) < 1.5 * shown else 1.3 * shown  # longer bars are cut off
-        for place, row in enumerate(self.rows):
-            for offset, parts, checkpointed in ((-0.2, row.at_peak, False), (0.2, row.at_peak_checkpointed, True)):
-                picked = row.name == self.choice and self.checkpointing == checkpointed
-                y, left = place + offset, 0.0
-                for kind in KINDS:
-                    style = {"color": colors[kind], "hatch": "///" if checkpointed else None, "edgecolor": "white"}
-                    axes.barh(y, parts[kind] / GIB, height=0.36, left=left, linewidth=0, **style)
-                    left += parts[kind] / GIB
-                text = f"{gib(left * GIB)}{' <- take' if picked else ''}{' >' if left > limit else ''}"
-                box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
-                cut_off: dict[str, Any] = {"x": limit * 0.99, "ha": "right", "bbox": box}
-                axes.text(y=y, s=f" {text}", va="center", fontsize=7, **(cut_off if left > limit else {"x": left}))
-        if self.device_bytes is not None and self.usable_bytes is not None:
-            axes.axvline(self.device_bytes / GIB, color="black", linestyle="--")
-            axes.axvline(self.usable_bytes / GIB, color="black", linestyle=":")
-        axes.set_xlim(0, limit * 1.001)
-        axes.set_yticks(range(len(self.rows)), [row.name for row in self.rows])
+        bars = {row.name: row.at_peak for row in self.rows}
+        bars |= {f"{row.name}, ckpt": row.at_peak_checkpointed for row in self.rows}
+        names = [name for row in self.rows for name in (row.name, f"{row.name}, ckpt")]
+        figure, axes = pyplot.subplots(figsize=(9.0, 1.5 + 0.25 * len(names)), layout="constrained")
+        left = [0.0] * len(names)
+        for kind in KINDS:
+            sizes = [bars[name][kind] / GIB for name in names]
+            axes.barh(names, sizes, left=left, label=kind)
+            left = [start + size for start, size in zip(left, sizes, strict=True)]
+        if self.usable_bytes is not None:
+            axes.axvline(self.usable_bytes / GIB, color="black", linestyle=":", label="usable")
+        axes.bar_label(axes.containers[-1], [f" {gib(end * GIB)}" for end in left], fontsize=7)
         axes.invert_yaxis()
-        axes.set_xlabel("GiB per rank at the peak of a step")
-        axes.set_title(f"{self.module}, {self.num_parameters / 1e9:.3g} B parameters, {self.world_size} rank(s)")
-        handles: list[Any] = [Patch(color=colors[kind], label=kind) for kind in KINDS]
-        handles.append(Patch(facecolor="white", edgecolor="grey", hatch="///", label=f"with {self.recomputed}"))
-        if self.device_bytes is not None and self.usable_bytes is not None:
-            handles.append(Line2D([], [], color="black", linestyle="--", label=f"device, {gib(self.device_bytes)} GiB"))
-            handles.append(Line2D([], [], color="black", linestyle=":", label=f"usable, {gib(self.usable_bytes)} GiB"))
-        figure.legend(handles=handles, fontsize="small", loc="outside lower center", ncols=4)
+        axes.set_xlabel(f"GiB per rank at the peak of a step; ckpt: {self.recomputed}")
+        axes.set_title(f"{self.module}, {self.world_size} rank(s): {self.choice or 'nothing fits'}")
+        figure.legend(fontsize="small", loc="outside lower center", ncols=4)
         figure.savefig(path, format="png", dpi=120)
         pyplot.close(figure)

@@ -10,13 +10,13 @@ from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import DataLoader
 
+from lightning_zero.comm.agree import Agreement
 from lightning_zero.config import OFFLOAD_TARGETS, ZeroConfig
 from lightning_zero.engines.hooks import user_hooks
 from lightning_zero.host import available_host_bytes
@@ -208,43 +208,40 @@ def training_batch(trainer: Trainer) -> Any:
     return first_batch(source)
 
 
-def smallest_device_bytes(trainer: Trainer, config: ZeroConfig) -> float:
-    """Bytes of the smallest device of all ranks, or ``config.device_memory_gib`` (collective)."""
-    if config.device_memory_gib is not None:
-        return config.device_memory_gib * GIB
-    mine = device_memory_bytes(trainer.strategy.root_device, trainer.num_devices)
-    if not dist.is_initialized() or trainer.world_size == 1:
-        return mine
-    # The plan must fit the smallest device, because all ranks run the same stage.
-    everyone: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(everyone, mine)
-    return min(everyone)
+def planned_on_rank_0(
+    trainer: Trainer, config: ZeroConfig, agreement: Agreement, answer: Callable[[float], Any], asked: str, other: str
+) -> Any:
+    """Returns on all ranks what ``answer`` returns on rank 0 for the bytes of the smallest device (collective).
+
+    All ranks would get the same answer, but only one loads a batch for it. The smallest device counts, because all
+    ranks run the same stage.
+
+    Raises:
+        ValueError: On all ranks, if rank 0 cannot plan the run; names the setting ``asked`` and the ``other`` to use.
+    """
+    memory = (config.device_memory_gib or 0) * GIB
+    memory = memory or min(agreement.gather(device_memory_bytes(trainer.strategy.root_device, trainer.num_devices)))
+    with agreement.raise_if_any_failed():
+        try:
+            found = answer(memory) if agreement.rank == 0 else None
+        except Exception as error:  # user code can raise anything
+            reason = f"the run could not be planned ({type(error).__name__}: {error})"
+            raise ValueError(f"{asked}: {reason}; use {other}.") from error
+    return agreement.gather(found)[0]
 
 
 def resolve_shard_size(
-    trainer: Trainer, module: LightningModule, config: ZeroConfig, broadcast: Callable[[Any], Any]
+    trainer: Trainer, module: LightningModule, config: ZeroConfig, agreement: Agreement
 ) -> tuple[int | None, str]:
     """Finds the group size of ``shard_size="auto"`` for the run that ``trainer`` is about to start, and the reason
-    (collective).
+    (collective). Raises as :func:`planned_on_rank_0` does."""
 
-    Raises:
-        ValueError: On all ranks, if rank 0 cannot plan the run.
-    """
-    memory = smallest_device_bytes(trainer, config)
-    answer: Any = None
-    if trainer.is_global_zero:  # all ranks would get the same result; only one loads a batch for it
+    def answer(memory: float) -> tuple[int | None, str]:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return None, "shard_size='auto' takes all ranks: nothing is trained"
         settings = {"device_memory_gib": memory / GIB, "headroom": HEADROOM, "config": config}
-        try:
-            if trainer.state.fn != TrainerFn.FITTING:
-                answer = None, "shard_size='auto' takes all ranks: nothing is trained"
-            else:
-                planner = Planner.of_run(trainer, module, host_memory_gib=available_host_bytes() / GIB, **settings)
-                made = planner(training_batch(trainer))
-                answer = made.shard_size, made.notes[-1]
-        except Exception as error:  # user code can raise anything; all ranks must raise
-            reason = f"({type(error).__name__}: {error})"
-            answer = ValueError(f"shard_size='auto': the run could not be planned {reason}; use a number.")
-    answer = broadcast(answer)
-    if isinstance(answer, ValueError):
-        raise answer
-    return answer
+        planner = Planner.of_run(trainer, module, host_memory_gib=available_host_bytes() / GIB, **settings)
+        made = planner(training_batch(trainer))
+        return made.shard_size, made.notes[-1]
+
+    return planned_on_rank_0(trainer, config, agreement, answer, "shard_size='auto'", "a number")

@@ -25,7 +25,7 @@ from lightning_zero.engines.precision import REDUCE_DTYPES
 from lightning_zero.engines.units import BATCH_NORMS, UnitPlan, plan_units
 from lightning_zero.planner import memory
 from lightning_zero.planner.memory import Layout, ParameterSize, StepRules, Trace, UnitSize
-from lightning_zero.planner.rows import Row
+from lightning_zero.planner.rows import Row, row_name
 from lightning_zero.planner.tracing import LiveBytes, NotTraceable, fake, shadow, trace
 from lightning_zero.private.lightning import MockOptimizer
 from lightning_zero.private.torch import FakeTensorMode, pytree
@@ -269,8 +269,6 @@ class Study:
 
     def row(self, rules: StepRules, usable: float | None) -> Row:
         """The row for one stage and offload, with ``usable`` device bytes per rank."""
-        name = f"zero{rules.stage}" if rules.stage else "ddp"
-        name += {"cpu": "_offload", "nvme": "_nvme"}.get(rules.offload, "")
         layout, n = self.layout, rules.world_size if rules.stage else 1
         from_host = rules.offload != "none" and not rules.host_is_device
         # An optimizer in host memory has its temporaries there; an element-wise one has those of its shards only.
@@ -284,7 +282,7 @@ class Study:
         files = off["parameters"] + off["optimizer"] if rules.offload == "nvme" else 0.0
         host = sum(off.values()) - files
         return Row(
-            name=name,
+            name=row_name(rules.stage, rules.offload),
             stage=rules.stage,
             offload=rules.offload,
             parameters=state["parameters"] + memory.kept_bytes(layout, rules),

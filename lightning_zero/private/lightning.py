@@ -225,12 +225,7 @@ def choose_port_again(environment: Any) -> None:
     """Lets Lightning's own environment, which keeps the free port that it found, look for another. Other environments
     have a fixed port."""
     if isinstance(environment, LightningEnvironment):
-        set_main_port(environment, -1)
-
-
-def set_main_port(environment: LightningEnvironment, port: int) -> None:
-    """Sets the port of the store, which has no public setter. With -1 the environment finds a free one on demand."""
-    environment._main_port = port
+        environment._main_port = -1
 
 
 def answer_signals_by(trainer: Any, handler: Callable[[int, Any], None]) -> None:

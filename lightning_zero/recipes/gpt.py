@@ -123,17 +123,3 @@ class GPT(LightningModule):
 
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    @torch.no_grad()
-    def generate(self, prompt: list[int], num_tokens: int, temperature: float = 0.8, seed: int = 0) -> list[int]:
-        """Returns ``prompt`` followed by ``num_tokens`` sampled ids; equal on all processes for the same ``seed``."""
-        was_training = self.training
-        self.eval()
-        random = torch.Generator().manual_seed(seed)
-        ids = list(prompt)
-        for _ in range(num_tokens):
-            context = torch.tensor([ids[-self.hparams["block_size"] :]], device=self.device)
-            logits = self(context)[0, -1].float().cpu() / temperature
-            ids.append(int(torch.multinomial(logits.softmax(-1), 1, generator=random)))
-        self.train(was_training)
-        return ids

@@ -18,7 +18,6 @@ class WordTokenizer:
     """Ids 0-255 are bytes, each later id is a frequent word; other words are spelled in bytes."""
 
     def __init__(self, words: list[str]) -> None:
-        self._bytes = [bytes([i]) for i in range(256)] + [word.encode() for word in words]
         self._ids = {word: 256 + i for i, word in enumerate(words)}
 
     @classmethod
@@ -34,9 +33,6 @@ class WordTokenizer:
 
     def _encode_word(self, word: str) -> list[int]:
         return [self._ids[word]] if word in self._ids else list(word.encode())
-
-    def decode(self, ids: list[int]) -> str:
-        return b"".join(self._bytes[i] for i in ids).decode(errors="replace")
 
 
 class Blocks(Dataset[Tensor]):
@@ -103,14 +99,6 @@ class PythonTopics(LightningDataModule):
         self.tokenizer = WordTokenizer.train(train, self.vocab_size)
         self.train_tokens = torch.tensor(self.tokenizer.encode(train))
         self.held_out_tokens = torch.tensor(self.tokenizer.encode(held_out))
-
-    def unigram_perplexity(self) -> float:
-        """Perplexity of the held-out text under a model of token frequencies in the training text (with add-one
-        smoothing)."""
-        size = int(max(self.train_tokens.max(), self.held_out_tokens.max())) + 1
-        counts = torch.bincount(self.train_tokens, minlength=size).double() + 1
-        log_probs = (counts / counts.sum()).log()
-        return float((-log_probs[self.held_out_tokens].mean()).exp())
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         blocks = Blocks(self.train_tokens, self.block_size, jitter=True)

@@ -11,7 +11,6 @@ import resource
 import shutil
 import signal
 import sys
-import zlib
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -271,22 +270,9 @@ def _resume(path: str) -> list[float]:
     return moves.run("zero3", "file", "features", "epoch end", 4, None, None, path).losses
 
 
-def _tensor_bytes(path: Path) -> tuple[int, int]:
-    """Where the bytes of a weight lie inside a file."""
-    content = path.read_bytes()
-    found = content.find(torch.load(path, weights_only=True)["state_dict"]["first.weight"].numpy().tobytes())
-    assert found > 0
-    return found, len(content)
-
-
 def _damage_file(path: Path, how: str) -> None:
     if how == "truncated":
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    elif how == "flipped":
-        at, _ = _tensor_bytes(path)
-        content = bytearray(path.read_bytes())
-        content[at] ^= 0x40
-        path.write_bytes(content)
     elif how == "other archive":
         torch.save({"weights": torch.zeros(3)}, path)
     elif how == "list":
@@ -297,7 +283,6 @@ def _damage_file(path: Path, how: str) -> None:
 
 DAMAGED_FILES = {
     "truncated": "is truncated, damaged or not a torch checkpoint",
-    "flipped": "is truncated, damaged or not a torch checkpoint (BadZipFile: Bad CRC-32",
     "other archive": "has no 'state_dict'",
     "list": "holds a list",
     "missing": "Checkpoint file not found",
@@ -328,23 +313,13 @@ def _damage_folder(path: Path, how: str) -> None:
     if how == "no marker":
         (path / "checkpoint.json").unlink()
     elif how == "later format":
-        (path / "checkpoint.json").write_text('{"format": 99, "data": "data-0", "index_crc32": 0}')
+        (path / "checkpoint.json").write_text('{"format": 99, "data": "data-0"}')
     elif how == "earlier format":
-        (path / "checkpoint.json").write_text('{"format": 1, "data": "data-0", "index_crc32": 0}')
+        (path / "checkpoint.json").write_text('{"format": 1, "data": "data-0"}')
     elif how == "no shard":
         shards[1].unlink()
     elif how == "short shard":
         shards[1].write_bytes(shards[1].read_bytes()[:-100])
-    elif how == "flipped":
-        content = bytearray(shards[0].read_bytes())
-        at = content.find(b"data/0FB")  # the record's name, then padding, then a shard's bytes
-        at = (at + 127) // 64 * 64
-        content[at + 1] ^= 0x10
-        shards[0].write_bytes(content)
-    elif how == "changed index":
-        content = bytearray((data / "index.json").read_bytes())
-        content[-20] ^= 1
-        (data / "index.json").write_bytes(content)
     elif how == "no rest":
         (data / "rest.pt").unlink()
     elif how == "foreign":
@@ -358,9 +333,7 @@ DAMAGED_FOLDERS = {
     "later format": "has format 99",
     "earlier format": "convert it into one file with the version that wrote it",
     "no shard": "__1_0.distcp is missing",
-    "short shard": "is damaged at tensor",
-    "flipped": "is damaged at tensor",
-    "changed index": "index.json is damaged (its checksum differs)",
+    "short shard": "__1_0.distcp is truncated",
     "no rest": "rest.pt is missing",
     "foreign": "it is not a sharded checkpoint of lightning_zero",
 }
@@ -404,10 +377,7 @@ def _plant(path: Path, where: str, harm: Path) -> None:
         index = json.loads((data / "index.json").read_text())
         for piece in (piece for pieces in index.values() for piece in pieces):
             piece[2:] = ["evil", 0, len(content.getvalue())]
-        text = json.dumps(index)
-        (data / "index.json").write_text(text)
-        marker = json.loads((path / "checkpoint.json").read_text())
-        (path / "checkpoint.json").write_text(json.dumps({**marker, "index_crc32": zlib.crc32(text.encode())}))
+        (data / "index.json").write_text(json.dumps(index))
 
 
 def test_nothing_beyond_the_allow_list_is_unpickled(ranks2, tmp_path: Path) -> None:
@@ -455,7 +425,7 @@ def _full_disk(form: str, folder: str) -> tuple[str, list[float], bool]:
 def test_a_full_disk_is_an_error_on_every_rank_and_training_goes_on(form: str, ranks2, tmp_path: Path) -> None:
     for said, _, went_on in ranks2(_full_disk, form, str(tmp_path)):
         assert "x.ckpt could not be written" in said or "could not be written" in said
-        assert "MiB are free" in said
+        assert "Its earlier content is untouched" in said
         assert went_on
     assert len(ranks2(_resume, str(tmp_path / "x.ckpt"))[0]) == 3  # the one before is whole
     assert [p.name for p in tmp_path.iterdir()] == ["x.ckpt"]  # and nothing else is left
@@ -481,7 +451,7 @@ def test_a_full_disk_of_one_rank_is_named_with_its_repair_on_all(ranks2, tmp_pat
     (first, there), (second, here) = ranks2(_full_on_rank_1, str(tmp_path))
     assert first == second == "CheckpointError"
     assert "could not be written" in here
-    assert "MiB are free" in here
+    assert "Its earlier content is untouched" in here
     assert there == f"on rank 1: {here}"
 
 

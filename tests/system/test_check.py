@@ -98,7 +98,7 @@ def test_what_trains_otherwise_is_named(tmp_path: Any) -> None:
 @pytest.mark.timeout(60)
 def test_ctrl_c_leaves_nothing(tmp_path: Any) -> None:
     with started(*MODULE, "check", "--accelerator", "cpu", "--only", "same", cwd=tmp_path) as program:
-        program.until(lambda: len(list(tmp_path.glob(".lightning-zero-check-*/*.pid"))) == 2)
+        program.until(lambda: any(tmp_path.glob(".lightning-zero-check-*/middle.ckpt")))
         os.kill(program.pid, signal.SIGINT)
         assert program.wait() == 130
         assert program.processes() == []
@@ -108,9 +108,8 @@ def test_ctrl_c_leaves_nothing(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     "words", ["--wrong", "--devices=none", "--devices=0", "--precision=fp8", "--only=some", "--out=nowhere"]
 )
-def test_mistakes_are_one_line(words: str, tmp_path: Any) -> None:
+def test_mistakes_are_one_message(words: str, tmp_path: Any) -> None:
     done = run("check", "--accelerator=cpu", words, fork="all", cwd=tmp_path)
     assert done.returncode == 2
-    (line,) = done.stdout.splitlines()
-    assert line.startswith("lightning-zero")
-    assert "error: " in line
+    assert "error: " in done.stdout.splitlines()[-1]
+    assert "Traceback" not in done.stdout

@@ -26,8 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = *SMALL, "trainer.limit_train_batches=3", "strategy.checkpoint=sharded", "hydra.run.dir=."
     done = run("fit", "experiment=main_job", *words, fork="all", cwd=folder)
     assert done.returncode == 0
-    for said in ("held-out perplexity", "sample:", "checkpoint: "):
-        assert said in done.stdout
+    assert re.search(r"^loss \d.*val_perplexity \d", done.stdout, re.MULTILINE)
     return sorted(folder.rglob("checkpoint.json"))[-1].parent
 
 
@@ -128,8 +127,8 @@ def _refused(*command: str, said: str, folder: Path, code: int = 2) -> None:
 def test_fit_refuses_what_cannot_run(tmp_path):
     (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
     for overrides, said in (
-        ("strategy=zero4", "did you mean"),
-        ("strategy.stagee=1", "did you mean strategy.stage?"),
+        ("strategy=zero4", "Available options in 'strategy'"),
+        ("strategy.stagee=1", "Did you mean 'stage'?"),
         ("strategy.stage=4", "stage=4: use 1, 2 or 3"),
         ("trainer.max_steps=abc", "'abc'"),
         ("launcher.name=remote", "launcher.name='remote'"),
@@ -221,14 +220,12 @@ def test_zero_auto_a_monitor_and_traces(tmp_path):
 def test_help_and_config_say_what_can_be_set(tmp_path):
     assert "fit" in run("--help", fork="all", cwd=tmp_path).stdout
     assert lightning_zero.__version__ in run("--version", fork="all", cwd=tmp_path).stdout
-    helped = run("fit", "--help", fork="all", cwd=tmp_path)
+    helped = run("fit", "seed=7", "--help", fork="all", cwd=tmp_path)
     assert helped.returncode == 0
     choices = re.search("^strategy: (.*)$", helped.stdout, re.MULTILINE)
     assert choices
     assert {"ddp", "zero1", "zero2", "zero3_offload_deepspeed"} <= set(choices[1].split(", "))
-    with_config = run("fit", "seed=7", "--help", fork="all", cwd=tmp_path).stdout  # Hydra's own, from the same template
-    assert with_config.startswith(helped.stdout)
-    assert "seed: 7" in with_config.removeprefix(helped.stdout)
+    assert "seed: 7" in helped.stdout
     config = run("fit", "--cfg", "job", "strategy=zero1", fork="all", cwd=tmp_path).stdout
     assert "stage: 1" in config
     assert run("nonsense", fork="all", cwd=tmp_path).returncode == 2

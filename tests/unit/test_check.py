@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lightning_zero.app import check
+from lightning_zero.app import check, check_ranks
 from lightning_zero.app.check_ranks import Job, exposed_share
 
 NAN = float("nan")
@@ -23,17 +23,17 @@ NAN = float("nan")
     ],
 )
 def test_losses(losses: list[float], expected: list[float], most: float) -> None:
-    off, batch = check._difference(losses, expected, 1e-4)
+    off, batch = check_ranks.difference(losses, expected, 1e-4)
     assert off == pytest.approx(most)
     assert batch == (1 if len(losses) < len(expected) or most == 0.1 else 0)
 
 
 def test_weights_are_measured_by_the_way_they_came() -> None:
     initial, expected = {"w": torch.zeros(4)}, {"w": torch.ones(4)}
-    assert check._distance(expected, expected, initial) == 0.0
-    assert check._distance(initial, expected, initial) == pytest.approx(1.0)
-    assert check._distance({"w": torch.full((4,), NAN)}, expected, initial) == math.inf
-    assert check._distance({}, expected, initial) == math.inf
+    assert check_ranks.distance(expected, expected, initial) == 0.0
+    assert check_ranks.distance(initial, expected, initial) == pytest.approx(1.0)
+    assert check_ranks.distance({"w": torch.full((4,), NAN)}, expected, initial) == math.inf
+    assert check_ranks.distance({}, expected, initial) == math.inf
 
 
 def test_the_line_that_names_the_error() -> None:
@@ -49,6 +49,7 @@ def test_communication_counts_where_no_other_kernel_runs() -> None:
     assert exposed_share([]) is None
     job = Job(name="fast", folder="", accelerator="gpu", devices=2, precision="bf16-mixed", settings={})
     seconds = {"ddp": [1.0], "zero1": [1.0], "zero2": [1.0], "zero3": [1.0]}
-    rows = list(check._fast(job, [{"seconds": seconds, "exposed": {"ddp": 0.1, "zero1": None, "zero3": 0.3}}], ""))
-    assert [row.outcome for row in rows] == [check.PASS] * 3
-    assert ["communication" in row.figures for row in rows] == [False, False, True]
+    exposed = {"ddp": 0.1, "zero1": None, "zero3": 0.3}
+    found = [check_ranks.judge_times(job, name, seconds, exposed, "bf16-mixed") for name in job.lines]
+    assert [passes for passes, _ in found] == [True] * 3
+    assert ["communication" in text for _, text in found] == [False, False, True]

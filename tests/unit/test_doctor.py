@@ -16,7 +16,7 @@ from lightning_zero.app import doctor
 @pytest.fixture
 def quick(monkeypatch: Any) -> None:
     """Nothing that takes seconds is tried."""
-    monkeypatch.setattr(doctor, "_two_processes", lambda script, backend, seconds: "no: nobody answers")
+    monkeypatch.setattr(doctor, "two_processes", lambda backend, seconds: ([], "no: nobody answers"))
 
 
 def test_a_probe_that_fails_does_not_hide_the_others(quick: None, monkeypatch: Any, capsys: Any) -> None:
@@ -56,8 +56,8 @@ def test_without_deepspeed(monkeypatch: Any) -> None:
 def test_two_processes_that_work_however_they_end(monkeypatch: Any) -> None:
     """And none that hangs is waited for."""
     monkeypatch.setattr(doctor, "_RANK", "import os; print('works', flush=True); os.abort()")
-    assert doctor.collective_works("gloo", timeout_seconds=20) == "works"
+    assert doctor.two_processes("gloo", timeout_seconds=20)[1] == ""
     monkeypatch.setattr(doctor, "_RANK", "import os; os.abort()")
-    assert doctor.collective_works("gloo", timeout_seconds=20) == "no: exit code -6"
+    assert doctor.two_processes("gloo", timeout_seconds=20)[1] == "no: exit code -6"
     monkeypatch.setattr(doctor, "_RANK", "import time; time.sleep(60)")
-    assert doctor.collective_works("gloo", timeout_seconds=0.1).startswith("no: not done after 0.1 s")
+    assert doctor.two_processes("gloo", timeout_seconds=0.1)[1].startswith("no: not done after 0.1 s")

@@ -8,14 +8,15 @@ import re
 from typing import Any
 
 import pytest
+from hydra.errors import HydraException
 from lightning.pytorch import Trainer
 
-from lightning_zero.app.arguments import unknown_setting
 from lightning_zero.app.cli import trace_profiler
 from lightning_zero.app.hydra_config import (
     ConfigError,
     make_strategy,
     make_zero_config,
+    meant,
     schema_of,
     trainer_schema,
 )
@@ -133,22 +134,23 @@ def test_trainer_takes_every_argument_of_lightnings():
 @pytest.mark.parametrize(
     ("override", "text"),
     [
-        ("strategy.offload=cpu", "strategy/offload=cpu"),
-        ("strategy.compile=units", "strategy/compile=units"),
-        ("trainer.strategy=zero2", "use strategy=zero2"),
-        ("trainer.max_stepz=3", "did you mean trainer.max_steps?"),
-        ("+strategy.stagee=3", "did you mean strategy.stage?"),
-        ("trainer.qqq=3", "known: accelerator"),
-        ("trainer.max_steps=3", None),
-        ("strategy.offload.target=cpu", None),
-        ("strategy.name=fsdp", None),
-        ("model.width=3", None),
-        ("strategy=zero2", None),
+        ("strategy.offload=cpu", "strategy/offload=CHOICE"),
+        ("strategy.activation_checkpointing=[A,B]", "set strategy.activation_checkpointing.NAME=VALUE"),
+        ("strategy.offload.targe=cpu", "Did you mean 'target'?"),
+        ("strategy.stagee=3", "Did you mean 'stage'?"),
+        ("strategi=zero3", "Did you mean 'strategy'?"),
+        ("devices=2", "Write trainer.devices."),
+        ("stage=2", "Write strategy.stage."),
+        ("trainer.strategy=zero2", "use strategy=CHOICE"),
+        ("trainer.max_stepz=3", "Did you mean 'max_steps'?"),
+        ("trainer.max_steps=abc", ""),
     ],
 )
-def test_hints_name_the_override_that_works(override, text):
-    said = unknown_setting(override)
-    assert said is None if text is None else text in said
+def test_the_error_about_a_key_names_the_one_that_was_meant(override, text):
+    with pytest.raises(HydraException) as raised:
+        _composed(override)
+    said = meant(raised.value)
+    assert text in said if text else not said
 
 
 def test_every_name_is_a_choice_of_the_command_line_and_stands_in_the_readme():

@@ -53,20 +53,20 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Any:
 def test_the_rank_that_raised_first_is_named(watch):
     """Others raised because of it, and may have ended before."""
     effect, first = {"first": False}, {"first": True}
-    watched, said = watch({1: "os._exit(1)", 2: "os._exit(1)"}, {1: effect, 2: first}, ["first step", "rank 0 failed"])
+    watched, said = watch({1: "os._exit(1)", 2: "os._exit(1)"}, {1: effect, 2: first}, ["rank 0 failed"])
     assert watched.failure["rank"] == 2
     assert "failed: error of 2" in said
 
 
 def test_a_rank_that_was_killed_comes_before_those_that_raised(watch):
     killed = "os.kill(os.getpid(), signal.SIGKILL)"
-    watched, said = watch({1: "os._exit(1)", 2: killed}, {1: {"first": True}}, ["first step", "rank 0 failed"])
+    watched, said = watch({1: "os._exit(1)", 2: killed}, {1: {"first": True}}, ["nothing", "rank 0 failed"])
     assert watched.failure["rank"] == 2
     assert "probably out of memory" in said
 
 
 def test_an_error_of_all_ranks_is_rank_0s_to_show(watch):
-    watched, said = watch({1: "os._exit(1)"}, {1: {"first": True, "alike": True}}, ["first step", "rank 0 failed"])
+    watched, said = watch({1: "os._exit(1)"}, {1: {"first": True, "alike": True}}, ["rank 0 failed"])
     assert watched.failure is None
     assert said == ""
 
@@ -85,7 +85,7 @@ def test_a_rank_that_ended_does_not_take_part_in_the_next_run(watch):
 
 
 def test_ranks_that_end_well_are_waited_for(watch):
-    watched, said = watch({1: "pass"}, {}, ["first step", "rank 0 done"])
+    watched, said = watch({1: "pass"}, {}, ["rank 0 done"])
     assert (watched.failure, watched.codes, said) == (None, {1: 0}, "")
 
 
