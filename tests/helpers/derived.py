@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
@@ -18,23 +17,17 @@ from tests.helpers.zoo import KINDS, UNUSED, Block, Kind, Net, Zoo, _of, longer
 
 
 class FastWeights(Zoo):
-    """Some weights of each block are replaced by what is computed of themselves: MAML's inner loop, weight noise."""
+    """Some weights of each block are replaced by what is computed of themselves (MAML's inner loop, weight noise): by
+    ``functional_call``, or among the layer's own parameters for a while, as package higher does it."""
 
     def forward(self, x: Tensor) -> Tensor:
         some = {name: 1.1 * p for name, p in self.net.named_parameters() if ".up." in name}
-        return torch.func.functional_call(self.net, some, (x,))
-
-
-class InParameters(Zoo):
-    """As package higher and hand-written MAML do it: what is derived lies among the layer's parameters for a while."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        layers = [block.up for block in self.net.blocks]  # type: ignore[union-attr]
+        layers = [block.down for block in self.net.blocks]  # type: ignore[union-attr]
         before = [layer._parameters["weight"] for layer in layers]
         for layer, weight in zip(layers, before, strict=True):
             layer._parameters["weight"] = 1.1 * weight
         try:
-            return self.net(x)
+            return torch.func.functional_call(self.net, some, (x,))
         finally:
             for layer, weight in zip(layers, before, strict=True):
                 layer._parameters["weight"] = weight
@@ -62,24 +55,6 @@ class Modulated(Zoo):
         return self.net.head(x)
 
 
-class IdleBlock(Block):
-    """Does not use all that it has."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.norm(x)[:, :1].expand(-1, self.down.in_features))
-
-
-class PenaltyBefore(Zoo):
-    """A penalty on weights that their block does not use, taken before the block runs."""
-
-    def build(self) -> None:
-        self.net = Net(IdleBlock)
-
-    def loss(self, batch: Any) -> Tensor:
-        penalty = sum(block.up.weight.square().mean() for block in self.net.blocks)  # type: ignore[union-attr]
-        return super().loss(batch) + 0.1 * penalty
-
-
 class View(nn.Module):
     """A parametrization whose result lies in the parameter's memory."""
 
@@ -88,26 +63,21 @@ class View(nn.Module):
 
 
 class Cached(Zoo):
-    """``parametrize.cached()`` around a step that computes with weights beside the blocks, ``before`` or after them."""
+    """``parametrize.cached()`` around a step that computes with weights beside the blocks, before them and after."""
 
     def build(self) -> None:
         super().build()
         for block in self.net.blocks:
-            if self.options["views"]:
-                parametrize.register_parametrization(block.up, "weight", View(), unsafe=True)  # type: ignore[union-attr]
-            else:
-                parametrizations.weight_norm(block.up)  # type: ignore[union-attr]
-
-    def penalty(self) -> Tensor:
-        return 0.1 * sum(block.up.weight.square().mean() for block in self.net.blocks)  # type: ignore[union-attr]
+            parametrizations.weight_norm(block.up)  # type: ignore[union-attr]
+            parametrize.register_parametrization(block.down, "weight", View(), unsafe=True)  # type: ignore[union-attr]
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
+        blocks: Any = self.net.blocks
         with parametrize.cached():
-            if self.options["before"]:
-                penalty = self.penalty()
-                return F.mse_loss(self.net(x), y) + penalty
-            return F.mse_loss(self.net(self.net(x)), y) + self.penalty()
+            penalty = 0.1 * sum(block.up.weight.square().mean() for block in blocks)
+            loss = F.mse_loss(self.net(self.net(x)), y) + penalty
+            return loss + 0.1 * sum(block.down.weight.square().mean() for block in blocks)
 
 
 class StoppedViews(Zoo):
@@ -124,31 +94,6 @@ class StoppedViews(Zoo):
         (slope,) = torch.autograd.grad(leaf.square().sum(), leaf)
         beside = (hidden @ weight.detach().T).square().mean() + (hidden * row).mean() + slope.mean() * hidden.mean()
         return super().loss(batch) + 0.1 * beside
-
-
-class MultiGradHooks(Zoo):
-    """Counts the backwards of a block, by a hook of all its parameters that is registered before training and by one
-    in each step."""
-
-    def build(self) -> None:
-        super().build()
-        self.calls = self.calls_of_steps = 0
-
-    def on_train_start(self) -> None:
-        register_multi_grad_hook([*self.net.blocks[1].parameters()], self.count)
-
-    def count(self, grads: Any) -> None:
-        self.calls += 1
-        self.extra["calls"] = torch.tensor(float(self.calls))
-
-    def loss(self, batch: Any) -> Tensor:
-        loss = super().loss(batch)
-        register_multi_grad_hook([*self.net.blocks[2].parameters(), *self.net.head.parameters()], self.count_of_steps)
-        return loss
-
-    def count_of_steps(self, grads: Any) -> None:
-        self.calls_of_steps += 1
-        self.extra["calls of steps"] = torch.tensor(float(self.calls_of_steps))
 
 
 class ShallowCopy(Zoo):
@@ -177,13 +122,9 @@ class FeaturesOfHook(Zoo):
 KINDS.update(
     {
         "fast_weights_of_some": Kind(module=_of(FastWeights), trainer={"accumulate_grad_batches": 2}, dataset=longer),
-        "fast_weights_among_parameters": Kind(module=_of(InParameters)),
         "modulated_by_weights": Kind(module=_of(Modulated)),
-        "penalty_before_a_block_without": Kind(module=_of(PenaltyBefore), reference=UNUSED),
-        "cached_weight_norm": Kind(module=_of(Cached, views=False, before=True)),
-        "cached_views": Kind(module=_of(Cached, views=True, before=False)),
+        "cached_parametrizations": Kind(module=_of(Cached)),
         "views_of_detached_weights": Kind(module=_of(StoppedViews), reference=UNUSED),
-        "multi_grad_hooks": Kind(module=_of(MultiGradHooks)),
         "shallow_copy_of_a_block": Kind(
             module=_of(ShallowCopy), deepspeed_refuses={3: "a Block ran that has hooks of DeepSpeed's stage 3"}
         ),

@@ -48,14 +48,12 @@ class Sum(nn.Module):
 class Rotary(nn.Module):
     """A buffer that the constructor computes."""
 
-    def __init__(self, resets: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.register_buffer("frequencies", 1.0 / torch.arange(1, 9), persistent=False)
-        if resets:
-            self.reset_parameters = self._fill
 
-    def _fill(self) -> None:
+    def reset_parameters(self) -> None:
         self.frequencies.copy_(1.0 / torch.arange(1, 9))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,9 +87,8 @@ class Masked(nn.Module):
 
 MODELS: dict[str, Any] = {
     "mixed": Mixed,
-    "rotary": lambda: Rotary(resets=True),
-    "computed buffer": lambda: Rotary(resets=False),
-    "half initialized": lambda: HalfInitialized(resets=False),
+    "rotary": Rotary,
+    "half initialized": HalfInitialized,
     "scaled": Scaled,
     "masked": Masked,
     "llama": lambda: Sum(hugging_face("llama")),

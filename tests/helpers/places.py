@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize, remove_weight_norm, weight_norm
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.helpers.zoo import KINDS, WIDTH, Block, Kind, Net, Zoo, _of
+from tests.helpers.zoo import KINDS, WIDTH, Kind, Zoo, _of
 
 
 class GivenToLayers(Zoo):
@@ -58,47 +58,6 @@ class GivenToFunctions(Zoo):
         return Times.apply(y, self.net.blocks[1].norm.weight)
 
 
-class InTurn(Block):
-    """Skipped in every other step, but for a penalty on its weights."""
-
-    step = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.step % 2:
-            return x + 0.01 * sum(p.square().sum() for p in self.parameters())
-        return super().forward(x)
-
-
-class WeightsInTurn(Zoo):
-    """What is gathered ahead in mid-run is for layers that may not come."""
-
-    def build(self) -> None:
-        self.net = Net(lambda: InTurn(32, 32), width=32)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.net.blocks[0].step = batch_idx  # type: ignore[union-attr]
-        return super().training_step(batch, batch_idx)
-
-
-class ReturnsEarly(Zoo):
-    """Manual steps, and validations, that end before any layer is called."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx % 3 == 1:
-            return
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        return
-
-
 class ValidatedByCopies(Zoo):
     """Validated through an average, and through a copy that is trained on each batch."""
 
@@ -134,26 +93,14 @@ class BackwardInHooks(Zoo):
         self.zero_grad()
 
 
-class GradInHooks(Zoo):
-    """The same by ``torch.autograd.grad``."""
-
-    def on_train_epoch_start(self) -> None:
-        loss = F.mse_loss(self(torch.full((2, WIDTH), 0.5)), torch.ones(2, WIDTH))
-        for (name, _), grad in zip(
-            self.named_parameters(), torch.autograd.grad(loss, list(self.parameters())), strict=True
-        ):
-            self.extra[f"{self.current_epoch} {name}"] = grad**2
-
-
 class LazyLayers(Zoo):
-    """Lazy layers of ``__init__`` get their shapes in ``configure_model``, or ``never``."""
+    """Lazy layers of ``__init__`` get their shapes in ``configure_model``."""
 
     def build(self) -> None:
         self.net = nn.Sequential(nn.LazyLinear(2 * WIDTH), nn.ReLU(), nn.LazyLinear(WIDTH))  # type: ignore[assignment]
 
     def configure_model(self) -> None:
-        if not self.options.get("never"):
-            self.net(torch.zeros(1, WIDTH))
+        self.net(torch.zeros(1, WIDTH))
 
 
 class NewOptimizer(Zoo):
@@ -162,14 +109,6 @@ class NewOptimizer(Zoo):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
             self.trainer.optimizers = [SGD(self.parameters(), lr=0.01)]
-
-
-class ReplacedInMidRun(Zoo):
-    """A new head in the second epoch, which no optimizer holds."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.net.head = nn.Linear(WIDTH, WIDTH)
 
 
 class ChangedAtTheEnd(Zoo):
@@ -188,43 +127,14 @@ class ChangedAtTheEnd(Zoo):
         self.net.head = nn.Identity()  # type: ignore[assignment]
 
 
-class DottedBlock(Block):
-    """Holds a parameter under a name that no attribute can have (tensordict's TensorDictParams), and gives names by a
-    method of its own, with the signature that torch had before 2.0 (torchrl's losses)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._parameters["gate.weight"] = nn.Parameter(torch.ones(WIDTH))
-
-    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
-        return super().named_parameters(prefix, recurse)
-
-    def parameters(self, recurse: bool = True) -> Any:
-        return (p for _, p in self.named_parameters(recurse=recurse))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self._parameters["gate.weight"]
-
-
-class NamesOfTheirOwn(Zoo):
-    """Blocks with names of their own."""
-
-    def build(self) -> None:
-        self.net = Net(DottedBlock)
-
-
 OUTSIDE = "loss.backward.. outside of training_step"
 PLACES = {
     "parameters_given_to_layers": Kind(module=_of(GivenToLayers)),
     "parameters_given_to_functions": Kind(module=_of(GivenToFunctions)),
-    "weights_used_in_turn": Kind(module=_of(WeightsInTurn)),
-    "steps_return_early": Kind(module=_of(ReturnsEarly), validates=True),
     "validated_by_copies": Kind(module=_of(ValidatedByCopies), validates=True),
     "backward_in_hooks": Kind(module=_of(BackwardInHooks), deepspeed_refuses={2: OUTSIDE, 3: OUTSIDE}),
-    "grad_in_hooks": Kind(module=_of(GradInHooks)),
     "lazy_layers": Kind(module=_of(LazyLayers)),
     "optimizer_made_in_mid_run": Kind(module=_of(NewOptimizer)),
     "changed_at_the_end": Kind(module=_of(ChangedAtTheEnd)),
-    "names_of_their_own": Kind(module=_of(NamesOfTheirOwn)),
 }
 KINDS.update(PLACES)
