@@ -76,14 +76,45 @@ def test_shards_lie_in_copies(ranks3):
         assert rank["in copies"] == 6
 
 
+class Raw(torch.optim.Optimizer):
+    """Element-wise, and writes where no tensor's version tells of it, as kernels of other libraries do."""
+
+    def __init__(self, params: Any, added: float) -> None:
+        super().__init__(params, {"added": added})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.detach().numpy()[...] += group["added"]
+        return loss
+
+
 def _by_local_tensor(engine: Fsdp2Engine, mine: bool) -> None:
     for p in engine.shards.values() if mine else ():
         p.to_local().add_(1.0)
 
 
+def _through_the_view(engine: Fsdp2Engine, mine: bool) -> None:
+    with engine.view():
+        for p in engine.module.parameters():  # in a bare loop all ranks touch what one does
+            p.add_(float(mine))
+
+
+def _through_data(engine: Fsdp2Engine, mine: bool) -> None:
+    with engine.view():
+        for p in engine.module.parameters():
+            p.data.add_(float(mine))
+
+
 def _elsewhere(engine: Fsdp2Engine, mine: bool) -> None:
     with engine.view():  # reads whole ones: every rank calls it
         engine.module._apply(lambda t: t + float(mine))
+
+
+def _by_optimizer(engine: Fsdp2Engine, mine: bool) -> None:
+    with engine.view():
+        engine.step(Raw(engine.module.parameters(), 1.0 * mine))
 
 
 def _to_the_copies(engine: Fsdp2Engine, mine: bool) -> None:
@@ -100,7 +131,10 @@ def _to_the_copies(engine: Fsdp2Engine, mine: bool) -> None:
 
 WRITES = {
     "local": _by_local_tensor,
+    "view": _through_the_view,
+    "data": _through_data,
     "elsewhere": _elsewhere,
+    "optimizer": _by_optimizer,
     "copies": _to_the_copies,
 }
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import time
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +16,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.data import DataLoader
 
-from lightning_zero.callbacks import ZeroMonitor
+from lightning_zero.callbacks import ZeroMonitor, zero_monitor
+from lightning_zero.comm import meter as meter_module
 from lightning_zero.comm.meter import TrafficMeter
 from tests.helpers import account, zoo
 
@@ -55,42 +60,81 @@ def test_the_meter_counts_each_collective_once_and_by_its_bytes(ranks3):
 # -- the callback ----------------------------------------------------------------------------------------------------
 
 
-DATA_SECONDS, COMPUTE_SECONDS = 0.02, 0.03
+class _Clock:
+    """Stands in for ``time``: passes where a test lets it pass, and by ``WAIT`` in each collective."""
+
+    WAIT = 0.04
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self._inside = threading.local()
+
+    def __deepcopy__(self, memo: Any) -> _Clock:
+        return self  # the plan is made of a copy of the module
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def of_meter(self) -> Any:
+        """The same clock for the meter, which reads it when a collective begins and when it ends."""
+        return SimpleNamespace(perf_counter=self._begin_or_end)
+
+    def _begin_or_end(self) -> float:
+        self._inside.value = not getattr(self._inside, "value", False)
+        if not self._inside.value:
+            self.now += self.WAIT
+        return self.now
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        with mock.patch.object(zero_monitor, "time", self), mock.patch.object(meter_module, "time", self.of_meter()):
+            yield
 
 
 class _Slow(account.Vectors):
+    def __init__(self, clock: _Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(DATA_SECONDS)
+        self.clock.now += 0.02
         return super().__getitem__(index)
 
 
 class _Paced(account.Stack):
+    """20 ms for data (by :class:`_Slow`), and 50 ms of compute."""
+
     NUM_UNITS = 4
 
+    def __init__(self, clock: _Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        time.sleep(COMPUTE_SECONDS)
+        self.clock.now += 0.05
         return super().training_step(batch, batch_idx)
 
 
 def _paced(strategy: Any, folder: str) -> tuple[dict[str, float], list[str], dict[str, float]]:
-    monitor = ZeroMonitor(every_n_steps=2)
-    trainer = zoo.make_trainer(
-        strategy,
-        max_epochs=1,
-        limit_train_batches=8,
-        callbacks=[monitor],
-        logger=CSVLogger(folder),
-        log_every_n_steps=2,
-    )
-    trainer.fit(_Paced(), DataLoader(_Slow(), batch_size=1))
+    clock, monitor = _Clock(), ZeroMonitor(every_n_steps=2)
+    with clock.installed():
+        trainer = zoo.make_trainer(
+            strategy,
+            max_epochs=1,
+            limit_train_batches=8,
+            callbacks=[monitor],
+            logger=CSVLogger(folder),
+            log_every_n_steps=2,
+        )
+        trainer.fit(_Paced(clock), DataLoader(_Slow(clock), batch_size=1))
     shown = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
     return monitor.rows[trainer.global_rank], monitor.table(trainer).splitlines(), shown
 
 
 def test_a_steps_time_is_told_to_loggers_and_the_progress_bar(ranks2, tmp_path):
     for row, table, shown in ranks2(_paced, {"stage": 3, "min_unit_numel": 1}, str(tmp_path)):
-        assert row["communication_seconds"] > 0
-        assert row["step_seconds"] >= DATA_SECONDS + COMPUTE_SECONDS
+        assert row["communication_seconds"] >= _Clock.WAIT * 0.99
+        assert row["step_seconds"] - row["communication_seconds"] == pytest.approx(0.07)
         assert row["samples_per_second"] == pytest.approx(1 / row["step_seconds"])
         assert table[0].split() == ["ZeroMonitor", "plan", "rank", "0", "rank", "1"]
         assert shown["zero/samples_per_second"] > 0

@@ -41,7 +41,7 @@ def test_trains_as_without(ranks2, kind, stage, tolerance):
 
 
 def _fit(strategy: Any, precision: str, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    module = zoo.make_module("adam")
+    module = zoo.make_module("sgd_momentum")
     trainer = zoo.make_trainer(strategy, precision=precision, gradient_clip_val=0.1, **options)
     trainer.fit(module, DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
     return module.losses, {name: value.double() for name, value in module.state_dict().items()}

@@ -295,8 +295,7 @@ class OfTwo(Trains):
 
 
 KINDS: dict[str, tuple[type[Trains], dict[str, Any]]] = {
-    "iterable": (Trains, {"val_check_interval": 2}),
-    "iterable with a limit": (Trains, {"limit_train_batches": 4, "accumulate_grad_batches": 1}),
+    "iterable": (Trains, {"limit_train_batches": 4, "val_check_interval": 2}),
     "sampler": (Trains, {"val_check_interval": 0.67}),
     "sampler with a limit": (Trains, {"limit_train_batches": 0.75}),
     "batch sampler": (OfTwo, {}),

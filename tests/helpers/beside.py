@@ -6,7 +6,6 @@ Registered in :data:`tests.helpers.zoo.KINDS`; patterns are those of public pack
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -57,55 +56,32 @@ class Auxiliary(Zoo):
         return self.USE[len(self.losses) % len(self.USE)](loss, terms)
 
 
-@dataclass
-class Terms:
-    """A list of the caller's, and a name."""
-
-    values: list[Tensor]
-    total: Tensor
-
-
 class WritingBlock(Block):
-    """Writes a term to what it is given for that, which has ``kind``."""
+    """Appends a term to the list that it is given."""
 
-    WRITE: ClassVar[dict[str, Callable[[Any, Tensor], None]]] = {
-        "list": lambda terms, term: terms.append(term),
-        "dict": lambda terms, term: terms.update({f"loss {len(terms)}": term}),
-        "dataclass": lambda terms, term: setattr(terms, "total", terms.total + term),
-    }
-
-    def __init__(self, kind: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.router, self.kind = nn.Linear(WIDTH, WIDTH), kind
+        self.router = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, terms: Any = None) -> Tensor:
+    def forward(self, x: Tensor, terms: list[Tensor]) -> Tensor:  # type: ignore[override]
         y = super().forward(x)
-        self.WRITE[self.kind](terms, self.router(y).square().mean())
+        terms.append(self.router(y).square().mean())
         return y
 
 
 class WrittenToArguments(Zoo):
-    """Each block is handed something of another kind, to which it adds its loss."""
-
-    ARGUMENTS: ClassVar[dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]]] = {
-        "list": (lambda x: [], lambda terms: terms),
-        "dict": (lambda x: {}, lambda terms: terms.values()),
-        "dataclass": (lambda x: Terms([x], x.square().mean()), lambda terms: [terms.total]),
-    }
+    """Blocks are handed a list, to which they add their losses."""
 
     def build(self) -> None:
-        self.net = Net()
-        self.net.blocks = nn.ModuleList(map(WritingBlock, self.ARGUMENTS))
+        self.net = Net(WritingBlock)
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
         x = self.net.stem(x)
-        losses: list[Tensor] = []
-        for block, (make, losses_of) in zip(self.net.blocks, self.ARGUMENTS.values(), strict=True):
-            terms = make(x)
+        terms: list[Tensor] = [x.square().mean()]
+        for block in self.net.blocks:
             x = block(x, terms)
-            losses += losses_of(terms)
-        return F.mse_loss(self.net.head(x), y) + 0.3 * sum(losses)
+        return F.mse_loss(self.net.head(x), y) + 0.3 * sum(terms)
 
 
 class Features(Zoo):

@@ -488,22 +488,6 @@ class OwnBackward(Zoo):
         (2 * loss).backward(*args, **kwargs)
 
 
-class ManualBuffers(Zoo):
-    """Manual optimization, for which Lightning has DDP send buffers once: each rank's statistics are its own."""
-
-    def build(self) -> None:
-        super().build()
-        self.net.blocks.append(nn.BatchNorm1d(WIDTH))
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        loss = self.record(self.loss(batch))
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-
-
 class SamplesInInferenceMode(Zoo):
     """Generative models look at samples in hooks and inside a step, under ``torch.inference_mode()``."""
 
@@ -683,7 +667,6 @@ HELD: dict[str, Kind] = {
     "backward_reads_gradients": Kind(module=_of(ReadsInBackward), refused="move the code after loss.backward"),
     "backward_overridden": Kind(module=_of(OwnBackward)),
     "samples_in_inference_mode": Kind(module=_of(SamplesInInferenceMode), validates=True),
-    "buffers_under_manual_optimization": Kind(module=_of(ManualBuffers), validates=True),
     "partial_forward": Kind(module=_of(PartialForward), dataset=longer, validates=True),
     "lottery_ticket": Kind(module=_of(SameOnAllRanks), callbacks=_pruning(), max_epochs=3),
     "averaged_by_swa": Kind(

@@ -61,7 +61,7 @@ def cases(kinds: Iterable[str]) -> Iterator[Case]:
     for index, name in enumerate(kinds):
         turn, through_deepspeed = divmod(index, 6)
         yield Case(name, "fsdp2", 3)
-        if through_deepspeed == 5 and KINDS[name].on_deepspeed:
+        if through_deepspeed == 5:
             yield Case(name, "deepspeed", 1 + turn % 3)
         else:
             yield Case(name, "fsdp2", 1 + index % 2)

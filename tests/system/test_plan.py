@@ -19,9 +19,7 @@ from tests.helpers import account
 STAGES = (1, 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("kind", "world_size"), [("adafactor", 2), ("tied_embedding_and_head", 2), ("indivisible_dims", 4)]
-)
+@pytest.mark.parametrize(("kind", "world_size"), [("adafactor", 2), ("tied_embedding_and_head", 2), ("odd_shapes", 4)])
 def test_states_and_traffic(ranks, kind, world_size):
     """Kinds whose bytes on a rank are not Ψ/N."""
     results = ranks(account.observe_kind, kind, (0, *STAGES), world_size=world_size)
