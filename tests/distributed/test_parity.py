@@ -9,8 +9,16 @@ import pytest
 import torch
 
 from tests.helpers import zoo
-from tests.helpers.batches import Batches, Run, reference
-from tests.helpers.parity import FEATURES, Case, batches, cases, compare  # noqa: F401  (the fixture)
+from tests.helpers.parity import (
+    FEATURES,
+    Batches,
+    Case,
+    Run,
+    batches,  # noqa: F401  (the fixture)
+    cases,
+    compare,
+    reference,
+)
 from tests.helpers.ranks import outcome
 from tests.helpers.zoo import KINDS
 
