@@ -44,7 +44,6 @@ MOVES = [
     moves.Move("zero3", 2, "sharded", "ddp", 2, "file", "mid-epoch, stateful", "features"),
     moves.Move("zero2", 1, "file", "zero3", 2, "file", "mid-epoch", "fp16"),
     moves.Move("ddp", 2, "file", "zero3", 3, "sharded", "epoch end", "two optimizers"),
-    moves.Move("zero3", 2, "file", "zero2_deepspeed", 2, "sharded", "epoch end", "two optimizers"),
     moves.Move("zero3_deepspeed", 2, "sharded", HSDP, 4, "file", "epoch end", "two optimizers"),
     moves.Move(HSDP, 4, "sharded", "zero1", 2, "file", "mid-epoch", "features"),
 ]
@@ -631,22 +630,19 @@ def test_model_checkpoint_keeps_links_and_deletes(ranks2, tmp_path: Path) -> Non
     assert (folder / "step=10.ckpt").is_dir()
 
 
-def _remote(form: str) -> tuple[list[float], list[float], bool]:
-    import fsspec
-
+def _remote(form: str) -> tuple[list[float], list[float]]:
     path = f"memory://bucket/runs/{form}.ckpt"
     straight = moves.run("zero3", form, "features", "mid-epoch", 14, 10, path)
     resumed = moves.run("zero3", form, "features", "mid-epoch", 14, None, None, path)
-    fs = fsspec.filesystem("memory")
-    return straight.losses[10:], resumed.losses, (fs.isfile if form == "file" else fs.isdir)(path)
+    return straight.losses[10:], resumed.losses
 
 
-@pytest.mark.parametrize("form", ["file", "sharded"])
-def test_an_fsspec_url_serves_as_path(form: str, ranks1) -> None:
+def test_an_fsspec_url_serves_as_path(ranks1) -> None:
     """``memory://`` lives in one process."""
-    ((straight, resumed, stored),) = ranks1(_remote, form)
-    assert stored
-    assert resumed == straight
+    for form in ("file", "sharded"):
+        ((straight, resumed),) = ranks1(_remote, form)
+        assert len(resumed) == 4
+        assert resumed == straight
 
 
 class Counting(TorchCheckpointIO):

@@ -117,7 +117,7 @@ def _end_early(settings: Any) -> dict[str, Tensor]:
     return loops._weights(module) | {"losses": torch.tensor(module.losses)}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_of_an_epoch_that_ended_early_are_dropped(stage: int, ranks2) -> None:
     expected = ranks2(_end_early, zoo.UNUSED)
     for result, reference in zip(ranks2(_end_early, {"engine": "deepspeed", "stage": stage}), expected, strict=True):

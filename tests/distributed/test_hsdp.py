@@ -25,7 +25,7 @@ def ranks4() -> Callable[..., list[Any]]:
 
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    [("accumulation_and_clip", 2), ("unused_on_some_ranks_heads", 1), ("adafactor", 3)],
+    [("accumulation_and_clip", 2), ("unused_on_some_ranks", 1), ("adafactor", 3)],
 )
 def test_two_by_two_equals_ddp(kind: str, stage: int, ranks4) -> None:
     """`make parity` trains every kind so."""

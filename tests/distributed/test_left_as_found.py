@@ -18,21 +18,26 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.launch.launcher import destroy_process_group
 from lightning_zero.launch.supervisor import PREEMPTED_EXIT_CODE
+from tests.helpers import zoo
 from tests.helpers.ranks import outcome
 
 
-class Module(L.LightningModule):
+class Module(zoo.Zoo):
+    """``look``, if there is one, is called in each step."""
+
     def __init__(self, fails_at: int = 99) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Linear(4, 2)
+        super().__init__()
         self.fails_at = fails_at
         self.seen: list[Any] = []
+
+    def build(self) -> None:
+        self.net = nn.Linear(zoo.WIDTH, zoo.WIDTH)  # type: ignore[assignment]
 
     def look(self) -> Any:
         return None
@@ -49,13 +54,11 @@ class Module(L.LightningModule):
 
 
 def _data() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.arange(64.0).view(16, 4) / 64), batch_size=2)
+    return DataLoader(zoo.RandomDataset(16), batch_size=2)
 
 
 def _trainer(strategy: Any, **more: Any) -> L.Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    devices = int(os.environ["WORLD_SIZE"])
-    return L.Trainer(strategy=strategy, accelerator="cpu", devices=devices, **{**quiet, "max_epochs": 1, **more})
+    return zoo.make_trainer(strategy, **{"max_epochs": 1, **more})
 
 
 # -- collectives that are queued on a device -------------------------------------------------------------------------
@@ -116,7 +119,7 @@ class _SignalledInSetup(L.Callback):
 def _signalled_in_setup(folder: str) -> tuple[Any, int, str]:
     _one_task(folder)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    trainer = _trainer(ZeroStrategy(), plugins=[SLURMEnvironment()], callbacks=[_SignalledInSetup()])
+    trainer = _trainer({}, plugins=[SLURMEnvironment()], callbacks=[_SignalledInSetup()], default_root_dir=folder)
     try:
         trainer.fit(Module(), _data())
         code: Any = None
@@ -136,19 +139,17 @@ def test_a_signal_during_set_up_is_not_lost(ranks1: Any, tmp_path: Path) -> None
 REPLACED = {"zero_grad"}
 
 
-def _optimizer_afterwards(fails_at: int, after_fit: str) -> tuple[bool, set[str]]:
+def _optimizer_afterwards(fails_at: int) -> tuple[bool, set[str]]:
     module = Module(fails_at)
     lent: list[bool] = []
     module.look = lambda: lent.append(vars(module.made).keys() >= REPLACED)  # type: ignore[method-assign]
-    strategy = ZeroStrategy(stage=2, engine="deepspeed", after_fit=after_fit)  # type: ignore[arg-type]
-    _ = outcome(lambda: _trainer(strategy, max_steps=3).fit(module, _data()))
+    _ = outcome(lambda: _trainer({"stage": 2, "engine": "deepspeed"}, max_steps=3).fit(module, _data()))
     return all(lent), vars(module.made).keys() & REPLACED
 
 
-@pytest.mark.parametrize(("fails_at", "after_fit"), [(1, "whole"), (99, "sharded")])
-def test_deepspeed_gives_the_optimizer_its_own_methods_back(ranks1: Any, fails_at: int, after_fit: str) -> None:
+def test_deepspeed_gives_the_optimizer_its_own_methods_back(ranks1: Any) -> None:
     pytest.importorskip("deepspeed")
-    assert ranks1(_optimizer_afterwards, fails_at, after_fit) == [(True, set())]
+    assert ranks1(_optimizer_afterwards, 1) == [(True, set())]
 
 
 def _attributes_afterwards(settings: dict[str, Any], fails_at: int) -> dict[str, Any]:
@@ -161,7 +162,7 @@ def _attributes_afterwards(settings: dict[str, Any], fails_at: int) -> dict[str,
         del weight.early
 
     module.on_train_start = look  # type: ignore[method-assign]
-    _ = outcome(lambda: _trainer(ZeroStrategy(**settings), max_steps=3).fit(module, _data()))
+    _ = outcome(lambda: _trainer(settings, max_steps=3).fit(module, _data()))
     return vars(weight)
 
 
@@ -176,9 +177,9 @@ def test_parameters_keep_the_attributes_that_user_code_set_in_the_run(
     assert ranks1(_attributes_afterwards, {"engine": engine, "stage": stage}, fails_at) == [{"changed": 2, "late": 3}]
 
 
-def _trained_by_another(settings: dict[str, Any] | None) -> tuple[list[float], list[float]]:
+def _trained_by_another(settings: Any) -> tuple[list[float], list[float]]:
     def fit(module: Module) -> None:
-        _trainer("ddp" if settings is None else ZeroStrategy(**settings)).fit(module, _data())
+        _trainer(settings).fit(module, _data())
 
     first = Module(fails_at=3)
     assert outcome(fit, first)[0] == "LookupError"
@@ -192,7 +193,7 @@ def _trained_by_another(settings: dict[str, Any] | None) -> tuple[list[float], l
 
 @pytest.mark.parametrize(("engine", "stage"), [("fsdp2", 1), ("deepspeed", 3)])
 def test_layers_of_a_failed_run_go_on_in_another_module(ranks2: Any, engine: str, stage: int) -> None:
-    wanted = ranks2(_trained_by_another, None)
+    wanted = ranks2(_trained_by_another, "ddp")
     found = ranks2(_trained_by_another, {"stage": stage, "engine": engine})
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)  # order of summation
 
@@ -208,7 +209,7 @@ def _gloo_threads() -> int:
 def _kept(settings: dict[str, Any], fails_at: int) -> tuple[list[str], int, int]:
     """Parts of a run that live on when nobody holds it any more; threads of process groups before and after."""
     before = _gloo_threads()
-    module, trainer = Module(fails_at=fails_at), _trainer(ZeroStrategy(**settings))
+    module, trainer = Module(fails_at=fails_at), _trainer(settings)
     assert outcome(trainer.fit, module, _data())[0] == ("LookupError" if fails_at < 99 else "ok")
     held = {"module": weakref.ref(module), "trainer": weakref.ref(trainer), "strategy": weakref.ref(trainer.strategy)}
     del module, trainer
@@ -219,7 +220,7 @@ def _kept(settings: dict[str, Any], fails_at: int) -> tuple[list[str], int, int]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-@pytest.mark.parametrize(("engine", "stage", "fails_at"), [("fsdp2", 3, 3), ("deepspeed", 3, 99), ("deepspeed", 2, 99)])
+@pytest.mark.parametrize(("engine", "stage", "fails_at"), [("fsdp2", 3, 3), ("deepspeed", 3, 99)])
 def test_a_run_that_nobody_holds_is_gone(ranks2: Any, engine: str, stage: int, fails_at: int) -> None:
     """By itself DeepSpeed's stage 3 keeps the module, and with it the Trainer, for as long as the process lives. Of a
     failed run all of DeepSpeed does, through hooks on nodes of autograd: it has to make the module whole yet."""
@@ -233,8 +234,8 @@ def test_a_run_that_nobody_holds_is_gone(ranks2: Any, engine: str, stage: int, f
 
 def _held(strategy: Any) -> int:
     """Bytes of tensors while the Trainer of a run that has ended is kept; gradients of the last step left out."""
-    module, trainer = Module(), _trainer(strategy if isinstance(strategy, str) else ZeroStrategy(**strategy))
-    module.net = nn.Sequential(nn.Linear(4, 512), nn.Linear(512, 512))  # type: ignore[assignment]
+    module, trainer = Module(), _trainer(strategy)
+    module.net = nn.Sequential(nn.Linear(zoo.WIDTH, 512), nn.Linear(512, 512))  # type: ignore[assignment]
     trainer.fit(module, _data())
     module.zero_grad()
     gc.collect()

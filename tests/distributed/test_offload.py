@@ -41,7 +41,7 @@ def test_trains_as_without(ranks2, kind, stage, tolerance):
 
 
 def _fit(strategy: Any, precision: str, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    module = zoo.make_module("clip_by_norm")
+    module = zoo.make_module("sgd_momentum")
     trainer = zoo.make_trainer(strategy, precision=precision, gradient_clip_val=0.1, **options)
     trainer.fit(module, DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
     return module.losses, {name: value.double() for name, value in module.state_dict().items()}
@@ -108,7 +108,7 @@ def _groups_during_steps(kind: str) -> tuple[list[Any], list[Any], list[str]]:
     ("kind", "during", "after", "said"),
     [
         ("adam", [True], [None], "Adam steps in host memory with PyTorch's fused kernel"),
-        ("adamw_foreach", [None], [None], None),
+        ("parameter_groups", [None, True, None], [None, True, None], None),
     ],
 )
 def test_adam_is_fused_unless_its_user_chose(ranks1, kind, during, after, said):

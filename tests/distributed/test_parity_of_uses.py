@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.batches import Batches
-from tests.helpers.parity import USES, Case, batches, cases, compare  # noqa: F401  (the fixture)
+from tests.helpers.parity import USES, Batches, Case, batches, cases, compare  # noqa: F401  (the fixture)
 
-ALONE = Case("views_held_from_step", "deepspeed", 3, 1)
+ALONE = Case("views_held_and_written_in_steps", "deepspeed", 3, 1)
 """With one rank a parameter that DeepSpeed gathers is an alias of its shard, to which views must not write."""
 
 

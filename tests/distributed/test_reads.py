@@ -6,14 +6,17 @@ That values are DDP's in every hook, at every stage, is the parity test's: kinds
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from tests.helpers import reading, zoo
+from tests.helpers import zoo
 from tests.helpers.ranks import outcome
 
 LIMIT = 600.0
@@ -22,43 +25,84 @@ FSDP2 = {"stage": 3, "timeout_seconds": LIMIT, **zoo.BLOCKS}
 DEEPSPEED = {"stage": 3, "timeout_seconds": LIMIT, "engine": "deepspeed"}
 
 
-BEFORE_STEP, AT_THE_END = ("on_before_optimizer_step", 0), ("on_train_epoch_end", 1)
-"""The hook, and the rank that reads in it."""
+def _states(module: Any) -> list[Any]:
+    return [*module.optimizers().optimizer.state.values()]
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda module: module.net.head.weight.norm().item(),
+    "gradient": lambda module: module.net.head.weight.grad.norm().item(),
+    "written before": lambda module: (module.net.head.weight.data.mul_(1.0), module.net.head.weight.norm().item())[1],
+    "forward": lambda module: module.net(torch.ones(2, zoo.WIDTH)).sum().item(),
+    "state": lambda module: sum(v["momentum_buffer"].norm().item() for v in _states(module)),
+    "state_dict": lambda module: sum(value.norm().item() for value in module.net.state_dict().values()),
+    "backward": lambda module: module.net.head.weight.norm().backward(),
+}
+
+
+class Reader(zoo.Zoo):
+    """Rank 0 reads before the first step, the last rank at the first epoch's end, just before all ranks log; goes on
+    after an error."""
+
+    def build(self) -> None:
+        super().build()
+        self.found: dict[str, Any] = {}
+
+    def look(self, reads: tuple[str, ...]) -> None:
+        for what in reads:
+            try:
+                self.found[what] = READS[what](self)
+            except RuntimeError as error:
+                self.found[what] = str(error)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_rank == 0 and not self.found:
+            self.look(self.options["before"])
+
+    def on_train_epoch_end(self) -> None:
+        if self.global_rank == self.trainer.world_size - 1 and self.current_epoch == 0:
+            self.look(self.options["at_the_end"])
+        self.log("rank", torch.tensor(1.0 + self.global_rank), sync_dist=True)
+
+
+def _look(strategy: Any, before: tuple[str, ...], at_the_end: tuple[str, ...]) -> dict[str, Any]:
+    """What this rank has read, or the error's text; losses; what was logged."""
+    module = Reader(before=before, at_the_end=at_the_end)
+    trainer = _fit(module, strategy)
+    return {"found": module.found, "losses": module.losses, "logged": trainer.callback_metrics["rank"].item()}
+
+
+def _fit(module: zoo.Zoo, strategy: Any) -> Any:
+    torch.manual_seed(7)
+    module.net = zoo.Net()
+    trainer = zoo.make_trainer(strategy, max_epochs=2, limit_train_batches=2)
+    trainer.fit(module, DataLoader(zoo.RandomDataset(), batch_size=zoo.BATCH))
+    return trainer
 
 
 @pytest.mark.parametrize(
-    ("what", "hook", "rank"),
+    ("settings", "before", "at_the_end", "world_size"),
     [
-        ("norm", *BEFORE_STEP),
-        ("gradient", *BEFORE_STEP),
-        ("state", *AT_THE_END),
-        ("forward", *AT_THE_END),
-        ("written before", *BEFORE_STEP),
-        ("state_dict", *AT_THE_END),
+        (FSDP2, ("norm", "gradient", "written before"), ("state", "forward", "state_dict"), 2),
+        (DEEPSPEED, ("gradient",), ("forward",), 2),
+        ({**FSDP2, "shard_size": 2}, (), ("norm",), 4),  # only ranks 2 and 3 have the rows that rank 3 reads
     ],
+    ids=["fsdp2", "deepspeed", "replicas"],
 )
-def test_one_rank_reads_what_it_would_under_ddp(ranks2: Any, what: str, hook: str, rank: int) -> None:
-    results = ranks2(reading.look, FSDP2, hook, what, rank)
-    expected = ranks2(reading.look, "ddp", hook, what, rank)
-    assert results[rank]["found"] == pytest.approx(expected[rank]["found"], rel=1e-6)  # a norm of rows put together
-    assert len(results[rank]["found"]) == 1
-    assert results[1 - rank]["found"] == []
+def test_one_rank_reads_what_it_would_under_ddp(
+    ranks: Any, settings: Any, before: tuple[str, ...], at_the_end: tuple[str, ...], world_size: int
+) -> None:
+    results = ranks(_look, settings, before, at_the_end, world_size=world_size)
+    expected = ranks(_look, "ddp", before, at_the_end, world_size=world_size)
     for result, of_ddp in zip(results, expected, strict=True):
-        assert result["losses"] == pytest.approx(of_ddp["losses"], rel=1e-6)
-
-
-def test_one_rank_reads_before_a_collective_of_lightnings(ranks2: Any) -> None:
-    """The others wait in ``self.log(sync_dist=True)``."""
-    results = ranks2(reading.look, FSDP2, "on_train_epoch_end", "norm", 0, True)
-    expected = ranks2(reading.look, "ddp", "on_train_epoch_end", "norm", 0, True)
-    assert results[0]["found"] == pytest.approx(expected[0]["found"], rel=1e-6)
-    assert [result["logged"] for result in results] == [result["logged"] for result in expected] == [1.5, 1.5]
+        for key in of_ddp:  # norms of rows put together; sums of four ranks in another order
+            assert result[key] == pytest.approx(of_ddp[key], rel=1e-6), key
+    assert [set(result["found"]) for result in results] == [{*before}, *[set()] * (world_size - 2), {*at_the_end}]
 
 
 def test_a_backward_of_one_rank_alone_is_refused(ranks2: Any) -> None:
-    results = ranks2(reading.look, FSDP2, "on_train_epoch_end", "backward", 0)
-    (text,) = results[0]["found"]
-    assert "backward through a parameter that not all ranks have read" in text
+    results = ranks2(_look, FSDP2, (), ("backward",))
+    assert "backward through a parameter that not all ranks have read" in results[1]["found"]["backward"]
     assert all(len(result["losses"]) == 4 for result in results)  # it can be caught, and ranks go on as one
 
 
@@ -78,41 +122,61 @@ def _wait_for_each_other() -> str:
             self.net.stem.weight.norm()
             dist.barrier()
 
-    strategy = {**FSDP2, "timeout_seconds": 2.0}
-    return outcome(_fit, Waits, strategy)[1]
+    return outcome(_fit, Waits(), {**FSDP2, "timeout_seconds": 2.0})[1]
 
 
-def _fit(kind: type[zoo.Zoo], strategy: dict[str, Any]) -> None:
-    zoo.make_trainer(strategy, max_steps=1).fit(kind(), DataLoader(zoo.RandomDataset(), batch_size=4))
+class Forks(zoo.Zoo):
+    """A process that this rank starts reads a parameter, as a worker of a ``DataLoader`` might."""
+
+    said = ""
+
+    def on_train_start(self) -> None:
+        reads, writes = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(writes, " ".join(outcome(self.net.head.weight.norm)).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        self.said = os.read(reads, 10_000).decode()
 
 
-@pytest.mark.parametrize(("what", "hook", "rank"), [("gradient", *BEFORE_STEP), ("forward", *AT_THE_END)])
-def test_one_rank_reads_through_deepspeed(ranks2: Any, what: str, hook: str, rank: int) -> None:
-    results = ranks2(reading.look, DEEPSPEED, hook, what, rank)
-    expected = ranks2(reading.look, "ddp", hook, what, rank)
-    assert results[rank]["found"] == pytest.approx(expected[rank]["found"], rel=1e-6)
-    assert results[1 - rank]["found"] == []
+def _in_a_fork(strategy: Any) -> str:
+    module = Forks()
+    _fit(module, strategy)
+    return module.said
 
 
 @pytest.mark.parametrize("settings", [FSDP2, DEEPSPEED], ids=["fsdp2", "deepspeed"])
 def test_processes_that_a_rank_starts_do_not_read_parameters(ranks2: Any, settings: dict[str, Any]) -> None:
-    for text in ranks2(reading.in_a_fork, settings):
+    for text in ranks2(_in_a_fork, settings):
         assert re.search(r"RuntimeError.*in a process that this rank has started.*num_workers=0", text, re.S), text
 
 
-def test_a_rank_of_one_replica_reads_alone(ranks: Any) -> None:
-    """HSDP: only ranks 2 and 3 have the rows that rank 3 reads."""
-    settings = {**FSDP2, "shard_size": 2}
-    results = ranks(reading.look, settings, "on_train_epoch_end", "norm", 3, world_size=4)
-    expected = ranks(reading.look, "ddp", "on_train_epoch_end", "norm", 3, world_size=4)
-    # Four ranks' gradients are summed in another order than by DDP's all-reduce
-    assert results[3]["found"] == pytest.approx(expected[3]["found"], rel=1e-6)
+class Shrinks(zoo.Zoo):
+    """Rank 0 alone reads all parameters, then all ranks write to all of them; the other begins as soon as it may."""
+
+    def build(self) -> None:
+        super().build()
+        self.found: list[float] = []
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.found += [p.norm().item() for p in self.parameters()]
+        with torch.no_grad():
+            for p in self.parameters():
+                p.mul_(0.9)
+
+
+def _shrink(strategy: Any) -> dict[str, Any]:
+    module = Shrinks()
+    _fit(module, strategy)
+    return {"found": module.found, "losses": module.losses}
 
 
 def test_one_rank_reads_what_was_there_before_all_write(ranks2: Any) -> None:
-    expected = ranks2(reading.shrink, "ddp")
+    expected = ranks2(_shrink, "ddp")
     for strategy in (FSDP2, DEEPSPEED):
-        reads = ranks2(reading.shrink, strategy)
+        reads = ranks2(_shrink, strategy)
         for found, of_ddp in zip(reads, expected, strict=True):
             assert found["found"] == pytest.approx(of_ddp["found"], rel=1e-6)  # a norm of rows put together
             assert found["losses"] == pytest.approx(of_ddp["losses"], rel=1e-6)

@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as L
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from tests.helpers.ranks import outcome
@@ -45,24 +44,6 @@ def test_a_copy_of_a_trainer_trains_on_like_the_trainer(ranks2) -> None:
         assert len(losses) == 8
         assert twin == pytest.approx(losses, rel=1e-5)
         assert original == pytest.approx(losses, rel=1e-5)
-
-
-def _saved(path: str) -> list[Any]:
-    trainer = _fitted({"stage": 3, **BLOCKS})
-    contents = []
-    for each in (copy.deepcopy(trainer), trainer):
-        each.save_checkpoint(path)
-        contents.append(torch.load(path, weights_only=False))
-    return contents
-
-
-def test_a_copy_of_a_trainer_saves_its_own_checkpoint(ranks2, tmp_path) -> None:
-    twin, original = ranks2(_saved, str(tmp_path / "x.ckpt"))[0]
-    assert twin.keys() == original.keys()
-    for name, value in original["state_dict"].items():
-        assert torch.equal(twin["state_dict"][name], value)
-    for key, state in original["optimizer_states"][0]["state"].items():
-        assert torch.equal(twin["optimizer_states"][0]["state"][key]["momentum_buffer"], state["momentum_buffer"])
 
 
 class _CopiesTrainer(Zoo):

@@ -29,7 +29,7 @@ def _fit(name: str, strategy: Any, precision: str) -> tuple[list[float], dict[st
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("kind", ["adamw_foreach", "clip_by_norm", "accumulation_with_leftovers", "gan"])
+@pytest.mark.parametrize("kind", ["adam", "accumulation_and_clip", "gan"])
 def test_one_nccl_rank_trains_as_ddp(ranks1, kind, precision, stage):
     if kind == "gan" and precision == "16-mixed":
         pytest.skip("the zoo's GAN checks exact numbers, which a changing loss scale does not give")
@@ -43,9 +43,9 @@ def test_one_nccl_rank_trains_as_ddp(ranks1, kind, precision, stage):
 def test_nccl_allocates_buffers(ranks, buffers):
     """On all GPUs; a single one has no collectives, but its units take the setting."""
     size = min(torch.cuda.device_count(), 4) or 1
-    reference = ranks(_fit, "adamw_foreach", zoo.KINDS["adamw_foreach"].reference, "bf16-mixed", world_size=size)
+    reference = ranks(_fit, "adam", zoo.KINDS["adam"].reference, "bf16-mixed", world_size=size)
     settings = {"stage": 3, "min_unit_numel": 1, "comm_buffers": buffers}
-    result = ranks(_fit, "adamw_foreach", settings, "bf16-mixed", world_size=size)
+    result = ranks(_fit, "adam", settings, "bf16-mixed", world_size=size)
     assert result[0][0] == pytest.approx(reference[0][0], rel=5e-2)
 
 
@@ -93,7 +93,7 @@ def _overflowing(strategy: Any) -> tuple[float, list[float]]:
     torch.manual_seed(5)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40, growth_interval=10**6)
     plugin = MixedPrecision("16-mixed", "cuda", scaler)
-    kind = zoo.KINDS["adamw_foreach"]
+    kind = zoo.KINDS["adam"]
     module = kind.module()
     trainer = zoo.make_trainer(strategy, accelerator="cuda", max_epochs=6, plugins=[plugin], **kind.trainer)
     trainer.fit(module, DataLoader(kind.dataset(), batch_size=zoo.BATCH))

@@ -25,12 +25,11 @@ from tests.helpers import account, zoo
 NUM_RANKS = min(torch.cuda.device_count(), 4) or 1
 KINDS = (
     "adam",
-    "clip_by_norm",
-    "accumulation_with_leftovers",
+    "accumulation_and_clip",
     "gan",
     "muon_and_adamw",
     "odd_shapes_and_dtypes",
-    "batch_norm",
+    "batch_norm_channels_last",
     "penalty_over_parameters",
     "writes_in_hooks",
     "average_swapped_for_validation",

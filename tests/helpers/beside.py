@@ -5,8 +5,7 @@ Registered in :data:`tests.helpers.zoo.KINDS`; patterns are those of public pack
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,7 +17,8 @@ from tests.helpers.zoo import KINDS, UNUSED, WIDTH, Block, Kind, Net, Zoo, _of
 
 
 class AuxiliaryBlock(nn.Module):
-    """Keeps terms of a router, a normalized one and a recurrent one, which it computes after its output."""
+    """Keeps terms of a router, a normalized one, a recurrent one and one of its own weights (Bayesian layers), which it
+    computes after its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,19 +32,20 @@ class AuxiliaryBlock(nn.Module):
             self.router(y).square().mean(),
             F.gelu(self.norm(y)).mean(),
             sequence.mean() + last.square().mean(),
+            sum(p.square().sum() * p.exp().mean() for p in self.layer.parameters()),
         ]
         return y
 
 
 class Auxiliary(Zoo):
-    """Losses that blocks keep: of a mixture of experts' router, of a codebook."""
+    """Losses that blocks keep: of a mixture of experts' router, of a codebook. Each step adds them in another way."""
 
-    USE: ClassVar[dict[str, Callable[[Tensor, list[Tensor]], Tensor]]] = {
-        "added": lambda loss, terms: loss + 0.3 * sum(terms),
-        "first": lambda loss, terms: 0.3 * torch.stack(terms).sum() + loss,
-        "alone": lambda loss, terms: torch.stack(terms).mean() + 0.0 * loss.detach(),
-        "one": lambda loss, terms: loss + 0.3 * terms[4],
-    }
+    USE: ClassVar[tuple[Callable[[Tensor, list[Tensor]], Tensor], ...]] = (
+        lambda loss, terms: loss + 0.3 * sum(terms),
+        lambda loss, terms: 0.3 * torch.stack(terms).sum() + loss,
+        lambda loss, terms: torch.stack(terms).mean() + 0.0 * loss.detach(),
+        lambda loss, terms: loss + 0.3 * terms[5],
+    )
 
     def build(self) -> None:
         self.net = Net(AuxiliaryBlock)
@@ -52,58 +53,35 @@ class Auxiliary(Zoo):
     def loss(self, batch: Any) -> Tensor:
         loss = super().loss(batch)
         terms = [term for block in self.net.blocks for term in block.terms]  # type: ignore[union-attr]
-        return self.USE[self.options["use"]](loss, terms)
-
-
-@dataclass
-class Terms:
-    """A list of the caller's, and a name."""
-
-    values: list[Tensor]
-    total: Tensor
+        return self.USE[len(self.losses) % len(self.USE)](loss, terms)
 
 
 class WritingBlock(Block):
-    """Writes a term to what it is given for that, which has ``kind``."""
+    """Appends a term to the list that it is given."""
 
-    WRITE: ClassVar[dict[str, Callable[[Any, Tensor], None]]] = {
-        "list": lambda terms, term: terms.append(term),
-        "dict": lambda terms, term: terms.update({f"loss {len(terms)}": term}),
-        "dataclass": lambda terms, term: setattr(terms, "total", terms.total + term),
-    }
-
-    def __init__(self, kind: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.router, self.kind = nn.Linear(WIDTH, WIDTH), kind
+        self.router = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, terms: Any = None) -> Tensor:
+    def forward(self, x: Tensor, terms: list[Tensor]) -> Tensor:  # type: ignore[override]
         y = super().forward(x)
-        self.WRITE[self.kind](terms, self.router(y).square().mean())
+        terms.append(self.router(y).square().mean())
         return y
 
 
 class WrittenToArguments(Zoo):
-    """Each block is handed something of another kind, to which it adds its loss."""
-
-    ARGUMENTS: ClassVar[dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]]] = {
-        "list": (lambda x: [], lambda terms: terms),
-        "dict": (lambda x: {}, lambda terms: terms.values()),
-        "dataclass": (lambda x: Terms([x], x.square().mean()), lambda terms: [terms.total]),
-    }
+    """Blocks are handed a list, to which they add their losses."""
 
     def build(self) -> None:
-        self.net = Net()
-        self.net.blocks = nn.ModuleList(map(WritingBlock, self.ARGUMENTS))
+        self.net = Net(WritingBlock)
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
         x = self.net.stem(x)
-        losses: list[Tensor] = []
-        for block, (make, losses_of) in zip(self.net.blocks, self.ARGUMENTS.values(), strict=True):
-            terms = make(x)
+        terms: list[Tensor] = [x.square().mean()]
+        for block in self.net.blocks:
             x = block(x, terms)
-            losses += losses_of(terms)
-        return F.mse_loss(self.net.head(x), y) + 0.3 * sum(losses)
+        return F.mse_loss(self.net.head(x), y) + 0.3 * sum(terms)
 
 
 class Features(Zoo):
@@ -111,8 +89,7 @@ class Features(Zoo):
 
     def build(self) -> None:
         super().build()
-        if self.options["frozen"]:
-            self.net.blocks[:-1].requires_grad_(False)  # type: ignore[union-attr]
+        self.net.blocks[0].requires_grad_(False)
         self.features: list[Tensor] = []
         for block in self.net.blocks:
             block.down.register_forward_hook(lambda module, args, output: self.features.append(output))
@@ -131,35 +108,34 @@ class Held:
 
 
 class Wrapped(nn.Module):
-    """A block around another one that gives its output in ``how``."""
+    """A block around another one that takes keywords alone and gives its output in ``how``."""
 
     GIVE: ClassVar[dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]]] = {
         "object": (Held, lambda held: held.value),
         "namespace": (lambda y: SimpleNamespace(y=y), lambda given: given.y),
         "distribution": (lambda y: torch.distributions.Normal(y, 1.0), lambda normal: normal.mean),
         "closure": (lambda y: lambda: y, lambda call: call()),
-        "generator": (lambda y: iter([y]), next),
-        "set": (lambda y: {y}, lambda several: next(iter(several))),
+        "dict": (lambda y: {"hidden": y, "gain": 0.9}, lambda state: state["gain"] * state["hidden"]),
     }
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.block, self.give = Block(), self.GIVE[how][0]
 
-    def forward(self, x: Tensor) -> Any:
-        return self.give(self.block(x))
+    def forward(self, *, hidden: Tensor) -> Any:
+        return self.give(self.block(hidden))
 
 
 class WrappedNet(Net):
-    def __init__(self, how: Sequence[str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(map(Wrapped, how))
-        self.take = [Wrapped.GIVE[each][1] for each in how]
+        self.blocks = nn.ModuleList(map(Wrapped, Wrapped.GIVE))
+        self.take = [take for _, take in Wrapped.GIVE.values()]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for block, take in zip(self.blocks, self.take, strict=True):
-            x = take(block(x))
+            x = take(block(hidden=x))
         return self.head(x)
 
 
@@ -167,7 +143,7 @@ class WrappedOutputs(Zoo):
     """Encoders that return a distribution, or any object of their own."""
 
     def build(self) -> None:
-        self.net = WrappedNet(self.options["how"])
+        self.net = WrappedNet()
 
 
 class LocalLosses(Auxiliary):
@@ -209,34 +185,22 @@ class ChangesItsInput(Zoo):
 
 KINDS.update(
     {
-        **{f"losses_of_blocks_{use}": Kind(module=_of(Auxiliary, use=use), reference=UNUSED) for use in Auxiliary.USE},
+        "losses_of_blocks": Kind(module=_of(Auxiliary), reference=UNUSED),
         "losses_in_arguments": Kind(module=_of(WrittenToArguments)),
         **{
             f"losses_of_{name}_recomputed_blocks": Kind(
-                module=_of(Auxiliary, use="first"),
+                module=_of(Auxiliary),
                 reference=UNUSED,
                 settings={"units": ["AuxiliaryBlock"], "activation_checkpointing": name},
                 deepspeed_refuses={3: "'selective' with engine='deepspeed' at stage 3"} if name == "selective" else {},
             )
             for name in ("full", "selective")
         },
-        **{
-            f"features_of_{name}": Kind(
-                module=_of(Features, frozen=frozen),
-                reference=UNUSED,
-                deepspeed_refuses={3: r"size of tensor a \(0\)"},
-            )
-            for name, frozen in {"hooks": False, "frozen_blocks": True}.items()
-        },
-        "outputs_in_objects": Kind(
-            module=_of(WrappedOutputs, how=("object", "namespace", "distribution", "closure")), validates=True
+        "features_of_hooks": Kind(
+            module=_of(Features), reference=UNUSED, deepspeed_refuses={3: r"size of tensor a \(0\)"}
         ),
-        "outputs_in_iterables": Kind(
-            module=_of(WrappedOutputs, how=("generator", "set")),
-            validates=True,
-            deepspeed_refuses={3: r"vars\(\) argument"},
-        ),
-        "local_losses": Kind(module=_of(LocalLosses, use="added"), reference=UNUSED),
+        "outputs_in_objects": Kind(module=_of(WrappedOutputs), validates=True),
+        "local_losses": Kind(module=_of(LocalLosses), reference=UNUSED),
         "inputs_changed_in_place": Kind(module=_of(ChangesItsInput), validates=True),
     }
 )

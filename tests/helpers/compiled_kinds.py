@@ -18,17 +18,15 @@ from tests.helpers.zoo import KINDS, Kind, Manual, Zoo, _of, longer
 BACKEND = "aot_eager"
 
 
-class CompiledBlocks(Zoo):
-    def build(self) -> None:
-        super().build()
-        for block in self.net.blocks:
-            block.compile(backend=BACKEND)
+class CompiledBlocks(zoo.LateBuilt):
+    """Blocks that ``configure_model`` makes and compiles."""
 
-
-class CompiledNet(Zoo):
-    def build(self) -> None:
-        super().build()
-        self.net.compile(backend=BACKEND)
+    def configure_model(self) -> None:
+        is_new = self.net is None
+        super().configure_model()
+        if is_new:
+            for block in self.net.blocks:
+                block.compile(backend=BACKEND)
 
 
 class CompiledBeside(Zoo):
@@ -55,17 +53,6 @@ class CompiledFunction(Zoo):
         return self.compiled(x, y) + 1e-3 * self.penalty()
 
 
-class CompiledLate(zoo.LateBuilt):
-    """Blocks that ``configure_model`` makes and compiles."""
-
-    def configure_model(self) -> None:
-        is_new = self.net is None
-        super().configure_model()
-        if is_new:
-            for block in self.net.blocks:
-                block.compile(backend=BACKEND)
-
-
 class CompiledByHand(Manual):
     def build(self) -> None:
         super().build()
@@ -82,7 +69,7 @@ class RecomputedAndCompiled(zoo.Checkpointed):
 
 
 class CompiledOptimizer(Zoo):
-    """A compiled step: in the place of the optimizer's own, or around it in the hook, Lightning's or torch's."""
+    """A compiled step: in the place of the optimizer's own, or around it in the hook."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -94,16 +81,12 @@ class CompiledOptimizer(Zoo):
         how = self.options["how"]
         if how == "own":
             optimizer.step(closure=optimizer_closure)
-        elif how == "around":
-            torch.compile(lambda: optimizer.step(closure=optimizer_closure), backend=BACKEND)()
         else:
             optimizer_closure()
             torch.compile(lambda: optimizer.optimizer.step(), backend=BACKEND)()
             optimizer.optimizer.zero_grad()
 
 
-_UNITS = {"units": ["Block"]}
-_COMPILE = {"compile": {"target": "units", "backend": BACKEND}}
 _AT_STAGE_3 = {3: r"compiled.*engine='fsdp2'"}
 
 
@@ -114,8 +97,6 @@ def _compiled(kind: type[Zoo], **more: Any) -> Kind:
 
 KINDS.update(
     {
-        "compiled_blocks": _compiled(CompiledBlocks),
-        "compiled_net": _compiled(CompiledNet),
         "compiled_copy_beside": _compiled(CompiledBeside),
         "compiled_functions": _compiled(CompiledFunction),
         "compiled_module": _compiled(Zoo, compile_module=BACKEND),
@@ -128,38 +109,20 @@ KINDS.update(
                 reason=zoo.ADAM,
                 deepspeed_refuses={3: "Dynamo failed to run"} if how == "inside" else {},
             )
-            for how in ("own", "around", "inside")
+            for how in ("own", "inside")
         },
         "compiled_and_accumulation": _compiled(CompiledBlocks, trainer={"accumulate_grad_batches": 2}, dataset=longer),
-        "compiled_late": _compiled(CompiledLate, options={"half": False}),
-        **{
-            f"compiled_{name}by_setting": Kind(
-                module=_of(Zoo),
-                compiles=True,
-                validates=True,
-                settings=_UNITS | _COMPILE | more,
-                deepspeed_refuses={3: "compile='units' with engine='deepspeed' at stage 3"},
-            )
-            for name, more in {"": {}, "and_recomputed_": {"activation_checkpointing": "full"}}.items()
-        },
-        "compiled_and_checkpointed": _compiled(RecomputedAndCompiled, options={"reentrant": False}, random=True),
-        "recomputed": Kind(
-            module=_of(zoo.Dropout), settings={"activation_checkpointing": ["net.blocks.*"]}, random=True
+        "compiled_and_recomputed_by_setting": Kind(
+            module=_of(Zoo),
+            compiles=True,
+            validates=True,
+            settings={
+                "units": ["Block"],
+                "compile": {"target": "units", "backend": BACKEND},
+                "activation_checkpointing": "full",
+            },
+            deepspeed_refuses={3: "compile='units' with engine='deepspeed' at stage 3"},
         ),
-        **{
-            f"recomputed_{name}": Kind(
-                module=_of(zoo.Dropout),
-                settings=_UNITS | {"activation_checkpointing": setting},
-                random=True,
-                deepspeed_refuses={3: "'selective' with engine='deepspeed' at stage 3"}
-                if name == "selectively"
-                else {},
-            )
-            for name, setting in {
-                "fully": "full",
-                "selectively": "selective",
-                "from_host_memory": {"target": "full", "offload": True},
-            }.items()
-        },
+        "compiled_and_checkpointed": _compiled(RecomputedAndCompiled, random=True),
     }
 )

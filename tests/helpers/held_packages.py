@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
 
 from tests.helpers import models, zoo
-from tests.helpers.zoo import ADAM, KINDS, UNUSED, WIDTH, Kind, TokenDataset, Zoo, _of, full
+from tests.helpers.zoo import KINDS, UNUSED, WIDTH, Kind, TokenDataset, Zoo, _of
 
 PACKAGED: dict[str, tuple[str, ...]] = {
     # kind -> distributions
@@ -23,19 +22,12 @@ PACKAGED: dict[str, tuple[str, ...]] = {
     "save_pretrained_adapter": ("peft", "transformers", "safetensors"),
     "safetensors_in_hooks": ("safetensors",),
     "odeint_adjoint": ("torchdiffeq",),
-    "model_ema_v3": ("timm",),
-    "torch_ema": ("torch-ema",),
-    "mup": ("mup",),
-    "riemannian": ("geoopt", "scipy"),
 }
 
 LEFT_OUT = {
     ("odeint_adjoint", "deepspeed", 3): "parameters of the field are not gathered for the adjoint's own backward",
 }
 """(kind, engine, stage) -> why it is not as under DDP; docs/deepspeed.md says so."""
-
-MADE_EARLY = {"torch_ema"}
-"""They take values in ``__init__``, before ranks have rank 0's."""
 
 
 def missing(kind: str) -> str | None:
@@ -111,93 +103,11 @@ class _Field(nn.Module):
         return x
 
 
-class TimmEma(Zoo):
-    """timm's ``ModelEmaV3``, made in a hook and updated after each step."""
-
-    def on_fit_start(self) -> None:
-        from timm.utils import ModelEmaV3
-
-        self.ema = [ModelEmaV3(self.net, decay=0.7)]
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.ema[0].update(self.net)
-
-    def on_train_end(self) -> None:
-        self.extra |= {name: full(value) for name, value in self.ema[0].module.state_dict().items()}
-
-
-class TorchEma(Zoo):
-    """torch_ema's average of ``__init__``, swapped in at each epoch's end."""
-
-    def build(self) -> None:
-        from torch_ema import ExponentialMovingAverage
-
-        super().build()
-        self.ema = ExponentialMovingAverage(self.parameters(), decay=0.8)
-
-    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        self.ema.update()
-
-    def on_train_epoch_end(self) -> None:
-        with self.ema.average_parameters():
-            self.extra |= {f"{self.current_epoch}/{n}": full(p) for n, p in self.net.named_parameters()}
-
-
-class MaximalUpdate(Zoo):
-    """mup's rates follow from ``infshape``, an attribute of parameters."""
-
-    def build(self) -> None:
-        import mup
-
-        self.net = _Scaled(16)
-        mup.set_base_shapes(self.net, _Scaled(4), delta=_Scaled(8))
-
-    def configure_optimizers(self) -> Any:
-        import mup
-
-        return mup.MuAdam(self.parameters(), lr=1e-2, eps=1e-4)
-
-
-class _Scaled(nn.Module):
-    def __init__(self, width: int) -> None:
-        import mup
-
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, width)
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-        self.head = mup.MuReadout(width, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.head(x)
-
-
-class OnSphere(Zoo):
-    """geoopt's optimizer steps along the manifold of a parameter's class."""
-
-    def build(self) -> None:
-        import geoopt
-
-        super().build()
-        self.net.head.weight = geoopt.ManifoldParameter(self.net.head.weight.data, manifold=geoopt.Sphere())
-
-    def configure_optimizers(self) -> Any:
-        import geoopt
-
-        return geoopt.optim.RiemannianAdam(self.parameters(), lr=1e-2, eps=1e-4)
-
-
 PACKAGE_KINDS = {
     "save_pretrained": Kind(module=_of(SavesPretrained, adapter=False), dataset=TokenDataset),
     "save_pretrained_adapter": Kind(module=_of(SavesPretrained, adapter=True), dataset=TokenDataset),
     "safetensors_in_hooks": Kind(module=_of(SavesTensors)),
     "odeint_adjoint": Kind(module=_of(NeuralOde), reference=UNUSED),
-    "model_ema_v3": Kind(module=_of(TimmEma)),
-    "torch_ema": Kind(module=_of(TorchEma)),
-    "mup": Kind(module=_of(MaximalUpdate), reason=ADAM),
-    "riemannian": Kind(module=_of(OnSphere), reason=ADAM),
 }
 
 
@@ -205,4 +115,4 @@ def train(name: str, strategy: str | dict[str, Any], different_seeds: bool = Tru
     """As :func:`zoo.train`, for these kinds."""
     models.find_packages()
     KINDS.update(PACKAGE_KINDS)
-    return zoo.train(name, strategy, different_seeds and name not in MADE_EARLY)
+    return zoo.train(name, strategy, different_seeds)

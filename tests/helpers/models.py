@@ -153,10 +153,6 @@ def images(size: int = 32, channels: int = 3, batch: int = 2) -> Callable[[], Ba
     return lambda: (torch.randn(batch, channels, size, size),)
 
 
-def volumes(size: int = 16) -> Callable[[], Batch]:
-    return lambda: (torch.randn(2, 1, size, size, size),)
-
-
 def vectors(width: int = 16) -> Callable[[], Batch]:
     return lambda: (torch.randn(4, width),)
 
@@ -320,50 +316,11 @@ rows(
 rows("timm", "test_efficientnet_gn test_efficientnet_evos test_mambaout test_nfnet test_resnet", _timm, images(64))
 rows("timm", "test_vit test_vit2 test_vit3 test_vit4", lambda n: _timm(n, img_size=32), images(32))
 rows("timm", "mobilenetv3_small_050 lcnet_050 tinynet_e semnasnet_050", _timm, images(64))
-row(
-    "timm",
-    "MlpMixer",
-    of("timm.models.mlp_mixer:MlpMixer", num_classes=8, img_size=32, patch_size=8, num_blocks=2, embed_dim=16),
-    images(32),
-)
-row(
-    "timm",
-    "swin",
-    of(
-        "timm.models.swin_transformer:SwinTransformer",
-        img_size=32,
-        patch_size=4,
-        window_size=4,
-        embed_dim=8,
-        depths=(1, 1),
-        num_heads=(1, 2),
-        num_classes=8,
-    ),
-    images(32),
-)
-row(
-    "timm",
-    "eva",
-    of("timm.models.eva:Eva", img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=8),
-    images(32),
-)
 rows(
     "torchvision",
     "squeezenet1_1 mobilenet_v3_small shufflenet_v2_x0_5 mnasnet0_5",
     lambda n: of(f"torchvision.models:{n}", num_classes=4),
     images(64),
-)
-row(
-    "torchvision",
-    "VisionTransformer",
-    of("torchvision.models:VisionTransformer", 32, 8, 2, 2, 16, 32, num_classes=8),
-    images(32),
-)
-row(
-    "torchvision",
-    "SwinTransformer",
-    of("torchvision.models:SwinTransformer", [4, 4], 8, [1, 1], [1, 2], [4, 4], num_classes=8),
-    images(32),
 )
 rows(
     "segmentation-models-pytorch",
@@ -373,69 +330,10 @@ rows(
     ),
     images(64),
 )
-rows(
-    "segmentation-models-pytorch",
-    "FPN DeepLabV3Plus",
-    lambda n: of(
-        f"segmentation_models_pytorch:{n}", "timm-mobilenetv3_small_minimal_100", encoder_weights=None, classes=2
-    ),
-    images(64),
-)
-row(
-    "kornia",
-    "TinyViT",
-    of(
-        "kornia.models.tiny_vit:TinyViT",
-        img_size=64,
-        num_classes=4,
-        embed_dims=[8, 8, 16, 16],
-        depths=[1, 1, 1, 1],
-        num_heads=[1, 1, 2, 2],
-        window_sizes=[4, 4, 4, 4],
-    ),
-    images(64),
-)
 row(
     "vit-pytorch",
     "ViT",
     of("vit_pytorch:ViT", image_size=32, patch_size=8, num_classes=8, dim=16, depth=2, heads=2, mlp_dim=32),
-    images(32),
-)
-row(
-    "vit-pytorch",
-    "SimpleViT",
-    of("vit_pytorch:SimpleViT", image_size=32, patch_size=8, num_classes=8, dim=16, depth=2, heads=2, mlp_dim=32),
-    images(32),
-)
-row(
-    "vit-pytorch",
-    "CaiT",
-    of(
-        "vit_pytorch.cait:CaiT",
-        image_size=32,
-        patch_size=8,
-        num_classes=8,
-        dim=16,
-        depth=2,
-        cls_depth=1,
-        heads=2,
-        mlp_dim=32,
-    ),
-    images(32),
-)
-row(
-    "vit-pytorch",
-    "CCT",
-    of(
-        "vit_pytorch.cct:CCT",
-        img_size=(32, 32),
-        embedding_dim=16,
-        n_conv_layers=1,
-        num_layers=2,
-        num_heads=2,
-        mlp_ratio=2.0,
-        num_classes=8,
-    ),
     images(32),
 )
 rows(
@@ -445,18 +343,6 @@ rows(
         f"monai.networks.nets:{n}", spatial_dims=2, in_channels=1, out_channels=2, features=(4, 4, 8, 8, 8, 4)
     ),
     images(32, 1),
-)
-row(
-    "monai",
-    "UNet",
-    of("monai.networks.nets:UNet", spatial_dims=3, in_channels=1, out_channels=2, channels=(4, 8), strides=(2,)),
-    volumes(),
-)
-row(
-    "monai",
-    "SegResNet",
-    of("monai.networks.nets:SegResNet", spatial_dims=3, in_channels=1, out_channels=2, init_filters=8),
-    volumes(),
 )
 row(
     "monai",
@@ -473,13 +359,6 @@ row(
         spatial_dims=2,
     ),
     images(16, 1),
-)
-row("monai", "AutoEncoder", of("monai.networks.nets:AutoEncoder", 2, 1, 1, (4, 8), (2, 2)), images(32, 1))
-row(
-    "monai",
-    "DenseNet",
-    of("monai.networks.nets:DenseNet", 2, 1, 4, init_features=8, growth_rate=4, block_config=(2, 2)),
-    images(32, 1),
 )
 row(
     "open_clip_torch",
@@ -504,21 +383,6 @@ def noisy(size: int = 16) -> Batch:
 
 row(
     "diffusers",
-    "UNet2DModel",
-    of(
-        "diffusers:UNet2DModel",
-        sample_size=16,
-        block_out_channels=(8, 8),
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        layers_per_block=1,
-        norm_num_groups=4,
-        attention_head_dim=4,
-    ),
-    noisy,
-)
-row(
-    "diffusers",
     "UNet2DConditionModel",
     of(
         "diffusers:UNet2DConditionModel",
@@ -537,35 +401,9 @@ row(
 )
 row(
     "diffusers",
-    "AutoencoderKL",
-    of("diffusers:AutoencoderKL", block_out_channels=(8,), norm_num_groups=4, latent_channels=4),
-    images(16),
-)
-row(
-    "diffusers",
     "VQModel",
     of("diffusers:VQModel", block_out_channels=(8,), norm_num_groups=4, latent_channels=4, num_vq_embeddings=16),
     images(16),
-)
-row(
-    "diffusers",
-    "DiTTransformer2DModel",
-    of(
-        "diffusers:DiTTransformer2DModel",
-        num_attention_heads=2,
-        attention_head_dim=8,
-        in_channels=3,
-        num_layers=2,
-        sample_size=8,
-        patch_size=2,
-        num_embeds_ada_norm=10,
-        norm_num_groups=1,
-    ),
-    lambda: {
-        "hidden_states": torch.randn(2, 3, 8, 8),
-        "timestep": torch.randint(0, 1000, (2,)),
-        "class_labels": torch.randint(0, 10, (2,)),
-    },
 )
 row(
     "diffusers",
@@ -631,20 +469,6 @@ row(
     ),
     vectors(),
 )
-row(
-    "lightly",
-    "SimSiam",
-    lightly(
-        "NegativeCosineSimilarity",
-        _head("SimSiamProjectionHead", 16, 16, 8),
-        _head("SimSiamPredictionHead", 8, 16, 8),
-        stops=True,
-    ),
-    vectors(),
-)
-row("lightly", "Barlow Twins", lightly("BarlowTwinsLoss", _head("BarlowTwinsProjectionHead", 16, 16, 8)), vectors())
-row("lightly", "VICReg", lightly("VICRegLoss", _head("VICRegProjectionHead", 16, 16, 8)), vectors())
-row("lightly", "DCL", lightly("DCLLoss", _head("SimCLRProjectionHead", 16, 16, 8)), vectors())
 
 rows(
     "torch-geometric",
@@ -656,12 +480,6 @@ rows(
         3,
         **({"aggregators": ["mean", "max"], "scalers": ["identity"], "deg": torch.ones(4)} if n == "PNA" else {}),
     ),
-    graph,
-)
-rows(
-    "torch-geometric",
-    "GATv2Conv TransformerConv SAGEConv GraphConv ChebConv TAGConv SGConv ARMAConv",
-    lambda n: of(f"torch_geometric.nn:{n}", 16, 8, **({"K": 2} if n == "ChebConv" else {})),
     graph,
 )
 
@@ -677,12 +495,6 @@ class Measured(nn.Module):
         return self.criterion(self.net(x), torch.arange(len(x)) % 2)
 
 
-rows(
-    "pytorch-metric-learning",
-    "TripletMarginLoss ContrastiveLoss NTXentLoss CircleLoss MultiSimilarityLoss SupConLoss",
-    lambda n: of("tests.helpers.models:Measured", call(f"pytorch_metric_learning.losses:{n}")),
-    vectors(),
-)
 rows(
     "pytorch-metric-learning",
     "ArcFaceLoss CosFaceLoss ProxyAnchorLoss ProxyNCALoss NormalizedSoftmaxLoss",
@@ -786,10 +598,7 @@ for _name in (
         lambda model, n=_name: _get("timm.optim:create_optimizer_v2")(model, opt=n, lr=1e-3, weight_decay=0.05),
     )
 around("timm", "Lookahead", "timm.optim:Lookahead", k=2)
-around("torch-optimizer", "Lookahead", "torch_optimizer:Lookahead", k=2)
-around("pytorch_optimizer", "Lookahead", "pytorch_optimizer:Lookahead", k=2)
 around("pytorch_optimizer", "ScheduleFreeWrapper", "pytorch_optimizer:ScheduleFreeWrapper")
-around("pytorch_optimizer", "Lookahead with pullback", "pytorch_optimizer:Lookahead", k=2, pullback_momentum="reset")
 for _name in ("SAM", "GSAM", "WSAM", "LookSAM"):
     if _name in ("SAM", "LookSAM"):
         network(
@@ -837,10 +646,7 @@ network("prodigyopt", "Prodigy", "prodigyopt:Prodigy")
 for _name in ("DAdaptAdam", "DAdaptSGD", "DAdaptAdaGrad", "DAdaptLion"):
     network("dadaptation", _name, f"dadaptation:{_name}")
 network("lion-pytorch", "Lion", "lion_pytorch:Lion", lr=1e-3)
-network("adamp", "AdamP", "adamp:AdamP", lr=1e-3)
-network("adamp", "SGDP", "adamp:SGDP", lr=1e-2)
 network("came-pytorch", "CAME", "came_pytorch:CAME", lr=1e-3)
-network("madgrad", "MADGRAD", "madgrad:MADGRAD", lr=1e-3)
 for _name in ("SGD Adam AdamW NAdam RAdam Adamax Adadelta Adagrad RMSprop Rprop ASGD Adafactor").split():
     network("torch", _name, f"torch.optim:{_name}")
 network(

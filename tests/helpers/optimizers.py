@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers import zoo
 from tests.helpers.held import OnSphere
-from tests.helpers.zoo import ADAM, BATCH, SUM_ORDER, Kind, Manual, RandomDataset, Zoo, longer, make_trainer
+from tests.helpers.zoo import ADAM, BATCH, SUM_ORDER, Kind, Manual, RandomDataset, Zoo, make_trainer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Not element-wise, though a trial of a few steps on small tensors with default settings would say so
@@ -47,36 +47,6 @@ class _Plain(Optimizer):
         if not state:
             state["momentum"] = torch.zeros_like(p)
         return state["momentum"].mul_(0.9).add_(grad)
-
-
-class LowRank(_Plain):
-    """As GaLore: element-wise unless a group says ``rank``, then gradients are projected onto singular vectors."""
-
-    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
-        if "rank" not in group or grad.dim() != 2:
-            return super().update(p, grad, group, state)
-        if "basis" not in state:
-            state["basis"] = torch.linalg.svd(grad, full_matrices=False)[0][:, : group["rank"]].contiguous()
-            state["momentum"] = torch.zeros_like(state["basis"].T @ grad)
-        return state["basis"] @ state["momentum"].mul_(0.9).add_(state["basis"].T @ grad)
-
-
-class DecayedRatio(_Plain):
-    """As timm's LAMB and LARS: a trust ratio, but only in groups with weight decay, and by default there is none."""
-
-    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
-        update = super().update(p, grad, group, state)
-        decay = group.get("weight_decay", 0.0)
-        return update if not decay else (update + decay * p) * (0.1 * p.norm() / (update.norm() + 1e-6))
-
-
-class LateNorm(_Plain):
-    """As AdaShift and AdaGC: the first steps differ from all others, which look at the whole tensor."""
-
-    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
-        update = super().update(p, grad, group, state)
-        state["step"] = state.get("step", 0) + 1
-        return update if state["step"] <= 4 else update / (1 + update.abs().max())
 
 
 class Blocks8Bit(_Plain):
@@ -108,17 +78,6 @@ class Blocks8Bit(_Plain):
         return padded[: p.numel()].view_as(p)
 
 
-class OnManifolds(_Plain):
-    """As geoopt's: brings parameters of a class of their own back onto their manifold."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = super().step(closure)
-        for p in (p for group in self.param_groups for p in group["params"] if isinstance(p, OnSphere)):
-            p.mul_(p.radius / p.norm())
-        return loss
-
-
 class ScaledByMark(_Plain):
     """As mup's: a parameter says by an attribute how fast it learns. Counts its updates beside it."""
 
@@ -126,6 +85,17 @@ class ScaledByMark(_Plain):
         marked: Any = p
         marked.updates = getattr(p, "updates", 0) + 1
         return super().update(p, grad, group, state) * getattr(p, "speed", 1.0) / marked.updates
+
+
+class OnManifolds(ScaledByMark):
+    """As geoopt's, too: brings parameters of a class of their own back onto their manifold."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"] if isinstance(p, OnSphere)):
+            p.mul_(p.radius / p.norm())
+        return loss
 
 
 class Preconditioned(_Plain):
@@ -142,45 +112,6 @@ class Preconditioned(_Plain):
         left.lerp_(grad @ grad.T, 0.1)
         right.lerp_(grad.T @ grad, 0.1)
         return left @ update @ right
-
-
-class EarlyMask(_Plain):
-    """As SPAM: its constructor makes states of a parameter's shape, of other dtypes than the parameter's."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        for p in self.param_groups[0]["params"]:
-            mask = torch.arange(p.numel()).view(p.shape) % 3 > 0
-            self.state[p] |= {"mask": mask, "sum": torch.full(p.shape, 1 / 3, dtype=torch.float64)}
-
-    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
-        state["sum"].add_(grad)
-        update = torch.zeros_like(grad)
-        update[state["mask"]] = (grad + 0.1 * state["sum"].float())[state["mask"]]
-        return update
-
-
-class HiddenLists(_Plain):
-    """Keeps slow weights and its parameters in lists of its own, and indices by parameter in a dict."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, lr)
-        self.all = [p for group in self.param_groups for p in group["params"]]
-        self.index = {p: i for i, p in enumerate(self.all)}
-        self.slow = [p.detach().clone() for p in self.all]
-        self.num_steps = 0
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = super().step(closure)
-        self.num_steps += 1
-        if self.num_steps % 3 == 0:
-            for p in self.param_groups[0]["params"]:
-                slow = self.slow[self.index[p]]
-                slow.add_(p - slow, alpha=0.5)
-            for p, slow in zip(self.all, self.slow, strict=True):
-                p.copy_(slow)
-        return loss
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,28 +151,6 @@ class Lookahead(Optimizer):
         self.param_groups = self._inner.param_groups
 
 
-class LookaheadOwnState(Lookahead):
-    """As torch_optimizer's and pytorch_optimizer's: slow weights in a state of its own, set up in ``__init__``."""
-
-    def __init__(self, inner: Optimizer, alpha: float = 0.5, k: int = 3) -> None:
-        super().__init__(inner, alpha, k)
-        self.fast_state = inner.state
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["slow"] = p.detach().clone()
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = self._inner.step(closure=closure)
-        self.num_steps += 1
-        if self.num_steps % self.k == 0:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    self.state[p]["slow"].lerp_(p, self.alpha)
-                    p.data.copy_(self.state[p]["slow"])
-        return loss
-
-
 class SAM(Optimizer):
     """Sharpness-aware minimization: climbs along the gradient it finds, calls the closure there, comes back and steps
     (arXiv:2010.01412)."""
@@ -266,24 +175,6 @@ class SAM(Optimizer):
             closure()
         for p in held:
             p.data = self.state[p]["old"]
-        self.base_optimizer.step()
-        return loss
-
-
-class ClimbsFirst(SAM):
-    """As some SAMs: climbs along the gradient of the step before, ahead of its only call of the closure."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        assert closure is not None
-        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for p in held:
-            self.state[p]["old"] = p.data.clone()
-            p.add_(p.grad, alpha=self.param_groups[0]["rho"])
-        with torch.enable_grad():
-            loss = closure()
-        for p in held:
-            p.data.copy_(self.state[p]["old"])
         self.base_optimizer.step()
         return loss
 
@@ -358,40 +249,22 @@ class ConfiguredByHand(Configured, Manual):
     """The same under manual optimization."""
 
 
-def _grouped(cls: type[Optimizer], **matrices: Any) -> Callable[[nn.Module], Optimizer]:
-    """Matrices in one group with settings of their own, the rest in another."""
+def _hooked(module: nn.Module) -> Optimizer:
+    """Clips in a pre-hook what the optimizer holds, and renormalises the module's matrices in a post-hook."""
+    optimizer = AdamW(module.parameters(), lr=1e-2, eps=1e-4)
 
-    def make(module: nn.Module) -> Optimizer:
-        params = list(module.parameters())
-        rest = {"params": [p for p in params if p.dim() != 2]}
-        return cls([{"params": [p for p in params if p.dim() == 2], **matrices}, rest])  # type: ignore[call-arg]
+    def clip(*args: Any) -> None:
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05)
 
-    return make
+    @torch.no_grad()
+    def renormalise(*args: Any) -> None:
+        for p in module.parameters():
+            if p.dim() == 2:
+                p.div_(p.norm().clamp_min(1.0))
 
-
-def _hooked(own: bool) -> Callable[[nn.Module], Optimizer]:
-    """Clips in a pre-hook and renormalises rows in a post-hook: what the optimizer holds, or the module's."""
-
-    def make(module: nn.Module) -> Optimizer:
-        optimizer = AdamW(module.parameters(), lr=1e-2, eps=1e-4)
-
-        def held() -> list[Any]:
-            return optimizer.param_groups[0]["params"] if own else list(module.parameters())
-
-        def clip(*args: Any) -> None:
-            nn.utils.clip_grad_norm_(held(), 0.05)
-
-        @torch.no_grad()
-        def renormalise(*args: Any) -> None:
-            for p in held():
-                if p.dim() == 2:
-                    p.div_(p.norm().clamp_min(1.0))
-
-        optimizer.register_step_pre_hook(clip)
-        optimizer.register_step_post_hook(renormalise)
-        return optimizer
-
-    return make
+    optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_post_hook(renormalise)
+    return optimizer
 
 
 def _replaced_step(module: nn.Module) -> Optimizer:
@@ -410,36 +283,6 @@ def _replaced_step(module: nn.Module) -> Optimizer:
     return optimizer
 
 
-def _warm(module: Any) -> Optimizer:
-    """Starts from the states that a run on one process left."""
-    optimizer = Adam(module.parameters(), lr=1e-2, eps=1e-4)
-    generator = torch.Generator().manual_seed(5)
-    shapes = [p.shape for p in module.parameters()]
-    template = Adam([torch.zeros(shape, requires_grad=True) for shape in shapes], lr=1e-2, eps=1e-4)
-    for p in template.param_groups[0]["params"]:
-        p.grad = torch.randn(p.shape, generator=generator)
-    template.step()
-    optimizer.load_state_dict(template.state_dict())
-    return optimizer
-
-
-class LoadsStates(Callback):
-    """Loads the optimizer's states at the start, and in mid-run those of the batch before."""
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        optimizer = trainer.optimizers[0]
-        optimizer.load_state_dict(optimizer.state_dict())
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        optimizer = trainer.optimizers[0]
-        if batch_idx == 1:
-            state = optimizer.state_dict()
-            copied = {i: {key: value.clone() for key, value in each.items()} for i, each in state["state"].items()}
-            self.states = {**state, "state": copied}
-        if batch_idx == 2:
-            optimizer.load_state_dict(self.states)
-
-
 class Evaluates(Callback):
     """Moves schedule-free parameters around each validation."""
 
@@ -452,8 +295,8 @@ class Evaluates(Callback):
             optimizer.train()
 
 
-def _make(make: Callable[[Any], Optimizer], by_hand: bool = False) -> Callable[[], Any]:
-    return lambda: (ConfiguredByHand if by_hand else Configured)(make=make)
+def _make(make: Callable[[Any], Optimizer]) -> Callable[[], Any]:
+    return lambda: Configured(make=make)
 
 
 def _with(make: Callable[[Any], Optimizer]) -> Callable[[], Any]:
@@ -462,19 +305,13 @@ def _with(make: Callable[[Any], Optimizer]) -> Callable[[], Any]:
 
 KINDS: dict[str, Kind] = {
     # not element-wise by settings in groups, later steps, blocks
-    "optimizer_low_rank_by_group": Kind(module=_make(_grouped(LowRank, rank=2)), tolerance=1e-4),
-    "optimizer_ratio_by_group": Kind(module=_make(_grouped(DecayedRatio, weight_decay=0.3))),
-    "optimizer_late_norm": Kind(module=_with(LateNorm)),
     "optimizer_8_bit_blocks": Kind(
         module=_with(lambda p: Blocks8Bit(p, lr=0.01)),
         tolerance=1e-2,
         reason=f"{SUM_ORDER}; 8 bits: a last-bit difference becomes 2^-8 of it",
     ),
     "optimizer_nested_states": Kind(module=_with(Preconditioned)),
-    "states_of_other_dtypes": Kind(module=_with(EarlyMask)),
-    "optimizer_hidden_lists": Kind(module=_with(HiddenLists)),
-    "optimizer_reads_class": Kind(module=lambda: Marked(make=lambda m: OnManifolds(m.parameters()))),
-    "optimizer_reads_attributes": Kind(module=lambda: Marked(make=lambda m: ScaledByMark(m.parameters()))),
+    "optimizer_reads_class_and_attributes": Kind(module=lambda: Marked(make=lambda m: OnManifolds(m.parameters()))),
     "declared_optimizer_reads_attributes": Kind(
         module=lambda: Marked(make=lambda m: ScaledByMark(m.parameters())),
         settings={"elementwise_optimizers": ["ScaledByMark"]},
@@ -482,21 +319,10 @@ KINDS: dict[str, Kind] = {
     "optimizer_step_replaced": Kind(module=_make(_replaced_step), reason=ADAM),
     # around another one
     "lookahead": Kind(module=_with(lambda p: Lookahead(Adam(p, lr=1e-2, eps=1e-4))), reason=ADAM),
-    "lookahead_own_state": Kind(module=_with(lambda p: LookaheadOwnState(Adam(p, lr=1e-2, eps=1e-4))), reason=ADAM),
     "sam": Kind(module=_with(lambda p: SAM(p, SGD, lr=0.05, momentum=0.9))),
-    "sam_climbs_first": Kind(module=_with(lambda p: ClimbsFirst(p, SGD, lr=0.05, momentum=0.9))),
     # hooks
-    "step_hooks": Kind(module=_make(_hooked(own=True)), reason=ADAM),
-    "step_hooks_by_hand": Kind(module=_make(_hooked(own=True), by_hand=True), reason=ADAM),
-    "step_hooks_on_the_module": Kind(module=_make(_hooked(own=False), by_hand=True), reason=ADAM),
+    "step_hooks": Kind(module=_make(_hooked), reason=ADAM),
     # states given by users
-    "states_loaded_in_configure_optimizers": Kind(module=_make(_warm), reason=ADAM),
-    "states_loaded_in_hooks": Kind(
-        module=_with(lambda p: Adam(p, lr=1e-2, eps=1e-4)),
-        callbacks=lambda: [LoadsStates()],
-        dataset=longer,
-        reason=ADAM,
-    ),
     "schedule_free": Kind(module=_with(ScheduleFree), callbacks=lambda: [Evaluates()], validates=True),
 }
 

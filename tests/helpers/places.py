@@ -1,4 +1,5 @@
-"""Kinds whose parameters and calls are in places of their own: given to other modules, replaced, made late."""
+"""Kinds whose parameters and calls are in places of their own: given to other modules, replaced by what is derived of
+them, made late. Patterns of meta-learning, modulated layers and continual learning."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize, remove_weight_norm, weight_norm
+from torch.nn.utils import parametrizations, parametrize, remove_weight_norm, weight_norm
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.helpers.zoo import KINDS, WIDTH, Block, Kind, Net, Zoo, _of
+from tests.helpers.zoo import KINDS, WIDTH, Block, Kind, Net, Zoo, _of, longer
 
 
 class GivenToLayers(Zoo):
@@ -47,56 +48,19 @@ class Times(torch.autograd.Function):
 
 
 class GivenToFunctions(Zoo):
-    """An ``autograd.Function`` takes parameters: of the module itself, and of a block."""
+    """Functions take parameters, of the module itself and of blocks, before their forward and after it: an
+    ``autograd.Function`` and torch's own."""
 
     def build(self) -> None:
         super().build()
         self.scale = nn.Parameter(torch.randn(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
+        first, last = self.net.blocks[0], self.net.blocks[-1]
+        x = F.linear(x, last.down.weight.mean(1, keepdim=True).expand(-1, WIDTH) / 4)
         y = self.net(Times.apply(x, self.scale))
+        y = F.linear(F.linear(y, first.up.weight, first.up.bias), first.down.weight)
         return Times.apply(y, self.net.blocks[1].norm.weight)
-
-
-class InTurn(Block):
-    """Skipped in every other step, but for a penalty on its weights."""
-
-    step = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.step % 2:
-            return x + 0.01 * sum(p.square().sum() for p in self.parameters())
-        return super().forward(x)
-
-
-class WeightsInTurn(Zoo):
-    """What is gathered ahead in mid-run is for layers that may not come."""
-
-    def build(self) -> None:
-        self.net = Net(lambda: InTurn(32, 32), width=32)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.net.blocks[0].step = batch_idx  # type: ignore[union-attr]
-        return super().training_step(batch, batch_idx)
-
-
-class ReturnsEarly(Zoo):
-    """Manual steps, and validations, that end before any layer is called."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx % 3 == 1:
-            return
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        return
 
 
 class ValidatedByCopies(Zoo):
@@ -134,26 +98,14 @@ class BackwardInHooks(Zoo):
         self.zero_grad()
 
 
-class GradInHooks(Zoo):
-    """The same by ``torch.autograd.grad``."""
-
-    def on_train_epoch_start(self) -> None:
-        loss = F.mse_loss(self(torch.full((2, WIDTH), 0.5)), torch.ones(2, WIDTH))
-        for (name, _), grad in zip(
-            self.named_parameters(), torch.autograd.grad(loss, list(self.parameters())), strict=True
-        ):
-            self.extra[f"{self.current_epoch} {name}"] = grad**2
-
-
 class LazyLayers(Zoo):
-    """Lazy layers of ``__init__`` get their shapes in ``configure_model``, or ``never``."""
+    """Lazy layers of ``__init__`` get their shapes in ``configure_model``."""
 
     def build(self) -> None:
         self.net = nn.Sequential(nn.LazyLinear(2 * WIDTH), nn.ReLU(), nn.LazyLinear(WIDTH))  # type: ignore[assignment]
 
     def configure_model(self) -> None:
-        if not self.options.get("never"):
-            self.net(torch.zeros(1, WIDTH))
+        self.net(torch.zeros(1, WIDTH))
 
 
 class NewOptimizer(Zoo):
@@ -164,21 +116,13 @@ class NewOptimizer(Zoo):
             self.trainer.optimizers = [SGD(self.parameters(), lr=0.01)]
 
 
-class ReplacedInMidRun(Zoo):
-    """A new head in the second epoch, which no optimizer holds."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.net.head = nn.Linear(WIDTH, WIDTH)
-
-
 class ChangedAtTheEnd(Zoo):
     """What training needed is taken off in ``on_train_end``: the module stays as it was left there."""
 
     def build(self) -> None:
         super().build()
         weight_norm(self.net.stem)
-        nn.utils.parametrizations.weight_norm(self.net.blocks[0].up)
+        parametrizations.weight_norm(self.net.blocks[0].up)
 
     def on_train_end(self) -> None:
         remove_weight_norm(self.net.stem)
@@ -188,43 +132,109 @@ class ChangedAtTheEnd(Zoo):
         self.net.head = nn.Identity()  # type: ignore[assignment]
 
 
-class DottedBlock(Block):
-    """Holds a parameter under a name that no attribute can have (tensordict's TensorDictParams), and gives names by a
-    method of its own, with the signature that torch had before 2.0 (torchrl's losses)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._parameters["gate.weight"] = nn.Parameter(torch.ones(WIDTH))
-
-    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
-        return super().named_parameters(prefix, recurse)
-
-    def parameters(self, recurse: bool = True) -> Any:
-        return (p for _, p in self.named_parameters(recurse=recurse))
+class FastWeights(Zoo):
+    """Some weights of each block are replaced by what is computed of themselves (MAML's inner loop, weight noise): by
+    ``functional_call``, or among the layer's own parameters for a while, as package higher does it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self._parameters["gate.weight"]
+        some = {name: 1.1 * p for name, p in self.net.named_parameters() if ".up." in name}
+        layers = [block.down for block in self.net.blocks]  # type: ignore[union-attr]
+        before = [layer._parameters["weight"] for layer in layers]
+        for layer, weight in zip(layers, before, strict=True):
+            layer._parameters["weight"] = 1.1 * weight
+        try:
+            return torch.func.functional_call(self.net, some, (x,))
+        finally:
+            for layer, weight in zip(layers, before, strict=True):
+                layer._parameters["weight"] = weight
 
 
-class NamesOfTheirOwn(Zoo):
-    """Blocks with names of their own."""
+class ModulatedBlock(Block):
+    """Is given the weight of its first layer."""
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        weight = self.up.weight if weight is None else weight
+        return x + self.down(torch.tanh(F.linear(self.norm(x), weight, self.up.bias)))
+
+
+class Modulated(Zoo):
+    """The first block is given a weight that is derived of its own, the others of each other's."""
 
     def build(self) -> None:
-        self.net = Net(DottedBlock)
+        self.net = Net(ModulatedBlock)
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks: Any = self.net.blocks
+        x = self.net.stem(x)
+        for number, block in enumerate(blocks):
+            x = block(x, torch.tanh(blocks[-number].up.weight))
+        return self.net.head(x)
+
+
+class View(nn.Module):
+    """A parametrization whose result lies in the parameter's memory."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.view(-1).view(weight.shape)
+
+
+class Cached(Zoo):
+    """``parametrize.cached()`` around a step that computes with weights beside the blocks, before them and after."""
+
+    def build(self) -> None:
+        super().build()
+        for block in self.net.blocks:
+            parametrizations.weight_norm(block.up)  # type: ignore[union-attr]
+            parametrize.register_parametrization(block.down, "weight", View(), unsafe=True)  # type: ignore[union-attr]
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        blocks: Any = self.net.blocks
+        with parametrize.cached():
+            penalty = 0.1 * sum(block.up.weight.square().mean() for block in blocks)
+            loss = F.mse_loss(self.net(self.net(x)), y) + penalty
+            return loss + 0.1 * sum(block.down.weight.square().mean() for block in blocks)
+
+
+class ShallowCopy(Zoo):
+    """Another object with a block's layers, made before the run and called beside the block."""
+
+    def build(self) -> None:
+        super().build()
+        self.others = [copy.copy(self.net.blocks[1])]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + self.others[0](self.net.stem(x)).mean()
+
+
+class FeaturesOfHook(Zoo):
+    """A trained encoder runs in ``on_after_batch_transfer``; the step's batch has its graph."""
+
+    def build(self) -> None:
+        super().build()
+        self.encoder = Net()
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return self.encoder(x), y
 
 
 OUTSIDE = "loss.backward.. outside of training_step"
-PLACES = {
-    "parameters_given_to_layers": Kind(module=_of(GivenToLayers)),
-    "parameters_given_to_functions": Kind(module=_of(GivenToFunctions)),
-    "weights_used_in_turn": Kind(module=_of(WeightsInTurn)),
-    "steps_return_early": Kind(module=_of(ReturnsEarly), validates=True),
-    "validated_by_copies": Kind(module=_of(ValidatedByCopies), validates=True),
-    "backward_in_hooks": Kind(module=_of(BackwardInHooks), deepspeed_refuses={2: OUTSIDE, 3: OUTSIDE}),
-    "grad_in_hooks": Kind(module=_of(GradInHooks)),
-    "lazy_layers": Kind(module=_of(LazyLayers)),
-    "optimizer_made_in_mid_run": Kind(module=_of(NewOptimizer)),
-    "changed_at_the_end": Kind(module=_of(ChangedAtTheEnd)),
-    "names_of_their_own": Kind(module=_of(NamesOfTheirOwn)),
-}
-KINDS.update(PLACES)
+KINDS.update(
+    {
+        "parameters_given_to_layers": Kind(module=_of(GivenToLayers)),
+        "parameters_given_to_functions": Kind(module=_of(GivenToFunctions)),
+        "validated_by_copies": Kind(module=_of(ValidatedByCopies), validates=True),
+        "backward_in_hooks": Kind(module=_of(BackwardInHooks), deepspeed_refuses={2: OUTSIDE, 3: OUTSIDE}),
+        "lazy_layers": Kind(module=_of(LazyLayers)),
+        "optimizer_made_in_mid_run": Kind(module=_of(NewOptimizer)),
+        "changed_at_the_end": Kind(module=_of(ChangedAtTheEnd)),
+        "fast_weights_of_some": Kind(module=_of(FastWeights), trainer={"accumulate_grad_batches": 2}, dataset=longer),
+        "modulated_by_weights": Kind(module=_of(Modulated)),
+        "cached_parametrizations": Kind(module=_of(Cached)),
+        "shallow_copy_of_a_block": Kind(
+            module=_of(ShallowCopy), deepspeed_refuses={3: "a Block ran that has hooks of DeepSpeed's stage 3"}
+        ),
+        "features_of_a_batch_hook": Kind(module=_of(FeaturesOfHook)),
+    }
+)

@@ -21,9 +21,9 @@ from tests.helpers.held import TOO_OLD, TRANSFORMS
 from tests.helpers.zoo import KINDS, NO_GRADIENT_YET, UNUSED, Kind, Zoo, _of, full, longer
 
 
-class EmaByStateDict(Zoo):
-    """An average that moves by writes to ``state_dict()``'s values: timm's ``ModelEmaV2`` and YOLOv5's ``ModelEMA``, as
-    part of the module."""
+class AverageByStateDict(Zoo):
+    """An average that moves by writes to ``state_dict()``'s values (timm's ``ModelEmaV2`` and YOLOv5's ``ModelEMA``, as
+    part of the module), in a hook and inside a step, before a forward of the average and after one."""
 
     def build(self) -> None:
         super().build()
@@ -37,13 +37,6 @@ class EmaByStateDict(Zoo):
             average *= 0.99  # YOLOv5
             average += 0.001 * average.sum().detach()
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.update()
-
-
-class TeacherByStateDict(EmaByStateDict):
-    """The same inside a step, before a forward of the average and after one."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         self.update()
@@ -54,43 +47,12 @@ class TeacherByStateDict(EmaByStateDict):
         return self.record(F.mse_loss(self.net(x), y + target))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        pass
-
-
-class Collectives(Zoo):
-    """``torch.distributed`` on parameters and gradients, as code does that synchronizes by hand (RL libraries)."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for p in self.parameters():
-            p.grad = p.grad * (1 + self.global_rank)  # each rank's own, as after torch.autograd.grad
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-        for p in self.parameters():
-            p.grad = p.grad + self.global_rank
-        for p in self.parameters():
-            dist.all_reduce(p.grad, async_op=True).wait()
-            p.grad.div_(dist.get_world_size())
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for p in self.net.blocks.parameters():
-            dist.broadcast(p.data, 0)
-            dist.all_reduce(p.data, dist.ReduceOp.MAX)
-        with torch.no_grad():
-            dist.all_reduce(self.net.head.weight)
-            self.net.head.weight /= dist.get_world_size()
-        for value in self.net.state_dict().values():
-            dist.all_reduce(value)
-            value.div_(dist.get_world_size())
-        w = self.net.stem.weight.detach()
-        dist.all_reduce(w)
-        w.mul_(1 / dist.get_world_size())
-        everyone = [torch.empty(w.shape) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, w)
-        self.extra[f"everyone {batch_idx}"] = torch.stack(everyone)
+        self.update()
 
 
 class CollectivesInStep(Zoo):
-    """The same in a step of manual optimization."""
+    """``torch.distributed`` on parameters and gradients in a manual step, as in code that synchronizes by hand (RL
+    libraries)."""
 
     def build(self) -> None:
         super().build()
@@ -233,32 +195,24 @@ class TransformsAround(Zoo):
 
 
 class Linearizes(Zoo):
-    """``torch.func.linearize``, which records operators, in a step or a hook."""
-
-    def look(self, x: Tensor) -> None:
-        self.extra["along"] = linearize(self.net, x[0])[1](torch.ones(x[0].shape)).detach()
+    """``torch.func.linearize``, which records operators, in a step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.options["in_step"]:
-            self.look(batch[0])
+        linearize(self.net, batch[0])
         return self.record(self.loss(batch))
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.current_epoch and not batch_idx:  # once: to record takes longer than to train
-            self.look(batch[0])
 
 
 class UnseenWrites(Zoo):
     """Writes by calls that name no parameter, or that no version counts, to weights, gradients and values of
-    ``state_dict()``: in hooks, and inside a step before the forward and after it."""
+    ``state_dict()``: in hooks, and inside a step before the forward and after it. Each step writes in another way."""
 
     HOW: ClassVar[dict[str, Callable[[Sequence[Tensor]], Any]]] = {
-        "as_a_list": lambda tensors: torch._foreach_mul_(list(tensors), 0.9),
-        "as_a_list_of_views": lambda tensors: torch._foreach_mul_([t.view(-1)[:5] for t in tensors], 0.9),
-        "by_out": lambda tensors: [torch.mul(t, 0.9, out=t) for t in tensors],
-        "by_numpy": lambda tensors: [t.detach().numpy().__imul__(0.9) for t in tensors],
-        "by_dlpack": lambda tensors: [torch.from_dlpack(t.detach()).mul_(0.9) for t in tensors],
-        "by_vmap": lambda tensors: [vmap(lambda row: row.mul_(0.9))(t) for t in tensors],
+        "list": lambda tensors: torch._foreach_mul_(list(tensors), 0.9),
+        "list of views": lambda tensors: torch._foreach_mul_([t.view(-1)[:5] for t in tensors], 0.9),
+        "out": lambda tensors: [torch.mul(t, 0.9, out=t) for t in tensors],
+        "NumPy": lambda tensors: [t.detach().numpy().__imul__(0.9) for t in tensors],
+        "DLPack": lambda tensors: [torch.from_dlpack(t.detach()).mul_(0.9) for t in tensors],
+        "vmap": lambda tensors: [vmap(lambda row: row.mul_(0.9))(t) for t in tensors],
     }
 
     def build(self) -> None:
@@ -268,14 +222,15 @@ class UnseenWrites(Zoo):
 
     @torch.no_grad()
     def write(self, tensors: Iterable[Tensor]) -> None:
-        self.HOW[self.options["how"]](list(tensors))
+        how = self.options["how"]
+        self.HOW[how[len(self.losses) % len(how)]](list(tensors))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         first, last = self.net.blocks[0], self.net.blocks[-1]
         self.write(p.data for p in (first.up.weight, last.down.bias, self.net.head.weight, self.offset))
         loss = self.loss(batch) + 0.1 * (self.offset.sum() + self.frozen.sum())
         self.write(p.data for p in (first.up.weight, last.down.bias, self.net.head.bias, self.offset))
-        self.write([self.frozen.data if self.options["how"] == "by_dlpack" else self.frozen])  # see docs/limits.md
+        self.write([self.frozen.data])  # DLPack needs the data, see docs/limits.md
         return self.record(loss)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -311,12 +266,9 @@ class NowAndThen(Zoo):
         penalty = self.net.head.weight.square().sum() if self.turn == 1 else 0.0
         loss = self.loss(batch) + 0.1 * penalty + 0.1 * self.offset.sum()
         if self.turn == 2:
-            self.write_after()
+            with torch.no_grad():
+                self.offset.sub_(0.01)
         return self.record(loss)
-
-    @torch.no_grad()
-    def write_after(self) -> None:
-        (self.net.head.bias if self.options["bias"] else self.offset).sub_(0.01)
 
 
 class OwnBackwardInStep(Zoo):
@@ -338,33 +290,9 @@ class OwnBackwardInStep(Zoo):
             self.extra[f"{len(self.losses)} {when}"] = full(grad)
 
 
-class ViewsHeldOverSteps(Zoo):
-    """Flat views of weights, taken in the first step and computed with in all of them, beside the weights."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        if not hasattr(self, "views"):
-            self.views = [p.detach().view(-1) for p in self.net.head.parameters()]
-        weight, bias = self.views
-        stem = self.net.stem.weight.view(-1)
-        return self.record(loss * (1 + 0.1 * bias.square().sum()) + 0.1 * (weight * stem).sum())
-
-
-class GradientsThroughData(Zoo):
-    """Filters gradients as code of before torch 0.4 and Grokfast's do: by their ``data``, in place and anew."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for p in self.parameters():
-            assert p.grad is not None
-            p.grad.data.mul_(0.5)
-            p.grad.data = p.grad.data + 0.01
-
-
 KINDS.update(
     {
-        "average_by_state_dict": Kind(module=_of(EmaByStateDict), reference=UNUSED),
-        "teacher_by_state_dict": Kind(module=_of(TeacherByStateDict), reference=UNUSED),
-        "collectives_in_hooks": Kind(module=_of(Collectives)),
+        "average_by_state_dict": Kind(module=_of(AverageByStateDict), reference=UNUSED),
         "collectives_in_a_step": Kind(module=_of(CollectivesInStep)),
         "accumulates_assigned_gradients": Kind(
             module=_of(AccumulatesAssigned),
@@ -384,24 +312,17 @@ KINDS.update(
         "transforms_around_parameters": Kind(
             module=_of(TransformsAround), reference=UNUSED, deepspeed_refuses={3: TRANSFORMS}, **TOO_OLD
         ),
-        "linearized_in_a_step": Kind(
-            module=_of(Linearizes, in_step=True), refused="call torch.func.jvp", refused_deepspeed=(3,)
+        "linearized_in_a_step": Kind(module=_of(Linearizes), refused="call torch.func.jvp", refused_deepspeed=(3,)),
+        "written_by_lists_and_out": Kind(
+            module=_of(UnseenWrites, how=("list", "list of views", "out")), dataset=longer
         ),
-        "linearized_in_a_hook": Kind(
-            module=_of(Linearizes, in_step=False), deepspeed_refuses={3: "call torch.func.jvp"}
-        ),
-        **{f"written_{how}": Kind(module=_of(UnseenWrites, how=how)) for how in UnseenWrites.HOW},
+        "written_past_versions": Kind(module=_of(UnseenWrites, how=("NumPy", "DLPack", "vmap")), dataset=longer),
         "read_and_written_now_and_then": Kind(
-            module=_of(NowAndThen, bias=False),
+            module=_of(NowAndThen),
             trainer={"accumulate_grad_batches": 2},
             dataset=longer,
             validates=True,
         ),
-        "linear_bias_written_before_backward": Kind(
-            module=_of(NowAndThen, bias=True), deepspeed_refuses={3: "modified by an inplace operation"}
-        ),
-        "gradients_through_data": Kind(module=_of(GradientsThroughData)),
         "own_backward_in_step": Kind(module=_of(OwnBackwardInStep)),
-        "views_held_over_steps": Kind(module=_of(ViewsHeldOverSteps)),
     }
 )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.batches import Batches
-from tests.helpers.parity import COMPILED, Case, batches, cases, compare  # noqa: F401  (the fixture)
+from tests.helpers.parity import COMPILED, Batches, Case, batches, cases, compare  # noqa: F401  (the fixture)
 
 
 @pytest.mark.parametrize("case", list(cases(COMPILED)), ids=str)
