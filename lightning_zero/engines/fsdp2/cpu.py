@@ -5,8 +5,7 @@
 or free a copy before :meth:`Direct.await_readers` returns.
 
 [Stages 1 and 2] Every unit is gathered before a forward, so ranks may run different units. Before the backward they
-agree whether they did; if so, gradients are reduced at the end of the backward. Where shard and copy have the same
-dtype, *the shard aliases the gathered buffer*, which stays allocated.
+agree whether they did; if so, gradients are reduced at the end of the backward.
 
 [Stage 3] A unit is gathered ahead if no other unit has ever run at that point (see ``order``).
 """
@@ -53,7 +52,6 @@ class Direct(Transport):
         self._resident = 0  # bytes, when this backward began or gaps were last returned
         self._unreduced: set[private.Group] = set()  # groups that this backward has not reduced yet
         self._has_stepped = False
-        self._aliases_some = False
         self._accumulators: dict[Tensor, Any] = {}  # shards -> autograd nodes that accumulate their gradients
 
     # -- set-up
@@ -68,21 +66,10 @@ class Direct(Transport):
         self._units = units
         self._groups = [group for unit in units for group in private.groups(unit)]
         self._root_groups = set(private.groups(units[-1]))
-        self._alias_shards()
         super().start(units, names)
 
     def _needs_agreements(self) -> bool:
         return super()._needs_agreements() or self.config.stage == 3
-
-    def _alias_shards(self) -> None:
-        """Let shards alias the gathered copies where these are full for most of a step anyway. Call this before an
-        optimizer takes the shards, or the optimizer would keep using their previous memory."""
-        alone = self.mesh["shard"].size() == 1
-        if self.config.offload.target != "none" or (self.config.stage == 3 and not alone):
-            return
-        for group in self._groups:
-            private.alias_shards(group)
-        self._aliases_some = any(private.is_aliased(p) for group in self._groups for p in group.fsdp_params)
 
     def close(self) -> None:
         host.map_from(host.MAPPED_FROM_BYTES)
@@ -93,9 +80,7 @@ class Direct(Transport):
 
     def _gather(self, outputs: list[direct.Parts], shards: list[Tensor], process_group: dist.ProcessGroup) -> dist.Work:
         """Gather ``shards`` into ``outputs``; used by :func:`private.gather_in_place`."""
-        work = direct.all_gather_each(outputs, shards, process_group, self._peer_memory)
-        # If user code writes to a copy in a forward, it writes to the aliasing shard, which others may be reading.
-        return direct.Begun((w.wait() for w in [work]), self.await_readers) if self._aliases_some else work
+        return direct.all_gather_each(outputs, shards, process_group, self._peer_memory)
 
     def await_readers(self) -> None:
         self._peer_memory.await_readers()
