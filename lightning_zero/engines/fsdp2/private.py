@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from lightning_zero.errors import MovedError
-from lightning_zero.host import in_large_pages, mapped_apart
 from lightning_zero.private.check import Library, Needed, importing
 from lightning_zero.private.torch import (
     TESTED,
@@ -631,15 +630,11 @@ def gather_in_place(group: Group, gather: Gather) -> None:
         if group._all_gather_result is not None or group.is_unsharded or is_not_due:
             return
         shards = [shard for (shard,) in _get_param_all_gather_inputs(params)]
-        with mapped_apart():
-            for p, shard in zip(params, shards, strict=True) if not outputs else ():
-                p.init_all_gather_outputs([shard.numel()], [shard.dtype], process_group.size(), group.device)
-                outputs.append(p.all_gather_outputs[0])
-            for p in params:
-                if not is_kept(p):
-                    p.alloc_all_gather_outputs()
-                    memory = p.all_gather_outputs[0].untyped_storage()
-                    in_large_pages(memory.data_ptr(), memory.nbytes())
+        for p, shard in zip(params, shards, strict=True) if not outputs else ():
+            p.init_all_gather_outputs([shard.numel()], [shard.dtype], process_group.size(), group.device)
+            outputs.append(p.all_gather_outputs[0])
+        for p in params:
+            p.alloc_all_gather_outputs()
         parts = group.__dict__.get("parts_of_outputs")
         if parts is None:
             parts = group.parts_of_outputs = [output.detach().chunk(process_group.size()) for output in outputs]
