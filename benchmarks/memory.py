@@ -23,18 +23,15 @@ POPULAR = {1: "12 + 4/N", 2: "8 + 8/N", 3: "16/N"}
 RIGHT = {1: "4 + 12/N", 2: "2 + 14/N", 3: "16/N"}
 RIGHT_FP32 = {1: "8 + 8/N", 2: "4 + 12/N", 3: "16/N"}
 FSDP2 = (
-    # stage, mixed, accumulating, between hosts, formula, when; measured is what runs between hosts
-    (1, True, False, True, "2Ψ + 16Ψ/N", "bf16-mixed, stage 1 without accumulation"),
-    (2, True, False, True, "2Ψ + 16Ψ/N", "bf16-mixed, stage 2"),
-    (1, True, True, True, "6Ψ + 12Ψ/N", "bf16-mixed, stage 1 while accumulating"),
-    (1, False, False, False, "4Ψ + 16Ψ/N", "fp32, stage 1 without accumulation, on accelerators"),
-    (1, False, False, True, "4Ψ + 12Ψ/N", "fp32, stage 1 without accumulation, on CPUs"),
-    (2, False, False, False, "4Ψ + 16Ψ/N", "fp32, stage 2, on accelerators"),
-    (2, False, False, True, "4Ψ + 12Ψ/N", "fp32, stage 2, on CPUs"),
-    (1, False, True, False, "8Ψ + 12Ψ/N", "fp32, stage 1 while accumulating, on accelerators"),
-    (1, False, True, True, "8Ψ + 8Ψ/N", "fp32, stage 1 while accumulating, on CPUs"),
-    (3, True, False, True, "16Ψ/N and the gathered units", "bf16-mixed, stage 3"),
-    (3, False, False, True, "16Ψ/N and the gathered units", "fp32, stage 3"),
+    # stage, mixed, accumulating, formula, when
+    (1, True, False, "2Ψ + 16Ψ/N", "bf16-mixed, stage 1 without accumulation"),
+    (2, True, False, "2Ψ + 16Ψ/N", "bf16-mixed, stage 2"),
+    (1, True, True, "6Ψ + 12Ψ/N", "bf16-mixed, stage 1 while accumulating"),
+    (1, False, False, "4Ψ + 16Ψ/N", "fp32, stage 1 without accumulation"),
+    (2, False, False, "4Ψ + 16Ψ/N", "fp32, stage 2"),
+    (1, False, True, "8Ψ + 12Ψ/N", "fp32, stage 1 while accumulating"),
+    (3, True, False, "16Ψ/N and the gathered units", "bf16-mixed, stage 3"),
+    (3, False, False, "16Ψ/N and the gathered units", "fp32, stage 3"),
 )
 
 
@@ -77,14 +74,12 @@ def fsdp2_bytes(
     world_size: int,
     mixed: bool = True,
     accumulating: bool = False,
-    between_hosts: bool = False,
 ) -> float:
     """Model states per rank inside a step under ``fully_shard`` with Adam; the gathered units of stage 3 left out.
 
     ``fully_shard`` keeps the fp32 shard beside the gathered buffer, so a parameter costs p + 4/N bytes, while the paper
     (section 5) counts p: bf16-mixed with fp32 reduction has p = 2 and accumulates in 4 bytes, fp32 has 4 and 4.
-    Between steps every stage holds 16Ψ/N. Between CPU processes in fp32 at stages 1 and 2 the shard aliases the
-    gathered buffer, so a step takes the paper's bytes, and (4 + 12/N)Ψ is left between steps.
+    Between steps every stage holds 16Ψ/N.
 
     Args:
         stage: 1, 2 or 3.
@@ -93,15 +88,13 @@ def fsdp2_bytes(
         mixed: ``bf16-mixed`` or ``16-mixed``, else ``32-true``.
         accumulating: In the middle of an accumulation window, where stage 1 holds whole gradients and no shards of
             them. Without accumulation stage 1 is stage 2: each unit is reduced as soon as it is complete.
-        between_hosts: Ranks are processes on CPUs.
     """
     n, gathered = world_size, 2 if mixed else 4
     if stage == 3:
         return num_parameters * 16 / n
-    shard = 0 if between_hosts and not mixed else 4 / n
     if stage == 1 and accumulating:
-        return num_parameters * (gathered + shard + 4 + 8 / n)
-    return num_parameters * (gathered + shard + 12 / n)
+        return num_parameters * (gathered + 4 + 12 / n)
+    return num_parameters * (gathered + 16 / n)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -204,20 +197,19 @@ On one rank all agree. For N > 1 only the formula of stage 3 is right. That of s
 ## What `fsdp2` really does
 
 PyTorch's `fully_shard` keeps the fp32 shard in addition to the gathered copy. So inside a step a parameter takes the
-gathered copy (2 bytes in mixed precision, 4 in fp32) and its share of 16 bytes. Between CPU processes of one host in
-fp32, the shard aliases a part of the gathered buffer at stages 1 and 2, which gives the paper's formulas:
+gathered copy (2 bytes in mixed precision, 4 in fp32) and its share of 16 bytes:
 
 | | formula | N = 8, bytes per parameter | N = 64 |
 |---|---|---|---|
 {_fsdp2_rows()}
 
-- On one accelerator (N = 1) nothing is sharded, and the gathered copy comes on top: 20Ψ in fp32 at stages 1 and 2,
+- On one rank (N = 1) nothing is sharded, and the gathered copy comes on top: 20Ψ in fp32 at stages 1 and 2,
   while training without ZeRO holds 16Ψ.
 - Without accumulation stage 1 equals stage 2: each unit's gradients are reduced and sharded as soon as they are
   complete.
 - During accumulation stage 1 holds unsharded gradients in the dtype of the reduction, and no gradient shards.
-- Between two steps every stage holds 16Ψ/N. If the shard aliases the gathered buffer, the buffer stays: 4Ψ + 12Ψ/N. DDP
-  holds 20Ψ, because the buckets of its reducer are a second copy of the gradients.
+- Between two steps every stage holds 16Ψ/N. DDP holds 20Ψ, because the buckets of its reducer are a second copy of the
+  gradients.
 - Lightning zeroes gradients after the next forward, so the previous step's gradients are alive during it.
 - A shard is `ceil(rows / N)` rows, padded. The plan counts padding, frozen and unused parameters, and parameters that
   cannot be sharded, one by one. It takes optimizer states from one step of your own optimizer.
@@ -355,8 +347,8 @@ def _popular_rows() -> str:
 
 def _fsdp2_rows() -> str:
     return _rows(
-        (when, formula, *(f"{fsdp2_bytes(stage, 1, n, mixed, accumulating, hosts):.4g}" for n in (8, 64)))
-        for stage, mixed, accumulating, hosts, formula, when in FSDP2
+        (when, formula, *(f"{fsdp2_bytes(stage, 1, n, mixed, accumulating):.4g}" for n in (8, 64)))
+        for stage, mixed, accumulating, formula, when in FSDP2
     )
 
 
@@ -373,7 +365,7 @@ def steps() -> str:
     from tests.helpers.ranks import RankPool
 
     with RankPool() as pool:
-        states = [_measured_state(pool, *case) for case in FSDP2 if case[3]]
+        states = [_measured_state(pool, *case) for case in FSDP2]
         peaks: list[tuple[str, ...]] = []
         for name, n, options in (
             ("mlp", 1, {}),
@@ -473,12 +465,12 @@ def _versions() -> str:
 
 
 def _measured_state(
-    pool: object, stage: int, mixed: bool, accumulating: bool, between_hosts: bool, formula: str, when: str
+    pool: object, stage: int, mixed: bool, accumulating: bool, formula: str, when: str
 ) -> tuple[str, ...]:
     from tests.helpers import account
 
     found = max(pool.run(account.bytes_per_parameter, stage, mixed, accumulating, world_size=2))  # type: ignore[attr-defined]
-    expected = fsdp2_bytes(stage, 1, 2, mixed, accumulating, between_hosts)
+    expected = fsdp2_bytes(stage, 1, 2, mixed, accumulating)
     if abs(expected - found) > 0.1 * found:
         beyond.append(f"{when}: {expected:.4g} by the formula, {found:.2f} measured")
     print(f"measured: {when}: {found:.2f}", file=sys.stderr, flush=True)

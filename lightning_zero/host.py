@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import mmap
 import os
 import socket
 import struct
@@ -13,14 +11,11 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc's malloc.h
-# Blocks of this size and more are separate mappings: outside steps, in steps, and for memory that stays.
-MAPPED_FROM_BYTES = 1 << 20
-MAPPED_IN_STEPS_FROM_BYTES = 8 << 20
-MAPPED_APART_FROM_BYTES = 256 << 10
-_LARGE_PAGE = 2 << 20
+MAPPED_FROM_BYTES = 8 << 20
+"""Blocks of this size and more are separate mappings on CPUs. Each new mapping costs page faults: with 1 MiB, steps on
+activations of some MiB took half as long again."""
 
 
 def available_host_bytes() -> int:
@@ -69,7 +64,7 @@ def _bytes_left(group: Path, limit: str, use: str, droppable: str) -> Iterator[i
 
 
 def return_freed_memory() -> None:
-    """Makes malloc return freed memory to the kernel, so that resident memory equals live memory.
+    """Makes malloc return freed blocks of :data:`MAPPED_FROM_BYTES` and more to the kernel.
 
     glibc's malloc allocates large blocks as separate mappings. As such blocks are freed, it raises the size from which
     it does so up to 32 MiB. Smaller blocks, gathered parameters among them, then leave gaps in the heap that nothing
@@ -78,69 +73,10 @@ def return_freed_memory() -> None:
     """
     if sys.platform != "linux" or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
-    libc = _libc()
+    libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version") and hasattr(libc, "mallopt"):
-        _mapped_from[:] = [MAPPED_FROM_BYTES]
-        map_from(MAPPED_FROM_BYTES)
-
-
-_mapped_from: list[int] = []
-"""The current mmap threshold in bytes; empty if this process leaves malloc's settings alone."""
-
-
-def map_from(nbytes: int) -> None:
-    """Sets the block size from which malloc uses separate mappings.
-
-    Each mapping costs page faults, which slow down operators on activations. So during a step only memory that stays,
-    or that is gathered and freed by the unit, should use them.
-    """
-    if _mapped_from:
-        _mapped_from[0] = nbytes
-        _libc().mallopt(_MMAP_THRESHOLD, nbytes)
-        _libc().mallopt(_TRIM_THRESHOLD, max(8 * MAPPED_FROM_BYTES, 2 * nbytes))
-
-
-@contextlib.contextmanager
-def mapped_apart() -> Iterator[None]:
-    """Allocates all but small blocks as separate mappings, for memory that stays: in the heap such blocks would keep
-    the gaps that activations leave around them from being returned."""
-    if not _mapped_from:
-        yield
-        return
-    _libc().mallopt(_MMAP_THRESHOLD, MAPPED_APART_FROM_BYTES)
-    try:
-        yield
-    finally:
-        _libc().mallopt(_MMAP_THRESHOLD, _mapped_from[0])
-
-
-def return_gaps() -> None:
-    """Returns free heap memory between live blocks to the kernel; takes milliseconds for a hundred megabytes."""
-    if _mapped_from:
-        _libc().malloc_trim(0)
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process in bytes; 0 if the system does not report it."""
-    try:
-        with open("/proc/self/statm", "rb", buffering=0) as file:
-            return int(file.read(64).split()[1]) * mmap.PAGESIZE
-    except (OSError, IndexError, ValueError):
-        return 0
-
-
-@functools.cache
-def _libc() -> Any:
-    return ctypes.CDLL(None)
-
-
-def in_large_pages(address: int, nbytes: int) -> None:
-    """Asks the kernel for 2 MiB pages for new memory that is about to be written completely: to fault in a page of 4
-    KiB takes about as long as to fill it."""
-    if sys.platform == "linux" and nbytes >= 2 * _LARGE_PAGE:
-        start, end = -(-address // _LARGE_PAGE) * _LARGE_PAGE, (address + nbytes) // _LARGE_PAGE * _LARGE_PAGE
-        # No effect if the kernel lacks large pages or uses them for all memory.
-        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
+        libc.mallopt(_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
+        libc.mallopt(_TRIM_THRESHOLD, 2 * MAPPED_FROM_BYTES)
 
 
 def interface_to(address: str, port: int) -> str | None:

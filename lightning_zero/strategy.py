@@ -74,12 +74,7 @@ from lightning_zero.engines.optimizer_step import refuse_sharding
 from lightning_zero.engines.precision import REDUCE_DTYPES, DtypePolicy, ZeroMixedPrecision, adapt_precision
 from lightning_zero.engines.refusals import refuse_uninitialized
 from lightning_zero.engines.run import EngineRun, Place
-from lightning_zero.host import (
-    MAPPED_IN_STEPS_FROM_BYTES,
-    available_host_bytes,
-    map_from,
-    return_freed_memory,
-)
+from lightning_zero.host import available_host_bytes, return_freed_memory
 from lightning_zero.launch.launcher import SAME_DEVICES, Launched
 from lightning_zero.launch.step_sync import sync_steps
 from lightning_zero.private.check import check
@@ -444,7 +439,6 @@ class ZeroStrategy(Launched, DDPStrategy):
             self._saving.end(self._failed)
         finally:
             self._end_run()
-            map_from(MAPPED_IN_STEPS_FROM_BYTES)
 
     def _end_run(self) -> None:
         self._undo.close()

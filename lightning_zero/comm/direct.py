@@ -20,13 +20,8 @@ and backends other than gloo keep their own collectives.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import math
-import mmap
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -38,13 +33,9 @@ from torch.profiler import record_function
 
 from lightning_zero.comm import tree
 from lightning_zero.comm.peer_memory import Offer, PeerMemory
-from lightning_zero.errors import MovedError
-from lightning_zero.private.torch import TESTED
 
 PIECE_BYTES = 2**19
 """Size of a piece of a reduction: small enough to be still in the cache when it is added."""
-IDLE_BYTES = 8 * 2**20
-"""The pool keeps only one idle block of this size or more; it keeps all smaller ones."""
 _GATHER, _REDUCTION, _FULL = range(1, 4)
 """Kinds of exchanges. A gather may begin and end during a reduction, and a full tensor may be requested during both, so
 each needs its own."""
@@ -120,7 +111,7 @@ def _exchange(pairs: Sequence[tuple[Parts, Tensor]], kind: int, rank: int, peer_
 
 @torch.no_grad()
 def reduce_scatter(
-    output: Tensor, full: Tensor, group: dist.ProcessGroup, pool: Pool, peer_memory: PeerMemory, mean: bool = False
+    output: Tensor, full: Tensor, group: dist.ProcessGroup, peer_memory: PeerMemory, mean: bool = False
 ) -> dist.Work:
     """Reduces ``full`` over the ranks and writes this rank's part of the sum, or mean, to ``output``; 1D, contiguous.
 
@@ -131,16 +122,16 @@ def reduce_scatter(
         output.copy_(full)
         return Begun(iter(()))
     offer = peer_memory.offer(_REDUCTION, [full])
-    rest = _add_parts(output, full, group, pool, peer_memory, offer)
+    rest = _add_parts(output, full, group, peer_memory, offer)
     return Begun(rest, partial(output.div_, group.size()) if mean else None)
 
 
 def _add_parts(
-    output: Tensor, full: Tensor, group: dist.ProcessGroup, pool: Pool, peer_memory: PeerMemory, offer: Offer
+    output: Tensor, full: Tensor, group: dist.ProcessGroup, peer_memory: PeerMemory, offer: Offer
 ) -> Iterator[None]:
     """Adds this rank's part of every peer's tensor; yields after each peer. ``full`` must not change: peers read it."""
     so_far, numel = full.chunk(group.size())[group.rank()], PIECE_BYTES // full.itemsize
-    slot = pool.empty(min(numel, so_far.numel()), full.dtype)
+    slot = full.new_empty(min(numel, so_far.numel()))
     for peer in peer_memory.ranks:
         source, start_bytes = peer_memory.source(offer, peer), group.rank() * so_far.nbytes
         for mine, piece in zip(so_far.split(numel), output.split(numel), strict=True):
@@ -184,110 +175,35 @@ def all_reduce(
     return Begun(rest)
 
 
-class Pool:
-    """Memory for messages. A block is reused when the last tensor in it is gone; the pool's end frees all of them.
-
-    The general allocator would reuse memory as well. But it places large, short-lived blocks among small, long-lived
-    tensors, and their gaps stay resident. Idle blocks are resident, too, so of large ones (``IDLE_BYTES``) the pool
-    keeps only the last that was returned, and uses it only for messages of at least half its size.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[mmap.mmap] = []  # small ones
-        self._idle: mmap.mmap | None = None  # a large one
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialized 1D tensor on the CPU."""
-        nbytes = max(numel, 1) * dtype.itemsize
-        memory = self._take(nbytes)
-        lease = (ctypes.c_char * nbytes).from_buffer(memory)  # lives as long as the tensor's storage
-        weakref.finalize(lease, self._give_back, memory)
-        return torch.frombuffer(lease, dtype=dtype)[:numel]
-
-    def _take(self, nbytes: int) -> mmap.mmap:
-        if nbytes >= IDLE_BYTES:
-            memory, self._idle = self._idle, None
-            fitting = [memory] if memory is not None and nbytes <= len(memory) <= 2 * nbytes else []
-            return fitting[0] if fitting else _mapped(nbytes)
-        fitting = [memory for memory in self._free if nbytes <= len(memory) <= 2 * nbytes]
-        if not fitting:
-            return _mapped(nbytes)
-        memory = min(fitting, key=len)
-        self._free.remove(memory)
-        return memory
-
-    def _give_back(self, memory: mmap.mmap) -> None:
-        """Runs on any thread at any moment, as a finalizer does: take no lock here."""
-        if len(memory) >= IDLE_BYTES:
-            self._idle = memory
-        else:
-            self._free.append(memory)
-
-
-def _mapped(nbytes: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if nbytes >= IDLE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):  # the block is soon written from end to end
-        with contextlib.suppress(OSError):  # the kernel may not support it
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
-
 class ReduceScatter:
     """The argument of ``FSDPModule.set_custom_reduce_scatter``; one object serves all units, which take turns.
 
     Args:
         peer_memory: Of all ranks of the groups that it is called with.
-        apart: Context manager for allocations that outlive the reduction.
 
     Attributes:
         may_wait: Lets the next call return before its reduction is complete. Nobody may read or move its output before
             :meth:`finish`.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        peer_memory: PeerMemory,
-        apart: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> None:
-        self._pool, self._peer_memory, self._apart = pool, peer_memory, apart
-        self._input = 0  # address of the input allocated last
-        self._input_numel: int | None = None  # elements of an input whose output has not been allocated yet
+    def __init__(self, peer_memory: PeerMemory) -> None:
+        self._peer_memory = peer_memory
         self._under_way: dist.Work | None = None
         self.may_wait = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocates the reduction's input from the pool, or its output, which stays as the gradients' storage.
-
-        The size tells the two apart: an output is one rank's part of the input allocated just before it. If a backward
-        fails between the two, both may come from the pool, which costs memory and breaks nothing. :meth:`__call__`
-        raises if torch allocates the output first.
-        """
+        """Allocates the input or the output of the next reduction."""
         self.finish()  # one reduction at a time: the next call overwrites _under_way
-        self._peer_memory.release_read()  # returns memory that all peers have read to the pool
-        numel = math.prod(size)
-        if self._input_numel == numel * (1 + len(self._peer_memory.ranks)):
-            self._input_numel = None
-            with self._apart():  # not from the pool: gradients outlive the next input
-                return torch.empty(*size, dtype=dtype, device=device)
-        self._input_numel = numel
-        sent = self._pool.empty(numel, dtype)
-        self._input = sent.data_ptr()
-        return sent
+        self._peer_memory.release_read()  # frees inputs that all peers have read
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Begins :func:`reduce_scatter`, of the mean if ``op`` is ``AVG``."""
-        self._input_numel = None
-        if self._input not in (0, input_tensor.data_ptr()):
-            raise MovedError(
-                f"torch {torch.__version__} allocates a reduction's output before its input, so gradients would lie in"
-                f" memory that is reused: use 'torch{TESTED}', which was tested."
-            )
         with record_function("exchange::reduce_scatter"):  # its messages have no names in a profiler's trace
             self._under_way = reduce_scatter(
-                output_tensor, input_tensor, group, self._pool, self._peer_memory, op == dist.ReduceOp.AVG
+                output_tensor, input_tensor, group, self._peer_memory, op == dist.ReduceOp.AVG
             )
         if not self.may_wait:
             self.finish()

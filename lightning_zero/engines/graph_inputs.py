@@ -3,7 +3,7 @@
 Dynamo passes a module's parameters to its graphs as inputs. The units' hooks run between graphs, so a running unit's
 parameters are gathered. Other code may use any parameter at any time: a penalty over ``parameters()``, another unit's
 weight, a moving average in a hook. A graph's operators read memory directly, and a resharded parameter's memory is
-empty or stale. Therefore each graph is called through this file, which touches the graph's inputs first. ``.grad`` and
+empty. Therefore each graph is called through this file, which touches the graph's inputs first. ``.grad`` and
 ``.data`` of a parameter need :mod:`~lightning_zero.engines.residency`, so a graph ends there.
 """
 

@@ -7,8 +7,7 @@ traffic count real shapes, padding and units. The peak of a step is an estimate,
 
 [Tensors of one unit on one rank, N ranks]
 - *shard*: ``ceil(rows / N)`` rows of every parameter, padded, in the parameter's own dtype. Always allocated.
-- *gathered copy*: N padded shards in the compute dtype. At stages 1 and 2 between CPU processes, and at any stage with
-  one process, the shard aliases the copy if their dtypes are equal; the copy then stays allocated.
+- *gathered copy*: N padded shards in the compute dtype.
 - *unsharded gradient*: in the compute dtype, from autograd until the unit is reduced.
 - *reduce buffer*: N padded shards in the reduce dtype, alive until the next unit's reduction.
 - *gradient shard*: padded, in the parameter's dtype.
@@ -181,20 +180,13 @@ class StepRules:
     keep_gathered: bool = True
     """Whether units stay gathered between micro-batches at stages 1 and 2, because no user hook runs there."""
     in_place: bool = False
-    """Whether CPU processes exchange directly: gathers need no message buffer, and shards can alias the gathered
-    copy."""
+    """Whether CPU processes exchange directly, so that gathers need no message buffer."""
     automatic: bool = True
     """Whether optimization is automatic: then Lightning zeroes gradients after the next forward, and stage 3 keeps the
     unit gathered whose backward comes first."""
     offload: str = "none"
     host_is_device: bool = False
     """Whether the device is the CPU, so that offload to host memory moves nothing."""
-
-    def aliases(self, unit: UnitSize) -> bool:
-        """Whether the gathered copy stays allocated and contains the shard."""
-        stays = self.stage in (1, 2) or (self.stage == 3 and self.world_size == 1)
-        same_dtype = all(p.compute_itemsize == p.itemsize for p in unit.parameters)
-        return self.in_place and self.offload == "none" and stays and same_dtype
 
 
 def offloaded_bytes(layout: Layout, rules: StepRules) -> dict[str, float]:
@@ -210,13 +202,6 @@ def offloaded_bytes(layout: Layout, rules: StepRules) -> dict[str, float]:
     return {kind: held for kind, held in shards.items() if kind != "gradients" or not rules.host_is_device}
 
 
-def kept_bytes(layout: Layout, rules: StepRules) -> float:
-    """Bytes of gathered copies that stay between two steps, without this rank's own shards in them
-    (:meth:`StepRules.aliases`)."""
-    n = rules.world_size
-    return sum(u.gathered_bytes(n) * (n - 1) / n for u in layout.units if rules.aliases(u))
-
-
 # -- one step --------------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +213,7 @@ def account(layout: Layout, trace: Trace, rules: StepRules, step_bytes: float = 
     moments = _sharded(layout, trace, rules) if rules.stage else _ddp(layout, trace, rules)
     unsharded = sum(_unsharded_step_bytes(unit, 1) for unit in layout.units) if rules.stage else 0.0
     buckets = 0.0 if rules.stage else trainable_bytes(layout.parameters)
-    at_step = held["gradients"], kept_bytes(layout, rules) + unsharded, buckets + step_bytes, 0.0
+    at_step = held["gradients"], unsharded, buckets + step_bytes, 0.0
     changing = ("gradients", "gathered", "buffers", "activations")
     return [{**held, **dict(zip(changing, moment, strict=True))} for moment in (*moments, at_step)]
 
@@ -282,7 +267,7 @@ def _sharded(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[tuple[f
         reduce_buffer = reduced[m.unit]
         yield sum(held) + always, gathered, reduce_buffer * (1 + 1 / n), m.activations
         held[m.unit] = shards[m.unit]
-    yield sum(held) + always, kept_bytes(layout, rules), reduced[root] * (1 + 1 / n), 0.0
+    yield sum(held) + always, 0.0, reduced[root] * (1 + 1 / n), 0.0
 
 
 def _gathered(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[float]:
@@ -291,8 +276,7 @@ def _gathered(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[float]
     At stage 3 the root, the running unit and, in a backward, the prefetched next unit are gathered. The message buffer
     of a gather is as large as the copy.
     """
-    copies = [0 if rules.aliases(u) else u.gathered_bytes(rules.world_size) for u in layout.units]
-    kept = kept_bytes(layout, rules)
+    copies = [u.gathered_bytes(rules.world_size) for u in layout.units]
     then = {later: earlier for earlier, later in itertools.pairwise(trace.returning)}
     first_back = trace.returning[-1] if trace.returning else None  # stays gathered until its backward
     for m in trace.moments:
@@ -301,7 +285,7 @@ def _gathered(layout: Layout, trace: Trace, rules: StepRules) -> Iterator[float]
         unit = first_back if m.unit == layout.root and first_back is not None else m.unit
         in_use = {layout.root, unit, then.get(unit, unit) if m.gradient else unit}
         message = 0 if rules.in_place or m.gradient or rules.world_size == 1 else copies[unit]
-        yield kept + message + sum(copies if rules.stage < 3 else (copies[u] for u in in_use))
+        yield message + sum(copies if rules.stage < 3 else (copies[u] for u in in_use))
 
 
 def _unsharded_step_bytes(unit: UnitSize, n: int) -> float:

@@ -285,7 +285,7 @@ class Study:
             name=row_name(rules.stage, rules.offload),
             stage=rules.stage,
             offload=rules.offload,
-            parameters=state["parameters"] + memory.kept_bytes(layout, rules),
+            parameters=state["parameters"],
             gradients=state["gradients"],
             optimizer=state["optimizer"],
             gathered_unit=float(max(u.gathered_bytes(n) for u in layout.units)) if rules.stage else 0.0,

@@ -62,8 +62,7 @@ def _late_exchange(late: int) -> None:
 def _exchange(numel: int, dtype: torch.dtype, near: PeerMemory, late: int | None = None) -> None:
     """Gathers and reductions that lie over each other in time, in either order."""
     rank, n, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    pool = direct.Pool()
-    reduce = direct.ReduceScatter(pool, near)
+    reduce = direct.ReduceScatter(near)
     assert group is not None
     for turn, may_wait in enumerate((False, True, True)):  # the second and third time in memory that has been used
         reduce.may_wait = may_wait
@@ -79,7 +78,7 @@ def _exchange(numel: int, dtype: torch.dtype, near: PeerMemory, late: int | None
         mean = reduce.allocate([numel], dtype=dtype, device=torch.device("cpu"))
         sent.copy_(_values(100 + rank, n * numel, dtype))
         reduce(mean, sent, group, dist.ReduceOp.AVG)  # while the gather is on its way
-        one = pool.empty(n * numel, dtype)  # begins while the reduction is, and is complete before it
+        one = torch.empty(n * numel, dtype=dtype)  # begins while the reduction is, and is complete before it
         one[rank * numel : (rank + 1) * numel] = _values(rank, numel, dtype)
         direct.all_gather(one, one.chunk(n)[rank] if numel else one, group).wait()
         one, written = one.clone(), one.fill_(-1)  # no late rank reads it any more
@@ -129,7 +128,7 @@ def _dies() -> None:
     dist.barrier()
     if dist.get_rank() == 1:
         os._exit(7)
-    reduce = direct.ReduceScatter(direct.Pool(), near)
+    reduce = direct.ReduceScatter(near)
     assert dist.group.WORLD is not None
     reduce(torch.empty(4), torch.ones(8), dist.group.WORLD, dist.ReduceOp.SUM)
 
@@ -163,15 +162,3 @@ def _gathered_in_buckets() -> int:
 def test_small_shards_are_gathered_in_buckets(ranks2):
     """All together would take the memory of all of them at once."""
     assert all(most < 3000 for most in ranks2(_gathered_in_buckets))
-
-
-def test_memory_is_reused_only_when_no_tensor_is_left_in_it():
-    pool = direct.Pool()
-    first = pool.empty(1000, torch.float32)
-    address, view = first.data_ptr(), first[10:20].as_strided((2, 3), (3, 1))
-    del first
-    other = pool.empty(1000, torch.float32)
-    assert other.data_ptr() != address
-    del view
-    assert pool.empty(1000, torch.float32).data_ptr() == address
-    assert pool.empty(100, torch.float32).data_ptr() != address  # a small one does not take a large one's place

@@ -5,8 +5,7 @@
 or free a copy before :meth:`Direct.await_readers` returns.
 
 [Stages 1 and 2] Every unit is gathered before a forward, so ranks may run different units. Before the backward they
-agree whether they did; if so, gradients are reduced at the end of the backward. Where shard and copy have the same
-dtype, *the shard aliases the gathered buffer*, which stays allocated.
+agree whether they did; if so, gradients are reduced at the end of the backward.
 
 [Stage 3] A unit is gathered ahead if no other unit has ever run at that point (see ``order``).
 """
@@ -23,16 +22,12 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_zero import host
 from lightning_zero.comm import direct
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.base import outside_inference_mode
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.transport import Transport
-
-LEAST_GROWTH_BYTES = 24 * 2**20
-"""Gaps are returned when resident memory has grown in a backward by more than this, and by more than a 48th."""
 
 
 class Direct(Transport):
@@ -44,16 +39,11 @@ class Direct(Transport):
         super().__init__(config, mesh, advice=", or use stage=2")
         axis = mesh.get_group("shard")
         self.gathers_up_front = config.stage < 3
-        self._pool = direct.Pool()
         self._peer_memory = peer_memory  # along the shard axis
         direct.connect(axis, peer_memory)
         if axis.size() == mesh.size():  # the shard axis spans all ranks, so its connections serve small messages too
             self.peer_memory = self._peer_memory
-        self._reduce = direct.ReduceScatter(self._pool, peer_memory, host.mapped_apart)
-        self._resident = 0  # bytes, when this backward began or gaps were last returned
-        self._unreduced: set[private.Group] = set()  # groups that this backward has not reduced yet
-        self._has_stepped = False
-        self._aliases_some = False
+        self._reduce = direct.ReduceScatter(peer_memory)
         self._accumulators: dict[Tensor, Any] = {}  # shards -> autograd nodes that accumulate their gradients
 
     # -- set-up
@@ -66,26 +56,12 @@ class Direct(Transport):
 
     def start(self, units: Sequence[Any], names: Sequence[str]) -> None:
         self._units = units
-        self._groups = [group for unit in units for group in private.groups(unit)]
-        self._root_groups = set(private.groups(units[-1]))
-        self._alias_shards()
         super().start(units, names)
 
     def _needs_agreements(self) -> bool:
         return super()._needs_agreements() or self.config.stage == 3
 
-    def _alias_shards(self) -> None:
-        """Let shards alias the gathered copies where these are full for most of a step anyway. Call this before an
-        optimizer takes the shards, or the optimizer would keep using their previous memory."""
-        alone = self.mesh["shard"].size() == 1
-        if self.config.offload.target != "none" or (self.config.stage == 3 and not alone):
-            return
-        for group in self._groups:
-            private.alias_shards(group)
-        self._aliases_some = any(private.is_aliased(p) for group in self._groups for p in group.fsdp_params)
-
     def close(self) -> None:
-        host.map_from(host.MAPPED_FROM_BYTES)
         self._peer_memory.close()
         super().close()
 
@@ -93,9 +69,7 @@ class Direct(Transport):
 
     def _gather(self, outputs: list[direct.Parts], shards: list[Tensor], process_group: dist.ProcessGroup) -> dist.Work:
         """Gather ``shards`` into ``outputs``; used by :func:`private.gather_in_place`."""
-        work = direct.all_gather_each(outputs, shards, process_group, self._peer_memory)
-        # If user code writes to a copy in a forward, it writes to the aliasing shard, which others may be reading.
-        return direct.Begun((w.wait() for w in [work]), self.await_readers) if self._aliases_some else work
+        return direct.all_gather_each(outputs, shards, process_group, self._peer_memory)
 
     def await_readers(self) -> None:
         self._peer_memory.await_readers()
@@ -117,15 +91,9 @@ class Direct(Transport):
             with private.outside_transforms(), outside_inference_mode():
                 self.forward_begins()
 
-    def forward_ends(self) -> None:
-        host.map_from(host.MAPPED_IN_STEPS_FROM_BYTES)
-        super().forward_ends()
-
     # -- backward
 
     def backward_begins(self, ran: Sequence[int] | None) -> bool:
-        self._resident = host.resident_bytes()
-        self._unreduced = set(self._groups)
         self.close_forward()
         if not (ran and self.agrees and self.gathers_up_front):
             return False
@@ -137,21 +105,9 @@ class Direct(Transport):
 
     def reduction_begins(self, group: private.Group, params: Sequence[private.ShardedParam]) -> None:
         """Let the reduction overlap with autograd if nobody reads or adds to its output before it is complete."""
-        self._unreduced.discard(group)
-        self._return_gaps()
         self._reduce.may_wait = self.mesh.ndim == 1 and private.keeps_what_is_reduced(group)
         if self._reduce.may_wait:
             self._finish_before_adding(params)
-
-    def _return_gaps(self) -> None:
-        """Return to the kernel memory freed by activations if gradients would come on top of it: the peak of a backward
-        should be live memory only. Otherwise keep the free memory for the next forward."""
-        now = host.resident_bytes()
-        if self._unreduced == self._root_groups:  # the root's gradients are allocated next, an embedding's in one piece
-            now += sum(p.sharded_param.nbytes for group in self._root_groups for p in private.trainable(group))
-        if now > self._resident + max(LEAST_GROWTH_BYTES, now // 48):
-            host.return_gaps()
-            self._resident = max(self._resident, host.resident_bytes())
 
     def _finish_before_adding(self, params: Iterable[private.ShardedParam]) -> None:
         """Finish the reduction before autograd adds a gradient directly to a shard (a penalty over parameters)."""
@@ -164,6 +120,3 @@ class Direct(Transport):
     def backward_ends(self, step_is_due: bool) -> None:
         self._reduce.may_wait = False  # reductions of late gradients are read immediately
         self._reduce.finish()
-        if step_is_due and not self._has_stepped:
-            host.map_from(host.MAPPED_APART_FROM_BYTES)  # the optimizer is about to allocate its states
-            self._has_stepped = True

@@ -2,11 +2,10 @@
 
 [Tensors]
 - *the user's parameter*: the ``nn.Parameter`` that the user made; always on its module and in optimizers. Inside a
-  step it is the *gathered parameter*, plain and unsharded. Between steps it is resharded: empty, or stale except for
-  this rank's rows; user code that touches it gets it gathered again (see ``residency``).
+  step it is the *gathered parameter*, plain and unsharded. Between steps it is resharded and empty; user code that
+  touches it gets it gathered again (see ``residency``).
 - *sharded parameter*: a ``DTensor``, authoritative between steps; optimizers hold it, or its stand-in, during a step.
-  Each rank owns ``ceil(rows / N)`` rows of dim 0. (``cpu``: if shard and gathered buffer have the same dtype, the
-  shard aliases the buffer, which then stays allocated.)
+  Each rank owns ``ceil(rows / N)`` rows of dim 0.
 - *shard axis*: the N ranks over which one copy is sharded: all ranks, or with ``shard_size`` (HSDP) groups of that
   many consecutive ranks. The groups are replicas of each other along the *replicate axis*: gradients are
   reduce-scattered along the shard axis and all-reduced along the replicate axis.
@@ -67,7 +66,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.agree import broadcast_coalesced
 from lightning_zero.comm.peer_memory import PeerMemory
-from lightning_zero.comm.shards import local, shard_like
+from lightning_zero.comm.shards import gathered, local, shard_like, to_host
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engines.after_run import leave_states
 from lightning_zero.engines.base import Engine, undetached_state_dict
@@ -573,7 +572,7 @@ class Fsdp2Engine(Engine):
             if full:
                 self._transport.await_readers()
                 held = self.residency.held()
-                self._identity.release(full_state.gathered_for_good(self._groups))
+                self._identity.release(lambda shard: to_host(gathered(shard)))
                 for place, p in held:
                     place.copy_(p)
             else:  # no collectives: after an error other ranks may be gone

@@ -1,4 +1,4 @@
-"""Reads sharded and full state: for checkpoints, for reports of memory, and at the end of a run."""
+"""Reads sharded state: for checkpoints and for reports of memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.layout import map_tensors
-from lightning_zero.comm.shards import gathered, to_host
 from lightning_zero.engines.fsdp2 import private
 from lightning_zero.engines.fsdp2.identity import Identity
 from lightning_zero.engines.fsdp2.sharding import Sharded
@@ -44,26 +43,3 @@ def model_state(
         like = p in replicated or isinstance(value, DTensor)
         state.add("optimizer", value, place(value if like else identity.shards.get(p, p)))
     return state
-
-
-def gathered_for_good(groups: Iterable[private.Group]) -> Callable[[DTensor], Tensor]:
-    """Return a function from shards to full values on the CPU, in memory of their own.
-
-    The call with the first shard of a group gathers that group (collective). The groups must not be used again.
-    """
-    waiting = {p.sharded_param: group for group in groups for p in group.fsdp_params}
-    copies: dict[Tensor, Tensor] = {}
-
-    def value(shard: DTensor) -> Tensor:
-        if (group := waiting.get(shard)) is not None:
-            for p in group.fsdp_params:
-                del waiting[p.sharded_param]
-            copies.update(private.gather_for_good(group))
-        return _unpadded(copies.pop(shard)) if shard in copies else to_host(gathered(shard))
-
-    return value
-
-
-def _unpadded(full: Tensor) -> Tensor:
-    """Return ``full`` in a storage of exactly its size: the current storage may include padding of the shards."""
-    return full if full.untyped_storage().nbytes() == full.nbytes else full.clone()

@@ -3,9 +3,8 @@
 ``fully_shard`` replaces the user's parameter by one of its own between steps and by another inside steps. This module
 undoes both. The user's ``nn.Parameter``, with its class, attributes and hooks, *is* the gathered parameter
 (:func:`private.keep_registered`), so lists, sets, optimizers and averages that took it in ``__init__`` hold the live
-one. The parameter stays registered while it is resharded. Until somebody touches it
-(:mod:`~lightning_zero.engines.residency`) it is empty, or, where shards alias the copies, stale except for this rank's
-rows.
+one. The parameter stays registered while it is resharded; it is then empty until somebody touches it
+(:mod:`~lightning_zero.engines.residency`).
 
 Modules keep their class, and are copied and pickled as ordinary ones (:mod:`~lightning_zero.engines.plain_copies`).
 """

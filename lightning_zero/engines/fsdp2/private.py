@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from lightning_zero.errors import MovedError
-from lightning_zero.host import in_large_pages, mapped_apart
 from lightning_zero.private.check import Library, Needed, importing
 from lightning_zero.private.torch import (
     TESTED,
@@ -255,8 +254,7 @@ def keep_registered(group: Group, originals: Mapping[Tensor, nn.Parameter]) -> N
     """Make the user's parameters the gathered parameters, and keep them registered on their modules.
 
     ``fully_shard`` creates a gathered parameter once and keeps it; only its memory is allocated and freed. While the
-    group is sharded, a user's parameter is empty, or, if shards alias copies, its other rows are stale. Do not compute
-    with it while :func:`is_away` is true.
+    group is sharded, a user's parameter is empty: do not compute with it while :func:`is_away` is true.
 
     The groups must be initialized and sharded; ``originals`` maps sharded parameters to the user's.
     """
@@ -342,35 +340,29 @@ def fill_home(p: ShardedParam, values: Tensor) -> None:
 
 def is_kept(p: ShardedParam) -> bool:
     """Whether :func:`keep_memory` keeps the home allocated."""
-    return "is_kept" in vars(p)
+    return "free_unsharded_param" in vars(p)
 
 
 def keep_memory(p: ShardedParam) -> None:
     """Keep the home allocated until :func:`give_memory_up`, through gathers and reshards."""
-    if not is_kept(p):
-        p.is_kept = True
-        if p.free_unsharded_param is not _stay:
-            p.frees = vars(p).get("free_unsharded_param")
-            p.free_unsharded_param = _stay
+    p.free_unsharded_param = _stay
 
 
 def give_memory_up(home: Home) -> None:
     """Undo :func:`keep_memory`, when nobody holds a part of the home any more."""
-    p, own = home.param, home.param.__dict__
-    own.pop("is_kept", None)
-    if "frees" in own:
-        before = own.pop("frees")
-        own.pop("free_unsharded_param") if before is None else setattr(p, "free_unsharded_param", before)
-        if p.sharded_state is not UNSHARDED:
+    p = home.param
+    if is_kept(p):
+        del p.free_unsharded_param
+        if is_away(p):
             give_up(home)
 
 
 def give_up(home: Home) -> None:
-    """Free the home of a resharded parameter, unless it is kept or the shard aliases it."""
-    group, p = home
-    if p.free_unsharded_param is not _stay:
+    """Free the home of a resharded parameter, unless it is kept."""
+    p = home.param
+    if not is_kept(p):
         if not is_resizable(p):
-            _new_home(group, p)
+            _new_home(home)
         p.free_unsharded_param()
 
 
@@ -381,15 +373,12 @@ def is_resizable(p: ShardedParam) -> bool:
 
 def move_home(home: Home) -> None:
     """Give the parameter a new home and place it there; the previous memory is left to its holders."""
-    group, p = home
-    was_aliased = is_aliased(p) and p._sharded_param_data.numel()
-    _new_home(group, p)
-    if was_aliased:
-        _alias_shard(group, p)
+    _new_home(home)
     give_memory_up(home)
 
 
-def _new_home(group: Group, p: ShardedParam) -> None:
+def _new_home(home: Home) -> None:
+    group, p = home
     output, full = p.all_gather_outputs[0], p._unsharded_param
     lay_there = storage_key(full.untyped_storage()) == storage_key(output.untyped_storage())
     set_data(output, torch.empty_like(output))
@@ -405,8 +394,8 @@ def others_in(home: Home) -> int:
     storage = p.all_gather_outputs[0].untyped_storage()
     all_parts = group.__dict__.get("parts_of_outputs")
     parts = () if all_parts is None else all_parts[group.fsdp_params.index(p)]
-    own = [*p.all_gather_outputs, p.home, p._unsharded_param, p._sharded_param_data, p.sharded_param._local_tensor]
-    own += [*parts, *(part._base for part in parts[:1]), p._sharded_param_data._base]  # a view keeps its base
+    own = [*p.all_gather_outputs, p.home, p._unsharded_param, *parts]
+    own += [part._base for part in parts[:1]]  # a view keeps its base
     keys = [storage_key(t.untyped_storage()) for t in {id(t): t for t in own if t is not None}.values()]
     return users_of(storage) - keys.count(storage_key(storage))
 
@@ -637,19 +626,15 @@ def gather_in_place(group: Group, gather: Gather) -> None:
     @_outside_transforms
     def unshard(async_op: bool = False) -> None:
         # The same conditions as in FSDPParamGroup.unshard, which this replaces.
-        is_kept = group._training_state == type(group._training_state).PRE_BACKWARD and not group.unshard_in_backward
-        if group._all_gather_result is not None or group.is_unsharded or is_kept:
+        is_not_due = group._training_state == type(group._training_state).PRE_BACKWARD and not group.unshard_in_backward
+        if group._all_gather_result is not None or group.is_unsharded or is_not_due:
             return
         shards = [shard for (shard,) in _get_param_all_gather_inputs(params)]
-        with mapped_apart():
-            for p, shard in zip(params, shards, strict=True) if not outputs else ():
-                p.init_all_gather_outputs([shard.numel()], [shard.dtype], process_group.size(), group.device)
-                outputs.append(p.all_gather_outputs[0])
-            for p in params:
-                if p.free_unsharded_param is not _stay:
-                    p.alloc_all_gather_outputs()
-                    memory = p.all_gather_outputs[0].untyped_storage()
-                    in_large_pages(memory.data_ptr(), memory.nbytes())
+        for p, shard in zip(params, shards, strict=True) if not outputs else ():
+            p.init_all_gather_outputs([shard.numel()], [shard.dtype], process_group.size(), group.device)
+            outputs.append(p.all_gather_outputs[0])
+        for p in params:
+            p.alloc_all_gather_outputs()
         parts = group.__dict__.get("parts_of_outputs")
         if parts is None:
             parts = group.parts_of_outputs = [output.detach().chunk(process_group.size()) for output in outputs]
@@ -681,30 +666,6 @@ def gather_in_place(group: Group, gather: Gather) -> None:
     group.finalize_backward = finalize_backward
 
 
-def alias_shards(group: Group) -> None:
-    """Make each shard alias its part of the gathered copy, which then stays allocated, if both have the same dtype.
-
-    The groups must gather in place, so that a gather fills only the other parts. While the group is sharded, the other
-    parts are stale.
-    """
-    for p in group.fsdp_params:
-        data = p._sharded_param_data
-        if not data.numel() or (p.param_dtype or data.dtype) != data.dtype:
-            continue
-        p.init_all_gather_outputs([data.numel()], [data.dtype], group.mesh_info.shard_mesh_size, data.device)
-        _alias_shard(group, p)
-        p.free_unsharded_param = _stay
-
-
-def _alias_shard(group: Group, p: ShardedParam) -> None:
-    data, rows = p._sharded_param_data, p.sharded_param._local_tensor.shape[0]
-    parts = p.all_gather_outputs[0].data.chunk(group.mesh_info.shard_mesh_size)
-    part = parts[group.mesh_info.shard_mesh_rank]  # .data: no shared version with the copy
-    part.copy_(data)
-    p._sharded_param_data = part
-    p.sharded_param._local_tensor = part.view(p.padded_sharded_param_size)[:rows]
-
-
 def move_shards(group: Group, move: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
     """Replace the flat shards by ``move(flat shards)``, copies in other memory; return the new local tensors.
 
@@ -728,26 +689,7 @@ def drop_shard(p: ShardedParam) -> None:
 
 
 def _stay(*unused: Any) -> None:
-    """Do nothing; replaces methods that would free an aliased copy, reshard, or register another parameter."""
-
-
-def is_aliased(p: ShardedParam) -> bool:
-    """Whether the shard aliases the gathered copy; false if user code has replaced its tensor."""
-    data = p._sharded_param_data
-    place = data.untyped_storage().data_ptr()  # 0 for tensors without memory: freed copies, fake tensors
-    return not data.numel() or any(place == copy.untyped_storage().data_ptr() != 0 for copy in p.all_gather_outputs)
-
-
-def gather_for_good(group: Group) -> dict[Tensor, Tensor]:
-    """Gather the copies that shards alias (collective); return sharded parameters -> full values.
-
-    The group must not be used again.
-    """
-    kept = [p for p in group.fsdp_params if p._sharded_param_data.numel() and is_aliased(p)]
-    if kept:
-        group.unshard()
-        group.wait_for_unshard()
-    return {p.sharded_param: p._unsharded_param.data for p in kept}
+    """Do nothing; replaces methods that would free memory, reshard, or register another parameter."""
 
 
 @contextmanager
@@ -808,10 +750,8 @@ def has_grad(p: ShardedParam) -> bool:
 
 
 def full_bytes(p: ShardedParam) -> tuple[int, int]:
-    """Return the allocated bytes of the gathered copy, without an aliased shard, and of full gradients."""
+    """Return the allocated bytes of the gathered copy and of full gradients."""
     copies = sum(t.untyped_storage().nbytes() for t in p.all_gather_outputs)
-    if is_aliased(p):
-        copies -= p._sharded_param_data.nbytes
     if not hasattr(p, "_unsharded_param"):
         return copies, 0
     return copies, sum(g.numel() * g.element_size() for g in _full_grads(p))

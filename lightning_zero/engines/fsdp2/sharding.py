@@ -154,7 +154,7 @@ def shard_units(plan: ShardPlan, transport: Transport, files: FileShards | None 
     transport.install(sharded.units)  # before give_class_back: it may call methods of FSDPModule
     for target in sharded.units:
         private.give_class_back(target)
-    private.init_now(sharded.root)  # before start, which may alias shards: it moves them to their final memory
+    private.init_now(sharded.root)
     transport.start(sharded.units, sharded.names)
     return sharded
 
