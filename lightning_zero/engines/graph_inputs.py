@@ -42,7 +42,7 @@ class GraphInputs:
         """Calls ``graph(*args)``, which computes with ``params``."""
         given = [p for p in params if id(p) in self._own]
         gradients = [value for value in args if type(value) is Resharded]
-        # Modes and guarded classes intercept user code; the graph's operators are not user code.
+        # The mode intercepts user code; the graph's operators are not user code.
         with DisableTorchFunction():
             if given or gradients:
                 self._residency.touch([*given, *gradients], brings=torch.is_grad_enabled())

@@ -50,7 +50,7 @@ This is the path of an accelerator, and of the CPU with ``transport="torch"``: c
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
 from itertools import chain
@@ -192,10 +192,10 @@ class Fsdp2Engine(Engine):
         memories = Memories()
         names: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
         store = Fsdp2Store(self._identity.own, self._groups, self._assigned, self._writes, memories, names, self)
-        self.reside(store, lambda: self._phase is Phase.BETWEEN, memories, self._identity.shards)
+        self.reside(store, lambda: self._phase is Phase.BETWEEN, memories)
         self._assigned.residency = self.residency
-        self._outstanding = OutstandingViews(store.keep_home, self.guards.watch_all, self._writes.data_is_taken)
-        self._drops_after_forward = self.config.stage == 3 and self.mesh["shard"].size() > 1
+        self._outstanding = OutstandingViews(store.keep_home, self._writes.data_is_taken)
+        self._drops_after_forward = self.config.stage == 3
         self._other_paths = OtherPaths(sharded.units, self._identity, self._is_in_step)
 
     def _register_hooks(self, sharded: Sharded) -> None:
@@ -281,10 +281,8 @@ class Fsdp2Engine(Engine):
     def _in(self, phase: Phase) -> Iterator[None]:
         before = self._phase
         self._begin(phase)
-        quietly = self.guards.instead_of_mode() if phase in (Phase.STEP, Phase.BACKWARD) else nullcontext()
         try:
-            with quietly:
-                yield
+            yield
         finally:
             self._begin(before)
 

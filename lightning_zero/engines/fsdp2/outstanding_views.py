@@ -22,17 +22,11 @@ class OutstandingViews:
 
     Args:
         keep: Called with the key and slot of a parameter whose memory must stay allocated.
-        watch: Called when such memory exists inside a step.
         written: Called with a parameter that may have been written to without a change of its version.
     """
 
-    def __init__(
-        self,
-        keep: Callable[[int, int], None],
-        watch: Callable[[], None],
-        written: Callable[[Tensor], None],
-    ) -> None:
-        self._keep, self._watch, self._written = keep, watch, written
+    def __init__(self, keep: Callable[[int, int], None], written: Callable[[Tensor], None]) -> None:
+        self._keep, self._written = keep, written
         self._taken: dict[int, list[weakref.ref[Tensor]]] = {}  # by id of the ShardedParam
 
     def take(self, params: Sequence[Tensor], result: Any, own: Mapping[int, private.ShardedParam]) -> None:
@@ -43,11 +37,9 @@ class OutstandingViews:
     def dropped(self, key: int, group: private.Group) -> None:
         """Keep the memory of parameters with held views; ``group`` is about to be dropped."""
         on_host = group.device.type == "cpu"
-        found = [slot for slot, p in enumerate(group.fsdp_params) if self._is_held(group, p, on_host)]
-        for slot in found:
-            self._keep(key, slot)
-        if found:
-            self._watch()
+        for slot, p in enumerate(group.fsdp_params):
+            if self._is_held(group, p, on_host):
+                self._keep(key, slot)
 
     def _is_held(self, group: private.Group, p: private.ShardedParam, on_host: bool) -> bool:
         taken = self._taken.pop(id(p), None) if self._taken else None
