@@ -22,9 +22,8 @@ from lightning_zero.comm.barrier import Barrier
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.comm.shards import gathered, gathered_on_rank_0
 from lightning_zero.config import ZeroConfig
+from lightning_zero.engines import graphs
 from lightning_zero.engines.gradients import clamp, scale_to_norm, sum_of_squares
-from lightning_zero.engines.graph_inputs import GraphInputs
-from lightning_zero.engines.graphs import outside_graphs
 from lightning_zero.engines.hooks import UserHooks
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.optimizer_step import ShardedStep
@@ -178,11 +177,11 @@ class Engine(ABC):
         barrier = Barrier(agreement, self.peer_memory) if waits and agreement is not None else None
         budget = budget_bytes(self.config.hook_budget_bytes, self.device, agreement)
         self.residency = Residency(store, is_between, barrier, memories, budget)
-        self._graphs = GraphInputs(store.own, self.residency)
+        graphs.begin(self.residency)
         self._end_transforms = translate_transformed(self.residency.before_transform)
 
     def end_residency(self) -> None:
-        self._graphs.end()
+        graphs.end(self.residency)
         self._end_transforms()
 
     def view(self) -> Mode:
@@ -209,7 +208,7 @@ class Engine(ABC):
     def reshard(self) -> None:
         """Puts the shards back onto the module, so that reads and writes by user code reach them."""
 
-    @outside_graphs
+    @graphs.outside_graphs
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Runs ``optimizer.step`` on this rank's shards, or on full tensors if the optimizer needs those."""
         try:

@@ -59,6 +59,7 @@ from lightning_zero.host import available_host_bytes
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
+    Graph,
     as_traced,
     backwards_inside,
     never_a_frame,
@@ -503,6 +504,22 @@ class Residency:
             self.computed(touched, result, func, first)
         return result
 
+    def owns(self, p: Tensor) -> bool:
+        """Whether ``p`` is one of the run's parameters, and not full in memory of its own."""
+        return id(p) in self._store.own
+
+    def call_graph(self, graph: Graph, args: tuple[Any, ...], params: Sequence[Tensor]) -> Any:
+        """Calls ``graph(*args)``, one of Dynamo's graphs, which computes with ``params``."""
+        given = [p for p in params if self.owns(p)]
+        gradients = [value for value in args if type(value) is Resharded]
+        with DisableTorchFunction():  # the mode intercepts user code; the graph's operators are not user code
+            if given or gradients:
+                self.touch([*given, *gradients], brings=torch.is_grad_enabled())
+            result = graph(*args)
+            if given:
+                self.computed(given, result)
+        return result
+
     def _of_a_parameter(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         store, p = self._store, args[0]
         if func == _GRAD.__get__:
@@ -787,7 +804,7 @@ class Resharded(Tensor):
     @classmethod
     @never_a_frame
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():  # GraphInputs opens the inputs when the graph runs
+        if torch.compiler.is_compiling():  # call_graph opens the inputs when the graph runs
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         for value in tensors_in((*args, *(kwargs or {}).values())):
