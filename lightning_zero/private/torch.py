@@ -159,8 +159,6 @@ but torch 2.14 warns unless it is told."""
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Counter that grows with each in-place write to a tensor or a view of it; torch's notes on autograd describe it."""
-base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-"""The base tensor of a view. The public ``Tensor.is_view`` does not name it."""
 local_tensor: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 """The shard of a ``DTensor`` itself; autograd records the public ``to_local()``, which is ten times slower."""
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
