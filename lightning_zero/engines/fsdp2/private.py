@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
+from lightning_zero.host import in_large_pages
 from lightning_zero.private.check import Library, Needed, importing
 from lightning_zero.private.torch import (
     TESTED,
@@ -623,6 +624,8 @@ def gather_in_place(group: Group, gather: Gather) -> None:
             outputs.append(p.all_gather_outputs[0])
         for p in params:
             p.alloc_all_gather_outputs()
+            memory = p.all_gather_outputs[0].untyped_storage()
+            in_large_pages(memory.data_ptr(), memory.nbytes())
         parts = group.__dict__.get("parts_of_outputs")
         if parts is None:
             parts = group.parts_of_outputs = [output.detach().chunk(process_group.size()) for output in outputs]
