@@ -22,14 +22,13 @@ from lightning_zero.comm.barrier import Barrier
 from lightning_zero.comm.peer_memory import PeerMemory
 from lightning_zero.comm.shards import gathered, gathered_on_rank_0, to_host
 from lightning_zero.config import ZeroConfig
+from lightning_zero.engines import graphs
 from lightning_zero.engines.gradients import clamp, scale_to_norm, sum_of_squares
-from lightning_zero.engines.graph_inputs import GraphInputs
-from lightning_zero.engines.graphs import outside_graphs
 from lightning_zero.engines.hooks import UserHooks
 from lightning_zero.engines.model_state import ModelState
 from lightning_zero.engines.optimizer_step import ShardedStep
 from lightning_zero.engines.precision import DtypePolicy
-from lightning_zero.engines.residency import Guards, Memories, Mode, Residency, Store, budget_bytes
+from lightning_zero.engines.residency import Memories, Mode, Residency, Store, budget_bytes
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     has_accumulation_hooks,
@@ -171,21 +170,18 @@ class Engine(ABC):
         """Takes the optimizers of a fit (none in other loops). ``trainer`` holds the Trainer's settings for precision,
         accumulation and clipping, under the names of ``deepspeed_config.RunFacts``."""
 
-    def reside(
-        self, store: Store, is_between: Callable[[], bool], memories: Memories, parameters: Iterable[Tensor]
-    ) -> None:
-        """Gathers ``parameters`` when user code touches them, from now until :meth:`end_residency`."""
+    def reside(self, store: Store, is_between: Callable[[], bool], memories: Memories) -> None:
+        """Gathers the parameters of ``store`` when user code touches them, from now until :meth:`end_residency`."""
         agreement = run_agreement()  # None in a loop without a Trainer, where all ranks make the same reads
         waits = agreement is not None and dist.get_world_size() > 1
         barrier = Barrier(agreement, self.peer_memory) if waits and agreement is not None else None
         budget = budget_bytes(self.config.hook_budget_bytes, self.device, agreement)
         self.residency = Residency(store, is_between, barrier, memories, budget)
-        self.guards = Guards(self.residency, parameters)
-        self._graphs = GraphInputs(store.own, self.residency)
+        graphs.begin(self.residency)
         self._end_transforms = translate_transformed(self.residency.before_transform)
 
     def end_residency(self) -> None:
-        self._graphs.end()
+        graphs.end(self.residency)
         self._end_transforms()
 
     def view(self) -> Mode:
@@ -212,7 +208,7 @@ class Engine(ABC):
     def reshard(self) -> None:
         """Puts the shards back onto the module, so that reads and writes by user code reach them."""
 
-    @outside_graphs
+    @graphs.outside_graphs
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Runs ``optimizer.step`` on this rank's shards, or on full tensors if the optimizer needs those."""
         try:

@@ -1,7 +1,11 @@
 """Intercepts calls of Dynamo's graphs that take parameters: the layer between Dynamo and the current run's engine.
 
-A graph's operators read memory directly, so calls are intercepted graph by graph. Code is compiled once per process and
-reused in all runs, so this layer also exists once per process.
+Dynamo passes a module's parameters to its graphs as inputs. The units' hooks run between graphs, so a running unit's
+parameters are gathered. Other code may use any parameter at any time: a penalty over ``parameters()``, another unit's
+weight, a moving average in a hook. A graph's operators read memory directly, and a resharded parameter's memory is
+empty. Therefore the current run (:mod:`~lightning_zero.engines.residency`) calls each graph and touches its inputs
+first; at ``.grad`` and ``.data`` of a parameter a graph ends. Code is compiled once per process and reused in all runs,
+so this layer also exists once per process.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ class Inputs(Protocol):
     def owns(self, p: Tensor) -> bool:
         """Whether the engine manages ``p``; ``False`` while all parameters are full in memory of their own."""
 
-    def call(self, graph: Graph, args: tuple[Any, ...], params: Sequence[nn.Parameter]) -> Any:
+    def call_graph(self, graph: Graph, args: tuple[Any, ...], params: Sequence[nn.Parameter]) -> Any:
         """Calls ``graph(*args)``, which computes with ``params``."""
 
 
@@ -76,7 +80,7 @@ def _seen_to(module: Any, graph: Graph) -> Graph:
             return graph(*args)
         if places is None:
             places = [i for i, value in enumerate(args) if isinstance(value, nn.Parameter)]
-        return _Process.inputs.call(graph, args, [*(args[place] for place in places), *held])
+        return _Process.inputs.call_graph(graph, args, [*(args[place] for place in places), *held])
 
     return call
 

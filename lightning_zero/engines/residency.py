@@ -24,16 +24,13 @@ until its unit or the engine runs next.
 [One rank alone] may open a key between steps: the other ranks send their shards when they reach the end of the window
 (:mod:`lightning_zero.comm.barrier`). Inside a step all ranks run the same code.
 
-[Interception] Between steps :class:`Mode` intercepts every torch call. Inside a step :class:`Guards` gives parameters a
-*guarded class*, a subclass of their own class with the same name, so that only calls with a parameter are intercepted.
-If the process has compiled code, the mode stays on, because Dynamo handles plain classes best.
+[Interception] :class:`Mode` intercepts every torch call of user code.
 
 An engine provides a :class:`Store`; this file depends on nothing else of it.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -62,21 +59,15 @@ from lightning_zero.host import available_host_bytes
 from lightning_zero.private.torch import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
+    Graph,
     as_traced,
     backwards_inside,
-    disabled_torch_function,
-    has_compiled,
-    in_backward,
     never_a_frame,
     outside_transforms,
     pause_dynamo,
-    put_below,
-    set_torch_function,
     storage_behind,
     storage_key,
-    torch_function_of,
     users_of,
-    without_modes,
 )
 
 BUDGET_BYTES = 1 << 30
@@ -123,8 +114,8 @@ _OF_A_PARAMETER: frozenset[Any] = frozenset(
     [_GRAD.__get__, *_ASSIGN_GRAD, *_SET_REQUIRES_GRAD, _DATA.__get__, _DATA.__set__]
 )
 """Functions that need other code for a user parameter than for a plain tensor."""
-_LOOKED_AT = _OF_A_PARAMETER | BACKWARDS | IN_PLACE_COLLECTIVES
-"""Functions that never take the fast path of :meth:`Residency.passes`."""
+_PLAIN = frozenset([Tensor, int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size])
+"""Types of arguments of most calls; none of them is or holds a parameter."""
 _WITHOUT_GRAPH = (_DATA.__get__, Tensor.detach)
 
 
@@ -477,6 +468,8 @@ class Residency:
         if func in BACKWARDS:
             with backwards_inside(self.mode):
                 return self._store.backward(func, lambda: func(*args, **kwargs))
+        if _PLAIN.issuperset(map(type, args)) and not (kwargs or self._memories or func in IN_PLACE_COLLECTIVES):
+            return func(*args)
         if id(first) in own and (func in _OF_A_PARAMETER or func.__name__ == "register_post_accumulate_grad_hook"):
             return self._of_a_parameter(func, args, kwargs)
         name = func.__name__
@@ -509,6 +502,22 @@ class Residency:
             if func is Tensor.detach:
                 self._store.aliased(args[0], result)
             self.computed(touched, result, func, first)
+        return result
+
+    def owns(self, p: Tensor) -> bool:
+        """Whether ``p`` is one of the run's parameters, and not full in memory of its own."""
+        return id(p) in self._store.own
+
+    def call_graph(self, graph: Graph, args: tuple[Any, ...], params: Sequence[Tensor]) -> Any:
+        """Calls ``graph(*args)``, one of Dynamo's graphs, which computes with ``params``."""
+        given = [p for p in params if self.owns(p)]
+        gradients = [value for value in args if type(value) is Resharded]
+        with DisableTorchFunction():  # the mode intercepts user code; the graph's operators are not user code
+            if given or gradients:
+                self.touch([*given, *gradients], brings=torch.is_grad_enabled())
+            result = graph(*args)
+            if given:
+                self.computed(given, result)
         return result
 
     def _of_a_parameter(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -682,35 +691,6 @@ class Residency:
             )
         self.touch(params)
 
-    def passes(self, func: Callable[..., Any], args: Sequence[Any]) -> bool:
-        """Fast path: whether the call has only plain tensors and gathered parameters, as most calls have. The caller
-        must call :meth:`notice` afterwards."""
-        if func in _LOOKED_AT:
-            return False
-        own, is_there = self._store.own, self._store.is_there
-        for value in args:
-            if type(value) is Tensor:
-                continue
-            if id(value) in own:
-                if not is_there(value):
-                    return False
-            elif isinstance(value, (DTensor, Resharded, list, tuple)):
-                return False
-        return not self._memories.kept
-
-    def notice(self, func: Callable[..., Any], args: Sequence[Any], result: Any) -> None:
-        """Does what :meth:`call` does after the function, for a call that :meth:`passes`."""
-        aliases = may_alias(func)
-        if aliases or torch.is_grad_enabled():
-            own = self._store.own
-            if params := [value for value in args if id(value) in own]:
-                self._store.used(params, result, aliases, args[0])
-
-    @property
-    def watches_plain_tensors(self) -> bool:
-        """Whether calls without a parameter must be intercepted, because user code holds memory of a parameter."""
-        return bool(self._memories)
-
 
 class _NoParameters:
     """A :class:`Store` of shards without parameters."""
@@ -824,7 +804,7 @@ class Resharded(Tensor):
     @classmethod
     @never_a_frame
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():  # GraphInputs opens the inputs when the graph runs
+        if torch.compiler.is_compiling():  # call_graph opens the inputs when the graph runs
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         for value in tensors_in((*args, *(kwargs or {}).values())):
@@ -859,143 +839,3 @@ class Mode(TorchFunctionMode):
             return self._residency.call(func, args, kwargs or {})
         finally:
             pause_dynamo(before)
-
-
-class Guards:
-    """Passes torch calls with parameters to ``residency`` through the parameters' class, instead of its mode.
-
-    Args:
-        parameters: The user's parameters.
-    """
-
-    def __init__(self, residency: Residency, parameters: Iterable[Tensor]) -> None:
-        self._residency = residency
-        self._parameters = list(parameters)
-        self._guarded = {kind: guarded(kind, self._ask) for kind in {type(p) for p in self._parameters}}
-        self._plain = {guarded: kind for kind, guarded in self._guarded.items()}
-        # torch functions that are written in Python list plain tensors among the types, too
-        self._ours = frozenset([*self._plain, *self._guarded, DTensor, Tensor, Resharded])
-        # A parameter class with its own __torch_function__ must keep it: then the mode stays on
-        self._possible = all(torch_function_of(kind) is disabled_torch_function for kind in self._guarded)
-        self._on = self._has_mode = False
-        self._thread: threading.Thread | None = None
-
-    @contextmanager
-    def instead_of_mode(self) -> Iterator[None]:
-        """Context of a step, in which the guarded classes replace the mode."""
-        is_needed = self._has_mode or self._residency.watches_plain_tensors
-        if self._on or is_needed or not self._possible or has_compiled():
-            yield
-            return
-        with without_modes(Mode):
-            self._set(True, self._parameters)
-            try:
-                yield
-            finally:
-                self._set(False, self._parameters)
-                self._has_mode = False
-
-    def watch_all(self) -> None:
-        """Intercepts all calls by the mode for the rest of the current step, because plain tensors now share a
-        parameter's memory."""
-        if self._on:
-            self._set(False, self._parameters)
-            put_below(self._residency.mode)
-            self._has_mode = True
-
-    @contextmanager
-    def _lifted(self, parameters: Iterable[Any]) -> Iterator[None]:
-        parameters = [p for p in parameters if type(p) in self._plain]
-        self._set(False, parameters)
-        try:
-            yield
-        finally:
-            if not self._has_mode:
-                self._set(True, parameters)
-
-    def _set(self, on: bool, parameters: Iterable[Tensor]) -> None:
-        self._on, self._thread = on, threading.current_thread()
-        classes = self._guarded if on else self._plain
-        for p in parameters:
-            p.__class__ = classes.get(type(p), type(p))
-        set_torch_function(DTensor, self._ask_of_shard if on else disabled_torch_function)
-
-    def _ask(self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any], kwargs: Any) -> Any:
-        residency = self._residency
-        ours = self._ours.issuperset(types)
-        values = (*args, *kwargs.values()) if kwargs else args
-        if ours and residency.passes(func, values):
-            with DisableTorchFunctionSubclass():
-                try:
-                    result = func(*args, **(kwargs or {}))
-                except TypeError:  # raised by make_fx, which supports only plain parameters
-                    refuse_tracing()
-                    raise
-                residency.notice(func, values, result)
-            return result
-        if func in BACKWARDS:  # hooks of user code run inside
-            with self._lifted(self._parameters):
-                return residency.call(func, args, kwargs or {})
-        if not ours:  # another tensor class's __torch_function__ must run, too
-            with self._lifted(_each((args, kwargs))):
-                return residency.call(func, args, kwargs or {})
-        with DisableTorchFunctionSubclass():
-            return residency.call(func, args, kwargs or {})
-
-    def _ask_of_shard(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if threading.current_thread() is not self._thread and not in_backward():  # modes are per thread, too
-            with DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return self._ask(func, types, args, kwargs)
-
-
-def _each(value: Any) -> Iterator[Any]:
-    """Yields the leaves of a call's arguments."""
-    if isinstance(value, (list, tuple, dict)):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _each(inner)
-    else:
-        yield value
-
-
-def guarded(kind: Any, ask: Callable[..., Any]) -> Any:
-    """Returns a subclass of ``kind`` with the same name, whose torch calls go to ``ask``. Copies and pickles are of
-    ``kind``."""
-
-    @never_a_frame
-    def asked(
-        cls: type, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if torch.compiler.is_compiling():
-            with DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        before = pause_dynamo(None)
-        try:
-            return ask(func, types, args, kwargs)
-        finally:
-            pause_dynamo(before)
-
-    def copied(self: Any, memo: dict[int, Any]) -> Any:
-        copy = kind.__deepcopy__(self, memo)
-        copy.__class__ = kind
-        return copy
-
-    def reduced(self: Any, protocol: Any) -> Any:
-        return _with_kind(kind.__reduce_ex__(self, protocol))
-
-    def _with_kind(value: Any) -> Any:
-        if type(value) is tuple:
-            return tuple(map(_with_kind, value))
-        return kind if value is made else value
-
-    table = {
-        "__torch_function__": classmethod(asked),
-        "__deepcopy__": copied,
-        "__reduce_ex__": reduced,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-    }
-    made: Any = type(kind)(kind.__name__, (kind,), table)
-    return made

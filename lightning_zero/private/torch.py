@@ -55,12 +55,8 @@ TORCH = Library(
         Needed("torch:Tensor._make_subclass"),
         Needed("torch.optim.optimizer:Optimizer._patch_step_function", stores="hooked"),
         Needed("torch.optim.lr_scheduler:LRScheduler", stores="_wrapped_by_lr_sched"),
-        Needed("torch:_C._len_torch_function_stack"),
         Needed("torch:_C._len_torch_dispatch_stack"),
         Needed("torch:_C._current_graph_task_id"),
-        Needed("torch:_C._pop_torch_function_stack"),
-        Needed("torch:_C._push_on_torch_function_stack"),
-        Needed("torch._dynamo.eval_frame:cached_backends"),
         Needed("torch._dynamo:reset_code_caches", takes=""),
         Needed("torch:_C._dynamo.eval_frame.set_eval_frame"),
         Needed("torch._dynamo.eval_frame:skip_code", takes="code"),
@@ -163,8 +159,6 @@ but torch 2.14 warns unless it is told."""
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Counter that grows with each in-place write to a tensor or a view of it; torch's notes on autograd describe it."""
-base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
-"""The base tensor of a view. The public ``Tensor.is_view`` does not name it."""
 local_tensor: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 """The shard of a ``DTensor`` itself; autograd records the public ``to_local()``, which is ten times slower."""
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
@@ -215,38 +209,6 @@ def convert(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Replaces each tensor ``t`` by ``function(t)``, as ``module.to`` does. Modules may override ``_apply`` to convert
     tensors that are neither parameters nor buffers."""
     module._apply(function)
-
-
-def torch_function_of(kind: Any) -> Any:
-    """Returns ``kind.__torch_function__``, which torch's type annotations omit."""
-    return kind.__torch_function__
-
-
-def set_torch_function(kind: Any, function: Any) -> None:
-    """Lets torch functions called with an instance of ``kind`` call ``function``. Torch looks it up at each call."""
-    kind.__torch_function__ = staticmethod(function)
-
-
-@contextmanager
-def without_modes(kind: type[TorchFunctionMode]) -> Iterator[None]:
-    """Deactivates every ``TorchFunctionMode`` of ``kind``; other modes stay, in their order."""
-    before = _exchange_modes(lambda modes: [mode for mode in modes if not isinstance(mode, kind)])
-    try:
-        yield
-    finally:
-        _exchange_modes(lambda modes: before)
-
-
-def put_below(mode: TorchFunctionMode) -> None:
-    """Activates ``mode`` below the modes of user code, until the previous modes are restored."""
-    _exchange_modes(lambda modes: [mode, *modes])
-
-
-def _exchange_modes(choose: Callable[[list[TorchFunctionMode]], list[TorchFunctionMode]]) -> list[TorchFunctionMode]:
-    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())][::-1]
-    for mode in choose(modes):
-        torch._C._push_on_torch_function_stack(mode)
-    return modes
 
 
 @contextmanager
@@ -361,12 +323,6 @@ def as_traced(func: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that a mode must call for ``func`` while Dynamo traces. ``Tensor.unflatten`` is Python code
     that calls ``super()``, which would break the graph (torch 2.13)."""
     return torch.unflatten if func is Tensor.unflatten else func
-
-
-def has_compiled() -> bool:
-    """Whether ``torch.compile`` was used in this process since Dynamo was reset; there is no public way to ask."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and any(backend is not None for backend in dynamo.cached_backends.values())
 
 
 def outside_transforms() -> AbstractContextManager[object]:

@@ -167,9 +167,8 @@ class DeepSpeedEngine(Engine):
         self._store = DeepSpeedStore(
             params, self._under_way, memories, self._gradients, self.backward, self._order.gathers
         )
-        self.reside(self._store, self._under_way.is_between, memories, params.held)
+        self.reside(self._store, self._under_way.is_between, memories)
         self._store.residency = self.residency
-        self._store.watch = self.guards.watch_all
 
     def attach(self, optimizers: list[Optimizer], trainer: Mapping[str, Any]) -> None:
         """Hands the module to DeepSpeed, grouped as ``optimizers`` group its parameters."""
@@ -277,7 +276,6 @@ class DeepSpeedEngine(Engine):
     def _in(self, phase: Phase) -> Iterator[None]:
         with ExitStack() as contexts:
             contexts.enter_context(self._under_way.during(phase))
-            contexts.enter_context(self.guards.instead_of_mode())
             if self._stage3:
                 contexts.enter_context(private.linear_without_weights())
                 # When a checkpoint recomputes, DeepSpeed's hooks must run after modules as well as before them.

@@ -52,8 +52,6 @@ class DeepSpeedStore:
     Attributes:
         residency: Must be set by the creator of the store.
         is_keeping: Whether parameters have been gathered for the rest of the step. Reset by the engine.
-        watch: Set by the engine. Called when user code holds a parameter's memory inside a step, so that calls on plain
-            tensors must be intercepted as well.
 
     Args:
         params: The module's parameters, with masters and gradients once an optimizer is attached.
@@ -65,7 +63,6 @@ class DeepSpeedStore:
     residency: Residency
     only_brings = True
     is_keeping = False
-    watch: Callable[[], None]
 
     def __init__(
         self,
@@ -310,8 +307,6 @@ class DeepSpeedStore:
         taken = self._taken.pop(key, None) if self._taken else None
         if self._homes.pop(key, None) is not None or (taken is not None and _is_held(p, taken)):
             self._memories.keep(key, 0, p.data)
-            if Phase.STEP in self._under_way:
-                self.watch()
 
     def _go_where_it_is_held(self, p: Tensor) -> None:
         """Moves ``p`` into memory of it that user code holds, so that views and parameter share values."""

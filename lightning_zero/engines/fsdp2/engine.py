@@ -50,7 +50,7 @@ This is the path of an accelerator, and of the CPU with ``transport="torch"``: c
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
 from itertools import chain
@@ -77,7 +77,6 @@ from lightning_zero.engines.fsdp2.cpu import Direct
 from lightning_zero.engines.fsdp2.files import FileShards
 from lightning_zero.engines.fsdp2.identity import Identity
 from lightning_zero.engines.fsdp2.other_paths import OtherPaths
-from lightning_zero.engines.fsdp2.outstanding_views import OutstandingViews
 from lightning_zero.engines.fsdp2.parts import Rows
 from lightning_zero.engines.fsdp2.sharding import (
     Sharded,
@@ -194,10 +193,10 @@ class Fsdp2Engine(Engine):
         names: dict[Tensor, str] = {p: name for name, p in self.module.named_parameters()}
         store = Fsdp2Store(self._identity.own, self._groups, self._assigned, self._writes, memories, names, self)
         self._store = store
-        self.reside(store, lambda: self._phase is Phase.BETWEEN, memories, self._identity.shards)
+        self.reside(store, lambda: self._phase is Phase.BETWEEN, memories)
         self._assigned.residency = self.residency
-        self._outstanding = OutstandingViews(store.keep_home, self.guards.watch_all, self._writes.data_is_taken)
-        self._drops_after_forward = self.config.stage == 3 and self.mesh["shard"].size() > 1
+        self._writes.keep = store.keep_home
+        self._drops_after_forward = self.config.stage == 3
         self._other_paths = OtherPaths(sharded.units, self._identity, self._is_in_step)
 
     def _register_hooks(self, sharded: Sharded) -> None:
@@ -232,8 +231,7 @@ class Fsdp2Engine(Engine):
             self._files.before_gather(group)
 
     def _before_reshard(self, key: int, group: private.Group) -> None:
-        self._outstanding.dropped(key, group)
-        self._writes.store(key, group)
+        self._writes.dropped(key, group)
         if self._files is not None:
             self._files.after_use(group)
 
@@ -256,7 +254,7 @@ class Fsdp2Engine(Engine):
 
     def used(self, params: Sequence[Tensor], result: Any, aliases: bool, first: Any) -> None:
         if aliases:
-            self._outstanding.take(params, result, self._identity.own)
+            self._writes.views_are_taken(params, result, self._identity.own)
         if self._drops_after_forward and torch.is_grad_enabled():
             nodes = [t.grad_fn for t in tensors_in((result,)) if t.grad_fn is not None]
             if nodes:
@@ -297,10 +295,8 @@ class Fsdp2Engine(Engine):
     def _in(self, phase: Phase) -> Iterator[None]:
         before = self._phase
         self._begin(phase)
-        quietly = self.guards.instead_of_mode() if phase in (Phase.STEP, Phase.BACKWARD) else nullcontext()
         try:
-            with quietly:
-                yield
+            yield
         finally:
             self._begin(before)
 

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
-from lightning_zero.errors import MovedError
+from lightning_zero.host import in_large_pages
 from lightning_zero.private.check import Library, Needed, importing
 from lightning_zero.private.torch import (
     TESTED,
@@ -34,7 +34,7 @@ from lightning_zero.private.torch import (
     users_of,
 )
 
-_HOME, _FUNCTION = "torch.distributed.fsdp._fully_shard", "RegisterPostBackwardFunction"
+_HOME = "torch.distributed.fsdp._fully_shard"
 _GROUP, _PARAM = f"{_HOME}._fsdp_param_group:FSDPParamGroup", f"{_HOME}._fsdp_param:FSDPParam"
 _WAITS_APART = VERSION < (2, 15)
 """Whether gradients of earlier micro-batches wait for their reduction in ``unsharded_accumulated_grad``, in the dtype
@@ -43,7 +43,7 @@ FULLY_SHARD = Library(
     "torch",
     TESTED,
     (
-        Needed(f"{_HOME}._fsdp_param_group:{_FUNCTION}.generate_vmap_rule"),
+        Needed(f"{_HOME}._fsdp_param_group:RegisterPostBackwardFunction.generate_vmap_rule"),
         Needed(f"{_GROUP}._register_post_backward_hook", takes="self, args, kwargs"),
         Needed(f"{_GROUP}.post_backward", takes="self", stores="reduce_grads all_reduce_grads"),
         Needed(f"{_GROUP}.pre_backward", takes="self, default_prefetch"),
@@ -543,56 +543,45 @@ def _let_inputs_change(group: Group) -> None:
     and a hook on their gradients ends the group's part as well. If the unit writes to all inputs, the group's part ends
     with the backward.
     """
-    original = type(group)._register_post_backward_hook
-    if _FUNCTION not in original.__code__.co_names:
-        raise MovedError(
-            f"torch {torch.__version__}: fully_shard no longer ends a unit's backward by {_FUNCTION}, so units could"
-            f" not change their inputs in place: use 'torch{TESTED}', which was tested."
-        )
-    names = {**original.__globals__, _FUNCTION: _Views}
-    with_views = MethodType(FunctionType(original.__code__, names), group)
 
     def register(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _in_the_same((args, kwargs), with_views(args, kwargs))
+        inputs: dict[int, Tensor] = {}
+        if torch.is_grad_enabled():
+            _map_tensors(lambda t: inputs.setdefault(id(t), t) if t.requires_grad else t, (args, kwargs))
+        if not inputs:
+            return args, kwargs
+        views: Sequence[Tensor]
+        if in_transform() or any(t.layout != torch.strided for t in inputs.values()):
+            views = RegisterPostBackwardFunction.apply(group, *inputs.values())
+        else:
+            with DisableTorchFunction():
+                views = [t.view_as(t) for t in inputs.values()]
+            register_multi_grad_hook(views, lambda grads: group.post_backward())
+        instead = dict(zip(inputs, views, strict=True))
+        return _map_tensors(lambda t: instead.get(id(t), t), (args, kwargs))
 
     group._register_post_backward_hook = register
 
 
-def _in_the_same(given: Any, made: Any) -> Any:
-    """Put the tensors of ``made``, a copy of ``given``, into the containers of ``given`` itself.
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Replace each tensor in ``value`` by ``function(tensor)``, in the containers of ``value`` themselves.
 
     The caller must see writes of the unit to lists, dictionaries and dataclasses (an appended auxiliary loss).
     """
-    if given is made:
-        return given
-    if isinstance(given, list):
-        given[:] = map(_in_the_same, given, made)
-        return given
-    if isinstance(given, dict):
-        given.update((key, _in_the_same(value, made[key])) for key, value in list(given.items()))
-        return given
-    if is_dataclass(given) and not isinstance(given, type):
-        for each in fields(given):
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list):
+        value[:] = [_map_tensors(function, each) for each in value]
+    elif isinstance(value, dict):
+        value.update((key, _map_tensors(function, each)) for key, each in list(value.items()))
+    elif isinstance(value, tuple):
+        items = [_map_tensors(function, each) for each in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for each in fields(value):
             # bypass __setattr__: a frozen dataclass forbids it, and others may override it with checks
-            object.__setattr__(given, each.name, _in_the_same(getattr(given, each.name), getattr(made, each.name)))
-        return given
-    if isinstance(given, tuple):
-        items = map(_in_the_same, given, made)
-        return type(given)(*items) if hasattr(given, "_fields") else type(given)(items)
-    return made
-
-
-class _Views:
-    """Replaces ``RegisterPostBackwardFunction``; see :func:`_let_inputs_change`."""
-
-    @staticmethod
-    def apply(group: Group, *inputs: Tensor) -> tuple[Tensor, ...]:
-        if in_transform() or any(t.layout != torch.strided for t in inputs):
-            return RegisterPostBackwardFunction.apply(group, *inputs)
-        with DisableTorchFunction():
-            views = tuple(t.view_as(t) for t in inputs)
-        register_multi_grad_hook(views, lambda grads: group.post_backward())
-        return views
+            object.__setattr__(value, each.name, _map_tensors(function, getattr(value, each.name)))
+    return value
 
 
 def _undecorated(method: Any) -> Callable[..., Any]:
@@ -635,6 +624,8 @@ def gather_in_place(group: Group, gather: Gather) -> None:
             outputs.append(p.all_gather_outputs[0])
         for p in params:
             p.alloc_all_gather_outputs()
+            memory = p.all_gather_outputs[0].untyped_storage()
+            in_large_pages(memory.data_ptr(), memory.nbytes())
         parts = group.__dict__.get("parts_of_outputs")
         if parts is None:
             parts = group.parts_of_outputs = [output.detach().chunk(process_group.size()) for output in outputs]
